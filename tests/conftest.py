@@ -20,21 +20,21 @@ from tests.testing.suite.timeouts import scaled
 from tests.testing.suite.times_record import TimesRecord
 from tests.testing.suite.trials import TRIALS, trials
 
-# A busy machine is no finding, and what lands is not held up by a new example: `make test-long` looks for those.
+# Slow examples are no failures, and examples are fixed for each change: `make test-long` searches new ones.
 settings.register_profile("trainium", deadline=None, derandomize=not TRIALS, max_examples=trials(50))
 settings.load_profile("trainium")
 if not TRIALS:
-    # Hypothesis also tries constants of the modules that are loaded: each lane would try other examples.
+    # Hypothesis also draws constants of loaded modules, so that each lane would have other examples.
     providers._get_local_constants = Constants
 
 
 def _guard_exit() -> None:
-    """`os._exit(0)` of code under test would end the session early, as if all had passed; forked children may."""
-    leave, session = os._exit, os.getpid()
+    """Fail a call of `os._exit` in the session, which would end it early as if all tests had passed."""
+    exit_process, session = os._exit, os.getpid()
 
     def guarded(code: int) -> None:
-        assert os.getpid() != session, f"os._exit({code}) in the process of the tests: call what comes before it"
-        leave(code)
+        assert os.getpid() != session, f"os._exit({code}) in the process of the tests: test the code before it"
+        exit_process(code)
 
     os._exit = guarded  # type: ignore[assignment]
 
@@ -71,23 +71,23 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
     return pytest_timeout.pytest_timeout_set_timer(item, slow)
 
 
-_FIRST = ("tests/cluster/", "tests/fleet/", "tests/unit/trainer/", "tests/unit/data/", "tests/wire/")
-"""Groups that take longest, so that lanes end together with small files."""
+_LONGEST_GROUPS = ("tests/cluster/", "tests/fleet/", "tests/unit/trainer/", "tests/unit/data/", "tests/wire/")
+"""Groups that run first because they take longest, so that lanes end together."""
 _LONG_SECONDS = 3600
-"""Of a property test with many times as many examples."""
+"""Timeout of a property test with many times as many examples."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LaneScheduling | None:
-    """Lanes of `--dist loadgroup` are ours: each takes whole groups."""
+    """Assign whole groups to lanes with `--dist loadgroup`."""
     return LaneScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave what another ring runs; what shares a cluster, or a file's fixtures, is one lane's; the longest first."""
+    """Select the tests of the ring, start with the longest groups, and mark the group of each test."""
     _choose_ring(config, items)
-    items.sort(key=lambda item: next((at for at, part in enumerate(_FIRST) if part in item.nodeid), len(_FIRST)))
+    items.sort(key=_order)
     shared = {"shared_cluster", "api", *_NEEDS} if config.getoption("--cluster") == "existing" else set()
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
@@ -112,9 +112,13 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """Stop a cluster after the last test that needs it: an idle one takes a twentieth of a processor."""
+    """Stop a cluster after the last test that needs it; an idle one uses 5% of a processor."""
     yield
     close_after_last(item)
+
+
+def _order(item: pytest.Item) -> int:
+    return next((number for number, part in enumerate(_LONGEST_GROUPS) if part in item.nodeid), len(_LONGEST_GROUPS))
 
 
 def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -124,29 +128,29 @@ def _choose_ring(config: pytest.Config, items: list[pytest.Item]) -> None:
         return
     others = [item for item in items if (item.get_closest_marker("long") is not None) != (ring == "night")]
     if others:
-        left = set(others)
+        deselected = set(others)
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in left]
+        items[:] = [item for item in items if item not in deselected]
 
 
 _OPENED = pytest.StashKey[SharedCluster]()
 _NEEDS = {"defined": InstalledParts.DEFINITION, "operator": InstalledParts.OPERATOR}
-"""The state in which a fixture finds a shared cluster."""
+"""The parts that a fixture needs on a shared cluster."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """Open a cluster that is not the development cluster before the first test: its minutes are not that test's."""
+    """Open a kind or existing cluster before the first test, whose timeout must not include its minutes."""
     config = session.config
     needed = any({"shared_cluster", *_NEEDS} & set(getattr(item, "fixturenames", ())) for item in session.items)
     with exit_stack_of_group(config, CLUSTER), exit_stack_of_group(config, DEFINITION):
-        in_lane = hasattr(config, "workerinput")  # one of several, of which one at most needs it
+        in_lane = hasattr(config, "workerinput")  # at most one lane needs the cluster
         if needed and not in_lane and not config.option.collectonly and config.getoption("--cluster") != "local":
-            _opened(config)
+            _open_once(config)
         return (yield)
 
 
-def _opened(config: pytest.Config) -> SharedCluster:
+def _open_once(config: pytest.Config) -> SharedCluster:
     if _OPENED not in config.stash:
         cluster = open_cluster(config.getoption("--cluster"))
         config.stash[_OPENED] = exit_stack_of_group(config, CLUSTER).enter_context(cluster)
@@ -158,10 +162,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Install or remove the definition and the operator on an existing cluster, as the ring of the test needs it."""
     needs = [need for name, need in _NEEDS.items() if name in getattr(item, "fixturenames", ())]
     if needs and item.config.getoption("--cluster") == "existing":
-        _opened(item.config).installed.ensure(needs[0])
+        _open_once(item.config).installed.ensure(needs[0])
 
 
 @pytest.fixture(scope="session")
 def shared_cluster(request: pytest.FixtureRequest) -> SharedCluster:
-    """The cluster with nodes that all tests of this session share."""
-    return _opened(request.config)
+    """Return the cluster with nodes that all tests of this session share."""
+    return _open_once(request.config)

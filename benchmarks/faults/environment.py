@@ -209,7 +209,7 @@ class FaultEnvironment:
         """Replace a faulty node by a new one; on an existing cluster, power it on."""
         cluster = self.cluster.devcluster
         if cluster is None:
-            if node in self.cluster.powerless:
+            if node in self.cluster.powered_off_nodes:
                 self.cluster.power_on(node)
             return
         with contextlib.suppress(Exception):

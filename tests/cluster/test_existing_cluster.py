@@ -22,7 +22,7 @@ from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import DEFINITION, InstalledParts, apply_definition, make_namespace
 from tests.testing.cluster.leftovers import OccupiedError, check_unoccupied, remove_leftovers
 from tests.testing.cluster.marks import HOLD, LABELS, cordon_patch
-from tests.testing.cluster.session_lease import NAME, LeaseHeldError, LeaseHolder, SessionLease
+from tests.testing.cluster.session_lease import LEASE_NAME, LeaseHeldError, LeaseHolder, SessionLease
 from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import until
 
@@ -43,7 +43,7 @@ def existing(control_plane: SharedCluster) -> Iterator[SharedCluster]:
     """Yield an existing cluster for one test."""
     cluster = replace(control_plane)
     yield cluster
-    for left in (("lease", NAME), ("namespace", "trainium-system", "theirs"), ("crd", DEFINITION)):
+    for left in (("lease", LEASE_NAME), ("namespace", "trainium-system", "theirs"), ("crd", DEFINITION)):
         cluster.run("kubectl", "delete", *left, "--wait=false", "--ignore-not-found")
     remove_leftovers(cluster, fail_to_power_on)
 
@@ -52,7 +52,7 @@ def existing(control_plane: SharedCluster) -> Iterator[SharedCluster]:
 def contested(control_plane: SharedCluster) -> Iterator[SharedCluster]:
     """Yield an existing cluster for several sessions."""
     yield control_plane
-    control_plane.run("kubectl", "delete", "lease", NAME, "--ignore-not-found")
+    control_plane.run("kubectl", "delete", "lease", LEASE_NAME, "--ignore-not-found")
 
 
 def fail_to_power_on(node: str) -> None:
@@ -77,7 +77,7 @@ def test_a_second_session_is_refused_until_the_first_ends(contested: SharedClust
     ):
         SessionLease(contested).held().__enter__()
     with SessionLease(contested).held():
-        assert names(contested, "leases") == {NAME}
+        assert names(contested, "leases") == {LEASE_NAME}
     assert names(contested, "leases") == set()
 
 
@@ -88,7 +88,7 @@ def test_the_lease_of_an_ended_local_process_is_acquired_at_once(contested: Shar
     # Never released: as after a SIGKILL.
     SessionLease(contested, missing)._acquire()
     with SessionLease(contested, within=3600).held():
-        assert LeaseHolder.read(contested.get("lease", NAME)["spec"]["holderIdentity"]) == LeaseHolder.current()
+        assert LeaseHolder.read(contested.get("lease", LEASE_NAME)["spec"]["holderIdentity"]) == LeaseHolder.current()
 
 
 def test_a_remote_session_keeps_its_lease_while_it_renews(
@@ -100,7 +100,7 @@ def test_a_remote_session_keeps_its_lease_while_it_renews(
         SessionLease(contested, within=60).held().__enter__()
     SessionLease(contested, elsewhere)._acquire()
     with SessionLease(contested, within=0.5).held():
-        assert LeaseHolder.read(contested.get("lease", NAME)["spec"]["holderIdentity"]) == LeaseHolder.current()
+        assert LeaseHolder.read(contested.get("lease", LEASE_NAME)["spec"]["holderIdentity"]) == LeaseHolder.current()
 
 
 def test_a_session_that_lost_its_lease_does_not_delete_it(
@@ -112,12 +112,14 @@ def test_a_session_that_lost_its_lease_does_not_delete_it(
         change = json.dumps({"spec": {"holderIdentity": "elsewhere-1/7/100"}})
         # Between what the session reads and writes: it is refused then.
         until(
-            lambda: contested.run("kubectl", "patch", "lease", NAME, "--type=merge", "-p", change).returncode == 0,
+            lambda: (
+                contested.run("kubectl", "patch", "lease", LEASE_NAME, "--type=merge", "-p", change).returncode == 0
+            ),
             "taken",
         )
         until(lambda: lease.lost, "the loss is seen")
     assert lease.lost == "elsewhere-1/7/100"
-    assert names(contested, "leases") == {NAME}
+    assert names(contested, "leases") == {LEASE_NAME}
 
 
 def test_one_of_two_concurrent_sessions_acquires_the_lease(contested: SharedCluster) -> None:

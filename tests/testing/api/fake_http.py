@@ -15,7 +15,7 @@ VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 
 
 class FakeServer:
-    """`await start()`, `await stop()`."""
+    """A server on loopback between `start` and `stop`."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
@@ -47,9 +47,9 @@ class FakeServer:
         return path
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        found = discovery_response(request.path)
-        if found is not None:
-            return web.json_response(found)
+        discovery = discovery_response(request.path)
+        if discovery is not None:
+            return web.json_response(discovery)
         if request.query.get("watch") == "true":
             return await self._stream(request)
         text = await request.text()
@@ -74,7 +74,7 @@ class FakeServer:
 
 
 def discovery_response(path: str) -> dict[str, Any] | None:
-    """Return the answer about groups and kinds; None for any other path."""
+    """Return the response about groups and kinds, or None for any other path."""
     groups = sorted({resource.group for resource in ALL if resource.group} | {"apiextensions.k8s.io"})
     versions = {resource.group: resource.version for resource in ALL} | {"apiextensions.k8s.io": "v1"}
     if path == "/api":
@@ -87,7 +87,9 @@ def discovery_response(path: str) -> dict[str, Any] | None:
     for group in ("", *groups):
         if path == (f"/apis/{group}/{versions[group]}" if group else "/api/v1"):
             resources = [
-                _api_resource(each.plural, each.kind, namespaced=each.namespaced) for each in ALL if each.group == group
+                _api_resource(resource.plural, resource.kind, namespaced=resource.namespaced)
+                for resource in ALL
+                if resource.group == group
             ]
             extra = {"": "namespaces", "apiextensions.k8s.io": "customresourcedefinitions"}.get(group)
             if extra:

@@ -1,8 +1,8 @@
 """A Kueue of one queue in virtual time: admits Workloads by priority and age, evicts them, and takes quota back.
 
-What it writes has the fields, types, reasons and order of conditions of a real controller (0.19.2, recorded). It keeps
-what the real one keeps: quota that was reserved is free only when the Workload is gone, finished or returned, and pod
-sets do not change while it is reserved.
+Its conditions have the fields, types, reasons and order that a real controller writes (0.19.2, recorded). As in the
+real one, reserved quota is free only when the Workload is deleted or finished or has returned it, and pod sets do not
+change while quota is reserved.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any
 from tests.testing.api.fake_kubernetes import FakeCluster
 from trainium_operator.cluster.api.resources import FLAVORS, WORKLOADS
 
-TURN_SECONDS = 0.3
+INTERVAL_SECONDS = 0.3
 FLAVOR = "trn1"
 
 
@@ -27,7 +27,7 @@ class FakeKueue:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(TURN_SECONDS)
+            await asyncio.sleep(INTERVAL_SECONDS)
             self.check_pod_sets()
             self._admit()
 
@@ -59,18 +59,18 @@ class FakeKueue:
 
     def _admit(self) -> None:
         waiting = [raw for raw in self.workloads().values() if _is_pending(raw)]
-        for raw in sorted(waiting, key=lambda each: (-each["spec"]["priority"], each["metadata"]["name"])):
+        for raw in sorted(waiting, key=lambda workload: (-workload["spec"]["priority"], workload["metadata"]["name"])):
             fits = self.used_quota() + _pod_count(raw) <= self.capacity
             self.cluster.change(WORKLOADS, "default", raw["metadata"]["name"], _reserve if fits else _refuse)
 
 
 def _pod_count(raw: dict[str, Any]) -> int:
-    return sum(each["count"] for each in raw["spec"]["podSets"])
+    return sum(pod_set["count"] for pod_set in raw["spec"]["podSets"])
 
 
 def _has_condition(raw: dict[str, Any], kind: str) -> bool:
     conditions = (raw.get("status") or {}).get("conditions") or ()
-    return any(each["type"] == kind and each["status"] == "True" for each in conditions)
+    return any(condition["type"] == kind and condition["status"] == "True" for condition in conditions)
 
 
 def _holds_quota(raw: dict[str, Any]) -> bool:
@@ -84,7 +84,7 @@ def _is_pending(raw: dict[str, Any]) -> bool:
 
 def _set_condition(raw: dict[str, Any], kind: str, true: bool, reason: str, message: str) -> None:
     status = raw.setdefault("status", {})
-    others = [each for each in status.get("conditions") or () if each["type"] != kind]
+    others = [condition for condition in status.get("conditions") or () if condition["type"] != kind]
     fields = {"lastTransitionTime": "2026-11-23T09:19:57Z", "observedGeneration": 1, "reason": reason}
     status["conditions"] = [*others, {**fields, "message": message, "status": str(true), "type": kind}]
 
@@ -92,12 +92,12 @@ def _set_condition(raw: dict[str, Any], kind: str, true: bool, reason: str, mess
 def _reserve(raw: dict[str, Any]) -> None:
     assignments = [
         {
-            "count": each["count"],
+            "count": pod_set["count"],
             "flavors": {"pods": FLAVOR},
-            "name": each["name"],
-            "resourceUsage": {"pods": str(each["count"])},
+            "name": pod_set["name"],
+            "resourceUsage": {"pods": str(pod_set["count"])},
         }
-        for each in raw["spec"]["podSets"]
+        for pod_set in raw["spec"]["podSets"]
     ]
     raw.setdefault("status", {})["admission"] = {"clusterQueue": "team", "podSetAssignments": assignments}
     _set_condition(raw, "QuotaReserved", True, "QuotaReserved", "Quota reserved in ClusterQueue team")

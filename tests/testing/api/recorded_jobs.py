@@ -1,10 +1,10 @@
 """Objects of real jobs of the development cluster, and an API server that serves them.
 
-`job`: two crashes and a pod that was deleted on the way; `failed`: its data is not there. Recorded by `kubectl get -o
-json`; the spec is cut to what the client reads.
+`job` had two crashes and a deleted pod; `failed` has no data. They were recorded by `kubectl get -o json`; the specs
+have only the fields that the client reads.
 
-`ApiServer` has no semantics, unlike `FakeCluster` behind `FakeServer`: a test sets the answer of each path, also a
-refusal or an invalid one. Tests that list, watch or write use the other.
+`ApiServer` has fixed responses: a test sets the response of each path, also a refusal or an invalid one. Tests that
+list, watch or write use `FakeCluster` behind `FakeServer`.
 """
 
 import json
@@ -29,9 +29,9 @@ CORE = "/api/v1/namespaces/team"
 
 
 def recorded_object(name: str) -> dict[str, Any]:
-    """One recorded object."""
-    found: dict[str, Any] = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
-    return found
+    """Read a recorded object."""
+    recorded: dict[str, Any] = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
+    return recorded
 
 
 def recorded_log() -> str:
@@ -45,18 +45,24 @@ def recorded_log_as_json() -> str:
 
 
 def _format_as_json(line: str) -> str:
-    stamp, _, words = line.partition(" ")
-    about: dict[str, Any] = {"namespace": "team", "job": "llama", "pod": "llama-w-0", "node": "node-0", "generation": 1}
-    ours = re.fullmatch(r"\[rank (\d+)\] [\d:]{8} rank \d+ ([A-Z]+) (.*)", words)
-    agents = re.fullmatch(r"([-\d]{10}) ([\d:]{8}),(\d{3}) ([A-Z]+) agent (.*)", words)
-    if ours is not None:
-        about |= {"source": "trainer", "logger": "trainium.loop", "rank": int(ours[1]), "attempt": 0}
-        time, level, message = f"{stamp[:23]}Z", ours[2], ours[3]
+    stamp, _, text = line.partition(" ")
+    fields: dict[str, Any] = {
+        "namespace": "team",
+        "job": "llama",
+        "pod": "llama-w-0",
+        "node": "node-0",
+        "generation": 1,
+    }
+    rank_line = re.fullmatch(r"\[rank (\d+)\] [\d:]{8} rank \d+ ([A-Z]+) (.*)", text)
+    agent_line = re.fullmatch(r"([-\d]{10}) ([\d:]{8}),(\d{3}) ([A-Z]+) agent (.*)", text)
+    if rank_line is not None:
+        fields |= {"source": "trainer", "logger": "trainium.loop", "rank": int(rank_line[1]), "attempt": 0}
+        time, level, message = f"{stamp[:23]}Z", rank_line[2], rank_line[3]
     else:
-        assert agents is not None, f"neither a rank nor the agent logs {words!r}"
-        about |= {"source": "agent", "logger": "trainium_agent.generation_runner"}
-        time, level, message = f"{agents[1]}T{agents[2]}.{agents[3]}Z", agents[4], agents[5]
-    return f"{stamp} {build_log_line(message, time=time, level=level.lower(), **about).to_line()}"
+        assert agent_line is not None, f"neither a rank nor the agent logs {text!r}"
+        fields |= {"source": "agent", "logger": "trainium_agent.generation_runner"}
+        time, level, message = f"{agent_line[1]}T{agent_line[2]}.{agent_line[3]}Z", agent_line[4], agent_line[5]
+    return f"{stamp} {build_log_line(message, time=time, level=level.lower(), **fields).to_line()}"
 
 
 def recorded_responses() -> dict[str, Any]:
@@ -88,17 +94,17 @@ class ApiServer:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
                 outer.requests.append((self.command, self.path, body))
-                found = outer.answers.get(f"{self.command} {path}")
-                if found is None:
-                    found = outer.answers.get(path, 404)
-                code, data = 200, b""
-                if isinstance(found, int):
-                    code = found
+                answer = outer.answers.get(f"{self.command} {path}")
+                if answer is None:
+                    answer = outer.answers.get(path, 404)
+                code = 200
+                if isinstance(answer, int):
+                    code = answer
                     data = json.dumps({"kind": "Status", "code": code, "message": f"answer {code}"}).encode()
-                elif isinstance(found, bytes):
-                    code, data = 404, found
+                elif isinstance(answer, bytes):
+                    code, data = 404, answer
                 else:
-                    data = (found if isinstance(found, str) else json.dumps(found)).encode()
+                    data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()

@@ -29,7 +29,7 @@ class Access:
     settings: dict[str, Any] = field(default_factory=dict)
     devcluster: Cluster | None = None
     reader: ApiReader | None = None
-    """Given, what tests poll is read without a kubectl each time."""
+    """If set, `get` reads without starting kubectl."""
 
     @property
     def is_existing(self) -> bool:

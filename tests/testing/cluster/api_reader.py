@@ -1,7 +1,7 @@
-"""Read objects of an API server without a process: a test that polls with kubectl keeps a third of a core busy.
+"""Read objects of an API server without kubectl, which uses a third of a core when a test polls with it.
 
-Only what the tests wait for; for another kind, or with other credentials, use kubectl. The message about an object
-that is not there is that of kubectl.
+It reads only kinds that tests wait for; use kubectl for other kinds and other credentials. Error messages are those of
+kubectl.
 """
 
 import json
@@ -39,8 +39,8 @@ def path_of(arguments: tuple[str, ...]) -> str | None:
     words, namespace, query = list(arguments), "default", ""
     for option in ("-n", *_QUERIES):
         if option in words:
-            at = words.index(option)
-            _, value = words.pop(at), words.pop(at)
+            position = words.index(option)
+            _, value = words.pop(position), words.pop(position)
             if option == "-n":
                 namespace = value
             else:

@@ -1,7 +1,7 @@
 """The definition and the operator on a cluster, as the tests need them: the definition alone, or both.
 
-Rings share an existing cluster. Those of the definition write what an operator would, so none may run;
-those of training want the chart's. Invariant: each finds it so, whichever ran before.
+Rings share an existing cluster. Tests of the definition write the status themselves, so no operator may run; tests of
+training need the operator of the chart. Each ring installs its parts, whichever ran before.
 """
 
 import json
@@ -32,30 +32,30 @@ class Installed:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._now: InstalledParts | None = None
+        self._installed: InstalledParts | None = None
 
     def ensure(self, need: InstalledParts) -> None:
         """Install or uninstall until the cluster has exactly these parts."""
-        if need is self._now:
+        if need is self._installed:
             return
-        self._now = None
+        self._installed = None
         if need is InstalledParts.OPERATOR:
             install_operator(self._access)
         else:
             apply_definition(self._access)
             uninstall_operator(self._access)
-        self._now = need
+        self._installed = need
 
 
 def install_operator(access: Access, values: Mapping[str, Any] | None = None, *options: str) -> None:
     """Install the chart, with the cluster's values over these, until it runs, or raise CommandError with the reason."""
-    usual = {"statusIntervalSeconds": 1, "metrics": {"namedJobs": 20}}
-    chosen = {**(usual if values is None else values), **access.settings.get("chartValues", {})}
-    if access.is_existing:  # whose definition may be another's: it has neither the release nor the marks
+    defaults = {"statusIntervalSeconds": 1, "metrics": {"namedJobs": 20}}
+    chart_values = {**(defaults if values is None else values), **access.settings.get("chartValues", {})}
+    if access.is_existing:  # its definition may belong to another installation, without release and marks
         apply_definition(access)
-        chosen |= {"crds": {"install": False}, "commonLabels": chosen.get("commonLabels", {}) | LABELS}
+        chart_values |= {"crds": {"install": False}, "commonLabels": chart_values.get("commonLabels", {}) | LABELS}
     file = access.shared / "values.json"
-    file.write_text(json.dumps(chosen))
+    file.write_text(json.dumps(chart_values))
     make_namespace(access, NAMESPACE)
     command = ("upgrade", "--install", RELEASE, str(CHART), "-n", NAMESPACE, "-f", str(file), *options)
     try:
@@ -74,11 +74,11 @@ def uninstall_operator(access: Access) -> None:
 
 def apply_definition(access: Access) -> None:
     """Apply this checkout's definition, with the mark of tests unless one without it exists."""
-    there = access.run("kubectl", "get", "crd", DEFINITION, "-o", "json")
+    existing = access.run("kubectl", "get", "crd", DEFINITION, "-o", "json")
     document = custom_resource_definition()
-    if there.returncode != 0 or is_marked(json.loads(there.stdout)):
+    if existing.returncode != 0 or is_marked(json.loads(existing.stdout)):
         document["metadata"]["labels"] = LABELS
-    # By a separate name: who applies the definition otherwise would take the mark away.
+    # A separate field manager keeps the mark when another one applies the definition.
     apply = ("apply", "--server-side", "--force-conflicts", "--field-manager=trainium-tests")
     access.kubectl(*apply, "-f", "-", stdin=json.dumps(document))
     await_definition(access, DEFINITION)
@@ -86,8 +86,8 @@ def apply_definition(access: Access) -> None:
 
 def await_definition(access: Access, name: str) -> None:
     """Wait until objects of the definition can be written; kubectl's own wait fails before its first condition."""
-    asked = ("get", "crd", name, "-o", 'jsonpath={.status.conditions[?(@.type=="Established")].status}')
-    until(lambda: access.run("kubectl", *asked).stdout == "True", f"the definition {name} is established", 20)
+    arguments = ("get", "crd", name, "-o", 'jsonpath={.status.conditions[?(@.type=="Established")].status}')
+    until(lambda: access.run("kubectl", *arguments).stdout == "True", f"the definition {name} is established", 20)
 
 
 def make_namespace(access: Access, name: str, **labels: str) -> None:
@@ -95,13 +95,13 @@ def make_namespace(access: Access, name: str, **labels: str) -> None:
     metadata = {"name": name, "labels": LABELS | labels}
     document = json.dumps({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
 
-    def is_there() -> bool:
-        made = access.run("kubectl", "create", "-f", "-", stdin=document)
-        if made.returncode == 0:
+    def is_active() -> bool:
+        created = access.run("kubectl", "create", "-f", "-", stdin=document)
+        if created.returncode == 0:
             return True
-        if "AlreadyExists" not in made.stderr:
-            raise CommandError(f"namespace {name}: {made.stderr.strip()}")
-        found = access.run("kubectl", "get", "namespace", name, "-o", "jsonpath={.metadata.name} {.status.phase}")
-        return found.stdout == f"{name} Active"
+        if "AlreadyExists" not in created.stderr:
+            raise CommandError(f"namespace {name}: {created.stderr.strip()}")
+        state = access.run("kubectl", "get", "namespace", name, "-o", "jsonpath={.metadata.name} {.status.phase}")
+        return state.stdout == f"{name} Active"
 
-    until(is_there, f"namespace {name} of before goes", 90)
+    until(is_active, f"the terminating namespace {name} is deleted", 90)

@@ -36,9 +36,9 @@ TIMEOUT_SECONDS = 90.0
 
 def _write_text(folder: Path) -> None:
     """Write the text of all jobs, which is tokenized once, in a second, into the same folder."""
-    chance = random.Random(0)
-    words = ["".join(chance.choices(string.ascii_lowercase, k=chance.randint(3, 9))) for _ in range(400)]
-    lines = (" ".join(chance.choices(words, k=12)) for _ in range(4000))
+    generator = random.Random(0)
+    words = ["".join(generator.choices(string.ascii_lowercase, k=generator.randint(3, 9))) for _ in range(400)]
+    lines = (" ".join(generator.choices(words, k=12)) for _ in range(4000))
     (folder / "text.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -51,18 +51,22 @@ def curves_agree(losses: dict[int, float], reference: dict[int, float], toleranc
 
 def merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with `change`, with merged mappings."""
-    inside = {k: merge(base[k], v) for k, v in change.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
-    return base | change | inside
+    nested = {
+        key: merge(base[key], value)
+        for key, value in change.items()
+        if isinstance(value, dict) and isinstance(base.get(key), dict)
+    }
+    return base | change | nested
 
 
 def _merge_pod_templates(cluster: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """Merge two pod templates: the volumes of both, and the worker container with the fields of both."""
-    spec, other = cluster.get("spec", {}), job["spec"]
-    worker, own = spec.get("containers", [{}])[0], other["containers"][0]
-    lists = {key: [*worker.get(key, []), *own.get(key, [])] for key in ("env", "volumeMounts")}
-    container = {**worker, **own, **{key: value for key, value in lists.items() if value}}
-    volumes = [*spec.get("volumes", []), *other["volumes"]]
-    return {**cluster, **job, "spec": {**spec, **other, "volumes": volumes, "containers": [container]}}
+    cluster_spec, job_spec = cluster.get("spec", {}), job["spec"]
+    cluster_worker, job_worker = cluster_spec.get("containers", [{}])[0], job_spec["containers"][0]
+    lists = {key: [*cluster_worker.get(key, []), *job_worker.get(key, [])] for key in ("env", "volumeMounts")}
+    container = {**cluster_worker, **job_worker, **{key: value for key, value in lists.items() if value}}
+    volumes = [*cluster_spec.get("volumes", []), *job_spec["volumes"]]
+    return {**cluster, **job, "spec": {**cluster_spec, **job_spec, "volumes": volumes, "containers": [container]}}
 
 
 @dataclass
@@ -111,7 +115,7 @@ class Job:
         return {"spec": {"volumes": [volume], "containers": [worker]}}
 
     def apply(self) -> Self:
-        # The workers' user makes the folders below it.
+        # The user of the workers creates folders below it.
         for folder in (self.folder.parent, self.folder, self.cluster.shared / "cache"):
             folder.mkdir(mode=0o777, exist_ok=True)
             folder.chmod(0o777)
@@ -162,7 +166,7 @@ class Job:
         """Describe the job for the message of a failed test."""
         parts = [json.dumps(status, indent=1), f"newest step {self.log.newest}"]
         with contextlib.suppress(Exception):
-            parts += [f"{p['metadata']['name']} {p['status'].get('phase')}" for p in self.pods()]
+            parts += [f"{pod['metadata']['name']} {pod['status'].get('phase')}" for pod in self.pods()]
             parts += self.events()
             for pod in self.pods():
                 name = pod["metadata"]["name"]

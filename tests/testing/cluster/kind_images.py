@@ -1,8 +1,8 @@
-"""The images that pods of a kind cluster start from: built from the Dockerfile, or archives of the settings; loaded.
+"""Load images into a kind cluster: archives of the settings, or images built from the Dockerfile.
 
-A node gets an image packed and unpacks it, and the workers' has gigabytes. So only nodes with pods get it, one after
-the other, and each frees the layers that it has unpacked: the size once a node, where kind alone takes it twice.
-The settings may name a base whose torch has no CUDA (`trainerBase`): the Dockerfile keeps a torch that is there.
+A node receives a packed image and unpacks it; that of workers has gigabytes. Only nodes with pods receive it, one after
+another, and each deletes the packed layers, so that an image takes its size once on each node instead of twice. The
+settings may name a base image whose torch has no CUDA (`trainerBase`): the Dockerfile keeps an installed torch.
 """
 
 from tests.testing.cluster.access import ROOT, Access
@@ -14,7 +14,7 @@ _CONTENT = "ctr -n k8s.io content ls"
 _UNPACKED = "containerd.io/uncompressed="
 """containerd's label of a layer that it has unpacked; a node image has layers that are not, for later pods."""
 _COLLECT = "ctr -n k8s.io leases delete --sync $(ctr -n k8s.io leases create)"
-"""A deletion alone frees no disk before the next collection, and the end of a lease may wait for one."""
+"""Deleting content frees no disk until the next garbage collection; the end of this lease waits for one."""
 
 
 def load_images(access: Access, cluster: str) -> None:

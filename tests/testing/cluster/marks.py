@@ -1,9 +1,9 @@
-"""Marks of the objects that tests make on an existing cluster, by which a later session finds leftovers."""
+"""Marks of the objects of tests on an existing cluster, by which a later session finds leftovers."""
 
 from typing import Any
 
 MARK = "tests.trainium.dev/made-by"
-"""Label of namespaces (and so of all that is in them), and of what belongs to no namespace."""
+"""Label of namespaces and of cluster-scoped objects."""
 LABELS = {MARK: "tests"}
 SELECTOR = f"{MARK}=tests"
 CORDONED = "tests.trainium.dev/cordoned"
@@ -11,8 +11,8 @@ CORDONED = "tests.trainium.dev/cordoned"
 POWERED_OFF = "tests.trainium.dev/powered-off"
 HOLD = "tests.trainium.dev/hold"
 """A finalizer: keeps a deleted pod readable after its containers have ended."""
-OF_THE_CHART = "app.kubernetes.io/part-of=trainium-operator"
-"""Label of all that the chart makes, for any installation."""
+CHART_SELECTOR = "app.kubernetes.io/part-of=trainium-operator"
+"""Label of all objects of the chart, in any installation."""
 
 
 def cordon_patch(*, on: bool) -> dict[str, Any]:
@@ -22,11 +22,11 @@ def cordon_patch(*, on: bool) -> dict[str, Any]:
 
 
 def is_marked(item: dict[str, Any]) -> bool:
-    """Return whether tests made this object."""
+    """Return whether tests created this object."""
     return MARK in (item["metadata"].get("labels") or {})
 
 
-def is_of_the_chart(item: dict[str, Any]) -> bool:
-    """Return whether the chart made it, in any installation."""
-    key, value = OF_THE_CHART.split("=")
+def is_chart_object(item: dict[str, Any]) -> bool:
+    """Return whether the object belongs to the chart, in any installation."""
+    key, value = CHART_SELECTOR.split("=")
     return (item["metadata"].get("labels") or {}).get(key) == value

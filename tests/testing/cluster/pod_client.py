@@ -81,24 +81,24 @@ class PodClient:
     def get(self, pod: str) -> Json:
         return self.cluster.get("pod", pod, "-n", self.namespace)
 
-    def wait(self, pod: str, what: Callable[[Json], Any], why: str, seconds: float | None = None) -> Json:
-        """Return the pod once `what` is true of it."""
-        found: Json = {}
+    def wait(self, pod: str, condition: Callable[[Json], Any], description: str, seconds: float | None = None) -> Json:
+        """Return the pod once the condition is true of it."""
+        current: Json = {}
 
-        def holds() -> bool:
-            nonlocal found
-            found = self.get(pod)
-            return bool(what(found))
+        def is_met() -> bool:
+            nonlocal current
+            current = self.get(pod)
+            return bool(condition(current))
 
         def describe() -> str:
-            return f"{pod}: waited until {why}; status: {json.dumps(found.get('status'), indent=1)}"
+            return f"{pod}: waited until {description}; status: {json.dumps(current.get('status'), indent=1)}"
 
-        until(holds, describe, seconds or self.timeout)
-        return found
+        until(is_met, describe, seconds or self.timeout)
+        return current
 
     def wait_ended(self, pod: str) -> Json:
         """Return the pod once it has Succeeded or Failed."""
-        return self.wait(pod, lambda p: p["status"].get("phase") in {"Succeeded", "Failed"}, "it ended")
+        return self.wait(pod, lambda pod: pod["status"].get("phase") in {"Succeeded", "Failed"}, "it ended")
 
     def wait_ready(self, pod: str) -> Json:
         """Return the pod once all its containers run and are ready."""
@@ -114,16 +114,16 @@ class PodClient:
 
     def wait_for_log(self, pod: str, text: str, *arguments: str) -> str:
         """Return the log once it contains `text`."""
-        found = ""
+        log = ""
 
-        def shown() -> bool:
-            nonlocal found
+        def has_text() -> bool:
+            nonlocal log
             done = self.cluster.run("kubectl", "-n", self.namespace, "logs", pod, *arguments)
-            found = done.stdout
-            return done.returncode == 0 and text in found
+            log = done.stdout
+            return done.returncode == 0 and text in log
 
-        until(shown, lambda: f"{pod}: {text!r} appears in its log: {found!r}", self.timeout)
-        return found
+        until(has_text, lambda: f"{pod}: {text!r} appears in its log: {log!r}", self.timeout)
+        return log
 
     def delete(self, pod: str, *arguments: str) -> None:
         self.kubectl("delete", "pod", pod, "--wait=false", *arguments)
@@ -136,42 +136,47 @@ class PodClient:
         """Wait until the pod does not exist."""
         until(
             lambda: not self.kubectl("get", "pod", pod, "--ignore-not-found"),
-            f"{pod} is gone",
+            f"{pod} is deleted",
             seconds or self.timeout,
         )
 
     def event(self, pod: str, reason: str) -> Json:
         """Return the first event of that reason about the pod."""
-        seen: list[Json] = []
+        events: list[Json] = []
 
-        def found() -> Json | None:
-            about = ("--field-selector", f"involvedObject.name={pod}")
-            seen[:] = self.cluster.get("events", "-n", self.namespace, *about)["items"]
-            return next((item for item in seen if item["reason"] == reason), None)
+        def find() -> Json | None:
+            selector = ("--field-selector", f"involvedObject.name={pod}")
+            events[:] = self.cluster.get("events", "-n", self.namespace, *selector)["items"]
+            return next((item for item in events if item["reason"] == reason), None)
 
-        def others() -> str:
-            return f"an event {reason} about {pod}; there are {[item['reason'] for item in seen]}"
+        def describe() -> str:
+            return f"an event {reason} about {pod}; there are {[item['reason'] for item in events]}"
 
-        event = until(found, others, self.timeout)
+        event = until(find, describe, self.timeout)
         assert event is not None
         return event
 
 
 def is_ready(pod: Json) -> bool:
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+    return any(
+        condition["type"] == "Ready" and condition["status"] == "True"
+        for condition in pod["status"].get("conditions", [])
+    )
 
 
 def condition(pod: Json, kind: str) -> Json:
-    return next(c for c in pod["status"]["conditions"] if c["type"] == kind)
+    return next(condition for condition in pod["status"]["conditions"] if condition["type"] == kind)
 
 
 def status(pod: Json, container: str = "main") -> Json:
     """Return the status of one container, or an empty one."""
-    both = [*pod["status"].get("containerStatuses", []), *pod["status"].get("initContainerStatuses", [])]
-    return next((c for c in both if c["name"] == container), {"state": {}, "lastState": {}, "restartCount": 0})
+    statuses = [*pod["status"].get("containerStatuses", []), *pod["status"].get("initContainerStatuses", [])]
+    return next(
+        (item for item in statuses if item["name"] == container), {"state": {}, "lastState": {}, "restartCount": 0}
+    )
 
 
 def terminated(pod: Json, container: str = "main") -> Json:
-    """Return how a container ended."""
-    found: Json = status(pod, container)["state"].get("terminated", {})
-    return found
+    """Return the terminated state of a container, or an empty one."""
+    state: Json = status(pod, container)["state"].get("terminated", {})
+    return state

@@ -1,8 +1,11 @@
-"""One session of tests at a time on a cluster that is not its own: a Lease that is renewed while the session lives.
+"""Exclude concurrent sessions of tests on an existing cluster by a Lease, which a session renews until its end.
 
-Sessions change what all of a cluster shares (the definition, the operator, nodes) and remove what others left, so two
-would spoil each other. Invariants: no clocks are compared, a Lease is free when its session is seen not to renew it
-for RENEWED_WITHIN seconds, at once when that was a process of this machine and is gone.
+Sessions change the definition, the operator and nodes, and remove leftovers of others, so two would disturb each other.
+
+Guarantees:
+- No clocks of different machines are compared.
+- A Lease is free once its session has not renewed it for LEASE_SECONDS.
+- The Lease of an ended process of this machine is free at once.
 """
 
 import contextlib
@@ -22,7 +25,7 @@ import psutil
 
 from tests.testing.cluster.access import Access
 
-NAME, NAMESPACE = "trainium-tests", "default"
+LEASE_NAME, LEASE_NAMESPACE = "trainium-tests", "default"
 RENEW_SECONDS = 10.0
 LEASE_SECONDS = 40.0
 
@@ -38,7 +41,7 @@ class LeaseHolder:
     machine: str
     process: int
     started: int
-    """Unix seconds: process numbers come again."""
+    """Start in Unix seconds, because pids are reused."""
 
     @classmethod
     def current(cls) -> Self:
@@ -75,7 +78,7 @@ class SessionLease:
         self._access = access
         self._holder = (holder or LeaseHolder.current()).text()
         self._within = within
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self.lost = ""
         """The holder that acquired the Lease meanwhile; empty as long as this session has it."""
 
@@ -83,41 +86,43 @@ class SessionLease:
     def held(self) -> Iterator[None]:
         """Acquire, renew and release the Lease; raise LeaseHeldError when another session has it."""
         self._acquire()
-        renewing = threading.Thread(target=self._renew, name="session-lease", daemon=True)
-        renewing.start()
+        renewal = threading.Thread(target=self._renew, name="session-lease", daemon=True)
+        renewal.start()
         try:
             yield
         finally:
-            self._over.set()
-            renewing.join()
+            self._ended.set()
+            renewal.join()
             if not self.lost:
-                self._kubectl("delete", "lease", NAME, "--ignore-not-found")
+                self._kubectl("delete", "lease", LEASE_NAME, "--ignore-not-found")
 
     def _acquire(self) -> None:
         while True:
-            made = self._kubectl("create", "-f", "-", document=self._manifest())
-            if made.returncode == 0:
+            created = self._kubectl("create", "-f", "-", document=self._manifest())
+            if created.returncode == 0:
                 return
-            if "AlreadyExists" not in made.stderr:
-                raise LeaseHeldError(f"The cluster cannot be had for this session of tests: {made.stderr.strip()}")
-            found = self._find()
-            if found is None:
-                continue  # it was released this moment
-            self._wait_for_expiry(found)
+            if "AlreadyExists" not in created.stderr:
+                raise LeaseHeldError(
+                    f"The cluster cannot be reserved for this session of tests: {created.stderr.strip()}"
+                )
+            lease = self._find()
+            if lease is None:
+                continue  # it was released meanwhile
+            self._wait_for_expiry(lease)
             # Of two concurrent requests one is refused: its version of the Lease is old.
-            if self._kubectl("replace", "-f", "-", document=self._manifest(_resource_version(found))).returncode == 0:
+            if self._kubectl("replace", "-f", "-", document=self._manifest(_resource_version(lease))).returncode == 0:
                 return
 
-    def _wait_for_expiry(self, found: dict[str, Any]) -> None:
+    def _wait_for_expiry(self, lease: dict[str, Any]) -> None:
         """Wait until the holder has ended; raise LeaseHeldError when it renews the Lease."""
-        holder = LeaseHolder.read(found["spec"].get("holderIdentity") or "")
+        holder = LeaseHolder.read(lease["spec"].get("holderIdentity") or "")
         if holder is None or holder.has_ended():
             return
-        local = holder.machine == _machine_id()
+        is_local = holder.machine == _machine_id()
         deadline = time.monotonic() + self._within
         while time.monotonic() < deadline:
-            now = self._find()
-            if now is None or _resource_version(now) != _resource_version(found) or local:
+            current = self._find()
+            if current is None or _resource_version(current) != _resource_version(lease) or is_local:
                 raise LeaseHeldError(
                     f"Another session of tests uses this cluster: process {holder.process} on {holder.machine}. "
                     f"Wait for its end; one that is gone loses the cluster after {self._within:.0f} s."
@@ -125,18 +130,20 @@ class SessionLease:
             time.sleep(self._within / 40)
 
     def _renew(self) -> None:
-        while not self._over.wait(RENEW_SECONDS):
-            found = self._find()
-            if found is None:
+        while not self._ended.wait(RENEW_SECONDS):
+            lease = self._find()
+            if lease is None:
                 continue  # no answer, or the Lease was deleted
-            if found["spec"].get("holderIdentity") != self._holder:
-                self.lost = str(found["spec"].get("holderIdentity"))
+            if lease["spec"].get("holderIdentity") != self._holder:
+                self.lost = str(lease["spec"].get("holderIdentity"))
                 return
-            self._kubectl("replace", "-f", "-", document=self._manifest(_resource_version(found)))
+            self._kubectl("replace", "-f", "-", document=self._manifest(_resource_version(lease)))
 
     def _manifest(self, version: str = "") -> dict[str, Any]:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        metadata = {"name": NAME, "namespace": NAMESPACE} | ({"resourceVersion": version} if version else {})
+        metadata = {"name": LEASE_NAME, "namespace": LEASE_NAMESPACE} | (
+            {"resourceVersion": version} if version else {}
+        )
         return {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
@@ -146,13 +153,13 @@ class SessionLease:
 
     def _find(self) -> dict[str, Any] | None:
         """Return the Lease, or None if it does not exist or the API server does not answer."""
-        text = self._kubectl("get", "lease", NAME, "--ignore-not-found", "-o", "json").stdout
-        found: dict[str, Any] | None = json.loads(text) if text else None
-        return found
+        text = self._kubectl("get", "lease", LEASE_NAME, "--ignore-not-found", "-o", "json").stdout
+        lease: dict[str, Any] | None = json.loads(text) if text else None
+        return lease
 
     def _kubectl(self, *arguments: str, document: dict[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
         stdin = json.dumps(document) if document is not None else ""
-        return self._access.run("kubectl", "-n", NAMESPACE, *arguments, stdin=stdin)
+        return self._access.run("kubectl", "-n", LEASE_NAMESPACE, *arguments, stdin=stdin)
 
 
 def _resource_version(lease: dict[str, Any]) -> str:

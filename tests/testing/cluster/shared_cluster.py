@@ -1,4 +1,4 @@
-"""Clusters that the same tests run on: the development cluster, kind, or whatever KUBECONFIG names.
+"""Clusters that the same tests run on: the development cluster, kind, or the cluster of KUBECONFIG.
 
 A cluster has its kubeconfig, a folder that all nodes and this machine mount at the same path, the values of chart and
 workers, and the commands that power nodes off and on. `docs/testing.md` describes the settings file.
@@ -38,14 +38,17 @@ class SharedCluster(Access):
 
     def __post_init__(self) -> None:
         self.installed = Installed(self)
-        self.powerless: set[str] = set()
-        """Nodes that are powered off."""
+        self.powered_off_nodes: set[str] = set()
+        """Names of nodes that are powered off."""
 
     def worker_nodes(self) -> list[str]:
         """Return the names of nodes without a NoSchedule taint."""
         nodes = self.get("nodes")["items"]
-        kept_free = [any(t["effect"] == "NoSchedule" for t in node["spec"].get("taints", [])) for node in nodes]
-        return [node["metadata"]["name"] for node, free in zip(nodes, kept_free, strict=True) if not free]
+        return [
+            node["metadata"]["name"]
+            for node in nodes
+            if not any(taint["effect"] == "NoSchedule" for taint in node["spec"].get("taints", []))
+        ]
 
     # --- faults --------------------------------------------------------------------------------------------------
 
@@ -69,7 +72,7 @@ class SharedCluster(Access):
 
     def power_off(self, node: str) -> None:
         """End a node and all that runs on it at once."""
-        self.powerless.add(node)
+        self.powered_off_nodes.add(node)
         if self.devcluster is not None:
             self.devcluster.faults.kill_node(node)
         else:
@@ -85,7 +88,7 @@ class SharedCluster(Access):
             command = self._configured_command("powerOn")
             subprocess.run(command.format(node=node), shell=True, check=True, timeout=scaled(120))
             self._remove_annotation(POWERED_OFF, node)
-        self.powerless.discard(node)
+        self.powered_off_nodes.discard(node)
         self.wait("create", f"node/{node}", seconds=90)  # its object may have been deleted meanwhile
         self.wait("condition=Ready", f"node/{node}", seconds=90)
 

@@ -41,7 +41,7 @@ MOST_OBJECTS = 400
 LARGEST_PAGE = 4 << 20
 """Bytes of a page, for the few pods of a case."""
 LARGEST_MEMORY = 1 << 20
-_FEW = ("desired", "membership", "nextPodOrdinal", "conditions")
+_SMALL_STATUS = ("desired", "membership", "nextPodOrdinal", "conditions")
 """Fields of the status in cases of single objects; a small status makes them ten times as fast."""
 EXPECTED = frozenset({"trainium_operator.cluster.cache.reflector"})
 """Loggers that may log an error: they report an object that cannot be read."""
@@ -67,7 +67,7 @@ class ClusterTarget:
                 {"kind": "TrainingJob", "object": job},
                 {"kind": "ConfigMap", "object": _unpack_membership(recorded_object("membership"))},
                 *({"kind": "Pod", "object": _worker(number)} for number in range(3)),
-                *({"kind": kind, "object": found} for kind, found in _ONE_OF_EACH.items()),
+                *({"kind": kind, "object": obj} for kind, obj in _OBJECT_BY_KIND.items()),
             ],
             "received": [objects.HEARTBEAT],
             "memory": {"data": {"ip-10-0-0-1": objects.MACHINE, "accounted": {objects.JOB_UID: 1.8e9}}},
@@ -76,20 +76,20 @@ class ClusterTarget:
         }
         full = {"apiVersion": job["apiVersion"], "metadata": job["metadata"], "spec": job["spec"]}
         full["status"] = example(TrainingJobStatus.model_json_schema(by_alias=True))
-        small = {**job, "status": {key: job["status"][key] for key in _FEW}}
-        parts = [{"objects": [{"kind": "TrainingJob", "object": small}, each]} for each in whole["objects"][1:]]
-        remembered = {"objects": parts[0]["objects"], "memory": whole["memory"]}
-        return [whole, remembered, {"objects": [{"kind": "TrainingJob", "object": full}]}, *parts]
+        small = {**job, "status": {key: job["status"][key] for key in _SMALL_STATUS}}
+        parts = [{"objects": [{"kind": "TrainingJob", "object": small}, other]} for other in whole["objects"][1:]]
+        with_memory = {"objects": parts[0]["objects"], "memory": whole["memory"]}
+        return [whole, with_memory, {"objects": [{"kind": "TrainingJob", "object": full}]}, *parts]
 
     def values(self) -> dict[str, list[Any]]:
-        """Further values by key."""
-        found = edge_values(TrainingJobStatus.model_json_schema(by_alias=True))
+        """Return further values by key."""
+        values_by_key = edge_values(TrainingJobStatus.model_json_schema(by_alias=True))
         for key, values in edge_values(Membership.model_json_schema(by_alias=True)).items():
-            found.setdefault(key, []).extend(values)
-        found["kind"] = [*_ONE_OF_EACH, "TrainingJob", "ConfigMap"]
+            values_by_key.setdefault(key, []).extend(values)
+        values_by_key["kind"] = [*_OBJECT_BY_KIND, "TrainingJob", "ConfigMap"]
         for key in ("deleted", "again", "pages"):
-            found[key] = [True]
-        return found
+            values_by_key[key] = [True]
+        return values_by_key
 
     async def run_case(self, case: Any) -> None:
         """Run a case; raise an error for a broken invariant."""
@@ -97,18 +97,18 @@ class ClusterTarget:
             return
         operator = OperatorHarness(_text(case.get("gang")))
         await operator.open()
-        for each in _objects_of(case, "objects"):
-            kind = _text(each.get("kind"))
+        for item in _objects_of(case, "objects"):
+            kind = _text(item.get("kind"))
             if kind in operator.kinds():
-                operator.deliver(kind, _pack_membership(each.get("object")), deleted=each.get("deleted") is True)
-        for each in _objects_of(case, "received"):
-            _receive_heartbeat(operator, each)
+                operator.deliver(kind, _pack_membership(item.get("object")), deleted=item.get("deleted") is True)
+        for item in _objects_of(case, "received"):
+            _receive_heartbeat(operator, item)
         operator.check_views()
         await _reconcile_fleet_memory(operator, case.get("memory"))
         plans = operator.plan_jobs()
         if case.get("again") is True:
-            for job, made in plans:
-                operator.apply_plan(job, made)
+            for job, plan in plans:
+                operator.apply_plan(job, plan)
             operator.plan_jobs()
         if "lease" in case:
             await _acquire_lease(operator, case["lease"])
@@ -116,7 +116,7 @@ class ClusterTarget:
             _render_pages(operator, _objects_of(case, "events"))
 
 
-_ONE_OF_EACH: dict[str, Json] = {
+_OBJECT_BY_KIND: dict[str, Json] = {
     "Pod": objects.POD,
     "Node": objects.NODE,
     "PodDisruptionBudget": objects.BUDGET,
@@ -163,14 +163,14 @@ def _worker(number: int) -> Json:
 
 def _receive_heartbeat(operator: OperatorHarness, message: Json) -> None:
     """Receive a heartbeat for the pods of each job; the coordinator target checks authentication."""
-    for job in operator.observe_jobs():
-        ours = {"namespace": job.job.namespace, "job": job.job.name}
-        for pod in job.pods[:4]:
-            names = {**ours, "podName": pod.name, "podUid": pod.uid}
-            operator.state.register(job.job.id, RegisterRequest.model_validate({**objects.REGISTER, **names}))
+    for observed in operator.observe_jobs():
+        job_names = {"namespace": observed.job.namespace, "job": observed.job.name}
+        for pod in observed.pods[:4]:
+            names = {**job_names, "podName": pod.name, "podUid": pod.uid}
+            operator.state.register(observed.job.id, RegisterRequest.model_validate({**objects.REGISTER, **names}))
             try:
                 heartbeat = HeartbeatRequest.model_validate({**message, **names})
-                operator.state.heartbeat(job.job.id, heartbeat)
+                operator.state.heartbeat(observed.job.id, heartbeat)
             except (ValidationError, OldGenerationError, FutureGenerationError, NotRegisteredError):
                 continue
 
@@ -180,7 +180,7 @@ async def _reconcile_fleet_memory(operator: OperatorHarness, memory: Any) -> Non
     if isinstance(memory, dict):
         data = memory.get("data")
         texts = {
-            # JSON is YAML too, and takes halves of surrogate pairs.
+            # JSON is YAML too, and accepts unpaired surrogates.
             key: text if isinstance(text, str) else json.dumps(text)
             for key, text in (data.items() if isinstance(data, dict) else ())
         }
@@ -191,7 +191,7 @@ async def _reconcile_fleet_memory(operator: OperatorHarness, memory: Any) -> Non
     await operator.fleet.prime()
     if memory is not None:
         await operator.fleet._reconcile()
-        await operator.fleet._reconcile()  # what was written is read again
+        await operator.fleet._reconcile()  # reads the written memory
     check_type(operator.fleet.view)
     for written in operator.api.written:
         size = sum(map(len, (written.get("data") or {}).values()))
@@ -217,21 +217,21 @@ async def _acquire_lease(operator: OperatorHarness, lease: Any) -> None:
 def _render_pages(operator: OperatorHarness, events: list[Json]) -> None:
     """Render the list of jobs and the page of each."""
     operator.shown.sample()
-    found = build_event_views(events)
+    views = build_event_views(events)
     rows = operator.shown.rows(NAMESPACE)
     pages = [live_jobs_html(rows, operator.now, where="namespace team", root="/ui")]
     for key in list(operator.caches.jobs.store.snapshot()):
         report = operator.shown.report(*key, pods=True, members=True)
         if report is not None:
-            pages.append(live_job_html(report(now=operator.now, events=found, notes=()), operator.now, jobs="/ui/team"))
+            pages.append(live_job_html(report(now=operator.now, events=views, notes=()), operator.now, jobs="/ui/team"))
     for page in pages:
         require(len(page) <= LARGEST_PAGE, f"a page of {len(page)} characters")
         page.encode()
 
 
 def _objects_of(case: Json, key: str) -> list[Json]:
-    found = case.get(key)
-    return [each for each in found[:MOST_OBJECTS] if isinstance(each, dict)] if isinstance(found, list) else []
+    items = case.get(key)
+    return [item for item in items[:MOST_OBJECTS] if isinstance(item, dict)] if isinstance(items, list) else []
 
 
 def _text(value: Any) -> str:

@@ -109,8 +109,8 @@ class ClientConnection:
         """Send data in this number of pieces."""
         self.sent += len(data)
         size = max(1, -(-len(data) // max(1, pieces)))
-        for at in range(0, len(data), size):
-            self.transport.receive(data[at : at + size])
+        for start in range(0, len(data), size):
+            self.transport.receive(data[start : start + size])
 
     def check(self, allowed: Callable[[int], int]) -> None:
         """Check that every response belongs to the protocol, and that all have at most `allowed(sent)` bytes."""
@@ -124,12 +124,12 @@ class ClientConnection:
 
 
 def _check_frames(data: bytes) -> None:
-    at = 0
-    while at < len(data):
-        kind, length = parse_frame_header(data[at : at + HEAD_BYTES])
-        payload = data[at + HEAD_BYTES : at + HEAD_BYTES + length]
+    start = 0
+    while start < len(data):
+        kind, length = parse_frame_header(data[start : start + HEAD_BYTES])
+        payload = data[start + HEAD_BYTES : start + HEAD_BYTES + length]
         require(len(payload) == length, "a frame that is cut short")
-        at += HEAD_BYTES + length
+        start += HEAD_BYTES + length
         if kind == FrameKind.ERROR:
             refusal = json.loads(payload)
             require(refusal["status"] != 500, "a defect in the coordinator")

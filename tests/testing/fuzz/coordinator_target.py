@@ -50,12 +50,12 @@ PODS = 3
 MOST_CONNECTIONS, MOST_SENDS = 8, 24
 LONGEST_PAUSE = 120.0
 LONGEST_ADDRESS = 64
-"""Characters: the kernel gives the address of a connection, at most with an interface."""
+"""Characters: an IP address, with an interface at most."""
 _MOST_RESPONSE_BYTES, _RESPONSE_BYTES_PER_BYTE = 64 << 10, 64
 """Limit of responses of a connection: bytes in any case, and for each byte that was sent."""
 _METRICS = Metrics(named_jobs=4)
 MOST_SERIES = 500
-_METRICS_EVERY = 256
+_METRICS_CHECK_CASES = 256
 """Cases between two checks of the metrics, which all cases share."""
 _DRAIN_SECONDS = 5.0
 
@@ -68,7 +68,7 @@ class CoordinatorTarget:
     storable = False
 
     def __init__(self) -> None:
-        self._known: dict[str, dict[Key, Entry[Any]]] = {}
+        self._cached: dict[str, dict[Key, Entry[Any]]] = {}
         """Caches of the operator while the job trains in `_generation`."""
         self._generation = 0
         self._runs = 0
@@ -76,29 +76,32 @@ class CoordinatorTarget:
     def seeds(self) -> list[Any]:
         """Return valid cases: messages of agents and of other clients."""
         full = {**example(HeartbeatRequest.model_json_schema(by_alias=True)), **objects.HEARTBEAT}
-        hello = {"frame": {"kind": FrameKind.REGISTER, "body": objects.REGISTER}}
-        beat = {"frame": {"kind": FrameKind.HEARTBEAT, "body": objects.HEARTBEAT}}
-        whole = {"frame": {"kind": FrameKind.HEARTBEAT, "body": full}}
-        alive = {"frame": {"kind": FrameKind.KEEPALIVE, "raw": "\x00\x00\x00\x00\x00\x00\x00\x09"}}
-        asked = {"after": "0", "podUid": "uid-0"}
-        stream = {"request": _request_fields("GET", STREAM_PATH, query=asked, upgrade=UPGRADE)}
-        posted = {"request": _request_fields("POST", STREAM_PATH, body=objects.REGISTER)}
+        register = {"frame": {"kind": FrameKind.REGISTER, "body": objects.REGISTER}}
+        heartbeat = {"frame": {"kind": FrameKind.HEARTBEAT, "body": objects.HEARTBEAT}}
+        full_heartbeat = {"frame": {"kind": FrameKind.HEARTBEAT, "body": full}}
+        keepalive = {"frame": {"kind": FrameKind.KEEPALIVE, "raw": "\x00\x00\x00\x00\x00\x00\x00\x09"}}
+        query = {"after": "0", "podUid": "uid-0"}
+        stream = {"request": _request_fields("GET", STREAM_PATH, query=query, upgrade=UPGRADE)}
+        post = {"request": _request_fields("POST", STREAM_PATH, body=objects.REGISTER)}
         verdict = {**objects.HEARTBEAT, "phase": "Failed", "verdict": full["failures"][0], "failures": full["failures"]}
-        unread = {"step": 0, "hangDetection": "Output", "problem": "the pattern matches no line"}
-        program = {"frame": {"kind": FrameKind.HEARTBEAT, "body": {**objects.HEARTBEAT, "progress": unread}}}
+        progress = {"step": 0, "hangDetection": "Output", "problem": "the pattern matches no line"}
+        program = {"frame": {"kind": FrameKind.HEARTBEAT, "body": {**objects.HEARTBEAT, "progress": progress}}}
         return [
             {
                 "plan": True,
                 "connections": [
-                    {"source": "10.0.0.1", "messages": [stream, hello, beat, alive, whole, {"pause": 31}, alive]}
+                    {
+                        "source": "10.0.0.1",
+                        "messages": [stream, register, heartbeat, keepalive, full_heartbeat, {"pause": 31}, keepalive],
+                    }
                 ],
             },
-            {"connections": [{"source": "10.0.0.1", "messages": [posted, stream]}]},
+            {"connections": [{"source": "10.0.0.1", "messages": [post, stream]}]},
             {
                 "connections": [
                     {
                         "source": "10.0.0.1",
-                        "messages": [stream, hello, {"frame": {"kind": FrameKind.HEARTBEAT, "body": verdict}}],
+                        "messages": [stream, register, {"frame": {"kind": FrameKind.HEARTBEAT, "body": verdict}}],
                     }
                 ]
             },
@@ -113,31 +116,31 @@ class CoordinatorTarget:
                 "connections": [
                     {
                         "source": "10.0.0.1",
-                        "messages": [stream, hello, {"publish": 8}, beat, {"gone": 0}, {"port": "refused"}],
+                        "messages": [stream, register, {"publish": 8}, heartbeat, {"gone": 0}, {"port": "refused"}],
                     },
                     {"source": "10.0.0.2", "stalled": True, "messages": [_request_with_claims({"exp": NOW + 60})]},
                 ],
             },
             {"leads": False, "connections": [{"source": "::1", "messages": [stream]}]},
-            {"connections": [{"source": "10.0.0.1", "messages": [stream, hello, program]}]},
+            {"connections": [{"source": "10.0.0.1", "messages": [stream, register, program]}]},
         ]
 
     def values(self) -> dict[str, list[Any]]:
-        """Further values by key."""
-        found = edge_values(HeartbeatRequest.model_json_schema(by_alias=True))
+        """Return further values by key."""
+        values_by_key = edge_values(HeartbeatRequest.model_json_schema(by_alias=True))
         for key, values in edge_values(RegisterRequest.model_json_schema(by_alias=True)).items():
-            found.setdefault(key, []).extend(values)
-        found["path"] = [STREAM_PATH, "/v1/%00/%2e%2e/stream", "*", "//"]
-        found["method"] = ["GET", "POST", "PUT", "HEAD", "OPTIONS", "CONNECT", "TRACE", "PRI", "get"]
-        found["plan"] = [True]
-        found["token"] = ["uid-0", "uid-1", "uid-2", "uid-9", ""]
-        found["kind"] = [*map(int, FrameKind), 0, 10, 255]
-        found["length"] = [0, 1, LONGEST_FRAME, LONGEST_FRAME + 1, 2**32 - 1]
-        found["Content-Encoding"] = ["gzip", "deflate", "br"]
-        found["Transfer-Encoding"] = ["chunked", "gzip, chunked", "identity"]
-        found["Expect"] = ["100-continue"]
-        found["Connection"] = ["close", "keep-alive", "Upgrade"]
-        return found
+            values_by_key.setdefault(key, []).extend(values)
+        values_by_key["path"] = [STREAM_PATH, "/v1/%00/%2e%2e/stream", "*", "//"]
+        values_by_key["method"] = ["GET", "POST", "PUT", "HEAD", "OPTIONS", "CONNECT", "TRACE", "PRI", "get"]
+        values_by_key["plan"] = [True]
+        values_by_key["token"] = ["uid-0", "uid-1", "uid-2", "uid-9", ""]
+        values_by_key["kind"] = [*map(int, FrameKind), 0, 10, 255]
+        values_by_key["length"] = [0, 1, LONGEST_FRAME, LONGEST_FRAME + 1, 2**32 - 1]
+        values_by_key["Content-Encoding"] = ["gzip", "deflate", "br"]
+        values_by_key["Transfer-Encoding"] = ["chunked", "gzip, chunked", "identity"]
+        values_by_key["Expect"] = ["100-continue"]
+        values_by_key["Connection"] = ["close", "keep-alive", "Upgrade"]
+        return values_by_key
 
     async def run_case(self, case: Any) -> None:
         """Run a case; raise an error for a broken invariant."""
@@ -147,23 +150,23 @@ class CoordinatorTarget:
         await operator.open()
         generation = _bounded_int(case.get("generation"), 1)
         if generation == self._generation:
-            operator.restore(self._known)
+            operator.restore(self._cached)
         else:
             _add_training_job(operator, generation)
-            self._known, self._generation = operator.snapshot(), generation
+            self._cached, self._generation = operator.snapshot(), generation
         operator.state.publish(JOB, _membership(generation))
         harness = _CoordinatorHarness(operator, leads=case.get("leads") is not False)
         await harness.open()
         connections = case.get("connections")
-        for each in connections[:MOST_CONNECTIONS] if isinstance(connections, list) else ():
-            if isinstance(each, dict):
-                await harness.connection(each)
+        for fields in connections[:MOST_CONNECTIONS] if isinstance(connections, list) else ():
+            if isinstance(fields, dict):
+                await harness.run_connection(fields)
         await harness.close()
         harness.check()
         if case.get("plan") is True and operator.state.agent_count():
             operator.plan_jobs()
         self._runs += 1
-        if self._runs % _METRICS_EVERY == 0:
+        if self._runs % _METRICS_CHECK_CASES == 0:
             series = sum(len(metric.samples) for metric in _METRICS.registry.collect())
             require(series <= MOST_SERIES, f"{series} time series: metrics grow with foreign input")
 
@@ -234,7 +237,7 @@ class _CoordinatorHarness:
     def __init__(self, operator: OperatorHarness, *, leads: bool) -> None:
         self._operator = operator
         self._leads = leads
-        self._shown: set[str] = set()
+        self._presented: set[str] = set()
         """uids of pods whose tokens were presented."""
         self._connections: list[ClientConnection] = []
         pods = WorkerPods(operator.caches.pods.store, operator.caches.jobs.store, is_current=lambda: True)
@@ -262,11 +265,11 @@ class _CoordinatorHarness:
         require(self._server.http.connections == 0, "a connection is left open")
         await self._server.stop()
 
-    async def connection(self, each: Json) -> None:
+    async def run_connection(self, fields: Json) -> None:
         """Open a connection, counted as by the real listener, and send its messages."""
         limiter = self._server.http.limiter
-        source = (_text(each.get("source")) or "10.0.0.1")[:LONGEST_ADDRESS]
-        transport = Transport(source, stalled=each.get("stalled") is True)
+        source = (_text(fields.get("source")) or "10.0.0.1")[:LONGEST_ADDRESS]
+        transport = Transport(source, stalled=fields.get("stalled") is True)
         client = limiter.track(source, transport.abort)
         if client is None:
             return
@@ -274,65 +277,65 @@ class _CoordinatorHarness:
         self._connections.append(connection)
         assert self._listener.server is not None
         transport.open(TrackedConnection(self._listener.server, limiter, client))
-        messages = each.get("messages")
-        for send in messages[:MOST_SENDS] if isinstance(messages, list) else ():
-            if isinstance(send, dict):
-                await self._send(connection, send)
+        messages = fields.get("messages")
+        for message in messages[:MOST_SENDS] if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                await self._send(connection, message)
                 await asyncio.sleep(0.01)
 
-    async def _send(self, connection: ClientConnection, send: Json) -> None:
-        pieces = _bounded_int(send.get("pieces"), 1)
-        if "request" in send:
-            data = self._request(send["request"]) if isinstance(send["request"], dict) else b""
+    async def _send(self, connection: ClientConnection, message: Json) -> None:
+        pieces = _bounded_int(message.get("pieces"), 1)
+        if "request" in message:
+            data = self._request(message["request"]) if isinstance(message["request"], dict) else b""
             connection.send(data[: 2 * LONGEST_FRAME], pieces)
-        elif "frame" in send:
-            connection.send(_encode_frame(send["frame"])[: 2 * LONGEST_FRAME], pieces)
-        elif "raw" in send:
-            connection.send(_text(send["raw"]).encode("latin-1", "replace")[: 2 * LONGEST_FRAME], pieces)
-        elif "pause" in send:
-            seconds = min(LONGEST_PAUSE, max(0.0, float(_bounded_int(send["pause"], 1))))
+        elif "frame" in message:
+            connection.send(_encode_frame(message["frame"])[: 2 * LONGEST_FRAME], pieces)
+        elif "raw" in message:
+            connection.send(_text(message["raw"]).encode("latin-1", "replace")[: 2 * LONGEST_FRAME], pieces)
+        elif "pause" in message:
+            seconds = min(LONGEST_PAUSE, max(0.0, float(_bounded_int(message["pause"], 1))))
             self._operator.now += seconds
             await asyncio.sleep(seconds)
-        elif "publish" in send:
-            self._operator.state.publish(JOB, _membership(_bounded_int(send["publish"], 1)))
-        elif "gone" in send:
-            self._operator.state.forget_pod(JOB, f"uid-{send['gone']}"[:64])
-        elif "port" in send:
+        elif "publish" in message:
+            self._operator.state.publish(JOB, _membership(_bounded_int(message["publish"], 1)))
+        elif "gone" in message:
+            self._operator.state.forget_pod(JOB, f"uid-{message['gone']}"[:64])
+        elif "port" in message:
             for target in self._operator.state.probe_targets():
                 self._operator.state.record_port_open(target)
                 self._operator.state.record_port_refused(target)
             self._operator.state.newly_silent()
 
-    def _request(self, asked: Json) -> bytes:
-        headers = asked.get("headers")
+    def _request(self, request: Json) -> bytes:
+        headers = request.get("headers")
         lines = [f"{key}: {_text(value)}" for key, value in (headers.items() if isinstance(headers, dict) else ())]
-        if authorization := self._authorization(asked):
+        if authorization := self._authorization(request):
             lines.append(f"Authorization: {authorization}")
-        body = _encode_body(asked)
-        if body and asked.get("chunked") is not True:
-            lines.append(f"Content-Length: {_bounded_int(asked.get('length'), len(body))}")
+        body = _encode_body(request)
+        if body and request.get("chunked") is not True:
+            lines.append(f"Content-Length: {_bounded_int(request.get('length'), len(body))}")
         elif body:
             lines.append("Transfer-Encoding: chunked")
             body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-        query = asked.get("query")
-        target = quote(_text(asked.get("path")), safe="/%?&=*", errors="replace")
+        query = request.get("query")
+        target = quote(_text(request.get("path")), safe="/%?&=*", errors="replace")
         if isinstance(query, dict) and query:
             target += "?" + urlencode({key: _text(value) for key, value in query.items()}, errors="replace")
-        head = "\r\n".join([f"{_text(asked.get('method'))} {target} HTTP/1.1", *lines])
+        head = "\r\n".join([f"{_text(request.get('method'))} {target} HTTP/1.1", *lines])
         return head.encode("latin-1", "replace") + b"\r\n\r\n" + body
 
-    def _authorization(self, asked: Json) -> str:
+    def _authorization(self, request: Json) -> str:
         """`Bearer head.claims.signature`; the signature names the pod that the token was made for."""
-        token = _text(asked.get("token"))
-        claims = base64.urlsafe_b64encode(_dump_json(asked.get("claims", {}))).decode().rstrip("=")
-        return f"Bearer e.{claims}.{token}" if token else _text(asked.get("authorization"))
+        token = _text(request.get("token"))
+        claims = base64.urlsafe_b64encode(_dump_json(request.get("claims", {}))).decode().rstrip("=")
+        return f"Bearer e.{claims}.{token}" if token else _text(request.get("authorization"))
 
     async def _review(self, spec: Json) -> Json:
         """Review a token as the API server does: it is valid if its signature is the uid of a pod."""
         uid = spec["token"].rpartition(".")[2]
         if uid not in {f"uid-{number}" for number in range(PODS + 1)}:
             return {"authenticated": False}
-        self._shown.add(uid)
+        self._presented.add(uid)
         name = f"llama-w-{uid.rpartition('-')[2]}"
         extra = {"authentication.kubernetes.io/pod-name": [name], "authentication.kubernetes.io/pod-uid": [uid]}
         user = {"username": "system:serviceaccount:team:default", "extra": extra}
@@ -343,7 +346,7 @@ class _CoordinatorHarness:
         for connection in self._connections:
             connection.check(lambda sent: _MOST_RESPONSE_BYTES + _RESPONSE_BYTES_PER_BYTE * sent)
         agents = self._operator.state.agents(JOB)
-        require(agents.keys() <= self._shown, f"received {agents.keys() - self._shown} without a token")
+        require(agents.keys() <= self._presented, f"received {agents.keys() - self._presented} without a token")
         require(self._operator.state.agent_count() == len(agents), "agents of an unknown job")
         for uid, view in agents.items():
             require(view.registration.pod_uid == uid, "a pod impersonates another")
@@ -354,10 +357,10 @@ class _CoordinatorHarness:
             )
 
 
-def _encode_body(asked: Json) -> bytes:
-    if isinstance(asked.get("raw"), str):
-        return str(asked["raw"]).encode("latin-1", "replace")
-    return b"" if asked.get("body") is None else _dump_json(asked["body"])
+def _encode_body(message: Json) -> bytes:
+    if isinstance(message.get("raw"), str):
+        return str(message["raw"]).encode("latin-1", "replace")
+    return b"" if message.get("body") is None else _dump_json(message["body"])
 
 
 def _encode_frame(frame: Any) -> bytes:

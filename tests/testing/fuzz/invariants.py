@@ -23,13 +23,13 @@ LONGEST_LINE = 8 << 10
 LARGEST_STATUS = 96 << 10
 """Bytes of a status as JSON: every list and text at its bound."""
 LARGEST_MANIFEST = 1 << 20
-"""Bytes: of a ConfigMap the API server takes no more."""
+"""Bytes that the API server accepts of a ConfigMap."""
 MOST_EVENTS = 64
 """Limit of one plan, besides one for each pod."""
 LONGEST_NOTE = 1000
 _INT64 = 1 << 63
-ALIKE = 2
-"""Number of pods checked at both ends of a plan; all share a template."""
+CHECKED_PODS = 2
+"""Number of pods that are checked at each end of a plan; all have one template."""
 MOST_ACTIONS = 32
 """Limit of one plan, besides two for each pod that exists or may be created."""
 
@@ -38,10 +38,10 @@ class InvariantError(AssertionError):
     """A result breaks an invariant."""
 
 
-def require(met: bool, what: str) -> None:
-    """Raise InvariantError unless it is met."""
-    if not met:
-        raise InvariantError(what)
+def require(is_met: bool, message: str) -> None:
+    """Raise InvariantError with this message unless the condition is met."""
+    if not is_met:
+        raise InvariantError(message)
 
 
 def check_type(value: Any) -> None:
@@ -50,7 +50,7 @@ def check_type(value: Any) -> None:
 
 
 def check_plan(plan: Plan, pods: int) -> None:
-    """Check that a plan can be executed, with `pods` worker pods that exist or may come. Raises InvariantError."""
+    """Check that a plan can be executed, with `pods` existing or possible worker pods. Raises InvariantError."""
     wire = plan.status.to_wire()
     text = json.dumps(wire, allow_nan=False)
     require(len(text) <= LARGEST_STATUS, f"a status of {len(text)} bytes")
@@ -62,13 +62,13 @@ def check_plan(plan: Plan, pods: int) -> None:
         require(len(event.note) <= LONGEST_NOTE, f"an event of {len(event.note)} characters")
     others = [action for action in plan.actions if not isinstance(action, CreatePod)]
     new = [action for action in plan.actions if isinstance(action, CreatePod)]
-    for action in (*others, *new[:ALIKE], *new[-ALIKE:]):
+    for action in (*others, *new[:CHECKED_PODS], *new[-CHECKED_PODS:]):
         manifest = getattr(action, "manifest", None)
         if manifest is not None:
             size = len(json.dumps(manifest, allow_nan=False))
             require(size <= LARGEST_MANIFEST, f"a {manifest['kind']} of {size} bytes")
-    again = plan.requeue_after
-    require(again is None or (math.isfinite(again) and again >= 0), f"requeues after {again} s")
+    delay = plan.requeue_after
+    require(delay is None or (math.isfinite(delay) and delay >= 0), f"requeues after {delay} s")
 
 
 def _fits_64_bits(value: Any, where: str) -> None:
@@ -87,26 +87,26 @@ def _fits_64_bits(value: Any, where: str) -> None:
 
 
 class LogChecker(logging.Handler):
-    """Collect what is logged: only loggers in `expected` may log an error, and every line is bounded."""
+    """Check log records: only loggers in `expected` may log an error, and every line is bounded."""
 
     def __init__(self, expected: frozenset[str]) -> None:
         super().__init__(logging.DEBUG)
         self._expected = expected
-        self._broken: list[tuple[str, BaseException | None]] = []
+        self._errors: list[tuple[str, BaseException | None]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """See logging.Handler."""
         line = record.getMessage()
         error = record.exc_info[1] if record.exc_info else None
         if len(line) > LONGEST_LINE:
-            self._broken.append((f"{record.name} logs a line of {len(line)} characters", None))
+            self._errors.append((f"{record.name} logs a line of {len(line)} characters", None))
         if record.levelno >= logging.ERROR and record.name not in self._expected:
-            self._broken.append((f"{record.name} logs an error: {record.msg}", error))
+            self._errors.append((f"{record.name} logs an error: {record.msg}", error))
 
     def check(self) -> None:
-        """Forget what was logged since the last call. Raises InvariantError for the first that was not expected."""
-        broken, self._broken = self._broken, []
-        for sentence, error in broken:
+        """Clear the records. Raises InvariantError for the first unexpected one."""
+        errors, self._errors = self._errors, []
+        for sentence, error in errors:
             raise InvariantError(sentence) from error
 
 
@@ -118,9 +118,9 @@ def _check(value: Any, wanted: Any, where: str) -> None:
         _check_any(value, arguments, where)
     elif origin is tuple:
         require(type(value) is tuple, f"{where} is {type(value).__name__}, no tuple")
-        many = len(arguments) == 2 and arguments[1] is Ellipsis
-        require(many or len(value) == len(arguments), f"{where} has {len(value)} entries")
-        for inner, kind in zip(value, arguments[:1] * len(value) if many else arguments, strict=True):
+        is_variadic = len(arguments) == 2 and arguments[1] is Ellipsis
+        require(is_variadic or len(value) == len(arguments), f"{where} has {len(value)} entries")
+        for inner, kind in zip(value, arguments[:1] * len(value) if is_variadic else arguments, strict=True):
             _check(inner, kind, where)
     elif origin is frozenset:
         require(type(value) is frozenset, f"{where} is {type(value).__name__}, no frozenset")
@@ -161,6 +161,6 @@ def _check_any(value: Any, choices: tuple[Any, ...], where: str) -> None:
 
 @cache
 def _fields(view: type) -> dict[str, Any]:
-    ours = (TrainingJobSpec, TrainingJobStatus, MembershipRecord)
-    known = {**vars(_observed), "Mapping": Mapping, **{each.__name__: each for each in ours}}
+    models = (TrainingJobSpec, TrainingJobStatus, MembershipRecord)
+    known = {**vars(_observed), "Mapping": Mapping, **{model.__name__: model for model in models}}
     return typing.get_type_hints(view, localns=known)

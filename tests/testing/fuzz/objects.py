@@ -1,11 +1,11 @@
-"""Objects and messages that others write, one of each kind, with every part that is read of it."""
+"""Objects and messages from outside the operator: one of each kind, with every field that it reads."""
 
 from typing import Any
 
 Json = dict[str, Any]
 
 JOB_UID = "882a352e-b6c2-4b1d-b8f0-56b2b4af9314"
-"""Of the recorded job `team/llama`."""
+"""uid of the recorded job `team/llama`."""
 OWNER: Json = {
     "apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "name": "llama", "uid": JOB_UID, "controller": True,
 }  # fmt: skip
@@ -173,4 +173,4 @@ TEMPLATE: Json = {
         },
     },
 }
-"""A template with every part that is read of one."""
+"""A pod template with every field that the operator reads."""

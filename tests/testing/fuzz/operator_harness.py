@@ -46,8 +46,8 @@ Json = dict[str, Any]
 NOW = 1_800_000_000.0
 NAMESPACE = "team"
 OPERATOR_NAMESPACE = "trainium-system"
-MOST_PODS_MADE = 6
-"""Limit of pods that are created of one plan; the rest stands for a crash between two writes."""
+MOST_CREATED_PODS = 6
+"""Limit of pods that are created of one plan, as if the operator crashed between two writes."""
 LONGEST_SENTENCE = 4096
 """Characters: messages cut what they quote."""
 EMPTY_VIEW = 4096
@@ -81,10 +81,10 @@ class StaticApiServer:
         return {"items": [], "metadata": {"resourceVersion": "1"}}
 
     async def get(self, resource: Resource, _namespace: str, name: str, **_how: Any) -> Json:
-        found = self.objects.get(resource.plural)
-        if found is None:
+        obj = self.objects.get(resource.plural)
+        if obj is None:
             raise NotFoundError(f"{resource.plural} {name}")
-        return found
+        return obj
 
     async def create(self, resource: Resource, namespace: str, body: Json, **how: Any) -> Json:
         return await self.replace(resource, namespace, "", body, **how)
@@ -100,7 +100,7 @@ class StaticApiServer:
 
 
 class OperatorHarness:
-    """`open` it, `deliver` objects, and get the plans with `planned`, within an event loop."""
+    """The operator without servers: `open` it, `deliver` objects, and call `plan_jobs`, in an event loop."""
 
     def __init__(self, gang: str = "") -> None:
         """`gang`: the gang API that the cluster serves, a key of `_GANGS`."""
@@ -152,16 +152,15 @@ class OperatorHarness:
         }
 
     def clock(self) -> float:
-        """Unix seconds."""
+        """Return the time in Unix seconds."""
         return self.now
 
     async def open(self) -> None:
-        """List all kinds once, which are still empty."""
+        """List all kinds once; the lists are empty."""
         for lister in self._listers.values():
             await lister.refresh()
-        for each in (self.caches.kueue.offered, self.caches.dra.offered):
-            each.set_served(True)
-        self.caches.dra.offered.set_served(True)
+        for discovery in (self.caches.kueue.offered, self.caches.dra.offered):
+            discovery.set_served(True)
         self.state.start_serving()
         self.state.since -= 1000.0
 
@@ -173,13 +172,13 @@ class OperatorHarness:
         """Deliver an object to the watch of its kind as the API server would store it, and return that."""
         lister = self._listers[kind]
         self._version += 1
-        found = add_server_metadata(raw, kind=kind, namespaced=lister.resource.namespaced, version=self._version)
-        lister.observe(found, deleted=deleted)
-        kept = lister.store.entry((found["metadata"].get("namespace", ""), found["metadata"]["name"]))
-        if kept is not None and kind not in ("TrainingJob", "ConfigMap"):
-            size = len(repr(kept.view))
-            require(size <= 4 * len(json.dumps(found)) + EMPTY_VIEW, f"a view of {size} characters of a {kind}")
-        return found
+        stored = add_server_metadata(raw, kind=kind, namespaced=lister.resource.namespaced, version=self._version)
+        lister.observe(stored, deleted=deleted)
+        entry = lister.store.entry((stored["metadata"].get("namespace", ""), stored["metadata"]["name"]))
+        if entry is not None and kind not in ("TrainingJob", "ConfigMap"):
+            size = len(repr(entry.view))
+            require(size <= 4 * len(json.dumps(stored)) + EMPTY_VIEW, f"a view of {size} characters of a {kind}")
+        return stored
 
     def snapshot(self) -> dict[str, dict[Key, Entry[Any]]]:
         """Return the cached entries by kind."""
@@ -187,8 +186,8 @@ class OperatorHarness:
 
     def restore(self, entries: dict[str, dict[Key, Entry[Any]]]) -> None:
         """Load entries of another harness."""
-        for kind, found in entries.items():
-            for key, entry in found.items():
+        for kind, entries_by_key in entries.items():
+            for key, entry in entries_by_key.items():
                 self._listers[kind].store.put(key, entry)
                 self._version = max(self._version, entry.version)
 
@@ -198,9 +197,9 @@ class OperatorHarness:
             for entry in lister.store.snapshot().values():
                 check_type(entry.view)
         for job in self.caches.jobs.store.snapshot().values():
-            unread = len(job.view.error)
-            require(unread <= LONGEST_SENTENCE, f"{unread} characters about an unreadable job")
-            require((unread == 0) == (job.view.view is not None), "an unreadable job without a reason")
+            error_length = len(job.view.error)
+            require(error_length <= LONGEST_SENTENCE, f"{error_length} characters about an unreadable job")
+            require((error_length == 0) == (job.view.view is not None), "an unreadable job without a reason")
 
     def observe_jobs(self) -> Iterator[Observed]:
         """Yield the observation of each readable job."""
@@ -218,29 +217,29 @@ class OperatorHarness:
             kueue=self.caches.kueue.offered.state,
             dra=self.caches.dra.offered.state,
         )
-        found = []
-        for seen in self.observe_jobs():
-            made = plan(seen, settings)
-            workers = seen.job.spec.workers
-            may_be = max(workers.replicas, workers.max_replicas or 0) + workers.spares
-            check_plan(made, may_be + len(seen.pods))
-            found.append((seen.job, made))
-        return found
+        plans = []
+        for observed in self.observe_jobs():
+            job_plan = plan(observed, settings)
+            workers = observed.job.spec.workers
+            most_pods = max(workers.replicas, workers.max_replicas or 0) + workers.spares
+            check_plan(job_plan, most_pods + len(observed.pods))
+            plans.append((observed.job, job_plan))
+        return plans
 
-    def apply_plan(self, job: JobView, made: Plan) -> None:
+    def apply_plan(self, job: JobView, job_plan: Plan) -> None:
         """Execute a plan as API server and kubelets would, with its first pods only."""
-        self.deliver("TrainingJob", self._as_stored(job, made))
+        self.deliver("TrainingJob", self._as_stored(job, job_plan))
         pods = 0
-        for action in made.actions:
+        for action in job_plan.actions:
             if isinstance(action, CreatePod):
                 pods += 1
-                if pods > MOST_PODS_MADE:
+                if pods > MOST_CREATED_PODS:
                     continue
             self._execute(job, action)
 
-    def _as_stored(self, job: JobView, made: Plan) -> Json:
+    def _as_stored(self, job: JobView, job_plan: Plan) -> Json:
         metadata = {"name": job.name, "namespace": job.namespace, "uid": job.uid, "generation": job.generation}
-        return {"metadata": metadata, "spec": job.spec.to_wire(), "status": made.status.to_wire()}
+        return {"metadata": metadata, "spec": job.spec.to_wire(), "status": job_plan.status.to_wire()}
 
     def _execute(self, job: JobView, action: Action) -> None:
         match action:

@@ -29,20 +29,20 @@ class Target(Protocol):
 
     @property
     def expected(self) -> frozenset[str]:
-        """Loggers that may log an error."""
+        """Return the names of loggers that may log an error."""
         ...
 
     @property
     def storable(self) -> bool:
-        """Whether its cases are objects that the API server has stored: see `as_stored`."""
+        """Return whether its cases are objects that the API server has stored (see `as_stored`)."""
         ...
 
     def seeds(self) -> list[Any]:
-        """Valid cases."""
+        """Return valid cases."""
         ...
 
     def values(self) -> dict[str, list[Any]]:
-        """Valid and invalid values by the name of a field."""
+        """Return valid and invalid values by the name of a field."""
         ...
 
     async def run_case(self, case: Any) -> None:
@@ -60,18 +60,18 @@ TARGETS: dict[str, Callable[[], Target]] = {
 def run_case(target: Target, case: Any) -> None:
     """Run a case; raise an error for a broken invariant. A case that is nested too deeply is ignored."""
     try:
-        whole = (as_stored if target.storable else as_json)(case)
+        converted = (as_stored if target.storable else as_json)(case)
     except RecursionError:
         return
-    random.seed(0)  # the operator spreads its load by chance; a case is the same each time
+    random.seed(0)  # the operator spreads its load at random; a case must be reproducible
     unhandled: list[dict[str, Any]] = []
     log_checker = LogChecker(target.expected)
     started = time.process_time()
     with _only_handler(log_checker):
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             runner.get_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-            runner.run(target.run_case(whole))
-        gc.collect(0)  # a task that nobody awaited reports its error when it is collected
+            runner.run(target.run_case(converted))
+        gc.collect(0)  # a task that is not awaited reports its error when it is collected
     log_checker.check()
     for context in unhandled:
         raise InvariantError(f"a task failed: {context['message']}") from context.get("exception")

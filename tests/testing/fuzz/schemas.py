@@ -8,7 +8,7 @@ from typing import Any
 
 Schema = dict[str, Any]
 _TEXTS = ("/a", "a/b", "s3://bucket/prefix", "--a", "module:function", "2027-01-15T08:00:00Z")
-"""Texts of which one matches each pattern."""
+"""Texts, one of which matches each pattern."""
 
 
 def example(schema: Schema) -> Any:
@@ -17,22 +17,22 @@ def example(schema: Schema) -> Any:
 
 
 def edge_values(schema: Schema) -> dict[str, list[Any]]:
-    """Return by name of a field: its smallest, its largest, one beyond each, every value of an enumeration."""
-    reading = _SchemaWalker(schema)
-    reading.collect(schema)
-    return reading.found
+    """Return by name of a field: its bounds, one value beyond each, and every value of an enumeration."""
+    walker = _SchemaWalker(schema)
+    walker.collect(schema)
+    return walker.values_by_key
 
 
 class _SchemaWalker:
     def __init__(self, schema: Schema) -> None:
         self._definitions: dict[str, Schema] = schema.get("$defs", {})
-        self.found: dict[str, list[Any]] = {}
-        self._under_way: set[str] = set()
+        self.values_by_key: dict[str, list[Any]] = {}
+        self._active: set[str] = set()
 
     def _resolved(self, schema: Schema) -> Schema:
         if "$ref" in schema:
             return self._definitions[schema["$ref"].rpartition("/")[2]]
-        choices = [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
+        choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
         return self._resolved(choices[0]) if choices else schema
 
     def example(self, schema: Schema) -> Any:
@@ -51,41 +51,41 @@ class _SchemaWalker:
             case "integer":
                 return max(1, schema.get("minimum", 1))
             case "number":
-                above: Any = schema.get("exclusiveMinimum", False)  # a number, or in Kubernetes' dialect a flag
-                low: Any = schema.get("minimum", above)
-                return max(0.5, low if above is False else low + 0.5)
+                exclusive: Any = schema.get("exclusiveMinimum", False)  # a number, or in Kubernetes' dialect a flag
+                low: Any = schema.get("minimum", exclusive)
+                return max(0.5, low if exclusive is False else low + 0.5)
             case "boolean":
                 return True
             case _:
                 text = "a" * max(1, schema.get("minLength", 1))
-                return next((each for each in (text, *_TEXTS) if re.search(schema.get("pattern", ""), each)), text)
+                return next((value for value in (text, *_TEXTS) if re.search(schema.get("pattern", ""), value)), text)
 
     def collect(self, schema: Schema) -> None:
         schema = self._resolved(schema)
         for key, inner in schema.get("properties", {}).items():
-            known = self.found.setdefault(key, [])
+            known = self.values_by_key.setdefault(key, [])
             known += [value for value in _edges_of(self._resolved(inner), inner.get("default")) if value not in known]
-            self._below(inner)
+            self._collect_nested(inner)
         values = schema.get("additionalProperties")
         if isinstance(values, dict):
-            self._below(values)
+            self._collect_nested(values)
         if "items" in schema:
-            self._below(schema["items"])
+            self._collect_nested(schema["items"])
 
-    def _below(self, schema: Schema) -> None:
+    def _collect_nested(self, schema: Schema) -> None:
         name = schema.get("$ref", "")
-        if name not in self._under_way:
-            self._under_way |= {name} - {""}
+        if name not in self._active:
+            self._active |= {name} - {""}
             self.collect(schema)
 
 
 def _edges_of(schema: Schema, default: Any) -> list[Any]:
-    found = [*schema.get("enum", ())] + ([default] if default is not None else [])
+    values = [*schema.get("enum", ())] + ([default] if default is not None else [])
     for edge, beyond in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
         if edge in schema:
-            found += [schema[edge], schema[edge] + beyond]
+            values += [schema[edge], schema[edge] + beyond]
     if "maxLength" in schema:
-        found += ["x" * schema["maxLength"], "é" * (schema["maxLength"] + 1)]
+        values += ["x" * schema["maxLength"], "é" * (schema["maxLength"] + 1)]
     if "maxItems" in schema:
-        found.append([None] * (schema["maxItems"] + 1))
-    return found
+        values.append([None] * (schema["maxItems"] + 1))
+    return values

@@ -32,7 +32,7 @@ Json = dict[str, Any]
 LONGEST_REFUSAL = 4096
 ROUNDS = 2
 """Plans of a case: pods, then the first generation; with `again` one more, while it trains."""
-_BETWEEN = 5.0
+_PLAN_INTERVAL_SECONDS = 5.0
 
 
 class SpecTarget:
@@ -46,9 +46,9 @@ class SpecTarget:
         """Return valid cases: a minimal job, the kinds of the examples, and one with every field."""
         schema = object_schema()["properties"]["spec"]
         spec = recorded_object("job")["spec"]
-        every = example(schema)
-        program = _consistent_program(every.pop("program"))
-        full = _consistent_spec(every)
+        fields = example(schema)
+        program = _consistent_program(fields.pop("program"))
+        full = _consistent_spec(fields)
         sections = [{"spec": {**spec, key: value}} for key, value in full.items() if isinstance(value, dict)]
         return [
             {"spec": {}},
@@ -60,11 +60,11 @@ class SpecTarget:
         ]
 
     def values(self) -> dict[str, list[Any]]:
-        """Further values by key."""
-        found = edge_values(object_schema()["properties"]["spec"])
+        """Return further values by key."""
+        values_by_key = edge_values(object_schema()["properties"]["spec"])
         for key, values in _TEMPLATE_VALUES.items():
-            found.setdefault(key, []).extend(values)
-        return found
+            values_by_key.setdefault(key, []).extend(values)
+        return values_by_key
 
     async def run_case(self, case: Any) -> None:
         """Run a case; raise an error for a broken invariant."""
@@ -74,9 +74,10 @@ class SpecTarget:
         operator = OperatorHarness(gang if isinstance(gang, str) else "")
         await operator.open()
         metadata = case.get("metadata")
-        named = {**(metadata if isinstance(metadata, dict) else {}), "uid": objects.JOB_UID}
+        job_metadata = {**(metadata if isinstance(metadata, dict) else {}), "uid": objects.JOB_UID}
         operator.deliver(
-            "TrainingJob", {"metadata": named, "spec": _without_nulls(case.get("spec")), "status": case.get("status")}
+            "TrainingJob",
+            {"metadata": job_metadata, "spec": _without_nulls(case.get("spec")), "status": case.get("status")},
         )
         for entry in operator.caches.jobs.store.snapshot().values():
             record = entry.view
@@ -86,12 +87,12 @@ class SpecTarget:
             else:
                 _check_sizes_and_wire_form(record.view)
         again = case.get("again") is True
-        for left in reversed(range(ROUNDS + again)):
-            for job, made in operator.plan_jobs():
-                _check_trainer_configuration(made, as_yaml=again)
-                if left:
-                    operator.apply_plan(job, made)
-            operator.now += _BETWEEN
+        for remaining in reversed(range(ROUNDS + again)):
+            for job, plan in operator.plan_jobs():
+                _check_trainer_configuration(plan, as_yaml=again)
+                if remaining:
+                    operator.apply_plan(job, plan)
+            operator.now += _PLAN_INTERVAL_SECONDS
             _register_all(operator)
         operator.check_views()
 
@@ -158,8 +159,8 @@ def _consistent_spec(spec: Json) -> Json:
     for key in ("source", "hubSplit"):
         data["validation"].pop(key, None)
     data.pop("hub", None)
-    (each,) = data["sources"]
-    data["sources"] = [{key: each[key] for key in each if key != left_out} for left_out in ("source", "hub")]
+    (source,) = data["sources"]
+    data["sources"] = [{key: source[key] for key in source if key != left_out} for left_out in ("source", "hub")]
     model["ropeScaling"] |= {"highFrequencyFactor": 4, "fastTurns": 2}
     storage["hostPath"]["path"], storage["takeOver"] = "/a", "team/other"
     spec["trainer"]["artifacts"]["push"]["repo"] = "owner/name"
@@ -197,12 +198,12 @@ def _check_sizes_and_wire_form(job: JobView) -> None:
         job.spec.sizes_to_compile()
         job.spec.sizes_for_spares()
     except ValueError:
-        return  # it contradicts itself, which SizeLegal reports
+        return  # the condition SizeLegal reports contradictory sizes
 
 
-def _check_trainer_configuration(made: Plan, *, as_yaml: bool) -> None:
+def _check_trainer_configuration(plan: Plan, *, as_yaml: bool) -> None:
     """Check that the trainer accepts its configuration, read as YAML or, ten times as fast, as JSON."""
-    for action in made.actions:
+    for action in plan.actions:
         if isinstance(action, ApplyObject) and names.TRAINER_KEY in action.manifest.get("data", {}):
             text = action.manifest["data"][names.TRAINER_KEY]
             if as_yaml:
@@ -213,9 +214,9 @@ def _check_trainer_configuration(made: Plan, *, as_yaml: bool) -> None:
 
 def _register_all(operator: OperatorHarness) -> None:
     """Register a warm agent of each pod."""
-    for seen in operator.observe_jobs():
-        job = seen.job
-        for pod in seen.pods:
+    for observed in operator.observe_jobs():
+        job = observed.job
+        for pod in observed.pods:
             identity = {"namespace": job.namespace, "job": job.name, "podName": pod.name, "podUid": pod.uid}
             operator.state.register(job.id, RegisterRequest.model_validate({**objects.REGISTER, **identity}))
             idle = {"generation": operator.state.published(job.id), "phase": "Standby", "ready": True}

@@ -43,14 +43,14 @@ class EndpointsFixture(CountedReviews):
         cluster.may = may_read_metrics
         self.now = time.time()
         self.answers: list[tuple[str, int]] = []
-        self.made = 0
+        self.expositions = 0
         self.server: EndpointServer
         self.port = 0
         self.trust: ssl.SSLContext
 
     def exposition(self) -> bytes:
-        self.made += 1
-        return f"made {self.made}\n".encode()
+        self.expositions += 1
+        return f"made {self.expositions}\n".encode()
 
     @property
     def reviews(self) -> list[str]:
@@ -79,22 +79,22 @@ async def run_endpoints(
     cluster: FakeCluster, transport: Transport | None = None, jobs: Callable[[EndpointsFixture], Jobs] | None = None
 ) -> AsyncIterator[EndpointsFixture]:
     """Start an endpoint server wired as in `Runtime`; `jobs` provides the pages."""
-    world = EndpointsFixture(cluster)
+    endpoints = EndpointsFixture(cluster)
     api = Api(transport or cluster)
-    tokens, rights = (world.count(Reviewer(api, kind).review) for kind in (TOKEN_REVIEWS, ACCESS_REVIEWS))
-    access = Access(tokens, rights, wall_clock=lambda: world.now)
-    exposition = Exposition(world.exposition, lambda: world.now)
-    world.server = EndpointServer(
+    tokens, rights = (endpoints.count(Reviewer(api, kind).review) for kind in (TOKEN_REVIEWS, ACCESS_REVIEWS))
+    access = Access(tokens, rights, wall_clock=lambda: endpoints.now)
+    exposition = Exposition(endpoints.exposition, lambda: endpoints.now)
+    endpoints.server = EndpointServer(
         access,
         exposition,
-        jobs=jobs(world) if jobs is not None else None,
-        clock=lambda: world.now,
-        on_answer=lambda *answer: world.answers.append(answer),
+        jobs=jobs(endpoints) if jobs is not None else None,
+        clock=lambda: endpoints.now,
+        on_answer=lambda *answer: endpoints.answers.append(answer),
     )
-    context, world.trust = tls_of_server()
-    world.port = await world.server.start("0.0.0.0", 0, context)
+    context, endpoints.trust = tls_of_server()
+    endpoints.port = await endpoints.server.start("0.0.0.0", 0, context)
     try:
-        yield world
+        yield endpoints
     finally:
-        await world.server.stop()
+        await endpoints.server.stop()
         await asyncio.sleep(0)

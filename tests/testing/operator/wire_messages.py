@@ -13,7 +13,7 @@ def member(pod: str = "w-0", **changes: Any) -> messages.Member:
 
 def membership(generation: int, *members: messages.Member, **changes: Any) -> messages.Membership:
     """Return a membership of these members, whose ranks are their places."""
-    ranked = tuple(each.model_copy(update={"node_rank": rank}) for rank, each in enumerate(members))
+    ranked = tuple(member.model_copy(update={"node_rank": rank}) for rank, member in enumerate(members))
     about = {"transition": messages.Transition.IMMEDIATE, "cause": Cause.RESIZE, "processes_per_node": 1}
     return messages.Membership(generation=generation, members=ranked, **{**about, **changes})
 

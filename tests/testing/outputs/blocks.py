@@ -1,4 +1,4 @@
-"""Blocks of a page with the output of a command, which their marks name.
+"""Update the blocks of a page that have the output of a command.
 
     <!-- output: kubectl trn status llama -n team -->
 
@@ -7,8 +7,7 @@
 
     <!-- output: end -->
 
-After `output only:` the command itself is left out, where the page has it already. A block is indented or fenced, as it
-is found.
+`output only:` omits the command itself. A block stays indented or fenced.
 """
 
 import re
@@ -24,7 +23,7 @@ _LONGEST_COMMAND = 100
 
 def commands(page: str) -> list[str]:
     """Return the commands of all blocks of a page, in order."""
-    return [found["command"] for found in _BLOCK.finditer(page)]
+    return [match["command"] for match in _BLOCK.finditer(page)]
 
 
 def without_blocks(page: str) -> str:
@@ -35,20 +34,20 @@ def without_blocks(page: str) -> str:
 def update_blocks(page: str, output: Callable[[str], str], *, leave: Collection[str] = ()) -> str:
     """Return the page with the current `output(command)` in each block, except for commands in `leave`."""
 
-    def block(found: re.Match[str]) -> str:
-        return found[0] if found["command"] in leave else _block(found, output(found["command"]))
+    def block(match: re.Match[str]) -> str:
+        return match[0] if match["command"] in leave else _block(match, output(match["command"]))
 
     return _BLOCK.sub(block, page)
 
 
-def _block(found: re.Match[str], output: str) -> str:
+def _block(match: re.Match[str], output: str) -> str:
     lines = output.splitlines()
-    if not found["only"]:
-        lines = [*_prompt(found["command"]), *lines]
-    fence = _FENCE.search(found["body"])
+    if not match["only"]:
+        lines = [*_prompt(match["command"]), *lines]
+    fence = _FENCE.search(match["body"])
     shown = "\n".join(lines) if fence else "\n".join(f"    {line}".rstrip() for line in lines)
     block = f"{fence[0]}\n{shown}\n```" if fence else shown
-    opening = found[0].partition("\n")[0]
+    opening = match[0].partition("\n")[0]
     return f"{opening}\n\n{block}\n\n<!-- output: end -->"
 
 
@@ -56,5 +55,5 @@ def _prompt(command: str) -> list[str]:
     """Return the typed command; a long one is continued on a second line."""
     if len(command) <= _LONGEST_COMMAND:
         return [f"$ {command}"]
-    at = command.rindex(" --", 0, _LONGEST_COMMAND)
-    return [f"$ {command[:at]} \\", f"    {command[at + 1 :]}"]
+    end = command.rindex(" --", 0, _LONGEST_COMMAND)
+    return [f"$ {command[:end]} \\", f"    {command[end + 1 :]}"]

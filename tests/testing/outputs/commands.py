@@ -79,24 +79,24 @@ def output(command: str) -> str:
     return _BUILT[command]()
 
 
-def _replay(words: Sequence[str], out: io.StringIO | None = None) -> str:
-    return replay(recording_of(words), words, out=out)
+def _replay(arguments: Sequence[str], out: io.StringIO | None = None) -> str:
+    return replay(recording_of(arguments), arguments, out=out)
 
 
-def recording_of(words: Sequence[str]) -> Recording:
+def recording_of(arguments: Sequence[str]) -> Recording:
     """Return the recording of a `kubectl trn` command. Raises KeyError without one."""
-    name = words[0] if words[0] in _RECORDED else " ".join(words[:2])
+    name = arguments[0] if arguments[0] in _RECORDED else " ".join(arguments[:2])
     return Recording.read(RECORDED / f"{_RECORDED[name]}.json")
 
 
-def _get(name: str, age: float, spec: dict[str, Any], **status: Any) -> str:
+def _kubectl_get(name: str, age: float, spec: dict[str, Any], **status: Any) -> str:
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(_NOW - age))
     metadata = {"name": name, "creationTimestamp": created}
     return table([{"metadata": metadata, "spec": spec, "status": status}], _NOW)
 
 
-def _readme() -> str:
-    return _get(
+def _kubectl_get_of_readme() -> str:
+    return _kubectl_get(
         "llama3-8b",
         5 * 3600,
         {"workers": {"replicas": 16}},
@@ -109,8 +109,8 @@ def _readme() -> str:
     )
 
 
-def _get_trn() -> str:
-    return _get(
+def _kubectl_get_of_demo() -> str:
+    return _kubectl_get(
         "demo",
         95,
         {"workers": {"replicas": 4}},
@@ -128,7 +128,7 @@ def _watch_screen() -> str:
     return _replay(["watch", "llama", "-n", "team"], FirstFrameTerminal()).removeprefix("\x1b[H\x1b[J")
 
 
-def _simulated() -> str:
+def _simulate_job() -> str:
     """Run the simulator, which prints directly to the terminal, with captured output."""
 
     def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -140,7 +140,7 @@ def _simulated() -> str:
         return _replay(shlex.split(SIMULATE)[2:])
 
 
-def _bundled() -> str:
+def _support_bundle_files() -> str:
     """Return the files of the support bundle, as tar lists them."""
     with tempfile.TemporaryDirectory() as folder:
         archive = f"{folder}/bundle.tar.gz"
@@ -163,16 +163,15 @@ def _devcluster_up() -> str:
     def free(_: Any) -> Iterator[None]:
         yield
 
-    made = devcluster_parts.Cluster
     out = io.StringIO()
     with (
         mock.patch.dict(os.environ, {"HOME": "/home/you"}),
         mock.patch.object(devcluster_parts, "ensure_binaries", return_value=SimpleNamespace(folder=Path())),
         mock.patch.object(devcluster_parts, "reserve_name", free),
         mock.patch.object(devcluster_parts, "launch_supervisor"),
-        mock.patch.object(made, "supervisor"),
-        mock.patch.object(made, "wait_for_nodes"),
-        mock.patch.object(made, "ports", SimpleNamespace(server="https://127.0.0.1:18895")),
+        mock.patch.object(devcluster_parts.Cluster, "supervisor"),
+        mock.patch.object(devcluster_parts.Cluster, "wait_for_nodes"),
+        mock.patch.object(devcluster_parts.Cluster, "ports", SimpleNamespace(server="https://127.0.0.1:18895")),
         mock.patch.object(devcluster, "time", SimpleNamespace(monotonic=lambda: next(ready))),
         contextlib.redirect_stderr(out),
     ):
@@ -180,7 +179,7 @@ def _devcluster_up() -> str:
     return "\n".join(out.getvalue().splitlines()[:3])
 
 
-def _simulation() -> str:
+def _simulate_example() -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), mock.patch.dict(os.environ, {"COLUMNS": "160", "NO_COLOR": "1"}):
         simulate(shlex.split(SIMULATION.replace("manifests/", f"{ROOT}/manifests/"))[2:])
@@ -193,13 +192,13 @@ def _log_lines() -> str:
 
 
 _BUILT: dict[str, Callable[[], str]] = {
-    "kubectl get trainingjobs": _readme,
-    "kubectl get trn": _get_trn,
+    "kubectl get trainingjobs": _kubectl_get_of_readme,
+    "kubectl get trn": _kubectl_get_of_demo,
     "kubectl trn watch llama -n team": _watch_screen,
-    SIMULATE: _simulated,
-    "tar -tzf llama-support-*.tar.gz": _bundled,
+    SIMULATE: _simulate_job,
+    "tar -tzf llama-support-*.tar.gz": _support_bundle_files,
     "kubectl trn ui llama -n team": _ui,
     "trainium-devcluster up --nodes 5": _devcluster_up,
     "lines of a log": _log_lines,
-    SIMULATION: _simulation,
+    SIMULATION: _simulate_example,
 }

@@ -29,7 +29,7 @@ from trainium_contract.api_server.connection import Answer, Connection, LineStre
 WIDTH = 110
 """Columns of the terminal that a page shows."""
 _DROPPED = ("fieldsV1", "description", "nodeInfo")
-_ANYWHERE = {
+_PORTABLE_TEXTS = {
     str(Path(__file__).parents[3]): "/opt/trainium",
     sys.base_prefix: "/usr/local",
     os.uname().release: "6.1.0",
@@ -65,8 +65,8 @@ class Recording:
         """Write the recording."""
         path.parent.mkdir(exist_ok=True)
         text = json.dumps(asdict(self), indent=1, sort_keys=True)
-        for here, anywhere in _ANYWHERE.items():
-            text = text.replace(here, anywhere)
+        for local, portable in _PORTABLE_TEXTS.items():
+            text = text.replace(local, portable)
         path.write_text(f"{text}\n", encoding="utf-8")
 
 
@@ -75,16 +75,16 @@ class _AnswerQueue(dict[str, Any]):
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the next response of a path."""
-        left = super().get(path)
-        if not left:
+        remaining = super().get(path)
+        if not remaining:
             return default
-        return _served(left.pop(0) if len(left) > 1 else left[0])
+        return _as_server_answer(remaining.pop(0) if len(remaining) > 1 else remaining[0])
 
 
-def _served(answer: Any) -> Any:
+def _as_server_answer(answer: Any) -> Any:
     """Convert a response for `ApiServer`, where bytes stand for status 404."""
-    refusal = isinstance(answer, dict) and answer.get("kind") == "Status" and answer.get("code") == 404
-    return json.dumps(answer).encode() if refusal else answer
+    is_missing = isinstance(answer, dict) and answer.get("kind") == "Status" and answer.get("code") == 404
+    return json.dumps(answer).encode() if is_missing else answer
 
 
 class FirstFrameTerminal(io.StringIO):
@@ -92,7 +92,7 @@ class FirstFrameTerminal(io.StringIO):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen = False
+        self._is_drawn = False
 
     def isatty(self) -> bool:
         """Return True, as a terminal does."""
@@ -100,8 +100,8 @@ class FirstFrameTerminal(io.StringIO):
 
     def flush(self) -> None:
         """Interrupt the command at the first frame."""
-        if not self._seen:
-            self._seen = True
+        if not self._is_drawn:
+            self._is_drawn = True
             raise KeyboardInterrupt
 
 
@@ -113,22 +113,22 @@ def replay(
     Raises LookupError for a request or a body that was not recorded.
     """
 
-    def remembered(_: Api, pod: str, command: Sequence[str], **__: Any) -> ExecOutput:
-        kept = recording.inside[f"{pod}: {' '.join(command)}"]
-        packed = kept.startswith(_PACKED)
-        return ExecOutput(base64.b64decode(kept.removeprefix(_PACKED)) if packed else kept.encode(), b"")
+    def run_recorded(_: Api, pod: str, command: Sequence[str], **__: Any) -> ExecOutput:
+        recorded = recording.inside[f"{pod}: {' '.join(command)}"]
+        is_packed = recorded.startswith(_PACKED)
+        return ExecOutput(base64.b64decode(recorded.removeprefix(_PACKED)) if is_packed else recorded.encode(), b"")
 
-    answers = _AnswerQueue({path: [*each] for path, each in recording.answers.items()})
+    answers = _AnswerQueue({path: [*answers] for path, answers in recording.answers.items()})
     with tempfile.TemporaryDirectory() as folder, ApiServer(answers, Path(folder)).running() as server:
-        chosen = {"KUBECONFIG": str(server.kubeconfig), "COLUMNS": str(width), "NO_COLOR": "1"}
+        environment = {"KUBECONFIG": str(server.kubeconfig), "COLUMNS": str(width), "NO_COLOR": "1"}
         with (
-            mock.patch.dict(os.environ, chosen),
+            mock.patch.dict(os.environ, environment),
             mock.patch.object(time, "time", return_value=recording.now),
             mock.patch.object(logs, "_POLL_SECONDS", 0.01),
-            _programs(remembered),
+            _programs(run_recorded),
             contextlib.chdir(folder),
         ):
-            text = command_output([*arguments, *_where(arguments, recording.namespace)], out)
+            text = command_output([*arguments, *_namespace_option(arguments, recording.namespace)], out)
         _check(recording, server.requests)
         return text
 
@@ -160,19 +160,19 @@ def command_output(arguments: Sequence[str], out: io.StringIO | None = None) -> 
 
 def record(arguments: Sequence[str], namespace: str) -> tuple[Recording, str]:
     """Run a command on the current cluster; return the recording and the output."""
-    found = Recording(0.0, namespace, {}, {})
+    recording = Recording(0.0, namespace, {}, {})
     times: list[float] = []
-    with _record_calls(found, times):
-        text = command_output([*arguments, *_where(arguments, namespace)])
-    return replace(found, now=times[-1]), text
+    with _record_calls(recording, times):
+        text = command_output([*arguments, *_namespace_option(arguments, namespace)])
+    return replace(recording, now=times[-1]), text
 
 
-def _where(arguments: Sequence[str], namespace: str) -> tuple[str, ...]:
+def _namespace_option(arguments: Sequence[str], namespace: str) -> tuple[str, ...]:
     return ("-n", namespace) if namespace and "-n" not in arguments else ()
 
 
 @contextlib.contextmanager
-def _record_calls(to: Recording, times: list[float]) -> Iterator[None]:
+def _record_calls(recording: Recording, times: list[float]) -> Iterator[None]:
     ask, follow = Connection.request, LineStream.lines
     run, stream = pod_exec.run_in_pod, Connection.stream
     paths: dict[int, str] = {}
@@ -181,29 +181,29 @@ def _record_calls(to: Recording, times: list[float]) -> Iterator[None]:
         answer = ask(self, method, path, **more)
         times.append(time.time())
         if method == "GET":
-            _append_answer(to, path, _parse_answer(answer))
+            _append_answer(recording, path, _parse_answer(answer))
         else:
-            to.answers.setdefault(_key(method, path), []).append(_parse_answer(answer))
-            to.sent.setdefault(_key(method, path), []).append(_without_irrelevant_fields(more.get("body")))
+            recording.answers.setdefault(_key(method, path), []).append(_parse_answer(answer))
+            recording.sent.setdefault(_key(method, path), []).append(_without_irrelevant_fields(more.get("body")))
         return answer
 
     @contextlib.contextmanager
     def streaming(self: Connection, path: str, **more: Any) -> Iterator[LineStream]:
         with stream(self, path, **more) as opened:
             paths[id(opened)] = path
-            to.answers.setdefault(path, [])
+            recording.answers.setdefault(path, [])
             yield opened
 
     def lines(self: LineStream) -> Iterator[bytes]:
         for line in follow(self):
-            _append_answer(to, paths[id(self)], line.decode(errors="replace") + "\n", appended=True)
+            _append_answer(recording, paths[id(self)], line.decode(errors="replace") + "\n", appended=True)
             yield line
 
     def running(api: Api, pod: str, command: Sequence[str], **more: Any) -> ExecOutput:
         output = run(api, pod, command, **more)
         times.append(time.time())
-        kept = _spans_of(output.out) if output.out[:2] == _GZIP else output.out.decode(errors="replace")
-        to.inside[f"{pod}: {' '.join(command)}"] = kept
+        text = _pack_spans(output.out) if output.out[:2] == _GZIP else output.out.decode(errors="replace")
+        recording.inside[f"{pod}: {' '.join(command)}"] = text
         return output
 
     with (
@@ -215,7 +215,7 @@ def _record_calls(to: Recording, times: list[float]) -> Iterator[None]:
         yield
 
 
-def _spans_of(trace: bytes) -> str:
+def _pack_spans(trace: bytes) -> str:
     """Keep the spans of a trace, without their arguments and the name of the machine."""
     content = json.loads(gzip.decompress(trace))
     events = [{key: event[key] for key in _SPAN if key in event} for event in content["traceEvents"]]
@@ -231,9 +231,9 @@ def _programs(run: Callable[..., ExecOutput]) -> Iterator[None]:
         yield
 
 
-def _append_answer(to: Recording, path: str, answer: Any, *, appended: bool = False) -> None:
+def _append_answer(recording: Recording, path: str, answer: Any, *, appended: bool = False) -> None:
     """Append a response if it differs from the last one; of a job only the phase counts."""
-    known = to.answers.setdefault(path, [])
+    known = recording.answers.setdefault(path, [])
     if appended and known:
         known[-1] += answer
     elif not known or _relevant_part(known[-1]) != _relevant_part(answer):
@@ -241,8 +241,8 @@ def _append_answer(to: Recording, path: str, answer: Any, *, appended: bool = Fa
 
 
 def _relevant_part(answer: Any) -> Any:
-    of_a_job = isinstance(answer, dict) and answer.get("kind") == "TrainingJob"
-    return (answer.get("status") or {}).get("phase") if of_a_job else answer
+    is_job = isinstance(answer, dict) and answer.get("kind") == "TrainingJob"
+    return (answer.get("status") or {}).get("phase") if is_job else answer
 
 
 def _parse_answer(answer: Answer) -> Any:
@@ -256,17 +256,17 @@ def _parse_answer(answer: Answer) -> Any:
 def _without_irrelevant_fields(value: Any) -> Any:
     """Remove what only the API server and `kubectl apply` read, and what names a machine."""
     if isinstance(value, list):
-        return [_without_irrelevant_fields(each) for each in value]
+        return [_without_irrelevant_fields(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    return {key: _without_irrelevant_fields(each) for key, each in _fields(value) if key not in _DROPPED}
+    return {key: _without_irrelevant_fields(inner) for key, inner in _fields(value) if key not in _DROPPED}
 
 
 def _fields(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, each in value.items():
-        if key == "annotations" and isinstance(each, dict):
-            kept = {name: text for name, text in each.items() if name != _LAST_APPLIED}
-            if kept:
-                yield key, kept
+    for key, inner in value.items():
+        if key == "annotations" and isinstance(inner, dict):
+            annotations = {name: text for name, text in inner.items() if name != _LAST_APPLIED}
+            if annotations:
+                yield key, annotations
         else:
-            yield key, each
+            yield key, inner

@@ -15,11 +15,11 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
 
 def table(jobs: Sequence[Mapping[str, Any]], now: float, *, wide: bool = False) -> str:
-    """Heading and a row for each job; `now` in Unix seconds."""
+    """Return a heading and a row for each job; `now` is in Unix seconds."""
     columns = custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
-    shown = [each for each in columns if wide or not each.get("priority")]
-    rows = [["NAME", *(each["name"].upper() for each in shown)]]
-    rows += [[job["metadata"]["name"], *(_cell(job, each, now) for each in shown)] for job in jobs]
+    shown = [column for column in columns if wide or not column.get("priority")]
+    rows = [["NAME", *(column["name"].upper() for column in shown)]]
+    rows += [[job["metadata"]["name"], *(_cell(job, column, now) for column in shown)] for job in jobs]
     widths = [max(max(map(len, column)) + _GAP, _NARROWEST) for column in zip(*rows, strict=True)]
     return "\n".join(
         "".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -38,18 +38,18 @@ def _cell(job: Mapping[str, Any], column: Mapping[str, Any], now: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """A duration in kubectl's words: two units where the first is small, of seconds only below ten minutes."""
-    whole = int(seconds)
-    minutes, hours, days = whole // _MINUTE, whole // _HOUR, whole // _DAY
+    """Format a duration as kubectl does: two units if the first is small, with seconds below ten minutes."""
+    whole_seconds = int(seconds)
+    minutes, hours, days = whole_seconds // _MINUTE, whole_seconds // _HOUR, whole_seconds // _DAY
     for limit, text in (
-        (2 * _MINUTE, f"{whole}s"),
-        (10 * _MINUTE, _two(minutes, "m", whole % _MINUTE, "s")),
+        (2 * _MINUTE, f"{whole_seconds}s"),
+        (10 * _MINUTE, _two(minutes, "m", whole_seconds % _MINUTE, "s")),
         (3 * _HOUR, f"{minutes}m"),
         (8 * _HOUR, _two(hours, "h", minutes % 60, "m")),
         (2 * _DAY, f"{hours}h"),
         (8 * _DAY, _two(days, "d", hours % 24, "h")),
     ):
-        if whole < limit:
+        if whole_seconds < limit:
             return text
     return f"{days}d"
 

@@ -1,1 +1,1 @@
-"""A page, as a browser or a parser reads it."""
+"""Read pages with a browser or a parser."""

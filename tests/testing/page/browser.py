@@ -1,4 +1,4 @@
-"""A real browser (chromium, headless) and what it makes of a page, over its DevTools protocol."""
+"""Open pages in headless chromium over its DevTools protocol."""
 
 import base64
 import json
@@ -27,12 +27,12 @@ _FLAGS = (
 
 
 class Browser:
-    """One tab."""
+    """A browser with one tab."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
         self._number = 0
-        self._seen: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
         self.complaints: list[str] = []
         """Lines of the console: refusals of the policy, errors of scripts, resources that failed to load."""
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -40,15 +40,15 @@ class Browser:
 
     def open(self, url: str) -> None:
         """Navigate to a page and wait until it is loaded."""
-        self._seen.clear()
+        self._events.clear()
         self._call("Page.navigate", url=url)
-        self._until(lambda: any(each["method"] == "Page.loadEventFired" for each in self._seen), f"{url} is loaded")
+        self._until(lambda: any(event["method"] == "Page.loadEventFired" for event in self._events), f"{url} is loaded")
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""
-        found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        response = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in response, response
+        return response["result"].get("value")
 
     def until(self, expression: str) -> None:
         """Wait until an expression is true."""
@@ -63,8 +63,8 @@ class Browser:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._call("Emulation.setEmulatedMedia", features=scheme)
         clip = {"x": 0, "y": 0, "width": 1100, "height": height, "scale": 1}
-        found = self._call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
+        response = self._call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(response["data"]))
 
     def _until(self, condition: Any, what: str) -> None:
         while not condition():
@@ -82,16 +82,16 @@ class Browser:
 
     def _receive(self, what: str) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(self._socket.recv())
+            message: dict[str, Any] = json.loads(self._socket.recv())
         except websocket.WebSocketTimeoutException as error:
             raise AssertionError(f"the browser did not answer in time: {what}") from error
-        if found.get("method") == "Log.entryAdded":
-            self.complaints.append(found["params"]["entry"]["text"])
-        elif found.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(found["params"]["exceptionDetails"]))
-        elif "method" in found:
-            self._seen.append(found)
-        return found
+        if message.get("method") == "Log.entryAdded":
+            self.complaints.append(message["params"]["entry"]["text"])
+        elif message.get("method") == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(message["params"]["exceptionDetails"]))
+        elif "method" in message:
+            self._events.append(message)
+        return message
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def _port(process: subprocess.Popen[str]) -> int:
     output = ""
     for line in process.stderr:
         output += line
-        found = re.search(r"DevTools listening on ws://[^:]+:(\d+)/", line)
-        if found:
-            return int(found[1])
+        match = re.search(r"DevTools listening on ws://[^:]+:(\d+)/", line)
+        if match:
+            return int(match[1])
     raise AssertionError(f"no browser: {output}")

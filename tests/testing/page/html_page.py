@@ -1,10 +1,10 @@
-"""Contents of a page, by the standard library's parser."""
+"""Parse the elements and the text of a page."""
 
 from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """Elements, their attributes, and the text."""
+    """The elements of a page, their attributes, and the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

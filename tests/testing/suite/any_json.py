@@ -22,7 +22,7 @@ HOSTILE_VALUES: tuple[Any, ...] = (
     "secret: AKIAABCDEFGHIJKLMNOP", "http://user:pass@host",
 )  # fmt: skip
 """Values that often break programs."""
-HOSTILE_TEXTS = tuple(each for each in HOSTILE_VALUES if isinstance(each, str))
+HOSTILE_TEXTS = tuple(value for value in HOSTILE_VALUES if isinstance(value, str))
 LEAF = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
     | st.sampled_from(HOSTILE_VALUES) | st.sampled_from(HOSTILE_VALUES)
@@ -70,16 +70,16 @@ def mutated(
 
 def collect_values(cases: Iterable[Any], further: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """Return the values of every key in the cases, and `further` ones."""
-    found = {key: list(values) for key, values in further.items()}
+    values_by_key = {key: list(values) for key, values in further.items()}
     parts = list(cases)
     while parts:
         part = parts.pop(0)
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         for key, inner in part.items() if isinstance(part, dict) else ():
-            known = found.setdefault(key, [])
+            known = values_by_key.setdefault(key, [])
             if len(known) < MOST_VALUES_OF_A_KEY and inner not in known:
                 known.append(inner)
-    return {key: values for key, values in found.items() if values}
+    return {key: values for key, values in values_by_key.items() if values}
 
 
 @st.composite
@@ -92,8 +92,8 @@ def _change(draw: st.DrawFn, holder: Any, key: Any, values_by_key: Mapping[str, 
         case "replace":
             holder[key] = draw(ANYTHING)
         case "replace from cases":
-            own = isinstance(key, str) and draw(st.integers(0, 7)) > 0
-            holder[key] = draw(_value_of(key if own else draw(names), values_by_key))
+            uses_key = isinstance(key, str) and draw(st.integers(0, 7)) > 0
+            holder[key] = draw(_value_of(key if uses_key else draw(names), values_by_key))
         case "add" if isinstance(holder, list):
             holder.insert(key, draw(st.just(value) | ANYTHING))
         case "add":
@@ -148,22 +148,22 @@ def _near(draw: st.DrawFn, value: Any) -> Any:
         case float():
             return draw(st.sampled_from((-value, value * 1e9, value / 1e9, str(value))))
         case str():
-            at = draw(st.integers(0, len(value)))
-            before, behind = value[:at], value[at:]
-            put_in = before + draw(st.sampled_from(HOSTILE_TEXTS)) + behind
-            texts = (before, before + behind[1:], (value + value)[:LARGEST], value.swapcase(), put_in)
+            position = draw(st.integers(0, len(value)))
+            before, after = value[:position], value[position:]
+            insertion = before + draw(st.sampled_from(HOSTILE_TEXTS)) + after
+            texts = (before, before + after[1:], (value + value)[:LARGEST], value.swapcase(), insertion)
             return draw(st.sampled_from(texts))
         case list():
             return draw(st.sampled_from((value[: len(value) // 2], value[1:], value[::-1])))
         case dict() if value:
             key = draw(st.sampled_from(list(value)))
-            return {**{each: inner for each, inner in value.items() if each != key}, draw(_near(key)): value[key]}
+            return {**{name: inner for name, inner in value.items() if name != key}, draw(_near(key)): value[key]}
         case _:
             return draw(ANYTHING)
 
 
 def as_json(value: Any) -> Any:
-    """Return the value as JSON carries it: not every Python value can come over the wire."""
+    """Return the value after conversion to JSON and back."""
     return json.loads(json.dumps(value))
 
 

@@ -1,8 +1,8 @@
-"""Which lane a test runs in: tests of one group are one lane's, in their order.
+"""Assign tests to lanes: all tests of a group run in one lane, in their order.
 
-By the file alone, since the process that divides them does not collect. xdist's own way, a mark whose name it puts
-behind the test's id, does nothing with a pytest whose ids cannot be set (9.2 with xdist 3.8): each test then goes to
-any lane, and each lane has its own clusters, operators and undisturbed runs.
+The path of a test determines its group, because the process that distributes tests does not collect them.
+pytest-xdist's own `xdist_group` appends the group to the id of a test. With pytest 9.2 and pytest-xdist 3.8 it has no
+effect: tests of a group would run in any lane, and each lane would start the shared clusters and processes.
 """
 
 from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
@@ -14,13 +14,13 @@ DEFINITION = "definition"
 AGENTS = "agents"
 """Tests whose agents are forked from one process that has imported torch."""
 RANKS = "ranks"
-"""Tests whose ranks are forked from one process, and that compare with the same undisturbed runs."""
+"""Tests whose ranks are forked from one process, and that compare with the same uninterrupted runs."""
 TUNING = "tuning"
-"""Those of them that tune a model of transformers; both groups in one lane would take longer than all other tests."""
+"""Tests of RANKS that fine-tune a model of transformers; with RANKS in one lane they would take longest."""
 FORKS = "forks"
 """Tests whose processes are forked by `tests.testing.trainer.fork_server`."""
 
-_SHARED = {
+_GROUPS_BY_PREFIX = {
     "tests/cluster/node/": CLUSTER,
     "tests/cluster/training/": CLUSTER,
     "tests/cluster/definition/": DEFINITION,
@@ -42,17 +42,17 @@ _SHARED = {
     "tests/unit/trainer/backends/": RANKS,
     "tests/unit/trainer/configuration/test_open_files": RANKS,
 }
-"""Groups by the start of a test's name; the first that fits."""
+"""Groups by the start of the path; the first match counts."""
 
 
 def group_of(test: str) -> str:
-    """Return the group of a test: one that shares processes or a cluster, or its file."""
+    """Return the group of a test: that of its shared cluster or processes, or its file."""
     file = test.partition("::")[0]
-    return next((group for start, group in _SHARED.items() if start in file), file)
+    return next((group for prefix, group in _GROUPS_BY_PREFIX.items() if prefix in file), file)
 
 
 class LaneScheduling(LoadGroupScheduling):  # type: ignore[misc]
-    """Gives each lane whole groups."""
+    """Assigns whole groups to lanes."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)

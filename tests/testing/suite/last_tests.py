@@ -1,7 +1,10 @@
-"""Close what several tests share after the last of them, not at the end of the session.
+"""Close the shared resources of a group after its last test, not at the end of the session.
 
-Tests that share something are a group: one test lane has all of a group, in the order in which they were collected.
-Invariant: nothing of a group is closed before its last test is over, nor left open after the session.
+All tests of a group run in one lane, in the order of collection.
+
+Guarantees:
+- No resource of a group is closed before its last test has ended.
+- No resource is open after the session.
 """
 
 import contextlib
@@ -14,18 +17,18 @@ _LAST = pytest.StashKey[dict[pytest.Item, str]]()
 
 
 def exit_stack_of_group(config: pytest.Config, group: str) -> contextlib.ExitStack:
-    """Return the exit stack of what the group shares."""
+    """Return the exit stack of the resources of a group."""
     return config.stash.setdefault(_STACKS, {}).setdefault(group, contextlib.ExitStack())
 
 
 def find_last_tests(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
-    """Note the last test of each group; the items are in the order in which they run."""
+    """Record the last test of each group; the items are in the order in which they run."""
     last = {_group_of(item): item for item in items}
     config.stash[_LAST] = {item: group for group, item in last.items()}
 
 
 def close_after_last(item: pytest.Item) -> None:
-    """Close what a group shared if this was its last test."""
+    """Close the resources of a group if this was its last test."""
     group = item.config.stash.get(_LAST, {}).get(item)
     if group is not None:
         exit_stack_of_group(item.config, group).close()

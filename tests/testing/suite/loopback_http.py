@@ -1,7 +1,7 @@
-"""The HTTP server below the ones of tests: on loopback, at a free port, a thread a connection.
+"""Base of the HTTP servers of tests: on loopback, at a free port, with a thread for each connection.
 
-Invariant: a client that goes away leaves no trace. Python's own server prints a traceback of that into `sys.stderr`,
-where a test may be reading the output of a command. Whatever else fails in a handler is printed.
+A client that disconnects leaves no traceback on `sys.stderr`, where a test may read the output of a command. Other
+errors of a handler are printed.
 """
 
 import sys

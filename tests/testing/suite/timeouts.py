@@ -1,8 +1,11 @@
-"""Scale timeouts of tests: what a quiet machine needs with a margin, times how slow this one is just now.
+"""Scale timeouts of tests by the current slowness of the machine.
 
-A limit that is written in a test is for a quiet machine of two processors of usual speed. Invariants: it is never
-shortened, and at most MOST times as long; a wait ends as soon as what it waits for is there, so that only tests that
-fail take longer. A time that a test is about (a lease, a hang limit) is not scaled.
+A timeout in a test is for an idle machine with two processors of usual speed. Times that a test is about (a lease, a
+hang limit) are not scaled.
+
+Guarantees:
+- A timeout is never shortened, and at most MOST times as long.
+- A wait ends once its condition is true, so that only failing tests take longer.
 """
 
 import asyncio
@@ -14,16 +17,16 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-Words = str | Callable[[], str]
+Message = str | Callable[[], str]
 
 VARIABLE = "TRAINIUM_TEST_TIMEOUT_SCALE"
-"""Environment variable: a number that is taken instead of what is measured."""
+"""Environment variable with a slowness that replaces the measured one."""
 MOST = 6.0
 USUAL = 60.0
-"""Seconds for what should come within a few."""
+"""Timeout in seconds of events that should occur within a few seconds."""
 _LOOP = 100_000
 _LOOP_SECONDS = 0.0040
-"""Processor seconds that a usual processor counts to _LOOP in."""
+"""Processor seconds in which a usual processor counts to _LOOP."""
 
 
 class NotInTimeError(AssertionError):
@@ -31,7 +34,7 @@ class NotInTimeError(AssertionError):
 
 
 def slowness() -> float:
-    """Return the slowness of the machine, from 1 (quiet) to MOST; its load is measured at each call."""
+    """Return the slowness of the machine, from 1 (idle) to MOST; its load is measured at each call."""
     if given := os.environ.get(VARIABLE):
         return _seconds_or_default(given)
     return slowness_of(_best_loop_seconds(), os.getloadavg()[0], _count_running(), os.cpu_count() or 1)
@@ -40,8 +43,8 @@ def slowness() -> float:
 def slowness_of(loop_seconds: float, load: float, running: int, processors: int) -> float:
     """Return how slow the machine is; `load` is an average that lags, `running` counts now, with this process."""
     processor = max(1.0, loop_seconds / _LOOP_SECONDS)
-    crowd = max(1.0, load / processors, (running - 1) / processors)
-    return min(MOST, processor * crowd)
+    contention = max(1.0, load / processors, (running - 1) / processors)
+    return min(MOST, processor * contention)
 
 
 def scaled(seconds: float) -> float:
@@ -60,39 +63,43 @@ class Deadline:
         slow: Callable[[], float] = slowness,
     ) -> None:
         self._seconds, self._clock, self._slow = seconds, clock, slow
-        self._began = clock()
+        self._started_at = clock()
 
     def waited(self) -> float:
-        """Return seconds since its start."""
-        return self._clock() - self._began
+        """Return the seconds since the start."""
+        return self._clock() - self._started_at
 
     def is_over(self) -> bool:
         """Return whether the limit has passed; measure slowness only after the limit of a quiet machine."""
         waited = self.waited()
         return waited > self._seconds and waited > self._seconds * self._slow()
 
-    def check(self, what: Words) -> None:
-        """Raise NotInTimeError with these words when it is over."""
+    def check(self, message: Message) -> None:
+        """Raise NotInTimeError with this message when the limit has passed."""
         if self.is_over():
-            raise NotInTimeError(f"not within {self.waited():.0f} s: {what if isinstance(what, str) else what()}")
+            raise NotInTimeError(
+                f"not within {self.waited():.0f} s: {message if isinstance(message, str) else message()}"
+            )
 
 
-def until(condition: Callable[[], T], what: Words, seconds: float = USUAL, *, pause: float = 0.1) -> T:
-    """Return the first value of `condition` that is true; raise NotInTimeError with `what` when none comes."""
+def until(condition: Callable[[], T], message: Message, seconds: float = USUAL, *, pause: float = 0.1) -> T:
+    """Return the first value of `condition` that is true; raise NotInTimeError with `message` after the timeout."""
     deadline = Deadline(seconds)
-    while not (found := condition()):
-        deadline.check(what)
+    while not (value := condition()):
+        deadline.check(message)
         time.sleep(pause)
-    return found
+    return value
 
 
-async def async_until(condition: Callable[[], T], what: Words, seconds: float = USUAL, *, pause: float = 0.02) -> T:
+async def async_until(
+    condition: Callable[[], T], message: Message, seconds: float = USUAL, *, pause: float = 0.02
+) -> T:
     """Wait as `until` does without blocking the event loop."""
     deadline = Deadline(seconds)
-    while not (found := condition()):
-        deadline.check(what)
+    while not (value := condition()):
+        deadline.check(message)
         await asyncio.sleep(pause)
-    return found
+    return value
 
 
 def _seconds_or_default(given: str) -> float:
@@ -112,14 +119,14 @@ def _best_loop_seconds() -> float:
 
 
 def _time_loop() -> float:
-    began = time.thread_time()
+    started_at = time.thread_time()
     total = 0
     for number in range(_LOOP):
         total += number
-    return time.thread_time() - began
+    return time.thread_time() - started_at
 
 
 def _count_running() -> int:
     """Return the number of runnable processes of the machine."""
-    with open("/proc/loadavg", encoding="ascii") as file:  # noqa: PTH123 - asked ten times a second
+    with open("/proc/loadavg", encoding="ascii") as file:  # noqa: PTH123 - read ten times a second
         return int(file.read().split()[3].partition("/")[0])

@@ -1,7 +1,7 @@
-"""`--times FILE`: what each test cost, as JSON, dearest first; the figures by which the suite is kept short.
+"""`--times FILE`: write the duration and processor seconds of each test as JSON, the most expensive first.
 
-Seconds by the clock, and processor seconds of the process of the tests and of all processes below it, those that live
-on between tests as well. A machine that does other work moves the first figure alone.
+Processor seconds include all descendants of the test process, also those that live on between tests. Other load of the
+machine changes only the durations.
 """
 
 import json
@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 _SHORT = 0.2
-"""Seconds by the clock below which a test is not worth a look at all processes; the next one answers for them."""
+"""Seconds below which processor seconds are not sampled after a test; they count for the next sampled one."""
 
 
 class TimesRecord:
-    """Plug-in: measures where tests run, writes where they are reported (another process in lanes)."""
+    """Plug-in that measures in the process that runs tests and writes in the one that reports them."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path`: of the file to write; None in a lane."""
+        """`path`: the file to write, or None in a lane."""
         self._path = path
         self._process = psutil.Process()
         self._sampled_at, self._used = time.monotonic(), self._processor_seconds()
@@ -33,7 +33,7 @@ class TimesRecord:
         report = yield
         if call.when == "teardown" and time.monotonic() - self._sampled_at > _SHORT:
             used = self._processor_seconds()
-            # A process that ends without a parent that waits for it takes its seconds with it.
+            # The seconds of a process that no parent waits for are lost.
             report.user_properties.append(("processor", max(0.0, used - self._used)))
             self._sampled_at, self._used = time.monotonic(), used
         return report
@@ -42,8 +42,8 @@ class TimesRecord:
         row = self._tests.setdefault(report.nodeid, {"processor": 0.0, "setup": 0.0, "call": 0.0, "teardown": 0.0})
         row[report.when] += report.duration
         if report.when == "teardown":
-            noted = [value for name, value in report.user_properties if name == "processor"]
-            row["processor"] += sum(value for value in noted if isinstance(value, float))
+            samples = [value for name, value in report.user_properties if name == "processor"]
+            row["processor"] += sum(value for value in samples if isinstance(value, float))
 
     def pytest_sessionfinish(self) -> None:
         if self._path is None:

@@ -1,12 +1,12 @@
-"""Number of examples of the property tests: a fixed few with all tests, many random ones with `make test-long`.
+"""Number of examples of property tests: few and fixed in `make test`, many and random in `make test-long`.
 
-`TRAINIUM_TRIALS=20` is that many times as many, and random.
+`TRAINIUM_TRIALS=20` runs 20 times as many examples, chosen at random.
 """
 
 import os
 
 TRIALS = int(os.environ.get("TRAINIUM_TRIALS", "0"))
-"""0: the fixed few."""
+"""Factor of the number of examples; 0: fixed examples."""
 
 
 def trials(count: int) -> int:

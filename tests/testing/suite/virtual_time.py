@@ -1,7 +1,7 @@
-"""An event loop whose clock jumps to the next timer when nothing is left to do: an hour of waiting takes no time.
+"""An event loop whose clock jumps to the next timer when no task is ready.
 
-Only for code without sockets, threads and child processes; a test that would wait for ever fails at once, and so does
-one in which tasks keep each other busy without time passing, or that runs for longer than a day of virtual time.
+It is for code without sockets, threads and child processes. It raises DeadlockError when all tasks wait forever, when
+tasks run without time passing, and after a day of virtual time.
 """
 
 import asyncio
@@ -12,8 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
 LONGEST_SECONDS = 86_400.0
 MOST_TURNS = 200_000
 
@@ -33,16 +31,16 @@ class _Selector(selectors.SelectSelector):
         if ready:
             return ready
         if timeout is None:
-            raise DeadlockError("every task waits for something that no task will do")
+            raise DeadlockError("every task waits for another one")
         self._turns = 0 if timeout > 0 else self._turns + 1
         if self._turns > MOST_TURNS or self.now > LONGEST_SECONDS:
-            raise DeadlockError(f"the tasks never come to rest, after {self.now:.0f} s")
+            raise DeadlockError(f"the tasks never become idle, after {self.now:.0f} s")
         self.now += timeout
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` begins at 1,000 s, so that 0 stays recognisable as "never"."""
+    """An event loop in virtual time; `time()` starts at 1,000 s because 0 means "never"."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -54,13 +52,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end in virtual time."""
+    """Run a coroutine to its end in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
 
 
 def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Make a test of a coroutine function, which runs to the end in virtual time."""
+    """Decorate a test that is a coroutine function: run it in virtual time."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -70,6 +68,6 @@ def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P,
 
 
 async def run_pending_tasks(turns: int = 50) -> None:
-    """Let every task that can run, run, without time passing."""
+    """Run all ready tasks without advancing the time."""
     for _ in range(turns):
         await asyncio.sleep(0)

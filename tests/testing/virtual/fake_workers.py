@@ -1,12 +1,15 @@
-"""Kubelets and agents of a fake cluster, talking to whichever operator leads: pods run, register, train, fail, heal.
+"""Nodes of a fake cluster in virtual time: kubelets that run pods, and agents that train and report to the operator.
 
-What it keeps of the real agents: they find the leader by themselves and register again after every loss; they train
-on without an operator; a crashed process is restarted in place by the agents of its generation alone; who is not named
-in a newer generation leaves it. The clock of agents is their own.
+As real agents do, these ones
+- find the leading operator by themselves, and register again after each loss of contact;
+- train on without an operator;
+- restart a crashed process in place, together with the other agents of its generation;
+- leave a generation when a newer one does not name them;
+- use the clock of their node.
 
-Others stand for agents where these cannot. Virtual time has no sockets, so these call the coordinator's state; those of
-the fleet benchmarks speak the protocol over TLS, thousands to a process. `fake_data_plane` (tests/unit/plan) has agents
-without any API server, for histories by the ten thousand, and the simulator has the model of agents that it publishes.
+Virtual time has no sockets, so agents call the coordinator's state directly. Other tests replace agents in other ways:
+the fleet benchmarks speak the protocol over TLS, thousands of agents in one process; `tests/unit/plan/fake_data_plane`
+has agents without an API server, for tens of thousands of histories; the simulator has its published model of agents.
 """
 
 import asyncio
@@ -129,27 +132,22 @@ class Workers:
     def _run_kubelets(self) -> None:
         now = asyncio.get_running_loop().time()
         busy = {raw["spec"].get("nodeName") for _, _, raw in self._pods() if raw["status"]["phase"] in _ALIVE}
-        for namespace, name, raw in sorted(self._pods(), key=lambda each: LABEL_EXTRA in each[2]["metadata"]["labels"]):
+        for namespace, name, raw in sorted(self._pods(), key=lambda pod: LABEL_EXTRA in pod[2]["metadata"]["labels"]):
             node = raw["spec"].get("nodeName")
             if "deletionTimestamp" in raw["metadata"]:
                 since = self._asked_to_stop.setdefault(raw["metadata"]["uid"], now)
                 if node not in self.lost_nodes and now - since >= STOP_SECONDS:
                     self.cluster.remove(PODS, namespace, name)
             elif raw["status"]["phase"] == "Pending" and node is None:
-                free = [
-                    each
-                    for each in self.cluster.names(NODES, "")
-                    if each not in busy | self.lost_nodes | self.taken_nodes
-                ]
+                free = set(self.cluster.names(NODES, "")) - busy - self.lost_nodes - self.taken_nodes
                 if free:
-                    chosen = min(free, key=lambda each: int(each.removeprefix("node-")))
-                    busy.add(chosen)
-                    number = int(chosen.removeprefix("node-"))
-                    self.cluster.change(PODS, namespace, name, bind_pod(chosen, number))
+                    number = min(int(name.removeprefix("node-")) for name in free)
+                    busy.add(f"node-{number}")
+                    self.cluster.change(PODS, namespace, name, bind_pod(f"node-{number}", number))
 
     def occupy_node(self, node: str) -> bool:
         """Give the node to a foreign pod of default priority unless a requested worker has it."""
-        held = [each for each in self._pods() if each[2]["spec"].get("nodeName") == node]
+        held = [pod for pod in self._pods() if pod[2]["spec"].get("nodeName") == node]
         if any(LABEL_EXTRA not in raw["metadata"]["labels"] for _, _, raw in held):
             return False
         self.taken_nodes.add(node)
@@ -187,12 +185,14 @@ class Workers:
 
     def members(self, job: str) -> list[Agent]:
         """Return the agents of the newest generation that any agent of the job is in, by rank."""
-        memberships = [a.membership for a in self.agents.values() if a.job == job and a.member and a.membership]
+        memberships = [
+            agent.membership for agent in self.agents.values() if agent.job == job and agent.member and agent.membership
+        ]
         if not memberships:
             return []
         newest = max(memberships, key=lambda membership: membership.generation)
-        found = {a.uid: a for a in self.agents.values() if a.membership == newest}
-        return [found[each.pod_uid] for each in newest.members if each.pod_uid in found]
+        current = {agent.uid: agent for agent in self.agents.values() if agent.membership == newest}
+        return [current[member.pod_uid] for member in newest.members if member.pod_uid in current]
 
     def _train(self, job: str) -> None:
         members = self.members(job)
@@ -206,8 +206,8 @@ class Workers:
             agent.attempt = attempt
             agent.finished = self.steps[job] >= self.total_steps
             agent.restarts = [
-                each if each.resumed_at else each.model_copy(update={"resumed_at": self._clock(agent)})
-                for each in agent.restarts
+                record if record.resumed_at else record.model_copy(update={"resumed_at": self._clock(agent)})
+                for record in agent.restarts
             ]
 
     def crash_process(self, job: str, rank: int, code: int = 139) -> None:
@@ -256,9 +256,9 @@ class Workers:
         return wall_clock() + self.clocks_off.get(agent.node, 0.0)
 
     def _check_results(self, agent: Agent) -> tuple[CheckResult, ...]:
-        apart = self.clocks_off.get(agent.node, 0.0)
-        detail = f"The node's clock is {apart:.1f} s ahead of the coordinator's; check its NTP." if apart else ""
-        return (CheckResult(check=PreflightCheck.CLOCK, passed=not apart, seconds=0.0, detail=detail),)
+        offset = self.clocks_off.get(agent.node, 0.0)
+        detail = f"The node's clock is {offset:.1f} s ahead of the coordinator's; check its NTP." if offset else ""
+        return (CheckResult(check=PreflightCheck.CLOCK, passed=not offset, seconds=0.0, detail=detail),)
 
     def kill_pod(self, name: str, namespace: str = "default") -> None:
         """Kill the agent of this pod."""
@@ -269,23 +269,23 @@ class Workers:
     def _leaders(self) -> list[OperatorProcess]:
         if self.cut_off:
             return []
-        return [each for each in self.operators if each.runtime.serving.is_set() and each.reachable]
+        return [process for process in self.operators if process.runtime.serving.is_set() and process.reachable]
 
     def _exchange(self, process: OperatorProcess, agent: Agent) -> None:
         state = process.runtime.state
         try:
             self._follow_membership(agent, state.membership(agent.job_id))
             with contextlib.suppress(OldGenerationError):
-                taken = state.heartbeat(agent.job_id, self._heartbeat(agent))
-                if taken.is_urgent:
+                result = state.heartbeat(agent.job_id, self._heartbeat(agent))
+                if result.is_urgent:
                     process.runtime.queue.put((agent.job_id.namespace, agent.job))
-                elif taken.progressed:
+                elif result.progressed:
                     process.runtime.queue.put_after(
                         (agent.job_id.namespace, agent.job), process.runtime.settings.status_interval
                     )
         except NotRegisteredError:
-            of = member(agent.name, pod_uid=agent.uid, pod_ip=agent.ip, node_name=agent.node)
-            if state.register(agent.job_id, registration(of, agent.job_id.namespace, agent.job)):
+            identity = member(agent.name, pod_uid=agent.uid, pod_ip=agent.ip, node_name=agent.node)
+            if state.register(agent.job_id, registration(identity, agent.job_id.namespace, agent.job)):
                 process.runtime.queue.put((agent.job_id.namespace, agent.job))
 
     def _follow_membership(self, agent: Agent, membership: Membership | None) -> None:
@@ -300,7 +300,7 @@ class Workers:
         elif agent.finished:
             phase = WorkerPhase.FINISHED
         elif agent.member:
-            stopped = any(each.verdict for each in self.members(agent.job))
+            stopped = any(member.verdict for member in self.members(agent.job))
             phase = WorkerPhase.FAILED if stopped else WorkerPhase.TRAINING
         else:
             phase = WorkerPhase.STANDBY

@@ -14,11 +14,11 @@ from trainium_operator.cluster.lease import LeaseLostError
 from trainium_operator.runtime import Runtime
 from trainium_operator.settings import Settings
 
-WALL = 1.7e9
+WALL_START_SECONDS = 1.7e9
 
 
 def wall_clock() -> float:
-    return WALL + asyncio.get_running_loop().time()
+    return WALL_START_SECONDS + asyncio.get_running_loop().time()
 
 
 class Connection:
@@ -43,16 +43,16 @@ class Connection:
     ) -> HttpResponse:
         await self._require_alive()
         await asyncio.sleep(self.latency / 2)
-        answer = await self.cluster.request(
+        response = await self.cluster.request(
             method, path, query=query, body=body, content_type=content_type, timeout=timeout
         )
         if method != "GET" and "/leases" not in path:
-            self.writes.append((method, path, answer.status))
+            self.writes.append((method, path, response.status))
             if len(self.writes) == self._die_after_write:
                 self.killed.set()
         await asyncio.sleep(self.latency / 2)
         await self._require_alive()  # the write was done, and the process never learns of it
-        return answer
+        return response
 
     @asynccontextmanager
     async def stream(self, path: str, *, query: Mapping[str, str], silence: float) -> AsyncIterator[ResponseStream]:
@@ -105,7 +105,7 @@ class OperatorProcess:
         runtime.caches.kueue.offered.set_served(True)
         runtime.caches.dra.offered.set_served(True)
         others += [runtime.caches.kueue.run(), runtime.caches.dra.run()]
-        self._tasks = [self._lease, *(asyncio.create_task(each) for each in others)]
+        self._tasks = [self._lease, *map(asyncio.create_task, others)]
         self._tasks.append(asyncio.create_task(runtime.reconciler.resync(runtime.settings.resync)))
 
     async def _watch_jobs(self) -> None:

@@ -14,16 +14,48 @@ from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.settings import Settings
 
 
-class Scenario:
+class WorkerCluster:
+    """A fake cluster whose nodes run workers, and what a test reads in it."""
+
+    def __init__(self, nodes: int, total_steps: int) -> None:
+        self.cluster = FakeCluster(wall_clock)
+        self.workers = Workers(self.cluster, nodes, total_steps)
+
+    def status(self, name: str = "llama") -> dict[str, Any]:
+        return self.cluster.get(JOBS, "default", name).get("status") or {}
+
+    def condition(self, kind: str, name: str = "llama") -> dict[str, Any]:
+        conditions = self.status(name).get("conditions", ())
+        return next((condition for condition in conditions if condition["type"] == kind), {})
+
+    def membership(self, name: str = "llama") -> dict[str, Any]:
+        recorded = read_membership(self.cluster.get(CONFIG_MAPS, "default", f"{name}-membership"))
+        assert recorded is not None
+        return recorded.to_wire()
+
+    def pods(self) -> dict[str, str]:
+        """Return the uids of existing pods by name."""
+        return {name: self.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in self.cluster.names(PODS)}
+
+    def event_messages(self) -> list[str]:
+        """Return the texts of all events."""
+        return [raw["note"] for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural]
+
+    async def wait_for_steps(self, steps: int = 5, seconds: float = 120, job: str = "llama") -> None:
+        """Wait for at least this many new steps."""
+        target = self.workers.step_of(job) + steps
+        await until(lambda: self.workers.step_of(job) >= target, seconds, f"{steps} new steps of {job}")
+
+
+class Scenario(WorkerCluster):
     """A cluster with workers and one operator, which run within the context."""
 
     def __init__(
         self, *jobs: dict[str, Any], nodes: int = 4, total_steps: int = 10**6, settings: Settings | None = None
     ) -> None:
-        self.cluster = FakeCluster(wall_clock)
+        super().__init__(nodes, total_steps)
         for job in jobs:
             self.cluster.add(JOBS, job)
-        self.workers = Workers(self.cluster, nodes, total_steps)
         self.process = OperatorProcess(self.cluster, settings=settings)
         self.workers.operator = self.process
 
@@ -37,33 +69,17 @@ class Scenario:
         await asyncio.gather(self._agents, return_exceptions=True)
         await self.process.kill()
 
-    def status(self, name: str = "llama") -> dict[str, Any]:
-        return self.cluster.get(JOBS, "default", name).get("status") or {}
-
-    def condition(self, kind: str, name: str = "llama") -> dict[str, Any]:
-        return next((each for each in self.status(name).get("conditions", ()) if each["type"] == kind), {})
-
-    def event_messages(self) -> list[str]:
-        """Return the texts of all events."""
-        return [raw["note"] for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural]
-
-    async def wait_for_steps(self, steps: int = 5, seconds: float = 120) -> None:
-        """Wait for at least this many new steps."""
-        target = self.workers.step + steps
-        await until(lambda: self.workers.step >= target, seconds, f"{steps} new steps")
-
 
 RESTART_SECONDS = 2.0
 """What a kubelet takes to start a container that has ended."""
 
 
-class OperatorDeployment:
+class OperatorDeployment(WorkerCluster):
     """One cluster with nodes, one or more operators, and jobs."""
 
     def __init__(self, *, nodes: int = 6, total_steps: int = 10**6, **settings: Any) -> None:
-        self.cluster = FakeCluster(wall_clock)
+        super().__init__(nodes, total_steps)
         self.cluster.graceful_pods = True
-        self.workers = Workers(self.cluster, nodes, total_steps)
         self.clock_error = 0.0
         """Seconds by which the operators' wall clocks are wrong."""
         self.latency = 0.0
@@ -93,7 +109,7 @@ class OperatorDeployment:
         return process
 
     async def _restart_on_exit(self, identity: str, process: OperatorProcess) -> None:
-        ends = [asyncio.create_task(each.wait()) for each in (process.connection.killed, process.ended)]
+        ends = [asyncio.create_task(event.wait()) for event in (process.connection.killed, process.ended)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -123,42 +139,24 @@ class OperatorDeployment:
         self.processes[identity].connection.cut = True
 
     def leader(self) -> OperatorProcess | None:
-        return next(
-            (each for each in self.processes.values() if each.runtime.leading.is_set() and each.reachable), None
-        )
+        leaders = (process for process in self.processes.values() if process.runtime.leading.is_set())
+        return next((process for process in leaders if process.reachable), None)
 
     def leader_name(self) -> str:
-        return next(name for name, each in self.processes.items() if each is self.leader())
+        return next(name for name, process in self.processes.items() if process is self.leader())
 
     # --- jobs
 
     def job(self, name: str = "llama") -> dict[str, Any]:
         return self.cluster.get(JOBS, "default", name)
 
-    def status(self, name: str = "llama") -> dict[str, Any]:
-        return self.job(name).get("status") or {}
-
-    def membership(self, name: str = "llama") -> dict[str, Any]:
-        found = read_membership(self.cluster.get(CONFIG_MAPS, "default", f"{name}-membership"))
-        assert found is not None
-        return found.to_wire()
-
     def change_spec(self, change: Callable[[dict[str, Any]], None], name: str = "llama") -> None:
         self.cluster.change(JOBS, "default", name, lambda raw: change(raw["spec"]))
-
-    def pods(self) -> dict[str, str]:
-        """Return the uids of existing pods by name."""
-        return {name: self.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in self.cluster.names(PODS)}
 
     def mark_nodes(self, status: str) -> None:
         """Set the condition Ready of every node."""
         for name in self.cluster.names(NODES, ""):
             self.cluster.change(NODES, "", name, lambda raw: raw["status"]["conditions"][0].update(status=status))
-
-    async def wait_for_steps(self, steps: int = 5, seconds: float = 120, job: str = "llama") -> None:
-        """Wait for at least this many new steps."""
-        target = self.workers.step_of(job) + steps
-        await until(lambda: self.workers.step_of(job) >= target, seconds, f"{steps} new steps of {job}")
 
     async def wait_until_running(self, seconds: float = 120, job: str = "llama") -> None:
         """Wait until the status shows that it trains, and that nothing is open."""
@@ -166,7 +164,9 @@ class OperatorDeployment:
 
     def _is_stable(self, job: str) -> bool:
         status = self.status(job)
-        return status.get("phase") == "Running" and all("recoveredSeconds" in e for e in status.get("history", ()))
+        return status.get("phase") == "Running" and all(
+            "recoveredSeconds" in entry for entry in status.get("history", ())
+        )
 
 
 def check_each_kill_point(
@@ -190,19 +190,19 @@ async def run_deployment(
     *, job: dict[str, Any] | None = None, start: bool = True, replicas: int = 2, **options: Any
 ) -> AsyncIterator[OperatorDeployment]:
     """Start a cluster with a job, which trains unless `start` is False."""
-    made = OperatorDeployment(**options)
-    agents = asyncio.create_task(made.workers.run())
-    made.cluster.add(JOBS, job or training_job(replicas=2, spares=1))
+    deployment = OperatorDeployment(**options)
+    agents = asyncio.create_task(deployment.workers.run())
+    deployment.cluster.add(JOBS, job or training_job(replicas=2, spares=1))
     try:
         for number in range(replicas):
-            await made.start_operator(f"operator-{number}")
+            await deployment.start_operator(f"operator-{number}")
         if start:
-            await made.wait_until_running()
-        yield made
+            await deployment.wait_until_running()
+        yield deployment
     finally:
-        for keeper in made._keepers.values():
+        for keeper in deployment._keepers.values():
             keeper.cancel()
-        for process in made.processes.values():
+        for process in deployment.processes.values():
             await process.kill()
         agents.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Cases are changed and drawn from schemas."""
+"""Mutated cases, and cases that are built from schemas."""
 
 import json
 from typing import Any
@@ -16,8 +16,8 @@ from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 
 
 def test_stored_numbers_have_64_bits() -> None:
-    found = as_stored([10**30, -(10**30), float("nan"), float("inf"), 1.5, True])
-    assert found == [2**63 - 1, -(2**63), None, None, 1.5, True]
+    stored = as_stored([10**30, -(10**30), float("nan"), float("inf"), 1.5, True])
+    assert stored == [2**63 - 1, -(2**63), None, None, 1.5, True]
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -48,12 +48,12 @@ def test_a_seed_has_every_field_of_the_definition() -> None:
     sections = object_schema()["properties"]["spec"]["properties"]
     assert sections.keys() - full.keys() <= left_out
     assert sections["trainer"]["properties"].keys() == full["trainer"].keys()
-    (other,) = [case["spec"] for case in SpecTarget().seeds() if "program" in case.get("spec", {})]
-    TrainingJobSpec.model_validate(other)
-    assert sections["program"]["properties"].keys() == other["program"].keys()
+    (program_job,) = [case["spec"] for case in SpecTarget().seeds() if "program" in case.get("spec", {})]
+    TrainingJobSpec.model_validate(program_job)
+    assert sections["program"]["properties"].keys() == program_job["program"].keys()
 
 
 def test_the_edges_of_a_field_are_its_bounds_and_enum_values() -> None:
-    found = edge_values(object_schema()["properties"]["spec"])
-    assert {0, 1, 10_000, 10_001} <= {each for each in found["minReplicas"] if isinstance(each, int)}
-    assert {"Auto", "Native", "Coscheduling", "None"} <= {each for each in found["gang"] if isinstance(each, str)}
+    values = edge_values(object_schema()["properties"]["spec"])
+    assert {0, 1, 10_000, 10_001} <= {value for value in values["minReplicas"] if isinstance(value, int)}
+    assert {"Auto", "Native", "Coscheduling", "None"} <= {value for value in values["gang"] if isinstance(value, str)}

@@ -18,7 +18,7 @@ from tests.testing.suite.any_json import collect_values, mutated
 from tests.testing.suite.trials import trials
 
 CASES = {"coordinator": 500, "cluster": 250, "spec": 200}
-MOST_CHANGES = 5
+MOST_MUTATIONS = 5
 
 
 def hostile_test(name: str) -> Callable[[], None]:
@@ -28,7 +28,7 @@ def hostile_test(name: str) -> Callable[[], None]:
     values_by_key = collect_values(seeds, target.values())
 
     @settings(max_examples=trials(CASES[name]), suppress_health_check=list(HealthCheck))
-    @given(st.sampled_from(seeds).flatmap(lambda seed: mutated(seed, MOST_CHANGES, values_by_key)))
+    @given(st.sampled_from(seeds).flatmap(lambda seed: mutated(seed, MOST_MUTATIONS, values_by_key)))
     def test(case: Any) -> None:
         run_case(target, case)
 
@@ -49,7 +49,7 @@ def test_hostile_cases_are_handled(name: str) -> None:
 
 
 class EchoTarget:
-    """A target that does what a case asks for."""
+    """A target whose cases request an error, a log line or a failed callback."""
 
     expected = frozenset({"expected"})
     storable = False
@@ -62,14 +62,14 @@ class EchoTarget:
 
     async def run_case(self, case: Any) -> None:
         match case:
-            case {"raise": str(what)}:
-                raise ValueError(what)
+            case {"raise": str(message)}:
+                raise ValueError(message)
             case {"break": int(number)}:
                 require(False, f"{number} are too many")
-            case {"log": str(who), "line": str(line)}:
-                logging.getLogger(who).error(line)
-            case {"callback": str(what)}:
-                asyncio.get_running_loop().call_exception_handler({"message": what})
+            case {"log": str(logger), "line": str(line)}:
+                logging.getLogger(logger).error(line)
+            case {"callback": str(message)}:
+                asyncio.get_running_loop().call_exception_handler({"message": message})
             case _:
                 await asyncio.sleep(30_000.0)
 

@@ -105,9 +105,9 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_settings(["--help"], {})
     text = capsys.readouterr().out
-    for each in fields(Settings):
-        assert f"--{each.name.replace('_', '-')}" in text
-        assert f"TRAINIUM_OPERATOR_{each.name.upper()}" in " ".join(text.split())
+    for field in fields(Settings):
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert f"TRAINIUM_OPERATOR_{field.name.upper()}" in " ".join(text.split())
 
 
 def test_the_lease_identity_is_stable_within_a_pod() -> None:

@@ -199,7 +199,7 @@ def test_a_package_pinned_twice_by_markers_keeps_both_pins_and_hashes() -> None:
     assert script.strip_hashes(found["other"]) == ["other==3"]
 
 
-@pytest.mark.parametrize("part", [*script.PARTS, "build", "dev"])
+@pytest.mark.parametrize("part", [*script.REQUIREMENTS, "build", "dev"])
 def test_each_requirement_of_a_part_is_pinned(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     names = [re.match(r"[A-Za-z0-9._-]+", requirement) for requirement in script.part_requirements(part)]

@@ -16,13 +16,13 @@ class FaultyDataPlane(FakeDataPlane):
 
     def members(self) -> list[Pod]:
         """Return pods of the membership that exist, by rank."""
-        by_uid = {each.view.uid: each for each in self.pods.values()}
+        by_uid = {pod.view.uid: pod for pod in self.pods.values()}
         wanted = self.membership.members if self.membership else ()
         return [by_uid[member.pod_uid] for member in wanted if member.pod_uid in by_uid]
 
     def crash_process(self, rank: int, code: int = 139, cause: Cause = Cause.CRASH) -> bool:
         """Kill one rank, or the rank that hangs; the agents restart all ranks in place."""
-        agents = [(each, each.agent) for each in self.members() if each.agent is not None]
+        agents = [(pod, pod.agent) for pod in self.members() if pod.agent is not None]
         if not agents or any(agent.phase is not WorkerPhase.TRAINING for _, agent in agents):
             return False
         victim = agents[rank % len(agents)][1]
@@ -57,7 +57,7 @@ class FaultyDataPlane(FakeDataPlane):
 
     def give_up(self, rank: int, code: int) -> bool:
         """Let one agent give up with a verdict and the others of its generation stop."""
-        agents = [each.agent for each in self.members() if each.agent is not None]
+        agents = [pod.agent for pod in self.members() if pod.agent is not None]
         if not agents or any(agent.phase is not WorkerPhase.TRAINING for agent in agents):
             return False
         for agent in agents:
@@ -160,7 +160,7 @@ class FaultyDataPlane(FakeDataPlane):
         if node is None or node.up:
             return
         node.up = True
-        for each in self.pods.values():
-            if each.view.node == name and each.agent is not None:
-                each.view = replace(each.view, phase=PodPhase.FAILED, reason="ContainerStatusUnknown", exit_code=255)
-                each.agent = None
+        for pod in self.pods.values():
+            if pod.view.node == name and pod.agent is not None:
+                pod.view = replace(pod.view, phase=PodPhase.FAILED, reason="ContainerStatusUnknown", exit_code=255)
+                pod.agent = None

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.testing.operator.wire_messages import member, registration
-from tests.unit.plan.plan_builders import NOW, pod_ip
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
 from trainium_contract.faults.classify import stops_job
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.spec.precompile import CompiledSize
@@ -82,7 +83,7 @@ class FakeDataPlane:
         self.spec = spec
         self.status = TrainingJobStatus()
         self.name = name
-        self.nodes = {f"node-{at}": Node(f"node-{at}") for at in range(nodes)}
+        self.nodes = {f"node-{number}": Node(f"node-{number}") for number in range(nodes)}
         self.pods: dict[str, Pod] = {}
         self.membership: Membership | None = None
         self.published: Membership | None = None
@@ -131,70 +132,70 @@ class FakeDataPlane:
 
     def _schedule(self) -> None:
         """Bind pods, extras last; a pod without a node preempts an extra, which saves first."""
-        held = [each for each in self.pods.values() if each.view.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED)]
-        taken = {each.view.node for each in held if each.view.node} | self.foreign_nodes
-        extras = [each for each in held if each.view.extra and each.view.node and not each.view.deleting]
-        leaving = sum(each.view.extra and each.view.disrupted for each in held)
+        active = [pod for pod in self.pods.values() if pod.view.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED)]
+        occupied = {pod.view.node for pod in active if pod.view.node} | self.foreign_nodes
+        extras = [pod for pod in active if pod.view.extra and pod.view.node and not pod.view.deleting]
+        leaving = sum(pod.view.extra and pod.view.disrupted for pod in active)
         for _ in range(self.foreign_pending_pods):
-            free = [name for name in self._free_nodes(taken) if self.nodes[name].up]
+            free = [name for name in self._free_nodes(occupied) if self.nodes[name].up]
             if free:
                 self.foreign_pending_pods -= 1
                 self.foreign_nodes.add(free[0])
-                taken.add(free[0])
+                occupied.add(free[0])
             elif leaving:
                 leaving -= 1
             elif extras:
                 self._preempt(extras.pop())
-        for each in sorted(self.pods.values(), key=lambda each: each.view.extra):
-            if each.view.node:
+        for pod in sorted(self.pods.values(), key=lambda pod: pod.view.extra):
+            if pod.view.node:
                 continue
-            free = self._free_nodes(taken | each.view.avoided_nodes)
+            free = self._free_nodes(occupied | pod.view.avoided_nodes)
             avoided = set(self.status.avoided_nodes)
             free.sort(key=lambda name: ((name in avoided) is not self.ignores_preferences, name))
             if not free:
-                each.view = replace(each.view, unschedulable_message="0 nodes are available")
+                pod.view = replace(pod.view, unschedulable_message="0 nodes are available")
                 if leaving:
                     leaving -= 1
-                elif extras and not each.view.extra:
+                elif extras and not pod.view.extra:
                     self._preempt(extras.pop())
                 continue
-            taken.add(free[0])
-            each.view = replace(each.view, node=free[0], scheduled=True, unschedulable_message="")
-            each.since = self.now
+            occupied.add(free[0])
+            pod.view = replace(pod.view, node=free[0], scheduled=True, unschedulable_message="")
+            pod.since = self.now
 
-    def _free_nodes(self, taken: Collection[str]) -> list[str]:
-        return [name for name, node in self.nodes.items() if name not in taken and self._accepts_pods(node)]
+    def _free_nodes(self, occupied: Collection[str]) -> list[str]:
+        return [name for name, node in self.nodes.items() if name not in occupied and self._accepts_pods(node)]
 
     def _preempt(self, extra: Pod) -> None:
         extra.view = replace(extra.view, deleting=True, disrupted=True)
         extra.since = self.now
 
     def _run_kubelets(self) -> None:
-        for name, each in list(self.pods.items()):
-            node = self.nodes.get(each.view.node)
-            if each.view.node and node is None:
+        for name, pod in list(self.pods.items()):
+            node = self.nodes.get(pod.view.node)
+            if pod.view.node and node is None:
                 del self.pods[name]
             elif node is None or not node.up:
                 continue
-            elif each.view.deleting and self.now - each.since < STOP_SECONDS:
-                if each.agent is not None and each.agent.phase is WorkerPhase.TRAINING:
-                    self.committed = max(self.committed, each.agent.step)  # on SIGTERM the ranks save and leave
-            elif each.view.deleting and self.now - each.since >= STOP_SECONDS:
-                if each.agent is None:
+            elif pod.view.deleting and self.now - pod.since < STOP_SECONDS:
+                if pod.agent is not None and pod.agent.phase is WorkerPhase.TRAINING:
+                    self.committed = max(self.committed, pod.agent.step)  # on SIGTERM the ranks save and leave
+            elif pod.view.deleting and self.now - pod.since >= STOP_SECONDS:
+                if pod.agent is None:
                     del self.pods[name]
                 else:  # the API server shows how it ended before it is deleted
-                    each.view = replace(each.view, phase=PodPhase.FAILED, exit_code=75, reason="Error", ready=False)
-                    each.agent = None
-            elif each.view.phase is PodPhase.PENDING and self.now - each.since >= START_SECONDS:
-                view = replace(each.view, phase=PodPhase.RUNNING, ready=True, ip=pod_ip(each.view.ordinal))
-                of = member(view.name, pod_uid=view.uid, pod_ip=view.ip, node_name=view.node)
-                each.view, each.agent = view, Agent(registration(of, "default", self.name))
-            elif each.agent is not None and each.agent.phase is WorkerPhase.FINISHED:
-                each.view = replace(each.view, phase=PodPhase.SUCCEEDED, exit_code=0, ready=False)
-                each.agent = None
-            elif each.agent is not None and (code := self._exit_code(each.agent)) and not node.partitioned:
-                each.view = replace(each.view, phase=PodPhase.FAILED, exit_code=code, reason="Error", ready=False)
-                each.agent = None
+                    pod.view = replace(pod.view, phase=PodPhase.FAILED, exit_code=75, reason="Error", ready=False)
+                    pod.agent = None
+            elif pod.view.phase is PodPhase.PENDING and self.now - pod.since >= START_SECONDS:
+                view = replace(pod.view, phase=PodPhase.RUNNING, ready=True, ip=build.pod_ip(pod.view.ordinal))
+                identity = member(view.name, pod_uid=view.uid, pod_ip=view.ip, node_name=view.node)
+                pod.view, pod.agent = view, Agent(registration(identity, "default", self.name))
+            elif pod.agent is not None and pod.agent.phase is WorkerPhase.FINISHED:
+                pod.view = replace(pod.view, phase=PodPhase.SUCCEEDED, exit_code=0, ready=False)
+                pod.agent = None
+            elif pod.agent is not None and (code := self._exit_code(pod.agent)) and not node.partitioned:
+                pod.view = replace(pod.view, phase=PodPhase.FAILED, exit_code=code, reason="Error", ready=False)
+                pod.agent = None
 
     def _exit_code(self, agent: Agent) -> int:
         """Return the exit code with which an agent ends its pod once the coordinator has it; 0 while it runs."""
@@ -205,22 +206,22 @@ class FakeDataPlane:
 
     def _training_agents(self) -> list[tuple[Pod, Agent]]:
         return [
-            (each, each.agent)
-            for each in self.pods.values()
-            if each.agent is not None and self.nodes.get(each.view.node) is not None and self.nodes[each.view.node].up
+            (pod, pod.agent)
+            for pod in self.pods.values()
+            if pod.agent is not None and self.nodes.get(pod.view.node) is not None and self.nodes[pod.view.node].up
         ]
 
     def _run_agents(self) -> None:
-        for each, agent in self._training_agents():
+        for pod, agent in self._training_agents():
             agent.ready = agent.verdict is None
-            published = self.published if self.operator_up and not self.nodes[each.view.node].partitioned else None
+            published = self.published if self.operator_up and not self.nodes[pod.view.node].partitioned else None
             if published is None or published.generation <= agent.generation:
                 continue
-            named = published.rank_of(each.view.uid) is not None
-            if named or agent.phase not in (WorkerPhase.STANDBY, WorkerPhase.FINISHED):
+            is_member = published.rank_of(pod.view.uid) is not None
+            if is_member or agent.phase not in (WorkerPhase.STANDBY, WorkerPhase.FINISHED):
                 agent.generation = published.generation
                 agent.attempt, agent.verdict = 0, None
-                agent.phase = WorkerPhase.JOINING if named else WorkerPhase.STANDBY
+                agent.phase = WorkerPhase.JOINING if is_member else WorkerPhase.STANDBY
 
     def _train(self, steps: int) -> None:
         """Let members of a generation join, load and step together, or wait for missing members."""
@@ -229,11 +230,11 @@ class FakeDataPlane:
             if membership is None:
                 continue
             present = {
-                each.view.uid: agent
-                for each, agent in self._training_agents()
+                pod.view.uid: agent
+                for pod, agent in self._training_agents()
                 if agent.generation == generation
-                and not each.view.deleting
-                and membership.rank_of(each.view.uid) is not None
+                and not pod.view.deleting
+                and membership.rank_of(pod.view.uid) is not None
             }
             missing = tuple(m.node_rank for m in membership.members if m.pod_uid not in present)
             self._advance(list(present.values()), missing, steps)
@@ -328,15 +329,15 @@ class FakeDataPlane:
         """Send a heartbeat of every agent that can reach the operator."""
         if not self.operator_up:
             return
-        for each, agent in self._training_agents():
-            if self.nodes[each.view.node].partitioned:
+        for pod, agent in self._training_agents():
+            if self.nodes[pod.view.node].partitioned:
                 continue
-            uid = each.view.uid
+            uid = pod.view.uid
             old = self.known_agents.get(uid)
             beat = HeartbeatRequest(
                 namespace="default",
                 job=self.name,
-                pod_name=each.view.name,
+                pod_name=pod.view.name,
                 pod_uid=uid,
                 generation=agent.generation,
                 attempt=agent.attempt,
@@ -347,7 +348,7 @@ class FakeDataPlane:
                 restarts=tuple(agent.restarts[-8:]),
                 waiting_for=agent.waiting_for,
                 ready=agent.ready,
-                timing=self._timing(each) if agent.phase is WorkerPhase.TRAINING else None,
+                timing=self._timing(pod) if agent.phase is WorkerPhase.TRAINING else None,
                 compiled=self.compiled,
             )
             stepped = bool(

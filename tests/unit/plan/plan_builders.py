@@ -1,24 +1,18 @@
 """Builders of observations: a job, its pods, nodes and agents, with defaults for what a test does not set."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from tests.testing.operator import wire_messages
 from trainium_contract.faults.causes import Cause
-from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
-from trainium_contract.status.conditions import Condition, ConditionType
-from trainium_contract.status.internal import WINDOW
+from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.ledger import MAX_SIZES
-from trainium_contract.status.public import MembershipStatus, PublicStatus
+from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire import messages
 from trainium_operator.plan.features import registry
 from trainium_operator.plan.manifests import config_maps
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import Action, CreatePod, DeletePod, Plan, PublishMembership
-from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import (
     AgentView,
     JobView,
@@ -29,7 +23,6 @@ from trainium_operator.plan.model.observed import (
     PodPhase,
     PodView,
 )
-from trainium_operator.plan.plan import plan
 from trainium_operator.plan.pods import disruption_budget
 from trainium_operator.plan.view.facts import Facts, build_facts
 from trainium_operator.plan.view.size import decide_size
@@ -98,7 +91,7 @@ def heartbeat(
 def agent(
     ordinal: int, phase: messages.WorkerPhase = messages.WorkerPhase.STANDBY, *, silent: float = 0.5, **changes: Any
 ) -> AgentView:
-    """Return an agent that was last seen `silent` seconds ago."""
+    """Return an agent that was last observed `silent` seconds ago."""
     view = {
         name: changes.pop(name)
         for name in ("progressed", "step_seconds", "joining_since", "refused")
@@ -113,10 +106,24 @@ def agent(
     )
 
 
-def training(ordinal: int, step: int = 20, generation: int = 1, **changes: Any) -> AgentView:
+def training_agent(ordinal: int, step: int = 20, generation: int = 1, **changes: Any) -> AgentView:
     """Return the agent of a member that trains."""
     progress = messages.Progress(step=step, loss=2.0, memory_step=step, durable_step=10, updated=NOW - 0.5)
     return agent(ordinal, messages.WorkerPhase.TRAINING, generation=generation, **{"progress": progress, **changes})
+
+
+def agents(
+    ordinals: Iterable[int], phase: messages.WorkerPhase = messages.WorkerPhase.STANDBY, **changes: Any
+) -> dict[int, AgentView]:
+    return {ordinal: agent(ordinal, phase, **changes) for ordinal in ordinals}
+
+
+def training_agents(ordinals: Iterable[int], **changes: Any) -> dict[int, AgentView]:
+    return {ordinal: training_agent(ordinal, **changes) for ordinal in ordinals}
+
+
+def by_pod_uid(agents: dict[int, AgentView]) -> dict[str, AgentView]:
+    return {f"uid-{ordinal}": agent for ordinal, agent in agents.items()}
 
 
 def failure(code: int, *, attempt: int = 0, step: int = 20, rank: int = 0, **changes: Any) -> messages.ProcessFailure:
@@ -124,7 +131,13 @@ def failure(code: int, *, attempt: int = 0, step: int = 20, rank: int = 0, **cha
     return messages.ProcessFailure(attempt=attempt, exit_code=code, step=step, rank=rank, **fields)
 
 
-def restart(attempt: int, cause: Cause = Cause.CRASH, **changes: Any) -> messages.RestartRecord:
+def failed_agent(ordinal: int, code: int, **changes: Any) -> AgentView:
+    """Return the agent of a member that has given up with a verdict."""
+    verdict = failure(code, **changes)
+    return agent(ordinal, messages.WorkerPhase.FAILED, generation=1, verdict=verdict, failures=(verdict,))
+
+
+def restart_record(attempt: int, cause: Cause = Cause.CRASH, **changes: Any) -> messages.RestartRecord:
     fields = {"sequence": 0, "generation": 1, "failed_at": NOW - 3, "detected_at": NOW - 2.9, **changes}
     return messages.RestartRecord(attempt=attempt, cause=cause, **fields)
 
@@ -147,7 +160,7 @@ def node(name: str, ready: NodeReadiness = NodeReadiness.TRUE) -> NodeView:
     return NodeView(name=name, ready=ready)
 
 
-def observed(
+def observation(
     view: JobView,
     pods: tuple[PodView, ...] = (),
     agents: dict[int, AgentView] | None = None,
@@ -161,13 +174,15 @@ def observed(
     base = Observed(
         job=view,
         pods=pods,
-        nodes={each.node: node(each.node) for each in pods if each.node},
-        agents={f"uid-{ordinal}": known for ordinal, known in (agents or {}).items()},
+        nodes={pod.node: node(pod.node) for pod in pods if pod.node},
+        agents=by_pod_uid(agents or {}),
         membership=None,
         published=0,
         children={
-            f"{each['kind']}/{each['metadata']['name']}": each["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
-            for each in applied
+            f"{manifest['kind']}/{manifest['metadata']['name']}": manifest["metadata"]["annotations"][
+                names.ANNOTATION_CONTENT_HASH
+            ]
+            for manifest in applied
         },
         ca_bundle=CA,
         coordinator_since=NOW - 1000,
@@ -176,7 +191,7 @@ def observed(
     return replace(base, **changes)
 
 
-def running(
+def running_job(
     count: int = 4,
     *,
     spares: int = 0,
@@ -186,39 +201,70 @@ def running(
     **changes: Any,
 ) -> Observed:
     """Return a job that trains in generation 1 on pods 0 to count-1, with warm spares after them."""
-    base = job_spec or spec(workers={"replicas": count, "spares": spares})
     fields: dict[str, Any] = {
         "desired": count,
         "next_pod_ordinal": count + spares,
         "membership": MembershipStatus(generation=1, size=count, data_parallel=count),
         **(status or {}),
     }
-    total = count + spares
-    known = {at: training(at) if at < count else agent(at) for at in range(total)}
-    known.update(agents or {})
-    defaults: dict[str, Any] = {"membership": membership(*range(count)), "published": 1}
-    pods = changes.pop("pods", tuple(pod(at) for at in range(total)))
-    return observed(job(base, TrainingJobStatus(**fields)), pods, known, **{**defaults, **changes})
+    ordinals = range(count + spares)
+    all_agents = training_agents(ordinals[:count]) | {ordinal: agent(ordinal) for ordinal in ordinals[count:]}
+    view = job(job_spec or spec(workers={"replicas": count, "spares": spares}), TrainingJobStatus(**fields))
+    defaults = {"pods": tuple(map(pod, ordinals)), "membership": membership(*range(count)), "published": 1}
+    return observation(view, agents=all_agents | (agents or {}), **{**defaults, **changes})
 
 
-def without(seen: Observed, *ordinals: int) -> Observed:
-    """Return the observation without these pods and their agents."""
-    missing = {f"uid-{ordinal}" for ordinal in ordinals}
+def without_pods(observed: Observed, *ordinals: int, keep_agents: bool = False) -> Observed:
+    """Return the observation without these pods and, unless they are kept, without their agents."""
+    deleted = {f"uid-{ordinal}" for ordinal in ordinals}
     return replace(
-        seen,
-        pods=tuple(each for each in seen.pods if each.uid not in missing),
-        agents={uid: known for uid, known in seen.agents.items() if uid not in missing},
+        observed,
+        pods=tuple(pod for pod in observed.pods if pod.uid not in deleted),
+        agents={uid: agent for uid, agent in observed.agents.items() if keep_agents or uid not in deleted},
     )
 
 
-def with_pod(seen: Observed, changed: PodView) -> Observed:
+def with_pod(observed: Observed, changed: PodView) -> Observed:
     """Return the observation with one pod replaced."""
-    return replace(seen, pods=tuple(changed if each.uid == changed.uid else each for each in seen.pods))
+    return replace(observed, pods=tuple(changed if pod.uid == changed.uid else pod for pod in observed.pods))
 
 
-def facts_of(seen: Observed) -> Facts:
+def with_node(observed: Observed, changed: NodeView) -> Observed:
+    """Return the observation with one node added or replaced."""
+    return replace(observed, nodes={**observed.nodes, changed.name: changed})
+
+
+def with_agents(observed: Observed, agents: dict[int, AgentView]) -> Observed:
+    """Return the observation with these agents added or replaced."""
+    return replace(observed, agents={**observed.agents, **by_pod_uid(agents)})
+
+
+def with_heartbeats(observed: Observed, **changes: Any) -> Observed:
+    """Return the observation with these fields of all heartbeats replaced."""
+    return replace(
+        observed,
+        agents={
+            uid: replace(agent, heartbeat=agent.heartbeat.model_copy(update=changes))
+            for uid, agent in observed.agents.items()
+            if agent.heartbeat is not None
+        },
+    )
+
+
+def with_job(observed: Observed, **changes: Any) -> Observed:
+    """Return the observation with these fields of the job replaced."""
+    return replace(observed, job=replace(observed.job, **changes))
+
+
+def with_status(observed: Observed, status: TrainingJobStatus | None = None, **fields: Any) -> Observed:
+    """Return the observation with another status, or with some fields of it replaced."""
+    base = status or observed.job.status
+    return with_job(observed, status=base.model_copy(update=fields) if fields else base)
+
+
+def facts(observed: Observed) -> Facts:
     """Return the facts that policies get of an observation."""
-    return build_facts(seen, SETTINGS, decide_size(seen.job.spec))
+    return build_facts(observed, SETTINGS, decide_size(observed.job.spec))
 
 
 def interruption(rung: Rung, *, ago: float, took: float | None = 10.0, **changes: Any) -> Interruption:
@@ -226,66 +272,3 @@ def interruption(rung: Rung, *, ago: float, took: float | None = 10.0, **changes
     failed_at = NOW - ago - (took or 0.0)
     fields = {"cause": Cause.CRASH, "failed_at": failed_at, "decided_at": failed_at, "recovered_seconds": took}
     return Interruption(generation=1, time="2027-01-15T08:00:00Z", rung=rung, **{**fields, **changes})
-
-
-def planned(seen: Observed) -> Plan:
-    return plan(seen, SETTINGS)
-
-
-def with_status(seen: Observed, status: TrainingJobStatus | None = None, **fields: Any) -> Observed:
-    """Return the observation with another status, or with some fields of it replaced."""
-    base = status or seen.job.status
-    return replace(seen, job=replace(seen.job, status=base.model_copy(update=fields) if fields else base))
-
-
-def written(seen: Observed) -> Observed:
-    """Return the observation after the status of its plan was written."""
-    return with_status(seen, planned(seen).status)
-
-
-def condition_of(status: PublicStatus, kind: ConditionType) -> Condition:
-    condition = find_condition(status, kind)
-    assert condition is not None
-    return condition
-
-
-def check_ledger(goodput: GoodputStatus) -> None:
-    """Assert the invariants of any ledger."""
-    lost = sum(goodput.lost_seconds.values())
-    assert goodput.productive_seconds + lost == pytest.approx(goodput.wall_seconds, abs=0.01)
-    assert sum(goodput.lost_by_stage.values()) == pytest.approx(lost, abs=0.01)
-    seconds = (goodput.lost_seconds, goodput.lost_by_stage, goodput.stage_seconds)
-    assert all(each >= 0.0 for figures in seconds for each in figures.values())
-    for ratio in (goodput.ratio, goodput.uptime_ratio, goodput.fleet_ratio):
-        assert 0.0 <= ratio <= 1.0
-    assert goodput.ratio <= goodput.uptime_ratio + 1e-4, "productive time is uptime"
-    assert len(goodput.sizes) <= MAX_SIZES
-    assert len(goodput.window.samples) < WINDOW
-
-
-def published(result: Plan) -> messages.Membership | None:
-    """Return the membership that a plan publishes."""
-    publications = [action for action in result.actions if isinstance(action, PublishMembership)]
-    assert len(publications) <= 1
-    return publications[0].membership if publications else None
-
-
-def created(result: Plan) -> list[str]:
-    return [action.manifest["metadata"]["name"] for action in result.actions if isinstance(action, CreatePod)]
-
-
-def deleted(result: Plan) -> dict[str, int | None]:
-    return {action.name: action.grace_seconds for action in result.actions if isinstance(action, DeletePod)}
-
-
-def kinds(actions: tuple[Action, ...]) -> list[str]:
-    return [type(action).__name__ for action in actions]
-
-
-def newest(result: Plan) -> Interruption:
-    return result.status.history[-1]
-
-
-def ranks(found: messages.Membership | None) -> list[str]:
-    assert found is not None
-    return [member.pod_name for member in found.members]

@@ -39,7 +39,7 @@ class FakeCluster(FaultyDataPlane):
         """By pod uid, of a device that it holds."""
         self.requeue_at: float | None = None
         self.dirty = True
-        self.seen: Any = None
+        self.last_reconciled_state: Any = None
         """State of the operator's watches and of the agents at the end of the last tick."""
         self.names_used: set[str] = set()
         self.first_nodes = tuple(self.nodes)
@@ -73,6 +73,18 @@ class FakeCluster(FaultyDataPlane):
             self._decided = (self.spec, decide_size(self.spec))
         return self._decided[1]
 
+    @property
+    def size(self) -> int:
+        return self.status.membership.size
+
+    def member_names(self) -> list[str]:
+        """Return the pods of the members, by rank."""
+        assert self.membership is not None
+        return [member.pod_name for member in self.membership.members]
+
+    def rungs(self) -> list[Rung]:
+        return [entry.rung for entry in self.status.history]
+
     # --- the operator -------------------------------------------------------------------------------------------
 
     def observe(self) -> observed.Observed:
@@ -88,8 +100,8 @@ class FakeCluster(FaultyDataPlane):
         )
         return observed.Observed(
             job=job,
-            pods=tuple(each.view for each in self.pods.values()),
-            nodes={name: self._node_view(each) for name, each in self.nodes.items()},
+            pods=tuple(pod.view for pod in self.pods.values()),
+            nodes={name: self._node_view(node) for name, node in self.nodes.items()},
             agents=dict(self.known_agents),
             membership=self.membership,
             published=self.published.generation if self.published and self.operator_up else 0,
@@ -163,12 +175,12 @@ class FakeCluster(FaultyDataPlane):
     def _check_records(self, status: TrainingJobStatus) -> None:
         for record in set(status.failures) - set(self.status.failures):
             pod = self.pods.get(record.pod)
-            asked = pod is not None and pod.view.deleting and pod.view.exit_code in (None, 75)
-            answers = pod is not None and pod.agent is not None and pod.agent.verdict is None
+            was_asked_to_stop = pod is not None and pod.view.deleting and pod.view.exit_code in (None, 75)
+            agent_works = pod is not None and pod.agent is not None and pod.agent.verdict is None
             # A process that crashed before its pod was asked to stop did crash.
             news = [entry for entry in status.history if entry not in self.status.history]
             crashed = any(entry.rung is Rung.IN_PLACE and entry.pod == record.pod for entry in news)
-            if asked and not crashed and (answers or (pod is not None and pod.agent is None)):
+            if was_asked_to_stop and not crashed and (agent_works or (pod is not None and pod.agent is None)):
                 problem = f"{record.pod} was asked to stop, and counts as {record.cause}"
                 assert get_budget(record.cause) is None or self._has_bad_node(pod), problem
 
@@ -184,8 +196,8 @@ class FakeCluster(FaultyDataPlane):
         before = self.published_members.setdefault(write.membership.generation, members)
         assert before == members, "one generation number stands for two memberships"
         assert write.membership.generation >= recorded, "a generation went back"
-        size, before_it = len(members), len(self.membership.members) if self.membership else 0
-        assert size >= min(before_it or size, self.decided_size.floor), f"{size} nodes are fewer than it may have"
+        size, size_before = len(members), len(self.membership.members) if self.membership else 0
+        assert size >= min(size_before or size, self.decided_size.floor), f"{size} nodes are fewer than it may have"
         self.membership = self.published = write.membership
 
     def _create(self, manifest: dict[str, Any]) -> None:
@@ -234,21 +246,21 @@ class FakeCluster(FaultyDataPlane):
                 self.progressed = False
             requeued = self.requeue_at is not None and self.now >= self.requeue_at
             visible = self._comparable_state()
-            if self.operator_up and (self.dirty or requeued or visible != self.seen):
+            if self.operator_up and (self.dirty or requeued or visible != self.last_reconciled_state):
                 self.dirty = False
                 self.settle()
                 visible = self._comparable_state()
-            self.seen = visible
+            self.last_reconciled_state = visible
             self.check()
 
     def check(self) -> None:
         """Assert the invariants of every state."""
         status, job = self.status, self.spec
-        asked = (status.desired or job.workers.replicas) - status.idle_nodes.taken
-        limit = asked + status.idle_nodes.wanted + self.decided_size.reserve + job.workers.spares
-        live = [each for each in self.pods.values() if self._alive(each)]
+        requested = (status.desired or job.workers.replicas) - status.idle_nodes.taken
+        limit = requested + status.idle_nodes.wanted + self.decided_size.reserve + job.workers.spares
+        live = [pod for pod in self.pods.values() if self._alive(pod)]
         members = {member.pod_uid for member in self.membership.members} if self.membership else set()
-        extra = sum(each.view.uid in members or each.view.ip != "" for each in live)
+        extra = sum(pod.view.uid in members or pod.view.ip != "" for pod in live)
         assert len(live) <= limit + extra, f"{len(live)} live pods"
         assert len(status.history) <= 10
         if self.membership is not None:
@@ -275,18 +287,18 @@ class FakeCluster(FaultyDataPlane):
             if self.now - view.last_seen >= observed.SILENCE_REPORTED_SECONDS
         }
         return (
-            {name: each.view for name, each in self.pods.items()},
-            {name: self._node_view(each) for name, each in self.nodes.items()},
+            {name: pod.view for name, pod in self.pods.items()},
+            {name: self._node_view(node) for name, node in self.nodes.items()},
             beats,
             silent,
             dict(self.stepped),
             self.spec,
         )
 
-    def _alive(self, found: Pod) -> bool:
-        node = self.nodes.get(found.view.node)
-        ended = found.view.phase in (observed.PodPhase.FAILED, observed.PodPhase.SUCCEEDED)
-        return not found.view.deleting and not ended and (not found.view.node or (node is not None and node.up))
+    def _alive(self, pod: Pod) -> bool:
+        node = self.nodes.get(pod.view.node)
+        ended = pod.view.phase in (observed.PodPhase.FAILED, observed.PodPhase.SUCCEEDED)
+        return not pod.view.deleting and not ended and (not pod.view.node or (node is not None and node.up))
 
     def change(self, **workers: Any) -> None:
         """Patch spec.workers, as `kubectl scale` does."""
@@ -299,20 +311,6 @@ class FakeCluster(FaultyDataPlane):
         self.spec = self.spec.model_copy(update={"suspend": value})
         self.generation += 1
         self.dirty = True
-
-
-def size(cluster: FakeCluster) -> int:
-    return cluster.status.membership.size
-
-
-def names_of(cluster: FakeCluster) -> list[str]:
-    """Return the pods of the members, by rank."""
-    assert cluster.membership is not None
-    return [member.pod_name for member in cluster.membership.members]
-
-
-def rungs(cluster: FakeCluster) -> list[Rung]:
-    return [entry.rung for entry in cluster.status.history]
 
 
 def _copied(pod: Pod) -> Pod:

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.testing.suite.trials import trials
-from tests.unit.plan.plan_builders import NOW, check_ledger, spec
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import check_ledger
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import classify_exit_code
 from trainium_contract.status.conditions import Phase
@@ -39,7 +41,7 @@ class AnyHistory(RuleBasedStateMachine):
     def begin(self, spares: int, elastic: bool) -> None:
         workers = {"replicas": 4, "spares": spares, **({"minReplicas": 2} if elastic else {})}
         recovery = {"rescaleAfterSeconds": 30, "budgets": {"process": {"maxFailures": 50}}}
-        self.cluster = FakeCluster(spec(workers=workers, recovery=recovery, trainer={"steps": 10**6}), NODES)
+        self.cluster = FakeCluster(build.spec(workers=workers, recovery=recovery, trainer={"steps": 10**6}), NODES)
         self.cluster.run(12)
         self.ranks: dict[str, int] = {}
         self.seen_generation = 0
@@ -62,8 +64,8 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9), grace=st.sampled_from([None, 0]))
     def a_pod_is_deleted(self, pick: int, grace: int | None) -> None:
         if self.cluster.pods:
-            found = self.cluster.pods[sorted(self.cluster.pods)[pick % len(self.cluster.pods)]]
-            self.cluster._delete(found.view.name, found.view.uid, grace)
+            pod = self.cluster.pods[sorted(self.cluster.pods)[pick % len(self.cluster.pods)]]
+            self.cluster._delete(pod.view.name, pod.view.uid, grace)
 
     @rule(pick=st.integers(0, 9), effect=st.sampled_from(["None", "NoSchedule", "NoExecute"]), evicts=st.booleans())
     def a_device_is_tainted(self, pick: int, effect: str, evicts: bool) -> None:
@@ -71,37 +73,37 @@ class AnyHistory(RuleBasedStateMachine):
             name = sorted(self.cluster.pods)[pick % len(self.cluster.pods)]
             self.cluster.taint_device(name, effect, evicts=evicts)
 
-    @rule(at=st.integers(0, NODES - 1))
-    def a_node_is_lost(self, at: int) -> None:
-        self.cluster.lose_node(f"node-{at}")
+    @rule(number=st.integers(0, NODES - 1))
+    def a_node_is_lost(self, number: int) -> None:
+        self.cluster.lose_node(f"node-{number}")
 
-    @rule(at=st.integers(0, NODES - 1))
-    def a_node_comes_back(self, at: int) -> None:
-        self.cluster.restore_node(f"node-{at}")
+    @rule(number=st.integers(0, NODES - 1))
+    def a_node_comes_back(self, number: int) -> None:
+        self.cluster.restore_node(f"node-{number}")
 
-    @rule(at=st.integers(0, NODES - 1))
-    def a_lost_node_was_only_frozen(self, at: int) -> None:
-        self.cluster.resume_node(f"node-{at}")
+    @rule(number=st.integers(0, NODES - 1))
+    def a_lost_node_was_only_frozen(self, number: int) -> None:
+        self.cluster.resume_node(f"node-{number}")
 
-    @rule(at=st.integers(0, NODES - 1), partitioned=st.booleans())
-    def the_network_to_a_nodes_agents_is_cut_or_mended(self, at: int, partitioned: bool) -> None:
-        self.cluster.partition_node(f"node-{at}", partitioned=partitioned)
+    @rule(number=st.integers(0, NODES - 1), partitioned=st.booleans())
+    def the_network_to_a_nodes_agents_is_cut_or_mended(self, number: int, partitioned: bool) -> None:
+        self.cluster.partition_node(f"node-{number}", partitioned=partitioned)
 
-    @rule(at=st.integers(0, NODES - 1))
-    def a_node_is_deleted(self, at: int) -> None:
-        self.cluster.delete_node(f"node-{at}")
+    @rule(number=st.integers(0, NODES - 1))
+    def a_node_is_deleted(self, number: int) -> None:
+        self.cluster.delete_node(f"node-{number}")
 
-    @rule(at=st.integers(0, NODES - 1), mark=st.sampled_from(sorted(MARKS)))
-    def something_is_written_on_a_node(self, at: int, mark: str) -> None:
-        self.cluster.mark_node(f"node-{at}", **MARKS[mark])
+    @rule(number=st.integers(0, NODES - 1), mark=st.sampled_from(sorted(MARKS)))
+    def something_is_written_on_a_node(self, number: int, mark: str) -> None:
+        self.cluster.mark_node(f"node-{number}", **MARKS[mark])
 
-    @rule(at=st.integers(0, NODES - 1))
-    def a_node_gets_slow(self, at: int) -> None:
-        self.cluster.slow_node(f"node-{at}")
+    @rule(number=st.integers(0, NODES - 1))
+    def a_node_gets_slow(self, number: int) -> None:
+        self.cluster.slow_node(f"node-{number}")
 
-    @rule(at=st.integers(0, NODES - 1), frozen=st.booleans())
-    def the_fleet_bans_a_node_or_may_not_be_acted_on(self, at: int, frozen: bool) -> None:
-        banned = self.cluster.fleet.quarantined ^ {f"node-{at}"}
+    @rule(number=st.integers(0, NODES - 1), frozen=st.booleans())
+    def the_fleet_bans_a_node_or_may_not_be_acted_on(self, number: int, frozen: bool) -> None:
+        banned = self.cluster.fleet.quarantined ^ {f"node-{number}"}
         why = "2 of 6 nodes are bad" if frozen else ""
         self.cluster.fleet = FleetView(quarantined=frozenset(sorted(banned)[:2]), frozen=why)
         self.cluster.dirty = True
@@ -121,13 +123,13 @@ class AnyHistory(RuleBasedStateMachine):
         if replicas >= low:
             self.cluster.change(replicas=replicas)
 
-    @rule(at=st.integers(0, NODES - 1), key=st.sampled_from([SPOT, KARPENTER, OUT_OF_SERVICE]))
-    def a_node_gives_notice(self, at: int, key: str) -> None:
-        self.cluster.mark_node(f"node-{at}", taint=Taint(key, "", "NoSchedule"))
+    @rule(number=st.integers(0, NODES - 1), key=st.sampled_from([SPOT, KARPENTER, OUT_OF_SERVICE]))
+    def a_node_gives_notice(self, number: int, key: str) -> None:
+        self.cluster.mark_node(f"node-{number}", taint=Taint(key, "", "NoSchedule"))
 
-    @rule(at=st.integers(0, NODES - 1))
-    def a_notice_is_withdrawn(self, at: int) -> None:
-        self.cluster.clear_node(f"node-{at}")
+    @rule(number=st.integers(0, NODES - 1))
+    def a_notice_is_withdrawn(self, number: int) -> None:
+        self.cluster.clear_node(f"node-{number}")
 
     @rule(spares=st.integers(0, 2))
     def the_user_wants_another_number_of_spares(self, spares: int) -> None:
@@ -179,7 +181,7 @@ class AnyHistory(RuleBasedStateMachine):
         check_ledger(status.goodput)
         assert status.goodput.wall_seconds >= self.wall_seconds
         assert status.goodput.counted_step <= self.cluster.best_step
-        assert sum(each.steps for each in status.goodput.sizes) <= self.cluster.best_step
+        assert sum(account.steps for account in status.goodput.sizes) <= self.cluster.best_step
         self.wall_seconds = status.goodput.wall_seconds
 
     def teardown(self) -> None:

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.unit.plan import plan_builders as build
 from tests.unit.plan.explorer.models import trains
 from tests.unit.plan.explorer.oracles import describe, has_converged
-from tests.unit.plan.plan_builders import NOW, planned, published, running
+from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import make_plan, published_membership
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Phase
@@ -69,7 +71,7 @@ def test_an_edited_status_converges_and_survives_the_next_fault(changes: dict[st
     cluster.kill_pod(cluster.members()[0].view.name)
     cluster.run(90)
     assert has_converged(cluster), describe(cluster)
-    assert all(len(each) <= 63 for each in cluster.pods), "a pod's name is its host's"
+    assert all(len(name) <= 63 for name in cluster.pods), "a pod's name is its host's"
 
 
 @pytest.mark.parametrize(
@@ -94,28 +96,30 @@ def test_edited_restart_counts_are_made_consistent(restarts: RestartsStatus) -> 
     after = cluster.status.restarts
     assert after.total == sum(after.by_cause.values())
     assert len(after.by_cause) <= MAX_COUNTED_CAUSES, "the API server would refuse each further status"
-    known = {cause.value for cause in Cause}
-    assert sum(after.by_cause.get(name, 0) - before.by_cause.get(name, 0) for name in known) == 1
+    causes = {cause.value for cause in Cause}
+    assert sum(after.by_cause.get(name, 0) - before.by_cause.get(name, 0) for name in causes) == 1
 
 
 def test_a_backoff_written_by_a_fast_clock_is_bounded() -> None:
-    records = tuple(FailureRecord(at=NOW + HOUR, cause=Cause.NODE_LOST, node=f"n{at}", pod=f"p{at}") for at in range(6))
-    result = planned(running(2, spares=1, status={"failures": records}, pods=running(2).pods))
+    records = tuple(
+        FailureRecord(at=NOW + HOUR, cause=Cause.NODE_LOST, node=f"n{number}", pod=f"p{number}") for number in range(6)
+    )
+    result = make_plan(build.running_job(2, spares=1, status={"failures": records}, pods=build.running_job(2).pods))
     assert result.requeue_after is not None
     assert result.requeue_after < 60
     assert all(record.at <= NOW for record in result.status.failures)
 
 
 def test_an_impossible_generation_of_an_agent_is_ignored() -> None:
-    seen = running(4)
-    views = dict(seen.agents)
+    observed = build.running_job(4)
+    views = dict(observed.agents)
     view = views["uid-2"]
     liar = view.heartbeat.model_copy(update={"generation": 2**31 - 1})
     views["uid-2"] = replace(view, heartbeat=liar)
-    lost = tuple(pod for pod in seen.pods if pod.ordinal != 3)
-    spare = running(4, spares=1)
+    lost = tuple(pod for pod in observed.pods if pod.ordinal != 3)
+    spare = build.running_job(4, spares=1)
     views["uid-4"] = spare.agents["uid-4"]
-    result = planned(replace(seen, pods=(*lost, spare.pods[4]), nodes=spare.nodes, agents=views))
-    new = published(result)
+    result = make_plan(replace(observed, pods=(*lost, spare.pods[4]), nodes=spare.nodes, agents=views))
+    new = published_membership(result)
     assert new is not None
     assert new.generation == 2

@@ -92,13 +92,13 @@ def test_a_generation_number_that_is_used_twice_is_found_at_once(monkeypatch: py
 
 
 def test_a_restart_counted_repeatedly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = in_place_restarts.record_restarts
+    record_restarts = in_place_restarts.record_restarts
 
-    def forgetful(facts: Any, status: Any, *, member_lost: bool) -> Any:
-        taken = real(facts, status, member_lost=member_lost)
-        return taken.with_status(taken.status.replaced(membership=status.membership))
+    def record_without_attempt(facts: Any, status: Any, *, member_lost: bool) -> Any:
+        result = record_restarts(facts, status, member_lost=member_lost)
+        return result.with_status(result.status.replaced(membership=status.membership))
 
-    monkeypatch.setattr(in_place_restarts, "record_restarts", forgetful)
+    monkeypatch.setattr(in_place_restarts, "record_restarts", record_without_attempt)
     violation = broken(1, FAULTS).violation
     assert violation is not None
     assert violation.history[0] == "a process of rank 1 crashes"

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import trainium_operator
-from tests.unit.plan.plan_builders import planned, running, spec
+from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.status.conditions import Phase
 from trainium_operator.plan.features import registry
 from trainium_operator.plan.model.feature import Feature
@@ -30,14 +31,14 @@ def test_nothing_outside_a_folder_imports_it_but_the_registry(folder: str) -> No
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(name):
                 importers.add(path.relative_to(ROOT).as_posix())
-    assert all(each.startswith(f"plan/features/{folder}/") for each in importers), importers
+    assert all(importer.startswith(f"plan/features/{folder}/") for importer in importers), importers
 
 
 @pytest.mark.parametrize("missing", registry.FEATURES, ids=lambda feature: feature.name)
 def test_a_job_without_features_runs_without_any_of_them(missing: Feature, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = tuple(feature for feature in registry.FEATURES if feature is not missing)
     monkeypatch.setattr(registry, "FEATURES", rest)
-    cluster = FakeCluster(spec(workers={"spares": 1, "minReplicas": 2}, trainer={"steps": 10**6}), 6)
+    cluster = FakeCluster(build.spec(workers={"spares": 1, "minReplicas": 2}, trainer={"steps": 10**6}), 6)
     cluster.run(15)
     cluster.kill_pod(cluster.members()[1].view.name)
     cluster.run(30)
@@ -58,5 +59,5 @@ def test_no_hook_of_a_feature_that_a_job_does_not_use_is_called(monkeypatch: pyt
     hooks = [field.name for field in fields(Feature) if field.name not in ("name", "is_used")]
     closed = tuple(replace(feature, **dict.fromkeys(hooks, refuse)) for feature in registry.FEATURES)
     monkeypatch.setattr(registry, "FEATURES", closed)
-    for seen in (running(4), running(4, pods=()), running(2, spares=1)):
-        assert planned(seen).status.phase is not Phase.FAILED
+    for observed in (build.running_job(4), build.running_job(4, pods=()), build.running_job(2, spares=1)):
+        assert make_plan(observed).status.phase is not Phase.FAILED

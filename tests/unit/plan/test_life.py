@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import condition_of, spec
+from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import get_condition
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
@@ -15,7 +16,7 @@ from trainium_operator.plan.model.observed import PodPhase
 
 
 def started(*, nodes: Any = 6, spares: Any = 1, steps: Any = 100_000, **workers: Any) -> Any:
-    cluster = FakeCluster(spec(workers={"spares": spares, **workers}, trainer={"steps": steps}), nodes)
+    cluster = FakeCluster(build.spec(workers={"spares": spares, **workers}, trainer={"steps": steps}), nodes)
     cluster.run(15)
     assert cluster.status.phase is Phase.RUNNING
     return cluster
@@ -46,7 +47,7 @@ def test_a_new_spare_avoids_the_node_that_was_just_lost() -> None:
     node = cluster.members()[1].view.node
     cluster.lose_node(node)
     cluster.run(25)  # for 40 s the node still requeue_at ready to the scheduler
-    assert all(each.view.node != node for each in cluster.pods.values())
+    assert all(pod.view.node != node for pod in cluster.pods.values())
     assert cluster.status.spares == 1
 
 
@@ -55,7 +56,7 @@ def test_a_new_pod_uses_a_lost_node_if_there_is_no_other() -> None:
     node = cluster.members()[1].view.node
     cluster.lose_node(node)
     cluster.run(15)
-    assert [each.view.node for each in cluster.pods.values()].count(node) == 1
+    assert [pod.view.node for pod in cluster.pods.values()].count(node) == 1
     cluster.restore_node(node)
     cluster.run(15)
     assert cluster.status.phase is Phase.RUNNING
@@ -70,27 +71,27 @@ def test_a_process_that_keeps_crashing_moves_to_another_node() -> None:
     assert cluster.status.phase is Phase.RUNNING
     assert last(cluster).rung is Rung.SPARE
     assert cluster.status.avoided_nodes == (node,)
-    assert node not in {each.view.node for each in cluster.members()}
+    assert node not in {pod.view.node for pod in cluster.members()}
 
 
 @pytest.mark.parametrize(
     ("reason", "advice"), [("Error", "Look at the pod's log"), ("StartError", "never ran, so there is no log")]
 )
 def test_a_worker_that_never_starts_ends_the_job_within_two_tries(reason: str, advice: str) -> None:
-    cluster = FakeCluster(spec(workers={"replicas": 1}), 3)
+    cluster = FakeCluster(build.spec(workers={"replicas": 1}), 3)
     for _ in range(6):
         cluster.run(2)
-        for each in list(cluster.pods.values()):
-            if each.view.node and each.agent is None and each.view.exit_code is None:
-                each.view = replace(
-                    each.view, phase=PodPhase.FAILED, reason=reason, exit_code=1, message="No module named 'trainer'"
+        for pod in list(cluster.pods.values()):
+            if pod.view.node and pod.agent is None and pod.view.exit_code is None:
+                pod.view = replace(
+                    pod.view, phase=PodPhase.FAILED, reason=reason, exit_code=1, message="No module named 'trainer'"
                 )
                 cluster.dirty = True
     assert cluster.status.phase is Phase.FAILED
     assert "No module named 'trainer'" in cluster.status.verdict
     assert "2 worker pods ended before they could train" in cluster.status.verdict
     assert advice in cluster.status.verdict
-    admitted = condition_of(cluster.status, ConditionType.ADMITTED)
+    admitted = get_condition(cluster.status, ConditionType.ADMITTED)
     assert admitted.message == "the job has ended"
     assert cluster.status.avoided_nodes == ()
     assert cluster.status.next_pod_ordinal == 2
@@ -111,7 +112,9 @@ def test_restarts_in_place_during_an_operator_outage_are_recorded_later() -> Non
 
 
 def test_messages_of_a_job_of_one_worker_use_the_singular() -> None:
-    cluster = FakeCluster(spec(workers={"replicas": 1, "minReplicas": 1, "spares": 1}, trainer={"steps": 500}), nodes=3)
+    cluster = FakeCluster(
+        build.spec(workers={"replicas": 1, "minReplicas": 1, "spares": 1}, trainer={"steps": 500}), nodes=3
+    )
     messages: list[str] = []
 
     def listen(seconds: int) -> None:
@@ -131,4 +134,4 @@ def test_messages_of_a_job_of_one_worker_use_the_singular() -> None:
     messages += [entry.message for entry in cluster.status.history]
     assert "1 worker is registered" in messages
     assert "from 2 to 1 node" in messages
-    assert not [each for each in messages if re.search(r"(?<![\d.,])1 (workers|nodes|pods)\b", each)]
+    assert not [message for message in messages if re.search(r"(?<![\d.,])1 (workers|nodes|pods)\b", message)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.model.observed import AgentView, NodeReadiness, Observed, PodPhase
 
@@ -17,39 +18,42 @@ SLACK = 1.15
 
 
 def training(count: int) -> Observed:
-    return build.running(count, spares=1)
+    return build.running_job(count, spares=1)
 
 
 def joining(count: int) -> Observed:
-    def waits(at: int) -> AgentView:
+    def waits(ordinal: int) -> AgentView:
         since = build.NOW - 1
-        return build.agent(at, WorkerPhase.JOINING, generation=1, waiting_for=tuple(range(8)), joining_since=since)
+        return build.agent(ordinal, WorkerPhase.JOINING, generation=1, waiting_for=tuple(range(8)), joining_since=since)
 
-    return build.running(count, spares=1, agents={at: waits(at) for at in range(count)})
+    return build.running_job(count, spares=1, agents={ordinal: waits(ordinal) for ordinal in range(count)})
 
 
 def half_silent(count: int) -> Observed:
-    return build.running(count, spares=1, agents={at: build.training(at, silent=30.0) for at in range(count // 2)})
+    return build.running_job(count, spares=1, agents=build.training_agents(range(count // 2), silent=30.0))
 
 
 def half_failed(count: int) -> Observed:
-    phases = [PodPhase.FAILED if at % 2 else PodPhase.RUNNING for at in range(count)]
-    return build.running(count, pods=tuple(build.pod(at, phase=phase) for at, phase in enumerate(phases)))
+    phases = [PodPhase.FAILED if ordinal % 2 else PodPhase.RUNNING for ordinal in range(count)]
+    return build.running_job(count, pods=tuple(build.pod(ordinal, phase=phase) for ordinal, phase in enumerate(phases)))
 
 
 def half_of_the_nodes_not_ready(count: int) -> Observed:
-    nodes = [build.node(f"node-{at}", NodeReadiness.UNKNOWN if at % 2 else NodeReadiness.TRUE) for at in range(count)]
-    return build.running(count, nodes={node.name: node for node in nodes})
+    nodes = [
+        build.node(f"node-{number}", NodeReadiness.UNKNOWN if number % 2 else NodeReadiness.TRUE)
+        for number in range(count)
+    ]
+    return build.running_job(count, nodes={node.name: node for node in nodes})
 
 
 def not_started(count: int) -> Observed:
-    return build.observed(build.job(build.spec(workers={"replicas": count, "spares": 1})))
+    return build.observation(build.job(build.spec(workers={"replicas": count, "spares": 1})))
 
 
 def on_standby(count: int) -> Observed:
     job = build.job(build.spec(workers={"replicas": count, "spares": 1}))
-    pods = tuple(build.pod(at) for at in range(count + 1))
-    return build.observed(job, pods, {at: build.agent(at) for at in range(count + 1)})
+    pods = tuple(build.pod(ordinal) for ordinal in range(count + 1))
+    return build.observation(job, pods, build.agents(range(count + 1)))
 
 
 def lines(do: Callable[[], object]) -> int:
@@ -74,5 +78,5 @@ def lines(do: Callable[[], object]) -> int:
     "state", [training, joining, half_silent, half_failed, half_of_the_nodes_not_ready, not_started, on_standby]
 )
 def test_planning_time_is_linear_in_the_workers(state: Callable[[int], Observed]) -> None:
-    few, many = (lines(partial(build.planned, state(count))) for count in (FEW, MANY))
+    few, many = (lines(partial(make_plan, state(count))) for count in (FEW, MANY))
     assert many <= few * MANY / FEW * SLACK

@@ -6,30 +6,18 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    CA,
-    NOW,
-    SETTINGS,
-    agent,
-    check_ledger,
-    condition_of,
-    failure,
-    interruption,
-    job,
-    membership,
-    newest,
-    observed,
-    planned,
-    pod,
-    program_spec,
-    published,
-    restart,
-    running,
-    training,
-    with_status,
-    without,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import CA, NOW, SETTINGS
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import (
+    check_ledger,
+    event_notes,
+    get_condition,
+    make_plan,
+    newest_entry,
+    published_membership,
+    with_written_status,
+)
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
@@ -46,7 +34,7 @@ from trainium_operator.plan.view.size import decide_size
 
 
 def build_pod(**changes: Any) -> Any:
-    return worker_pods(job(program_spec(**changes)), SETTINGS, range(1), Avoided())[0]
+    return worker_pods(build.job(build.program_spec(**changes)), SETTINGS, range(1), Avoided())[0]
 
 
 def environment(manifest: Any) -> dict[str, str]:
@@ -86,7 +74,7 @@ def test_the_agent_gets_the_program_spec_verbatim() -> None:
     assert "$" not in variables[env.ENV_PROGRAM].replace("$$", "")
     assert variables[env.ENV_PROCESSES_PER_NODE] == "2"
     assert json.loads(variables[env.ENV_PROGRAM])["batch"] == {"globalSize": 8, "microSize": 1}
-    assert "trainer.yaml" not in config_map(job(program_spec()), CA)["data"]
+    assert "trainer.yaml" not in config_map(build.job(build.program_spec()), CA)["data"]
 
 
 def test_a_program_gets_device_variables_and_no_compiler_flags() -> None:
@@ -100,35 +88,37 @@ def test_a_program_gets_device_variables_and_no_compiler_flags() -> None:
 
 
 def test_a_changed_program_changes_the_template_hash_and_keeps_the_agent_image() -> None:
-    plain = job(program_spec())
-    assert template_hash(plain, SETTINGS) == template_hash(job(program_spec()), SETTINGS)
-    assert template_hash(job(program_spec(program={"args": ["-v"]})), SETTINGS) != template_hash(plain, SETTINGS)
+    plain = build.job(build.program_spec())
+    assert template_hash(plain, SETTINGS) == template_hash(build.job(build.program_spec()), SETTINGS)
+    assert template_hash(build.job(build.program_spec(program={"args": ["-v"]})), SETTINGS) != template_hash(
+        plain, SETTINGS
+    )
     newer = replace(SETTINGS, agent_image="trainium-agent:2")
     (manifest,) = worker_pods(plain, SETTINGS, range(1), Avoided())
-    asked = manifest["metadata"]["annotations"][env.ANNOTATION_IMAGE]
-    seen = observed(plain, (pod(0, image=asked),), {})
-    pinned = pin_running_image(seen, newer)
+    image = manifest["metadata"]["annotations"][env.ANNOTATION_IMAGE]
+    observed = build.observation(plain, (build.pod(0, image=image),), {})
+    pinned = pin_running_image(observed, newer)
     assert (pinned.agent_image, pinned.image) == (SETTINGS.agent_image, newer.image)
-    assert pin_running_image(observed(plain), newer) is newer
+    assert pin_running_image(build.observation(plain), newer) is newer
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_batch_every_size_of_whole_groups_is_legal() -> None:
-    decision = decide_size(program_spec(workers={"replicas": 7, "minReplicas": 1}))
+    decision = decide_size(build.program_spec(workers={"replicas": 7, "minReplicas": 1}))
     assert (decision.desired, decision.floor, decision.reserve) == (7, 1, 0)
     assert [decision.legal_at_most(nodes) for nodes in (1, 4, 5, 6)] == [1, 4, 5, 6]
     assert decision.message == (
         "7 nodes: the program's batch changes with the size, because program.batch is not given"
     )
-    grouped = decide_size(program_spec(workers={"replicas": 7, "minReplicas": 1}, parallelism={"tensor": 2}))
+    grouped = decide_size(build.program_spec(workers={"replicas": 7, "minReplicas": 1}, parallelism={"tensor": 2}))
     assert (grouped.desired, grouped.reason) == (6, Reason.FLOORED)
     assert decision.speed(3) == pytest.approx(3 / 7)
 
 
 def test_with_a_batch_only_sizes_that_divide_it_are_legal() -> None:
-    spec = program_spec(workers={"replicas": 7, "minReplicas": 1}, program={"batch": {"globalSize": 24}})
+    spec = build.program_spec(workers={"replicas": 7, "minReplicas": 1}, program={"batch": {"globalSize": 24}})
     decision = decide_size(spec)
     assert (decision.desired, decision.reason) == (6, Reason.FLOORED)
     assert [decision.legal_at_most(nodes) for nodes in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 4]
@@ -137,28 +127,36 @@ def test_with_a_batch_only_sizes_that_divide_it_are_legal() -> None:
 
 def test_a_process_with_all_cores_counts_as_all_of_them() -> None:
     workers = {"replicas": 2, "accelerator": {"instanceType": "trn2.48xlarge"}}
-    one = program_spec(workers=workers, program={"processesPerNode": 1}, parallelism={"tensor": 64})
-    assert (decide_size(one).data_parallel(2), one.processes_per_node) == (2, 1)
-    many = program_spec(workers={"replicas": 2}, program={"processesPerNode": 4}, parallelism={"tensor": 4})
-    assert decide_size(many).data_parallel(2) == 2
+    single = build.program_spec(workers=workers, program={"processesPerNode": 1}, parallelism={"tensor": 64})
+    assert (decide_size(single).data_parallel(2), single.processes_per_node) == (2, 1)
+    several = build.program_spec(workers={"replicas": 2}, program={"processesPerNode": 4}, parallelism={"tensor": 4})
+    assert decide_size(several).data_parallel(2) == 2
 
 
 def test_a_program_that_cannot_be_resized_waits_at_its_size() -> None:
-    spec = program_spec(workers={"minReplicas": 1}, program={"resize": "Never"}, recovery={"rescaleAfterSeconds": 1})
+    spec = build.program_spec(
+        workers={"minReplicas": 1}, program={"resize": "Never"}, recovery={"rescaleAfterSeconds": 1}
+    )
     assert decide_size(spec).floor == 4
-    seen = without(running(4, job_spec=spec), 1)
-    seen = with_status(seen, planned(seen).status)
-    later = replace(seen, now=NOW + 600, agents={})
-    assert published(planned(later)) is None
+    observed = build.without_pods(build.running_job(4, job_spec=spec), 1)
+    observed = with_written_status(observed)
+    later = replace(observed, now=NOW + 600, agents={})
+    assert published_membership(make_plan(later)) is None
 
 
 def test_a_generation_of_a_program_has_its_processes_and_its_accumulation() -> None:
     changes: dict[str, Any] = {"processesPerNode": 2, "batch": {"globalSize": 48, "microSize": 2}}
-    ready = {at: agent(at) for at in range(4)}
-    membership = published(planned(observed(job(program_spec(program=changes)), tuple(map(pod, range(4))), ready)))
+    ready = build.agents(range(4))
+    membership = published_membership(
+        make_plan(
+            build.observation(build.job(build.program_spec(program=changes)), tuple(map(build.pod, range(4))), ready)
+        )
+    )
     assert membership is not None
     assert (membership.processes_per_node, membership.accumulation) == (2, 3)
-    membership = published(planned(observed(job(program_spec()), tuple(map(pod, range(4))), ready)))
+    membership = published_membership(
+        make_plan(build.observation(build.job(build.program_spec()), tuple(map(build.pod, range(4))), ready))
+    )
     assert membership is not None
     assert (membership.processes_per_node, membership.accumulation) == (1, 0)
 
@@ -166,46 +164,50 @@ def test_a_generation_of_a_program_has_its_processes_and_its_accumulation() -> N
 # --- status -----------------------------------------------------------------------------------------------------------
 
 
-def silent(at: int, *, started: float = NOW - 5, **changes: Any) -> Any:
+def silent(ordinal: int, *, started: float = NOW - 5, **changes: Any) -> Any:
     """Return the agent of a member whose program reports no steps."""
     progress = Progress(step=0, started=started, hang_detection="Output", **changes)
-    return training(at, progress=progress)
+    return build.training_agent(ordinal, progress=progress)
 
 
 def test_the_status_shows_hang_detection_and_step_parsing() -> None:
-    spec = program_spec()
-    result = planned(running(4, job_spec=spec, agents={at: silent(at) for at in range(4)}))
-    condition = condition_of(result.status, ConditionType.PROGRESS_REPORTED)
+    spec = build.program_spec()
+    result = make_plan(build.running_job(4, job_spec=spec, agents={ordinal: silent(ordinal) for ordinal in range(4)}))
+    condition = get_condition(result.status, ConditionType.PROGRESS_REPORTED)
     assert (result.status.hang_detection, condition.status) == ("Output", ConditionStatus.UNKNOWN)
     assert condition.message.startswith("no step was reported yet: give program.progress.pattern")
     problem = "the pattern matches no line of the last minute; the last line is: loss 2.1"
-    seen = running(4, job_spec=spec, agents={0: silent(0, problem=problem)})
-    result = planned(seen)
-    condition = condition_of(result.status, ConditionType.PROGRESS_REPORTED)
+    observed = build.running_job(4, job_spec=spec, agents={0: silent(0, problem=problem)})
+    result = make_plan(observed)
+    condition = get_condition(result.status, ConditionType.PROGRESS_REPORTED)
     assert (condition.status, condition.message) == (ConditionStatus.FALSE, problem)
-    assert [event.note for event in result.events if event.reason == Reason.PROGRESS_UNREADABLE] == [problem]
-    again = planned(with_status(seen, result.status))
-    assert not [event for event in again.events if event.reason == Reason.PROGRESS_UNREADABLE], "once"
-    stepped = planned(running(4, job_spec=spec))
+    assert event_notes(result, Reason.PROGRESS_UNREADABLE) == [problem]
+    again = make_plan(build.with_status(observed, result.status))
+    assert event_notes(again, Reason.PROGRESS_UNREADABLE) == [], "once"
+    stepped = make_plan(build.running_job(4, job_spec=spec))
     assert is_true(stepped.status, ConditionType.PROGRESS_REPORTED)
-    assert find_condition(planned(running(4)).status, ConditionType.PROGRESS_REPORTED) is None, "of a program only"
+    assert find_condition(make_plan(build.running_job(4)).status, ConditionType.PROGRESS_REPORTED) is None, (
+        "of a program only"
+    )
 
 
 def test_a_program_without_steps_has_started_after_a_minute() -> None:
-    spec = program_spec()
-    young = planned(running(4, job_spec=spec, agents={at: silent(at) for at in range(4)}))
+    spec = build.program_spec()
+    young = make_plan(build.running_job(4, job_spec=spec, agents={ordinal: silent(ordinal) for ordinal in range(4)}))
     assert young.status.start_time == ""
-    old = planned(running(4, job_spec=spec, agents={at: silent(at, started=NOW - 61) for at in range(4)}))
+    old = make_plan(
+        build.running_job(4, job_spec=spec, agents={ordinal: silent(ordinal, started=NOW - 61) for ordinal in range(4)})
+    )
     assert old.status.start_time != ""
 
 
 @pytest.mark.parametrize("checkpoints", [None, {"path": "/checkpoints/run", "committed": "{step}/done"}])
 def test_checkpoints_of_a_program_count_where_they_are_known(checkpoints: Any) -> None:
-    spec = program_spec(program={"checkpoints": checkpoints} if checkpoints else {})
-    none = {at: training(at, progress=Progress(step=900, updated=NOW - 0.5)) for at in range(4)}
-    result = planned(running(4, job_spec=spec, agents=none, status={"start_time": "2027-01-15T06:00:00Z"}))
-    allowed = condition_of(result.status, ConditionType.DISRUPTION_ALLOWED)
-    health = condition_of(result.status, ConditionType.CHECKPOINT_HEALTHY)
+    spec = build.program_spec(program={"checkpoints": checkpoints} if checkpoints else {})
+    none = build.training_agents(range(4), progress=Progress(step=900, updated=NOW - 0.5))
+    result = make_plan(build.running_job(4, job_spec=spec, agents=none, status={"start_time": "2027-01-15T06:00:00Z"}))
+    allowed = get_condition(result.status, ConditionType.DISRUPTION_ALLOWED)
+    health = get_condition(result.status, ConditionType.CHECKPOINT_HEALTHY)
     if checkpoints:
         assert "the newest durable checkpoint (none since" in allowed.message
         assert health.message == "no durable checkpoint is known yet"
@@ -215,9 +217,9 @@ def test_checkpoints_of_a_program_count_where_they_are_known(checkpoints: Any) -
 
 
 def test_a_program_is_complete_when_it_ended_with_code_0_on_all_workers() -> None:
-    done = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(4)}
-    result = planned(running(4, job_spec=program_spec(), agents=done))
-    complete = condition_of(result.status, ConditionType.COMPLETE)
+    done = build.agents(range(4), WorkerPhase.FINISHED, generation=1)
+    result = make_plan(build.running_job(4, job_spec=build.program_spec(), agents=done))
+    complete = get_condition(result.status, ConditionType.COMPLETE)
     assert complete.message == "the program ended with code 0 on all workers"
 
 
@@ -225,7 +227,7 @@ def test_a_program_is_complete_when_it_ended_with_code_0_on_all_workers() -> Non
 
 
 def started(*, steps: bool, nodes: int = 6, total: int = 100_000, **changes: Any) -> FakeCluster:
-    cluster = FakeCluster(program_spec(**{"workers": {"spares": 1}, **changes}), nodes)
+    cluster = FakeCluster(build.program_spec(**{"workers": {"spares": 1}, **changes}), nodes)
     cluster.total, cluster.reports_steps = total, steps
     cluster.run(15)
     assert cluster.status.phase is Phase.RUNNING
@@ -283,91 +285,102 @@ def test_a_program_shrinks_and_grows_where_it_can_restart_at_another_size() -> N
 
 
 def test_members_without_printed_steps_train_with_the_one_that_prints() -> None:
-    quiet = {
-        at: agent(at, WorkerPhase.LOADING, generation=1, progress=Progress(step=0, hang_detection="Steps"))
-        for at in (0, 1, 2)
-    }
-    result = planned(running(4, job_spec=program_spec(), agents=quiet))
+    quiet = build.agents(
+        (0, 1, 2), WorkerPhase.LOADING, generation=1, progress=Progress(step=0, hang_detection="Steps")
+    )
+    result = make_plan(build.running_job(4, job_spec=build.program_spec(), agents=quiet))
     assert (result.status.phase, result.status.ready_replicas) == (Phase.RUNNING, 4)
     assert (result.status.progress.step, result.status.progress.loss) == (20, 2.0), "the last member reports the steps"
-    silenced = running(
-        4, job_spec=program_spec(), agents={**quiet, 3: quiet[2]}, status={"progress": result.status.progress}
+    silenced = build.running_job(
+        4, job_spec=build.program_spec(), agents={**quiet, 3: quiet[2]}, status={"progress": result.status.progress}
     )
-    assert planned(silenced).status.progress == result.status.progress, "started again, and no step yet"
-    late = {**quiet, 3: training(3, attempt=1)}
-    assert planned(running(4, job_spec=program_spec(), agents=late)).status.ready_replicas == 1, "of another attempt"
+    assert make_plan(silenced).status.progress == result.status.progress, "started again, and no step yet"
+    late = {**quiet, 3: build.training_agent(3, attempt=1)}
+    assert make_plan(build.running_job(4, job_spec=build.program_spec(), agents=late)).status.ready_replicas == 1, (
+        "of another attempt"
+    )
 
 
 def test_a_restart_ends_with_a_new_step_of_the_rank_that_prints_steps() -> None:
-    silent_record = restart(1, resumed_at=NOW - 2.8)
-    crashed = {"failures": (failure(137, rank=1),), "restarts": (silent_record,)}
+    silent_record = build.restart_record(1, resumed_at=NOW - 2.8)
+    crashed = {"failures": (build.failure(137, rank=1),), "restarts": (silent_record,)}
 
-    def seen(record: Any, step: int, phase: WorkerPhase) -> Any:
-        first = agent(
+    def observe(record: Any, step: int, phase: WorkerPhase) -> Any:
+        first = build.agent(
             0, phase, generation=1, attempt=1, progress=Progress(step=step, resume_step=20), restarts=(record,)
         )
         quiet = {
-            at: agent(at, WorkerPhase.TRAINING, generation=1, attempt=1, progress=Progress(step=0), **fields)
-            for at, fields in {1: crashed, 2: {"restarts": (silent_record,)}}.items()
+            ordinal: build.agent(
+                ordinal, WorkerPhase.TRAINING, generation=1, attempt=1, progress=Progress(step=0), **fields
+            )
+            for ordinal, fields in {1: crashed, 2: {"restarts": (silent_record,)}}.items()
         }
         progress = {"progress": ProgressStatus(step=25)}
-        return running(3, job_spec=program_spec(workers={"replicas": 3}), agents={0: first, **quiet}, status=progress)
+        return build.running_job(
+            3, job_spec=build.program_spec(workers={"replicas": 3}), agents={0: first, **quiet}, status=progress
+        )
 
-    first = planned(seen(restart(1, step_before=25), 25, WorkerPhase.LOADING))
-    pending = newest(first)
+    first = make_plan(observe(build.restart_record(1, step_before=25), 25, WorkerPhase.LOADING))
+    pending = newest_entry(first)
     assert (pending.rung, pending.recovered_seconds) == (Rung.IN_PLACE, None), "node 0 still loads"
-    resumed = restart(1, step_before=25, resume_step=20, resumed_at=NOW - 1)
-    entry = newest(planned(with_status(seen(resumed, 26, WorkerPhase.TRAINING), first.status)))
+    resumed = build.restart_record(1, step_before=25, resume_step=20, resumed_at=NOW - 1)
+    entry = newest_entry(make_plan(build.with_status(observe(resumed, 26, WorkerPhase.TRAINING), first.status)))
     assert (entry.step_before, entry.resume_step, entry.steps_lost) == (25, 20, 5)
     assert entry.recovered_seconds == pytest.approx(2.0)
 
 
 def test_a_crash_before_the_first_step_is_not_over_while_the_rank_with_the_steps_loads() -> None:
-    crashed = {"failures": (failure(1, rank=1),), "restarts": (restart(1, resumed_at=NOW - 1),)}
+    crashed = {"failures": (build.failure(1, rank=1),), "restarts": (build.restart_record(1, resumed_at=NOW - 1),)}
 
-    def seen(phase: WorkerPhase, record: Any) -> Any:
+    def observe(phase: WorkerPhase, record: Any) -> Any:
         of_attempt = {"generation": 1, "attempt": 1, "progress": Progress(step=0, started=NOW - 2)}
-        first = agent(0, phase, restarts=(record,), **of_attempt)
-        return running(
+        first = build.agent(0, phase, restarts=(record,), **of_attempt)
+        return build.running_job(
             2,
-            job_spec=program_spec(workers={"replicas": 2}),
-            agents={0: first, 1: agent(1, WorkerPhase.TRAINING, **of_attempt, **crashed)},
+            job_spec=build.program_spec(workers={"replicas": 2}),
+            agents={0: first, 1: build.agent(1, WorkerPhase.TRAINING, **of_attempt, **crashed)},
         )
 
-    loading = planned(seen(WorkerPhase.LOADING, restart(1)))
-    assert newest(loading).recovered_seconds is None
-    entry = newest(planned(with_status(seen(WorkerPhase.TRAINING, restart(1, resumed_at=NOW)), loading.status)))
+    loading = make_plan(observe(WorkerPhase.LOADING, build.restart_record(1)))
+    assert newest_entry(loading).recovered_seconds is None
+    entry = newest_entry(
+        make_plan(
+            build.with_status(observe(WorkerPhase.TRAINING, build.restart_record(1, resumed_at=NOW)), loading.status)
+        )
+    )
     assert entry.recovered_seconds is not None
 
 
 def test_a_resize_is_over_when_the_rank_with_the_steps_makes_a_new_one() -> None:
     """Its agent shows the last step of the generation before until then, and silent members train at once."""
 
-    def seen(phase: WorkerPhase, **progress: Any) -> Any:
+    def observe(phase: WorkerPhase, **progress: Any) -> Any:
         beats = {
-            0: agent(0, phase, generation=2, progress=Progress(updated=NOW - 0.5, **progress)),
-            1: agent(1, WorkerPhase.TRAINING, generation=2, progress=Progress(step=0)),
+            0: build.agent(0, phase, generation=2, progress=Progress(updated=NOW - 0.5, **progress)),
+            1: build.agent(1, WorkerPhase.TRAINING, generation=2, progress=Progress(step=0)),
         }
-        resize = interruption(Rung.RESIZE, ago=5, took=None, cause=Cause.RESIZE, step_before=65)
+        resize = build.interruption(Rung.RESIZE, ago=5, took=None, cause=Cause.RESIZE, step_before=65)
         status = {
             "history": (resize,),
             "progress": ProgressStatus(step=68),
             "membership": MembershipStatus(generation=2, size=2, data_parallel=2),
         }
-        return running(
+        return build.running_job(
             2,
-            job_spec=program_spec(workers={"replicas": 2}),
+            job_spec=build.program_spec(workers={"replicas": 2}),
             agents=beats,
             status=status,
-            membership=membership(0, 1, generation=2),
+            membership=build.membership(0, 1, generation=2),
             published=2,
         )
 
-    first = planned(seen(WorkerPhase.LOADING, step=69))
-    assert (newest(first).recovered_seconds, newest(first).step_before) == (None, 69), "it trained on"
-    again = with_status(seen(WorkerPhase.TRAINING, step=69, resume_step=60), first.status)
-    assert newest(planned(again)).recovered_seconds is None, "steps that are repeated are no new ones"
-    entry = newest(planned(with_status(seen(WorkerPhase.TRAINING, step=70, resume_step=60), first.status)))
+    first = make_plan(observe(WorkerPhase.LOADING, step=69))
+    assert (newest_entry(first).recovered_seconds, newest_entry(first).step_before) == (None, 69), "it trained on"
+    again = build.with_status(observe(WorkerPhase.TRAINING, step=69, resume_step=60), first.status)
+    assert newest_entry(make_plan(again)).recovered_seconds is None, "steps that are repeated are no new ones"
+    entry = newest_entry(
+        make_plan(build.with_status(observe(WorkerPhase.TRAINING, step=70, resume_step=60), first.status))
+    )
     assert (entry.resume_step, entry.steps_lost, entry.recovered_seconds) == (60, 9, pytest.approx(4.5))
 
 
@@ -380,7 +393,7 @@ def run_until_loaded(cluster: FakeCluster) -> None:
     before = cluster.membership.generation
     for _ in range(200):
         cluster.run(1)
-        agents = [each.agent for each in cluster.members()]
+        agents = [pod.agent for pod in cluster.members()]
         if cluster.membership.generation > before and all(
             agent is not None and agent.phase is WorkerPhase.TRAINING for agent in agents
         ):
@@ -405,7 +418,7 @@ def test_the_same_crash_on_two_nodes_fails_the_job_and_explains_torn_checkpoints
     crash_on_two_nodes(cluster, (1, 1))
     assert cluster.status.phase is Phase.FAILED
     assert len(cluster.status.failures) == 1, "long before the budget"
-    failed = condition_of(cluster.status, ConditionType.FAILED)
+    failed = get_condition(cluster.status, ConditionType.FAILED)
     assert failed.reason == Reason.USER_ERROR
     place = " in /checkpoints/run" if checkpoints else ""
     for part in (
@@ -433,12 +446,16 @@ def test_different_crashes_on_two_nodes_are_recovered(codes: tuple[int, int], se
 
 def test_a_repeated_crash_on_one_node_does_not_fail_the_job() -> None:
     """Its node may be at fault, where no other one is free."""
-    spec = program_spec()
-    entry = interruption(
+    spec = build.program_spec()
+    entry = build.interruption(
         Rung.REPLACE, ago=5, took=None, node="node-1", message="crashed (exit code 1); Traceback ... boom"
     )
-    verdict = failure(1, rank=1, step=-1)
-    agents = {1: agent(1, WorkerPhase.FAILED, generation=1, verdict=verdict, failures=(verdict,))}
-    assert planned(running(4, job_spec=spec, agents=agents, status={"history": (entry,)})).status.verdict == ""
+    agents = {1: build.failed_agent(1, 1, rank=1, step=-1)}
+    assert (
+        make_plan(build.running_job(4, job_spec=spec, agents=agents, status={"history": (entry,)})).status.verdict == ""
+    )
     other = entry.replaced(node="node-9")
-    assert "alike" in planned(running(4, job_spec=spec, agents=agents, status={"history": (other,)})).status.verdict
+    assert (
+        "alike"
+        in make_plan(build.running_job(4, job_spec=spec, agents=agents, status={"history": (other,)})).status.verdict
+    )

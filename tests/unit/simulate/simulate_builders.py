@@ -25,19 +25,21 @@ def fault(at: float, kind: FaultClass, slot: int = 0, **changes: Any) -> Fault:
     return Fault(at=at, kind=kind, slot=slot, **{"duration": HOUR, "same_machine": False, **changes})
 
 
-def world(job: TrainingJobSpec | None = None, *, days: float = 1.0, **stages: float) -> Simulation:
+def build_simulation(job: TrainingJobSpec | None = None, *, days: float = 1.0, **stages: float) -> Simulation:
     setting = SimulationSettings(spec=job or spec(), stages=StageTimes(**stages), model=FailureModel(), days=days)
     return Simulation(setting)
 
 
-def live(*faults: Fault, job: TrainingJobSpec | None = None, days: float = 1.0, **stages: float) -> SimulationResult:
-    return world(job, days=days, **stages).run(faults)
+def simulate(
+    *faults: Fault, job: TrainingJobSpec | None = None, days: float = 1.0, **stages: float
+) -> SimulationResult:
+    return build_simulation(job, days=days, **stages).run(faults)
 
 
-def only(outcome: SimulationResult) -> Interruption:
+def only_interruption(outcome: SimulationResult) -> Interruption:
     """Return the only recovery of a run."""
     assert len(outcome.interruptions) == 1, outcome.interruptions
     return outcome.interruptions[0]
 
 
-__all__ = ["DAY", "HOUR", "FaultClass", "Mix", "fault", "live", "only", "spec", "world"]
+__all__ = ["DAY", "HOUR", "FaultClass", "Mix", "build_simulation", "fault", "only_interruption", "simulate", "spec"]

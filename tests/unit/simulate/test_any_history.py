@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from tests.unit.simulate.simulate_builders import DAY, FaultClass, Mix, fault, live, spec
+from tests.unit.simulate.simulate_builders import DAY, FaultClass, Mix, fault, simulate, spec
 from trainium_simulator.stages import StageTimes
 from trainium_simulator.study import Case, run_study, simulate_seed
 from trainium_simulator.virtual.failures import SHARES, FailureModel
@@ -39,7 +39,7 @@ def case(spares: int = 1, rate: float = 300.0, days: float = 3.0, nodes: int = 4
 def test_the_jobs_ledger_agrees_with_what_happened(faults: list[Fault], spares: int, elastic: bool) -> None:
     job = spec(spares=spares, workers={"minReplicas": 1} if elastic else {})
     # All faults are over half a day before the end, so that the ranks that were lost are reported by those after them.
-    outcome = live(*sorted(faults), job=job, days=1.5)
+    outcome = simulate(*sorted(faults), job=job, days=1.5)
 
     ledger = outcome.ledger
     assert sum(ledger.lost_seconds.values()) + ledger.productive_seconds == pytest.approx(ledger.wall_seconds, abs=5.0)
@@ -55,7 +55,7 @@ def test_the_jobs_ledger_agrees_with_what_happened(faults: list[Fault], spares: 
 
 @pytest.mark.parametrize("kind", [FaultClass.RACK, FaultClass.DEVICE_ERROR])
 def test_steps_of_a_job_that_waits_for_nodes_are_counted_before_it_trains_again(kind: FaultClass) -> None:
-    outcome = live(fault(76_799.0, kind, duration=20_000.0), job=spec(spares=0))
+    outcome = simulate(fault(76_799.0, kind, duration=20_000.0), job=spec(spares=0))
 
     assert outcome.work_seconds > 0.8 * DAY
     assert outcome.ledger.productive_seconds == pytest.approx(outcome.work_seconds, rel=0.01)
@@ -63,13 +63,13 @@ def test_steps_of_a_job_that_waits_for_nodes_are_counted_before_it_trains_again(
 
 def test_steps_of_ranks_that_train_on_a_bad_node_are_productive() -> None:
     faults = (fault(64_801.0, FaultClass.RACK, 4, duration=7_933.0), fault(69_673.0, FaultClass.DEVICE_ERROR))
-    outcome = live(*faults, job=spec(spares=2, workers={"minReplicas": 1}), days=1.5)
+    outcome = simulate(*faults, job=spec(spares=2, workers={"minReplicas": 1}), days=1.5)
 
     assert outcome.ledger.productive_seconds == pytest.approx(outcome.work_seconds, rel=0.001)
 
 
 def test_the_ledger_reaches_the_end_of_a_run_that_ends_without_the_operator() -> None:
-    outcome = live(fault(0.9 * DAY, FaultClass.OPERATOR_LOST, duration=DAY))
+    outcome = simulate(fault(0.9 * DAY, FaultClass.OPERATOR_LOST, duration=DAY))
 
     assert outcome.ledger.productive_seconds == pytest.approx(outcome.work_seconds, rel=0.001)
 
@@ -78,7 +78,7 @@ def test_the_ledger_reaches_the_end_of_a_run_that_ends_without_the_operator() ->
 @settings(max_examples=trials(5))
 @given(faults=FAULTS)
 def test_a_job_trains_again_after_any_faults(faults: list[Fault]) -> None:
-    outcome = live(*sorted(faults), job=spec(spares=1, workers={"minReplicas": 1}), days=3.0)
+    outcome = simulate(*sorted(faults), job=spec(spares=1, workers={"minReplicas": 1}), days=3.0)
 
     assert outcome.work_seconds_by_day[-1] > 0.7 * DAY
 
@@ -95,7 +95,7 @@ def test_an_additional_spare_does_not_change_faults_of_other_nodes() -> None:
     few = draw_faults(3, slots=4, days=30, rate=22, mix=Mix.AUTO, model=model)
     more = draw_faults(3, slots=5, days=30, rate=22, mix=Mix.AUTO, model=model)
 
-    assert [each for each in more if each.slot != 4] == list(few)
+    assert [fault for fault in more if fault.slot != 4] == list(few)
 
 
 @pytest.mark.long
@@ -112,10 +112,10 @@ def test_the_faults_come_at_the_rate_that_was_asked_for() -> None:
     model = FailureModel(lemon_share=0.0)
     faults = draw_faults(1, slots=500, days=30, rate=20, mix=Mix.HARDWARE, model=model)
     healthy = [
-        each
-        for each in faults
-        if each.hazard_threshold <= 1 / (model.lemon_factor * model.infant_factor)
-        and each.kind not in (FaultClass.STRAGGLER, FaultClass.API_OUTAGE)
+        fault
+        for fault in faults
+        if fault.hazard_threshold <= 1 / (model.lemon_factor * model.infant_factor)
+        and fault.kind not in (FaultClass.STRAGGLER, FaultClass.API_OUTAGE)
     ]
 
     assert len(healthy) == pytest.approx(20 * 0.5 * 30, rel=0.2)

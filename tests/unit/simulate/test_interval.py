@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.simulate.simulate_builders import HOUR, FaultClass, fault, live, spec
+from tests.unit.simulate.simulate_builders import HOUR, FaultClass, fault, simulate, spec
 from trainium_simulator.interval import (
     Rollbacks,
     compute_optimal_interval,
@@ -21,15 +21,15 @@ DIVIDED = {"trainer": {"dataParallel": "FullySharded"}, "checkpoint": {"memory":
 
 
 def test_a_rollback_costs_half_an_interval_and_the_save() -> None:
-    found = estimate_loss(600.0, Rollbacks(count=2, simulated_seconds=100_000.0), STAGES)
-    assert found.stall_share == pytest.approx(0.5 / 600)
-    assert found.repeated_share == pytest.approx(2 * (300 + 20) / 100_000)
-    assert found.total_share == found.stall_share + found.repeated_share
+    loss = estimate_loss(600.0, Rollbacks(count=2, simulated_seconds=100_000.0), STAGES)
+    assert loss.stall_share == pytest.approx(0.5 / 600)
+    assert loss.repeated_share == pytest.approx(2 * (300 + 20) / 100_000)
+    assert loss.total_share == loss.stall_share + loss.repeated_share
 
 
 @given(st.integers(1, 10_000), st.floats(1e3, 1e9), st.floats(1.001, 10.0))
-def test_no_interval_loses_less_than_the_best_one(seen: int, seconds: float, factor: float) -> None:
-    rollbacks = Rollbacks(seen, seconds)
+def test_no_interval_loses_less_than_the_best_one(count: int, seconds: float, factor: float) -> None:
+    rollbacks = Rollbacks(count, seconds)
     best = compute_optimal_interval(rollbacks, STAGES)
     least = estimate_loss(best, rollbacks, STAGES).total_share
     assert least <= estimate_loss(best * factor, rollbacks, STAGES).total_share * (1 + 1e-12)
@@ -45,7 +45,7 @@ def test_no_observed_rollback_still_has_a_rate() -> None:
 
 def test_an_interval_shorter_than_a_save_is_not_offered() -> None:
     slow = StageTimes(save_seconds=400.0)
-    assert min(each.interval_seconds for each in estimate_usual_losses(Rollbacks(1, 1e6), slow)) == 900.0
+    assert min(estimate.interval_seconds for estimate in estimate_usual_losses(Rollbacks(1, 1e6), slow)) == 900.0
 
 
 def test_the_shorter_of_seconds_and_steps_is_the_present_interval() -> None:
@@ -56,13 +56,13 @@ def test_the_shorter_of_seconds_and_steps_is_the_present_interval() -> None:
 
 def test_a_lost_node_is_a_rollback_only_where_its_state_was_held_nowhere_else() -> None:
     lost = fault(5 * HOUR, FaultClass.NODE_LOST, 1)
-    assert live(lost).rollbacks == 0
-    assert live(lost, job=spec(**DIVIDED)).rollbacks == 1
-    assert live(fault(5 * HOUR, FaultClass.PROCESS_CRASH, 1), job=spec(**DIVIDED)).rollbacks == 0
+    assert simulate(lost).rollbacks == 0
+    assert simulate(lost, job=spec(**DIVIDED)).rollbacks == 1
+    assert simulate(fault(5 * HOUR, FaultClass.PROCESS_CRASH, 1), job=spec(**DIVIDED)).rollbacks == 0
 
 
 def test_a_crash_while_the_rollback_loads_is_the_same_rollback() -> None:
     job = spec(**DIVIDED)
     lost = fault(5 * HOUR, FaultClass.NODE_LOST, 1)
     crash = fault(5 * HOUR + 5.0, FaultClass.PROCESS_CRASH, 0)
-    assert live(lost, crash, job=job, load_durable_seconds=60.0).rollbacks == 1
+    assert simulate(lost, crash, job=job, load_durable_seconds=60.0).rollbacks == 1

@@ -33,13 +33,13 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def written(tmp_path: Path, name: str, text: str) -> str:
+def write_file(tmp_path: Path, name: str, text: str) -> str:
     path = tmp_path / name
     path.write_text(text)
     return str(path)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(arguments) == ExitCode.USER_ERROR
     out = capsys.readouterr()
     assert out.out == ""
@@ -50,17 +50,17 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_json_lists_every_case_and_the_same_seeds_give_the_same_answer(
     job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [str(job), "--spares", "0..1", "--failures-per-1000-node-days", "100", "--days", "2", "--seeds", "2"]
-    assert main([*given, "-o", "json", "--goal", "0.5"]) == 0
+    arguments = [str(job), "--spares", "0..1", "--failures-per-1000-node-days", "100", "--days", "2", "--seeds", "2"]
+    assert main([*arguments, "-o", "json", "--goal", "0.5"]) == 0
     first = json.loads(capsys.readouterr().out)
-    assert main([*given, "-o", "json", "--goal", "0.5"]) == 0
+    assert main([*arguments, "-o", "json", "--goal", "0.5"]) == 0
     assert json.loads(capsys.readouterr().out) == first
 
-    assert [each["spares"] for each in first["results"]] == [0, 1]
-    for each in first["results"]:
-        assert 0 < each["work"]["mean"] <= 1
-        assert each["mix"] == "AllCauses"
-        assert each["goal"] == {"strict": 0.5, "reached": True}
+    assert [result["spares"] for result in first["results"]] == [0, 1]
+    for result in first["results"]:
+        assert 0 < result["work"]["mean"] <= 1
+        assert result["mix"] == "AllCauses"
+        assert result["goal"] == {"strict": 0.5, "reached": True}
     assert first["results"][0]["sparesBring"] is None
     assert first["results"][1]["sparesBring"]["holdNodeHours"] == 720
 
@@ -68,7 +68,7 @@ def test_json_lists_every_case_and_the_same_seeds_give_the_same_answer(
 def test_a_table_shows_what_a_spare_buys_and_which_stage_to_shorten(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = written(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,NodeLost,1,7200\n")
+    trace = write_file(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,NodeLost,1,7200\n")
     assert main([str(job), "--spares", "0,1", "--trace", trace, "--days", "1", "--goal", "0.999"]) == 0
     output = capsys.readouterr().out
 
@@ -81,15 +81,15 @@ def test_a_table_shows_what_a_spare_buys_and_which_stage_to_shorten(
 def test_slow_steps_are_named_as_the_largest_loss(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = written(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,Straggler,1,7200\n")
+    trace = write_file(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,Straggler,1,7200\n")
     assert main([str(job), "--spares", "0", "--trace", trace, "--days", "1", "--goal", "0.999"]) == 0
     assert "missed; most is lost to slow steps (Overhead), " in capsys.readouterr().out
 
 
 def test_costs_cover_held_nodes_and_their_work(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = written(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,NodeLost,1,7200\n")
-    given = [str(job), "--spares", "1", "--trace", trace, "--days", "1", "--price-per-node-hour", "2.5"]
-    assert main([*given, "-o", "json"]) == 0
+    trace = write_file(tmp_path, "trace.csv", "seconds,class,node,duration\n3600,NodeLost,1,7200\n")
+    arguments = [str(job), "--spares", "1", "--trace", trace, "--days", "1", "--price-per-node-hour", "2.5"]
+    assert main([*arguments, "-o", "json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
     cost, nodes = result["cost"], result["nodes"] + 1
 
@@ -97,15 +97,15 @@ def test_costs_cover_held_nodes_and_their_work(job: Path, tmp_path: Path, capsys
     assert cost["aMonth"] == pytest.approx(2.5 * cost["nodeHours"], abs=1)
     assert cost["lostOrIdle"] == pytest.approx(cost["aMonth"] * (1 - result["fleet"]["mean"]), abs=1)
     assert cost["forAMonthsWork"] == pytest.approx(cost["aMonth"] / result["work"]["mean"], abs=1)
-    assert main(given) == 0
+    assert main(arguments) == 0
     assert "Cost of a month, at 2.5 a node-hour" in capsys.readouterr().out
 
 
 def test_a_field_of_the_job_can_be_varied(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [str(job), "--failures-per-1000-node-days", "0", "--days", "0.1", "--seeds", "1", "-o", "json"]
-    assert main([*given, "--vary", "recovery.rescaleAfterSeconds=60,600"]) == 0
+    arguments = [str(job), "--failures-per-1000-node-days", "0", "--days", "0.1", "--seeds", "1", "-o", "json"]
+    assert main([*arguments, "--vary", "recovery.rescaleAfterSeconds=60,600"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    assert [each["variation"] for each in results] == [
+    assert [result["variation"] for result in results] == [
         "recovery.rescaleAfterSeconds=60",
         "recovery.rescaleAfterSeconds=600",
     ]
@@ -113,8 +113,8 @@ def test_a_field_of_the_job_can_be_varied(job: Path, capsys: pytest.CaptureFixtu
 
 def test_a_picture_is_drawn(job: Path, tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
-    given = [str(job), "--failures-per-1000-node-days", "50", "--days", "1", "--seeds", "2", "--spares", "0,1"]
-    assert main([*given, "--picture", str(picture)]) == 0
+    arguments = [str(job), "--failures-per-1000-node-days", "50", "--days", "1", "--seeds", "2", "--spares", "0,1"]
+    assert main([*arguments, "--picture", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -141,7 +141,7 @@ def test_a_picture_is_drawn(job: Path, tmp_path: Path) -> None:
 def test_an_invalid_option_is_refused(
     job: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
-    assert words in refused(capsys, str(job), *arguments)
+    assert words in rejected(capsys, str(job), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_an_invalid_option_is_refused(
 def test_a_bad_trace_is_refused_with_its_line(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, words: str
 ) -> None:
-    assert words in refused(capsys, str(job), "--trace", written(tmp_path, "trace.csv", rows))
+    assert words in rejected(capsys, str(job), "--trace", write_file(tmp_path, "trace.csv", rows))
 
 
 @pytest.mark.parametrize(
@@ -177,22 +177,22 @@ def test_a_bad_trace_is_refused_with_its_line(
 def test_a_job_that_does_not_validate_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
-    assert words in refused(capsys, written(tmp_path, "job.yaml", text))
+    assert words in rejected(capsys, write_file(tmp_path, "job.yaml", text))
 
 
 def test_stages_and_models_are_read_from_files_and_mistakes_in_them_refused(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = written(tmp_path, "stages.yaml", "restartSeconds: 7\nstepSeconds: 3\n")
+    good = write_file(tmp_path, "stages.yaml", "restartSeconds: 7\nstepSeconds: 3\n")
     assert read_stages(Path(good), StageTimes()).restart_seconds == 7
     assert StageTimes().step_seconds != 3
 
-    bad = written(tmp_path, "bad.yaml", "restartSecond: 7\n")
-    assert "Known are compileSeconds" in refused(capsys, str(job), "--stages", bad)
-    negative = written(tmp_path, "negative.yaml", "restartSeconds: -7\n")
-    assert "restartSeconds" in refused(capsys, str(job), "--stages", negative)
-    model = written(tmp_path, "model.yaml", "lemonShare: 2\n")
-    assert "lemonShare" in refused(capsys, str(job), "--model", model)
+    bad = write_file(tmp_path, "bad.yaml", "restartSecond: 7\n")
+    assert "Known are compileSeconds" in rejected(capsys, str(job), "--stages", bad)
+    negative = write_file(tmp_path, "negative.yaml", "restartSeconds: -7\n")
+    assert "restartSeconds" in rejected(capsys, str(job), "--stages", negative)
+    model = write_file(tmp_path, "model.yaml", "lemonShare: 2\n")
+    assert "lemonShare" in rejected(capsys, str(job), "--model", model)
 
 
 def test_stages_are_learned_from_the_history_of_a_job(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_stages_are_learned_from_the_history_of_a_job(tmp_path: Path) -> None:
         for number, restart in enumerate((4.0, 5.0, 60.0))
     ]
     status = {"history": history, "goodput": {"sizes": [{"size": 4, "steps": 10, "stepSeconds": 2.5}]}}
-    path = Path(written(tmp_path, "job.yaml", yaml.safe_dump({**JOB, "status": status})))
+    path = Path(write_file(tmp_path, "job.yaml", yaml.safe_dump({**JOB, "status": status})))
 
     learnt = learn_stages(path, StageTimes())
 
@@ -217,11 +217,11 @@ def test_stages_are_learned_from_the_history_of_a_job(tmp_path: Path) -> None:
     assert learnt.pod_seconds == StageTimes().pod_seconds
 
 
-def _learnt(tmp_path: Path, *entries: dict[str, object]) -> StageTimes:
+def _learn(tmp_path: Path, *entries: dict[str, object]) -> StageTimes:
     usual = {"generation": 1, "time": "2026-01-01T00:00:00Z", "recoveredSeconds": 21.0}
     history = [{**usual, "attempt": number, **entry} for number, entry in enumerate(entries)]
     status = {"history": history, "goodput": {"sizes": [{"size": 4, "steps": 10, "stepSeconds": 2.0}]}}
-    return learn_stages(Path(written(tmp_path, "job.yaml", yaml.safe_dump({**JOB, "status": status}))), StageTimes())
+    return learn_stages(Path(write_file(tmp_path, "job.yaml", yaml.safe_dump({**JOB, "status": status}))), StageTimes())
 
 
 def _entry(cause: str, rung: str, restart: float, replay: float = 0.0, **more: object) -> dict[str, object]:
@@ -229,20 +229,20 @@ def _entry(cause: str, rung: str, restart: float, replay: float = 0.0, **more: o
 
 
 def test_learning_accepts_a_history_longer_than_a_status_holds(tmp_path: Path) -> None:
-    learnt = _learnt(tmp_path, *(_entry("Crash", "InPlace", float(number)) for number in range(25)))
+    learnt = _learn(tmp_path, *(_entry("Crash", "InPlace", float(number)) for number in range(25)))
 
     assert learnt.restart_seconds == 12.0
 
 
 def test_hangs_do_not_count_as_exit_detection_times(tmp_path: Path) -> None:
     hang = _entry("Hang", "InPlace", 1.0, detectedSeconds=15.0)
-    assert _learnt(tmp_path, hang).detect_exit_seconds == StageTimes().detect_exit_seconds
+    assert _learn(tmp_path, hang).detect_exit_seconds == StageTimes().detect_exit_seconds
     crash = _entry("Crash", "InPlace", 1.0, detectedSeconds=0.2)
-    assert _learnt(tmp_path, hang, crash).detect_exit_seconds == 0.2
+    assert _learn(tmp_path, hang, crash).detect_exit_seconds == 0.2
 
 
 def test_publication_leaving_and_first_steps_are_learned_from_differences(tmp_path: Path) -> None:
-    learnt = _learnt(
+    learnt = _learn(
         tmp_path,
         _entry("Crash", "InPlace", 1.0, 0.25),
         _entry("NodeLost", "Spare", 1.5, 0.75),
@@ -257,23 +257,23 @@ def test_publication_leaving_and_first_steps_are_learned_from_differences(tmp_pa
 
 
 def test_a_history_that_is_no_list_is_refused(tmp_path: Path) -> None:
-    path = Path(written(tmp_path, "job.yaml", yaml.safe_dump({**JOB, "status": {"history": 7}})))
+    path = Path(write_file(tmp_path, "job.yaml", yaml.safe_dump({**JOB, "status": {"history": 7}})))
     with pytest.raises(InputError, match="history is no list"):
         learn_stages(path, StageTimes())
 
 
 def test_a_trace_has_resizes_and_faults_without_a_node(tmp_path: Path) -> None:
     model = FailureModel()
-    good = Path(written(tmp_path, "good.csv", "seconds,class,node,duration\n1,OperatorLost,,5\n2,Resize,4,60\n"))
-    assert [(each.slot, each.duration) for each in read_trace(good, slots=4, model=model)] == [(-1, 5.0), (4, 60.0)]
+    good = Path(write_file(tmp_path, "good.csv", "seconds,class,node,duration\n1,OperatorLost,,5\n2,Resize,4,60\n"))
+    assert [(fault.slot, fault.duration) for fault in read_trace(good, slots=4, model=model)] == [(-1, 5.0), (4, 60.0)]
     for size in ("0", "5", "2.5"):
-        bad = Path(written(tmp_path, "bad.csv", f"seconds,class,node\n2,Resize,{size}\n"))
+        bad = Path(write_file(tmp_path, "bad.csv", f"seconds,class,node\n2,Resize,{size}\n"))
         with pytest.raises(InputError, match="from 1 to 4"):
             read_trace(bad, slots=4, model=model)
 
 
 def test_learning_needs_a_status(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "has no status to learn from" in refused(capsys, str(job), "--learn-from", str(job))
+    assert "has no status to learn from" in rejected(capsys, str(job), "--learn-from", str(job))
 
 
 def test_counts_and_rates_accept_ranges_and_lists() -> None:

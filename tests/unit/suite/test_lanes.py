@@ -51,11 +51,11 @@ def test_each_file_runs_in_one_lane() -> None:
     lanes = defaultdict(set)
     for lane, file in re.findall(r"\[(gw\d)\].* PASSED ([^:]+)::", done.stdout):
         lanes[file].add(lane)
-    assert {file: len(found) for file, found in lanes.items()} == dict.fromkeys(FILES, 1), done.stdout
+    assert {file: len(lanes_of_file) for file, lanes_of_file in lanes.items()} == dict.fromkeys(FILES, 1), done.stdout
 
 
 class FakeItem:
-    """A test of a group, or of none."""
+    """A test with or without a group."""
 
     def __init__(self, config: Any, group: str = "") -> None:
         self.config = config
@@ -73,11 +73,11 @@ def test_each_group_is_closed_after_its_last_test() -> None:
     find_last_tests(config, items)
     for group in ("a", "b"):
         exit_stack_of_group(config, group).callback(closed.append, group)
-    seen = []
+    closed_after = []
     for item in items:
         close_after_last(item)
-        seen.append("".join(closed))
-    assert seen == ["", "", "", "", "b", "ba", "ba"]
+        closed_after.append("".join(closed))
+    assert closed_after == ["", "", "", "", "b", "ba", "ba"]
 
 
 def test_open_groups_are_closed_with_the_session() -> None:
@@ -105,20 +105,12 @@ def test_the_api_path_of_kubectl_get_arguments(arguments: tuple[str, ...], path:
     assert path_of(arguments) == path
 
 
-ROOT = Path(__file__).parents[3]
-
-
-def marked() -> set[str]:
-    """Return the files with nightly tests."""
-    files = {path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.long" in path.read_text()}
-    return {path.name for path in files}
-
-
 def test_the_page_names_exactly_the_files_with_nightly_tests() -> None:
     page = (ROOT / "docs/testing.md").read_text()
     section = page.partition("## What runs by night\n")[2].partition("\n## ")[0]
+    nightly = {path.name for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.long" in path.read_text()}
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert {name for row in rows for name in re.findall(r"`(test_\w+\.py)`", row)} == marked()
+    assert {name for row in rows for name in re.findall(r"`(test_\w+\.py)`", row)} == nightly
 
 
 def test_the_nightly_workflow_runs_nightly_tests() -> None:
@@ -138,26 +130,24 @@ def test_of_each_change(): pass
 """
 
 
-@pytest.mark.parametrize(("ring", "chosen"), [("each", ["change"]), ("night", ["night"]), ("all", ["night", "change"])])
-def test_a_ring_selects_its_tests(ring: str, chosen: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("ring", "selected"), [("each", ["change"]), ("night", ["night"]), ("all", ["night", "change"])]
+)
+def test_a_ring_selects_its_tests(ring: str, selected: list[str]) -> None:
     tests: dict[str, Any] = {name: mock.Mock() for name in ("night", "change")}
     tests["change"].get_closest_marker.return_value = None
     config, items = mock.Mock(args=["tests"]), list(tests.values())
     config.getoption.return_value = ring
     _choose_ring(config, items)
-    assert items == [tests[name] for name in chosen]
+    assert items == [tests[name] for name in selected]
 
 
 def test_a_test_given_by_its_id_runs_in_any_ring(tmp_path: Path) -> None:
-    assert collected(tmp_path, "test_sample.py::test_of_the_night") == {"test_of_the_night"}
-
-
-def collected(folder: Path, name: str, *arguments: str) -> set[str]:
-    """Collect tests with this project's options and hooks."""
-    (folder / "test_sample.py").write_text(SAMPLE)
-    (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
-    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
     command += ["-o", f"pythonpath={ROOT}", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, name, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    command.append("test_sample.py::test_of_the_night")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return set(re.findall(r"::(\w+)", done.stdout))
+    assert set(re.findall(r"::(\w+)", done.stdout)) == {"test_of_the_night"}

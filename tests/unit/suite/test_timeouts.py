@@ -22,17 +22,17 @@ from tests.testing.suite.timeouts import (
 )
 
 ROOT = Path(__file__).parents[3]
-QUICK = 0.001
+FAST_LOOP_SECONDS = 0.001
 """Seconds of the loop on a fast processor."""
 
 
 @pytest.mark.parametrize(
     ("loop_seconds", "load", "running", "factor"),
     [
-        (QUICK, 0.0, 1, 1.0),
-        (QUICK, 1.9, 2, 1.0),
-        (QUICK, 5.0, 1, 2.5),
-        (QUICK, 0.3, 9, 4.0),  # the load of this moment, which the average does not know yet
+        (FAST_LOOP_SECONDS, 0.0, 1, 1.0),
+        (FAST_LOOP_SECONDS, 1.9, 2, 1.0),
+        (FAST_LOOP_SECONDS, 5.0, 1, 2.5),
+        (FAST_LOOP_SECONDS, 0.3, 9, 4.0),  # the current load, which the average lags behind
         (2 * timeouts._LOOP_SECONDS, 0.0, 1, 2.0),
         (2 * timeouts._LOOP_SECONDS, 4.0, 1, 4.0),
         (9.0, 400.0, 500, MOST),
@@ -52,9 +52,9 @@ def test_this_machine_has_a_slowness(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slowness_can_be_set_and_an_invalid_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "2.5")
     assert scaled(10) == 25
-    for bad in ("fast", "0", "-1", "inf", "nan"):
-        monkeypatch.setenv(VARIABLE, bad)
-        with pytest.raises(ValueError, match=f"{VARIABLE} is '{bad}': give how many times"):
+    for invalid in ("fast", "0", "-1", "inf", "nan"):
+        monkeypatch.setenv(VARIABLE, invalid)
+        with pytest.raises(ValueError, match=f"{VARIABLE} is '{invalid}': give how many times"):
             slowness()
 
 
@@ -63,20 +63,20 @@ def test_a_deadline_follows_the_current_slowness() -> None:
     deadline = Deadline(10, clock=lambda: now[0], slow=lambda: slow[0])
     now[0] = 109.0
     assert not deadline.is_over()
-    now[0], slow[0] = 115.0, 2.0  # it became slow meanwhile
+    now[0], slow[0] = 115.0, 2.0  # the machine became slow
     assert not deadline.is_over()
     now[0] = 121.0
     with pytest.raises(NotInTimeError, match="not within 21 s: the pod runs"):
         deadline.check("the pod runs")
     now[0], slow[0] = 112.0, 1.0
-    with pytest.raises(NotInTimeError, match="what it says then"):
-        deadline.check(lambda: "what it says then")
+    with pytest.raises(NotInTimeError, match="a message of that time"):
+        deadline.check(lambda: "a message of that time")
 
 
 async def test_until_returns_the_first_true_value_or_fails_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")
-    answers = iter([None, "", "there"])
-    assert until(lambda: next(answers), "never seen", pause=0) == "there"
+    answers = iter([None, "", "value"])
+    assert until(lambda: next(answers), "never seen", pause=0) == "value"
     numbers = iter([0, 7])
     assert await async_until(lambda: next(numbers), "never seen", pause=0) == 7
     with pytest.raises(NotInTimeError, match="never seen"):
@@ -110,7 +110,7 @@ LIMIT = re.compile(
     r"""timeout=\d|--timeout=\d|monotonic\(\) \+ \d|asyncio\.timeout\(\d|\.wait\(\d\d?\)|wait_for\(.*, \d+\)"""
 )
 ALLOWED = {
-    # No waits of tests: polls of a page in a pod, the life of a test's server, the tested waits themselves.
+    # These are no waits of tests: polls in a pod, lifetimes of servers, waits under test.
     "tests/cluster/node/test_node_network.py": 1,
     "tests/wire/cluster/execute/test_optional_writes.py": 1,
     "tests/wire/cluster/test_operator_lease.py": 1,
@@ -122,11 +122,11 @@ ALLOWED = {
 
 def test_waits_for_processes_use_scaled_limits() -> None:
     folders = ("tests/cluster", "tests/wire", "tests/fleet", "tests/testing", "benchmarks/faults")
-    found: dict[str, list[str]] = {}
+    lines_by_file: dict[str, list[str]] = {}
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
         lines = [line.strip() for line in path.read_text().splitlines() if LIMIT.search(line)]
         if lines:
-            found[str(path.relative_to(ROOT))] = lines
-    assert {path: lines for path, lines in found.items() if len(lines) > ALLOWED.get(path, 0)} == {}, (
-        "ask tests.testing.suite.timeouts how long: until(), Deadline, scaled(seconds)"
+            lines_by_file[str(path.relative_to(ROOT))] = lines
+    assert {path: lines for path, lines in lines_by_file.items() if len(lines) > ALLOWED.get(path, 0)} == {}, (
+        "use until(), Deadline or scaled() of tests.testing.suite.timeouts"
     )

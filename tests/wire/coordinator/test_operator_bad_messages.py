@@ -33,18 +33,18 @@ LONGEST = "\U0001f525" * 1024
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[CoordinatorFixture]:
-    made = CoordinatorFixture()
-    await made.start()
-    await made.register()
-    made.state.publish(LLAMA, membership(7, "w-0"))
-    made.notes.clear()
-    yield made
-    await made.stop()
+async def coordinator() -> AsyncIterator[CoordinatorFixture]:
+    coordinator = CoordinatorFixture()
+    await coordinator.start()
+    await coordinator.register()
+    coordinator.state.publish(LLAMA, membership(7, "w-0"))
+    coordinator.notes.clear()
+    yield coordinator
+    await coordinator.stop()
 
 
-def agent(world: CoordinatorFixture) -> AgentView:
-    return world.state.agents(LLAMA)["uid-w-0"]
+def agent(coordinator: CoordinatorFixture) -> AgentView:
+    return coordinator.state.agents(LLAMA)["uid-w-0"]
 
 
 def heartbeat(**changes: Any) -> dict[str, Any]:
@@ -83,14 +83,14 @@ def failure(**changes: Any) -> dict[str, Any]:
     ],
     ids=lambda body: (body if isinstance(body, bytes) else json.dumps(body).encode())[:60].decode(errors="replace"),
 )
-async def test_an_invalid_heartbeat_is_refused_and_ignored(world: CoordinatorFixture, body: Any) -> None:
-    before = agent(world)
-    status, answer = await world.send(FrameKind.HEARTBEAT, body)
+async def test_an_invalid_heartbeat_is_refused_and_ignored(coordinator: CoordinatorFixture, body: Any) -> None:
+    before = agent(coordinator)
+    status, answer = await coordinator.send(FrameKind.HEARTBEAT, body)
     assert status == 400
     assert answer["error"].startswith("the message is not valid")
     assert len(answer["error"]) <= 1024
-    assert agent(world) == before
-    assert world.notes == []
+    assert agent(coordinator) == before
+    assert coordinator.notes == []
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ async def test_an_invalid_heartbeat_is_refused_and_ignored(world: CoordinatorFix
         {"nodeName": ""},
     ],
 )
-async def test_an_invalid_registration_is_refused_and_ignored(world: CoordinatorFixture, changes: Any) -> None:
-    status, answer = await world.send(FrameKind.REGISTER, register(**changes))
+async def test_an_invalid_registration_is_refused_and_ignored(coordinator: CoordinatorFixture, changes: Any) -> None:
+    status, answer = await coordinator.send(FrameKind.REGISTER, register(**changes))
     assert (status, answer["error"][:24]) == (400, "the message is not valid")
-    assert agent(world).registration.pod_ip == "127.0.0.2"
+    assert agent(coordinator).registration.pod_ip == "127.0.0.2"
 
 
-async def test_the_largest_heartbeat_fits_into_a_frame(world: CoordinatorFixture) -> None:
+async def test_the_largest_heartbeat_fits_into_a_frame(coordinator: CoordinatorFixture) -> None:
     stuck = {"rank": 0, "phase": "Step", "step": 1, "seconds": 1.0, "stack": LONGEST}
     largest = heartbeat(
         failures=[failure(message=LONGEST)] * 8,
@@ -127,41 +127,45 @@ async def test_the_largest_heartbeat_fits_into_a_frame(world: CoordinatorFixture
         },
     )
     HeartbeatRequest.model_validate(largest)
-    assert (await world.send(FrameKind.HEARTBEAT, largest))[0] == 200
-    assert (await world.send(FrameKind.HEARTBEAT, heartbeat(x="y" * LONGEST_FRAME)))[0] == 413
+    assert (await coordinator.send(FrameKind.HEARTBEAT, largest))[0] == 200
+    assert (await coordinator.send(FrameKind.HEARTBEAT, heartbeat(x="y" * LONGEST_FRAME)))[0] == 413
 
 
 @pytest.mark.parametrize("loss", ['"inf"', '"nan"', '"9e999"', f'"{"9" * 400}"', "1e999", "Infinity", "NaN"])
-async def test_an_infinite_loss_is_none_in_any_notation(world: CoordinatorFixture, loss: str) -> None:
+async def test_an_infinite_loss_is_none_in_any_notation(coordinator: CoordinatorFixture, loss: str) -> None:
     body = json.dumps(heartbeat(progress={"step": 3, "loss": 0, "tokensPerSecond": math.inf}))
-    assert (await world.send(FrameKind.HEARTBEAT, body.replace('"loss": 0', f'"loss": {loss}').encode()))[0] == 200
-    progress = agent(world).heartbeat.progress
+    assert (await coordinator.send(FrameKind.HEARTBEAT, body.replace('"loss": 0', f'"loss": {loss}').encode()))[
+        0
+    ] == 200
+    progress = agent(coordinator).heartbeat.progress
     assert (progress.step, progress.loss, progress.tokens_per_second) == (3, None, None)
 
 
-async def test_a_future_generation_is_refused(world: CoordinatorFixture) -> None:
-    status, answer = await world.send(FrameKind.HEARTBEAT, heartbeat(generation=2**31 - 1))
+async def test_a_future_generation_is_refused(coordinator: CoordinatorFixture) -> None:
+    status, answer = await coordinator.send(FrameKind.HEARTBEAT, heartbeat(generation=2**31 - 1))
     assert status == 400
     assert answer["error"] == "generation 2147483647 cannot be: generation 7 is current"
-    assert agent(world).heartbeat is None
+    assert agent(coordinator).heartbeat is None
 
 
-async def test_a_late_heartbeat_updates_only_the_last_contact(world: CoordinatorFixture) -> None:
-    await world.send(FrameKind.HEARTBEAT, heartbeat(attempt=2, progress={"step": 9}))
-    last_seen = agent(world).last_seen
-    world.notes.clear()
-    assert (await world.send(FrameKind.HEARTBEAT, heartbeat(attempt=1, phase="Failed", verdict=failure())))[0] == 200
-    assert agent(world).heartbeat.attempt == 2
-    assert agent(world).heartbeat.verdict is None
-    assert agent(world).last_seen >= last_seen
-    assert world.notes == []
+async def test_a_late_heartbeat_updates_only_the_last_contact(coordinator: CoordinatorFixture) -> None:
+    await coordinator.send(FrameKind.HEARTBEAT, heartbeat(attempt=2, progress={"step": 9}))
+    last_seen = agent(coordinator).last_seen
+    coordinator.notes.clear()
+    assert (await coordinator.send(FrameKind.HEARTBEAT, heartbeat(attempt=1, phase="Failed", verdict=failure())))[
+        0
+    ] == 200
+    assert agent(coordinator).heartbeat.attempt == 2
+    assert agent(coordinator).heartbeat.verdict is None
+    assert agent(coordinator).last_seen >= last_seen
+    assert coordinator.notes == []
 
 
-async def test_repeated_messages_keep_one_agent(world: CoordinatorFixture) -> None:
+async def test_repeated_messages_keep_one_agent(coordinator: CoordinatorFixture) -> None:
     for step in range(300):
-        assert (await world.send(FrameKind.HEARTBEAT, heartbeat(progress={"step": step})))[0] == 200
-        assert (await world.send(FrameKind.REGISTER, register()))[0] == 200
-    assert world.state.agent_count() == 1
+        assert (await coordinator.send(FrameKind.HEARTBEAT, heartbeat(progress={"step": step})))[0] == 200
+        assert (await coordinator.send(FrameKind.REGISTER, register()))[0] == 200
+    assert coordinator.state.agent_count() == 1
 
 
 @SLOW_ALLOWED

@@ -81,7 +81,9 @@ class SlowApiServer(FakeServer):
         return web.json_response({"status": {"authenticated": True, "audiences": spec["audiences"], "user": user}})
 
 
-class CoordinatorFixture(CountedReviews):
+class LeadingCoordinator(CountedReviews):
+    """A coordinator over TLS that holds the Lease, and its slow API server."""
+
     server: CoordinatorServer
     elector: LeaseElector
     api: SlowApiServer
@@ -105,12 +107,12 @@ class CoordinatorFixture(CountedReviews):
             for stream in agents.streams:
                 stream.close()
 
-    async def ask(self, pod: str, address: str = "127.0.0.1") -> StreamClient:
+    async def open_stream(self, pod: str, address: str = "127.0.0.1") -> StreamClient:
         """Open a connection and request a stream with this pod's token."""
         return await StreamClient.open(self.port, pod, trust=self.trust, token=token(pod, f"uid-{pod}"), source=address)
 
     @asynccontextmanager
-    async def hostile(self) -> AsyncIterator[Callable[[str, str], Awaitable[int]]]:
+    async def hostile_client(self) -> AsyncIterator[Callable[[str, str], Awaitable[int]]]:
         """Yield `get(path, token)`, which sends a request from another address and returns its status."""
         connector = aiohttp.TCPConnector(ssl=self.trust, limit=0, local_addr=("127.0.0.9", 0))
         async with aiohttp.ClientSession(self.url, connector=connector) as session:
@@ -127,58 +129,64 @@ class CoordinatorFixture(CountedReviews):
 class Agents:
     """Streams of all workers."""
 
-    def __init__(self, world: CoordinatorFixture, address: str) -> None:
-        self._world, self._address = world, address
+    def __init__(self, coordinator: LeadingCoordinator, address: str) -> None:
+        self._coordinator, self._address = coordinator, address
         self.streams: list[StreamClient] = []
 
     async def register(self) -> set[int]:
         """Register all and return their statuses."""
-        self.streams = await asyncio.gather(*(self._world.ask(f"w-{each}", self._address) for each in range(AGENTS)))
+        self.streams = await asyncio.gather(
+            *(self._coordinator.open_stream(f"w-{number}", self._address) for number in range(AGENTS))
+        )
         return await self._exchange(FrameKind.REGISTER, register)
 
-    async def beat(self) -> set[int]:
+    async def send_heartbeats(self) -> set[int]:
         """Send one heartbeat of each and return their statuses."""
         return await self._exchange(FrameKind.HEARTBEAT, lambda pod: heartbeat(pod, generation=0, phase="Standby"))
 
-    async def _exchange(self, kind: FrameKind, body_of: Callable[[str], Any]) -> set[int]:
-        sent = (stream.exchange(kind, body_of(f"w-{each}")) for each, stream in enumerate(self.streams))
+    async def _exchange(self, kind: FrameKind, build_body: Callable[[str], Any]) -> set[int]:
+        sent = (stream.exchange(kind, build_body(f"w-{number}")) for number, stream in enumerate(self.streams))
         return {status for status, _ in await asyncio.gather(*sent)}
 
 
 @asynccontextmanager
-async def leading(folder: Path) -> AsyncIterator[CoordinatorFixture]:
+async def run_coordinator(folder: Path) -> AsyncIterator[LeadingCoordinator]:
     """Start a leading coordinator, connected as in `main`."""
-    world = CoordinatorFixture()
-    world.api = SlowApiServer()
-    await world.api.start()
-    transport = await connect(str(world.api.kubeconfig(folder)))
+    coordinator = LeadingCoordinator()
+    coordinator.api = SlowApiServer()
+    await coordinator.api.start()
+    transport = await connect(str(coordinator.api.kubeconfig(folder)))
     lease_transport = transport.with_separate_pool(LEASE_CONNECTIONS)
-    world.elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time)
-    await world.elector.acquire()
-    holding = asyncio.create_task(world.elector.hold())
+    coordinator.elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time)
+    await coordinator.elector.acquire()
+    holding = asyncio.create_task(coordinator.elector.hold())
     authenticator = Authenticator(
-        world.count(Reviewer(Api(transport), TOKEN_REVIEWS).review), world, wall_clock=time.time
+        coordinator.count(Reviewer(Api(transport), TOKEN_REVIEWS).review), coordinator, wall_clock=time.time
     )
-    world.server = CoordinatorServer(
+    coordinator.server = CoordinatorServer(
         CoordinatorState(time.time), authenticator, is_serving=lambda: True, notify=lambda *_: None
     )
-    context, world.trust = tls_of_server()
-    world.port = await world.server.start("0.0.0.0", 0, context)
-    world.url = f"https://localhost:{world.port}"
+    context, coordinator.trust = tls_of_server()
+    coordinator.port = await coordinator.server.start("0.0.0.0", 0, context)
+    coordinator.url = f"https://localhost:{coordinator.port}"
     try:
-        yield world
+        yield coordinator
         assert not holding.done()
-        assert world.elector.leading
+        assert coordinator.elector.leading
     finally:
         holding.cancel()
-        await world.server.stop()
+        await coordinator.server.stop()
         await lease_transport.close()
         await transport.close()
-        await world.api.stop()
+        await coordinator.api.stop()
 
 
 async def test_bad_tokens_delay_neither_agents_nor_the_lease(tmp_path: Path) -> None:
-    async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
+    async with (
+        run_coordinator(tmp_path) as coordinator,
+        coordinator.agents() as agents,
+        coordinator.hostile_client() as get,
+    ):
         assert await agents.register() == {200}
         number = count()
 
@@ -190,31 +198,35 @@ async def test_bad_tokens_delay_neither_agents_nor_the_lease(tmp_path: Path) -> 
                     await asyncio.sleep(0.05)
 
         floods = [asyncio.create_task(flood()) for _ in range(300)]
-        before, world.most_in_hand = world.api.renewals, 0
+        before, coordinator.most_in_hand = coordinator.api.renewals, 0
         answers: set[int] = set()
-        while world.api.renewals < before + 2 or next(number) < 2_000:
-            answers |= await agents.beat()
-        for each in floods:
-            each.cancel()
+        while coordinator.api.renewals < before + 2 or next(number) < 2_000:
+            answers |= await agents.send_heartbeats()
+        for task in floods:
+            task.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
         assert answers == {200}
-        assert world.most_in_hand == MAX_ANONYMOUS_RUNNING
-        assert world.elector.leading
-        assert world.elector.may_act()
-        async with world.agents("127.0.0.3") as late:
+        assert coordinator.most_in_hand == MAX_ANONYMOUS_RUNNING
+        assert coordinator.elector.leading
+        assert coordinator.elector.may_act()
+        async with coordinator.agents("127.0.0.3") as late:
             assert await late.register() == {200}, "tokens of new workers are reviewed before unknown ones"
 
 
 async def test_a_source_of_bad_tokens_is_rate_limited(tmp_path: Path) -> None:
-    async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
-        world.api.hangs = False
-        answers = [await get(STREAM_PATH, f"bad-{each}") for each in range(12)]
+    async with (
+        run_coordinator(tmp_path) as coordinator,
+        coordinator.agents() as agents,
+        coordinator.hostile_client() as get,
+    ):
+        coordinator.api.hangs = False
+        answers = [await get(STREAM_PATH, f"bad-{number}") for number in range(12)]
         assert answers == [401] * 10 + [429] * 2
-        assert world.api.reviews == 10
+        assert coordinator.api.reviews == 10
         assert await agents.register() == {200}
-        world.api.reviews = 0
-        assert await agents.beat() == {200}
-        assert world.api.reviews == 0, "reviews of agents stay cached during the flood"
+        coordinator.api.reviews = 0
+        assert await agents.send_heartbeats() == {200}
+        assert coordinator.api.reviews == 0, "reviews of agents stay cached during the flood"
 
 
 @pytest.mark.parametrize("path", [STREAM_PATH, "/anything"])
@@ -223,17 +235,21 @@ async def test_a_repeatedly_refused_connection_is_delayed(
 ) -> None:
     """Refusals are cached: a repeated bad token, or one of a pod that is no worker, costs no review."""
     monkeypatch.setattr(server, "FLOOD_SECONDS", GENEROUS)
-    async with leading(tmp_path) as world, world.agents() as agents, world.hostile() as get:
+    async with (
+        run_coordinator(tmp_path) as coordinator,
+        coordinator.agents() as agents,
+        coordinator.hostile_client() as get,
+    ):
         assert await agents.register() == {200}
         monkeypatch.setattr(
-            CoordinatorFixture, "find_job", lambda _world, _namespace, pod, _uid: None if pod == "w-99" else LLAMA
+            LeadingCoordinator, "find_job", lambda _coordinator, _namespace, pod, _uid: None if pod == "w-99" else LLAMA
         )
         bearer = token("w-99", "uid-w-99")
         for _ in range(FREE_REFUSALS):
             assert await get(path, bearer) in (403, 404)
         late = asyncio.ensure_future(get(path, bearer))
         for _ in range(10):
-            assert await agents.beat() == {200}
+            assert await agents.send_heartbeats() == {200}
         assert not late.done()
         late.cancel()
         assert sum("refused /v1" in record.message for record in caplog.records) <= FREE_REFUSALS
@@ -245,32 +261,34 @@ async def test_silent_and_endless_connections_are_limited_and_closed(
     monkeypatch.setattr(limiter, "MAX_ANONYMOUS", 100)
     monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", 3.0)
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 3.0)
-    async with leading(tmp_path) as world, world.agents() as agents:
+    async with run_coordinator(tmp_path) as coordinator, coordinator.agents() as agents:
         assert await agents.register() == {200}
         writers = []
         for kind in range(250):
             _, writer = await asyncio.open_connection(
-                "127.0.0.1", world.port, ssl=world.trust if kind % 2 else None, local_addr=("127.0.0.9", 0),
+                "127.0.0.1", coordinator.port, ssl=coordinator.trust if kind % 2 else None, local_addr=("127.0.0.9", 0),
                 server_hostname="localhost" if kind % 2 else None,
             )  # fmt: skip
             if kind % 2:
                 writer.write(b"GET /v1/stream HTTP/1.1\r\nHost: x\r\nContent-Length: 700000\r\n")
             writers.append(writer)
-        assert world.server.http.limiter.anonymous <= 100
-        assert await agents.beat() == {200}
-        await async_until(lambda: world.server.http.limiter.anonymous == 0, "unauthenticated connections are closed")
+        assert coordinator.server.http.limiter.anonymous <= 100
+        assert await agents.send_heartbeats() == {200}
+        await async_until(
+            lambda: coordinator.server.http.limiter.anonymous == 0, "unauthenticated connections are closed"
+        )
         # The agents close the streams of their heartbeat themselves, and the server reads that a moment later.
-        await async_until(lambda: world.server.http.connections == 0, "no connection is left")
-        assert await agents.beat() == {200}
+        await async_until(lambda: coordinator.server.http.connections == 0, "no connection is left")
+        assert await agents.send_heartbeats() == {200}
         for writer in writers:
             writer.transport.abort()
 
 
 async def test_a_body_is_read_only_after_authentication(tmp_path: Path) -> None:
-    async with leading(tmp_path) as world:
-        world.api.hangs = False
+    async with run_coordinator(tmp_path) as coordinator:
+        coordinator.api.hangs = False
         reader, writer = await asyncio.open_connection(
-            "127.0.0.1", world.port, ssl=world.trust, server_hostname="localhost"
+            "127.0.0.1", coordinator.port, ssl=coordinator.trust, server_hostname="localhost"
         )
         head = "GET /v1/stream HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer bad\r\nContent-Length: 700000\r\n\r\n"
         writer.write(head.encode())  # and the body never comes
@@ -281,27 +299,27 @@ async def test_a_body_is_read_only_after_authentication(tmp_path: Path) -> None:
 async def test_concurrent_token_reviews_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", GENEROUS)
     monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", GENEROUS)
-    async with leading(tmp_path) as world:
-        streams = await asyncio.gather(*(world.ask(f"w-{each}") for each in range(300)))
+    async with run_coordinator(tmp_path) as coordinator:
+        streams = await asyncio.gather(*(coordinator.open_stream(f"w-{number}") for number in range(300)))
         assert {stream.status for stream in streams} == {SWITCHING}
         for stream in streams:
             stream.close()
-        assert 1 < world.most_in_hand <= MAX_RUNNING
-        assert world.api.reviews == 300
+        assert 1 < coordinator.most_in_hand <= MAX_RUNNING
+        assert coordinator.api.reviews == 300
 
 
 async def test_a_hanging_renewal_is_retried(tmp_path: Path) -> None:
-    async with leading(tmp_path) as world:
-        cluster, hung = world.api.cluster, []
+    async with run_coordinator(tmp_path) as coordinator:
+        cluster, hung = coordinator.api.cluster, []
         request = cluster.request
 
-        async def once(method: str, path: str, **rest: Any) -> Any:
+        async def hang_once(method: str, path: str, **rest: Any) -> Any:
             if method == "PUT" and not hung:
                 hung.append(path)
                 await asyncio.sleep(GENEROUS)
             return await request(method, path, **rest)
 
-        cluster.request = once  # type: ignore[method-assign]
+        cluster.request = hang_once  # type: ignore[method-assign]
         version = cluster.version
         await async_until(lambda: bool(hung) and cluster.version > version, "renewed by another try")
         assert cluster.get(LEASES, "system", "lease")["spec"]["holderIdentity"] == "me"
@@ -319,7 +337,7 @@ async def test_a_few_connections_are_accepted_at_a_time(tmp_path: Path, monkeypa
         handshakes[turn] += 1
         return shake(protocol)
 
-    async with leading(tmp_path) as world, world.agents() as agents:
+    async with run_coordinator(tmp_path) as coordinator, coordinator.agents() as agents:
         assert await agents.register() == {200}
         monkeypatch.setattr(sslproto.SSLProtocol, "_do_handshake", counted)
         loop, ended = asyncio.get_running_loop(), False
@@ -327,28 +345,30 @@ async def test_a_few_connections_are_accepted_at_a_time(tmp_path: Path, monkeypa
         def next_turn() -> None:
             nonlocal turn
             turn = next(turns)
-            anonymous.append(world.server.http.limiter.anonymous)
+            anonymous.append(coordinator.server.http.limiter.anonymous)
             if not ended:
                 loop.call_soon(next_turn)
 
         hello = _client_hello()
-        sockets = [socket.create_connection(("127.0.0.1", world.port)) for _ in range(crowd)]  # this blocks the loop
-        for each in sockets:
-            each.sendall(hello)
+        sockets = [
+            socket.create_connection(("127.0.0.1", coordinator.port)) for _ in range(crowd)
+        ]  # this blocks the loop
+        for connection in sockets:
+            connection.sendall(hello)
         loop.call_soon(next_turn)
         await async_until(lambda: handshakes.total() >= crowd, "all of them are answered")
         ended = True
         await asyncio.sleep(0)
         assert max(later - before for before, later in pairwise(anonymous)) <= listener.ACCEPTED_AT_ONCE
         assert max(handshakes.values()) <= 2 * listener.ACCEPTED_AT_ONCE, "those that start, and those that end"
-        for each in sockets:
-            each.close()
+        for connection in sockets:
+            connection.close()
 
 
 def _client_hello() -> bytes:
     """Return the first message of a TLS client."""
     context = ssl.create_default_context()
-    come, go = ssl.MemoryBIO(), ssl.MemoryBIO()
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
-        context.wrap_bio(come, go, server_hostname="localhost").do_handshake()
-    return go.read()
+        context.wrap_bio(incoming, outgoing, server_hostname="localhost").do_handshake()
+    return outgoing.read()

@@ -6,7 +6,6 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -29,20 +28,20 @@ from trainium_operator.coordinator.streams import LONGEST_FRAME
 GENEROUS = 20.0
 
 
-class StreamsWorld(CoordinatorFixture):
+class StreamCoordinator(CoordinatorFixture):
     def __init__(self) -> None:
         super().__init__()
         self.opened: list[StreamClient] = []
 
-    async def ask(self, pod: str = "w-0", *, after: int = 0, **headers: str) -> StreamClient:
+    async def open_stream(self, pod: str = "w-0", *, after: int = 0, **headers: str) -> StreamClient:
         """Open a connection and request a stream."""
         client = await StreamClient.open(self.port, pod, trust=self.trust, after=after, **headers)
         self.opened.append(client)
         return client
 
-    async def stream(self, pod: str = "w-0", *, after: int = 0) -> StreamClient:
+    async def open_registered_stream(self, pod: str = "w-0", *, after: int = 0) -> StreamClient:
         """Open a stream and register the pod."""
-        client = await self.ask(pod, after=after)
+        client = await self.open_stream(pod, after=after)
         assert client.status == SWITCHING
         client.send(FrameKind.REGISTER, register(pod))
         kind, welcome = await client.next()
@@ -52,103 +51,103 @@ class StreamsWorld(CoordinatorFixture):
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[StreamsWorld]:
-    async with serving() as found:
-        yield found
-
-
-@asynccontextmanager
-async def serving() -> AsyncIterator[StreamsWorld]:
-    world = StreamsWorld()
-    context, world.trust = tls_of_server()
-    await world.start(context)
+async def coordinator() -> AsyncIterator[StreamCoordinator]:
+    coordinator = StreamCoordinator()
+    context, coordinator.trust = tls_of_server()
+    await coordinator.start(context)
     try:
-        yield world
+        yield coordinator
     finally:
-        await world.stop()
-        for client in world.opened:
+        await coordinator.stop()
+        for client in coordinator.opened:
             client.close()
         await asyncio.sleep(0)
 
 
-async def test_one_connection_carries_registration_heartbeats_and_memberships(world: StreamsWorld) -> None:
-    client = await world.stream()
+async def test_one_connection_carries_registration_heartbeats_and_memberships(coordinator: StreamCoordinator) -> None:
+    client = await coordinator.open_registered_stream()
     client.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
     kind, reply = await client.next()
     assert (kind, reply["generation"]) == (FrameKind.HEARTBEAT_ACK, 0)
     assert abs(reply["time"] - time.time()) < scaled(GENEROUS)
-    world.state.publish(LLAMA, membership(1))
+    coordinator.state.publish(LLAMA, membership(1))
     kind, received = await client.next()
     assert (kind, received["generation"], len(received["members"])) == (FrameKind.MEMBERSHIP, 1, 2)
-    assert world.server.http.connections == 0, "no HTTP connection is kept for it"
+    assert coordinator.server.http.connections == 0, "no HTTP connection is kept for it"
 
 
-async def test_a_known_membership_is_not_sent_and_a_large_one_is_packed(world: StreamsWorld) -> None:
-    world.state.publish(LLAMA, membership(3, *(f"w-{each}" for each in range(200))))
-    behind, abreast = await world.stream("w-0", after=2), await world.stream("w-1", after=3)
-    kind, received = await behind.next()
+async def test_a_known_membership_is_not_sent_and_a_large_one_is_packed(coordinator: StreamCoordinator) -> None:
+    coordinator.state.publish(LLAMA, membership(3, *(f"w-{number}" for number in range(200))))
+    stale, current = (
+        await coordinator.open_registered_stream("w-0", after=2),
+        await coordinator.open_registered_stream("w-1", after=3),
+    )
+    kind, received = await stale.next()
     assert (kind, len(received["members"])) == (FrameKind.PACKED_MEMBERSHIP, 200)
-    world.state.publish(LLAMA, membership(4, "w-0", "w-1"))
-    assert (await behind.next())[1]["generation"] == (await abreast.next())[1]["generation"] == 4
+    coordinator.state.publish(LLAMA, membership(4, "w-0", "w-1"))
+    assert (await stale.next())[1]["generation"] == (await current.next())[1]["generation"] == 4
 
 
-async def test_an_agent_with_the_previous_generation_receives_the_change(world: StreamsWorld) -> None:
-    pods = [f"w-{each}" for each in range(200)]
-    world.state.publish(LLAMA, membership(3, *pods))
-    abreast = await world.stream("w-0", after=3)
-    world.state.publish(LLAMA, membership(4, *pods[:-1], "w-900"))
-    late, behind = await world.stream("w-2", after=3), await world.stream("w-3", after=2)
+async def test_an_agent_with_the_previous_generation_receives_the_change(coordinator: StreamCoordinator) -> None:
+    pods = [f"w-{number}" for number in range(200)]
+    coordinator.state.publish(LLAMA, membership(3, *pods))
+    current = await coordinator.open_registered_stream("w-0", after=3)
+    coordinator.state.publish(LLAMA, membership(4, *pods[:-1], "w-900"))
+    late, stale = (
+        await coordinator.open_registered_stream("w-2", after=3),
+        await coordinator.open_registered_stream("w-3", after=2),
+    )
     for client, expected in (
-        (abreast, FrameKind.MEMBERSHIP_CHANGE),
+        (current, FrameKind.MEMBERSHIP_CHANGE),
         (late, FrameKind.MEMBERSHIP_CHANGE),
-        (behind, FrameKind.PACKED_MEMBERSHIP),
+        (stale, FrameKind.PACKED_MEMBERSHIP),
     ):
         kind, received = await client.next()
         assert (kind, received["generation"]) == (expected, 4)
-    world.state.publish(LLAMA, membership(5, *pods[:-1], "w-901"))
-    kind, received = await abreast.next()
+    coordinator.state.publish(LLAMA, membership(5, *pods[:-1], "w-901"))
+    kind, received = await current.next()
     assert (kind, received["since"], received["generation"]) == (FrameKind.MEMBERSHIP_CHANGE, 4, 5)
-    assert [(each["nodeRank"], each["podName"]) for each in received["members"]] == [(199, "w-901")]
+    assert [(member["nodeRank"], member["podName"]) for member in received["members"]] == [(199, "w-901")]
 
 
-async def test_a_membership_with_mostly_new_members_is_sent_completely(world: StreamsWorld) -> None:
-    world.state.publish(LLAMA, membership(1))
-    client = await world.stream(after=1)
-    world.state.publish(LLAMA, membership(2, "w-5", "w-6"))
+async def test_a_membership_with_mostly_new_members_is_sent_completely(coordinator: StreamCoordinator) -> None:
+    coordinator.state.publish(LLAMA, membership(1))
+    client = await coordinator.open_registered_stream(after=1)
+    coordinator.state.publish(LLAMA, membership(2, "w-5", "w-6"))
     assert (await client.next())[0] == FrameKind.MEMBERSHIP
-    world.state.publish(LLAMA, membership(2, "w-5", "w-6"))
-    world.state.publish(LLAMA, membership(3, "w-5", "w-7"))
+    coordinator.state.publish(LLAMA, membership(2, "w-5", "w-6"))
+    coordinator.state.publish(LLAMA, membership(3, "w-5", "w-7"))
     assert (await client.next())[0] == FrameKind.MEMBERSHIP_CHANGE
 
 
-async def test_a_keepalive_updates_the_last_contact_without_a_reply(world: StreamsWorld) -> None:
-    client = await world.stream()
+async def test_a_keepalive_updates_the_last_contact_without_a_reply(coordinator: StreamCoordinator) -> None:
+    client = await coordinator.open_registered_stream()
     client.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
     assert (await client.next())[0] == FrameKind.HEARTBEAT_ACK
-    before = world.state.agents(LLAMA)["uid-w-0"]
+    before = coordinator.state.agents(LLAMA)["uid-w-0"]
     client.send(FrameKind.KEEPALIVE)
     client.send(99, {"of": "a newer agent"})
     client.send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby", ready=True))
     assert (await client.next())[0] == FrameKind.HEARTBEAT_ACK, "the reply to the heartbeat; nothing else was answered"
-    after = world.state.agents(LLAMA)["uid-w-0"]
+    after = coordinator.state.agents(LLAMA)["uid-w-0"]
     assert after.last_seen > before.last_seen
     client.send(FrameKind.KEEPALIVE)
     for _ in range(200):
-        if world.state.agents(LLAMA)["uid-w-0"].last_seen > after.last_seen:
+        if coordinator.state.agents(LLAMA)["uid-w-0"].last_seen > after.last_seen:
             break
         await asyncio.sleep(0.05)
-    assert world.state.agents(LLAMA)["uid-w-0"].last_seen > after.last_seen
+    assert coordinator.state.agents(LLAMA)["uid-w-0"].last_seen > after.last_seen
 
 
-async def test_the_heartbeat_interval_grows_with_the_number_of_agents(world: StreamsWorld) -> None:
-    clients = [await world.stream(f"w-{each}") for each in range(24)]
+async def test_the_heartbeat_interval_grows_with_the_number_of_agents(coordinator: StreamCoordinator) -> None:
+    clients = [await coordinator.open_registered_stream(f"w-{number}") for number in range(24)]
     clients[0].send(FrameKind.HEARTBEAT, heartbeat(generation=0, phase="Standby"))
     assert (await clients[0].next())[1]["fullHeartbeatSeconds"] == 24 / FULL_HEARTBEATS_PER_SECOND
 
 
-async def test_an_older_generation_is_refused_and_the_stream_continues(world: StreamsWorld) -> None:
-    client = await world.stream()
-    world.state.publish(LLAMA, membership(5))
+async def test_an_older_generation_is_refused_and_the_stream_continues(coordinator: StreamCoordinator) -> None:
+    client = await coordinator.open_registered_stream()
+    coordinator.state.publish(LLAMA, membership(5))
     assert (await client.next())[1]["generation"] == 5
     client.send(FrameKind.HEARTBEAT, heartbeat(generation=4))
     kind, received = await client.next()
@@ -167,113 +166,115 @@ async def test_an_older_generation_is_refused_and_the_stream_continues(world: St
     ],
 )
 async def test_a_forged_or_invalid_message_ends_the_stream(
-    world: StreamsWorld, kind: FrameKind, body: Any, status: int, sentence: str
+    coordinator: StreamCoordinator, kind: FrameKind, body: Any, status: int, sentence: str
 ) -> None:
-    client = await world.stream()
+    client = await coordinator.open_registered_stream()
     client.send(kind, body)
     assert (await client.last_refusal())[0] == status
-    again = await world.stream()
+    again = await coordinator.open_registered_stream()
     again.send(kind, body)
     assert sentence in (await again.last_refusal())[1]
 
 
-async def test_nothing_is_accepted_before_the_registration(world: StreamsWorld) -> None:
+async def test_nothing_is_accepted_before_the_registration(coordinator: StreamCoordinator) -> None:
     for kind, body in ((FrameKind.KEEPALIVE, None), (FrameKind.HEARTBEAT, heartbeat(generation=0))):
-        client = await world.ask()
+        client = await coordinator.open_stream()
         client.send(kind, body)
         assert await client.last_refusal() == (400, "the first frame must be a registration")
-    assert world.state.agent_count() == 0
+    assert coordinator.state.agent_count() == 0
 
 
-async def test_an_oversized_frame_is_refused_by_its_head(world: StreamsWorld) -> None:
-    client = await world.stream()
+async def test_an_oversized_frame_is_refused_by_its_head(coordinator: StreamCoordinator) -> None:
+    client = await coordinator.open_registered_stream()
     client.writer.write(bytes([FrameKind.HEARTBEAT]) + (LONGEST_FRAME + 1).to_bytes(4, "big"))
     assert (await client.last_refusal())[0] == 413
 
 
-async def test_a_client_without_a_valid_token_gets_no_stream(world: StreamsWorld) -> None:
+async def test_a_client_without_a_valid_token_gets_no_stream(coordinator: StreamCoordinator) -> None:
     for pod, headers, expected in (
         ("x-0", {}, 403),
         ("w-0", {"Authorization": "Bearer bad"}, 401),
         ("w-0", {"Authorization": "Bearer token-of-w-1"}, 403),
         ("w-0", {"Upgrade": "websocket"}, 426),
     ):
-        assert (await world.ask(pod, **headers)).status == expected
-    world.leading = False
-    assert (await world.ask()).status == 503
+        assert (await coordinator.open_stream(pod, **headers)).status == expected
+    coordinator.leading = False
+    assert (await coordinator.open_stream()).status == 503
 
 
-async def test_streams_end_with_their_pod_and_with_the_leadership(world: StreamsWorld) -> None:
-    deleted, led = await world.stream("w-0"), await world.stream("w-1")
-    world.state.forget_pod(LLAMA, "uid-w-0")
+async def test_streams_end_with_their_pod_and_with_the_leadership(coordinator: StreamCoordinator) -> None:
+    deleted, led = await coordinator.open_registered_stream("w-0"), await coordinator.open_registered_stream("w-1")
+    coordinator.state.forget_pod(LLAMA, "uid-w-0")
     deleted.send(FrameKind.KEEPALIVE)
     assert (await deleted.last_refusal())[0] == 404
-    world.leading = False
+    coordinator.leading = False
     led.send(FrameKind.KEEPALIVE)
     assert await led.last_refusal() == (503, "not leader")
 
 
-async def test_old_and_silent_streams_are_closed(world: StreamsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, silent = await world.stream("w-0"), await world.stream("w-1")
-    for each in world.server.streams.opened:
-        if each.caller.pod_uid == "uid-w-0":
-            each.ends = 0.0
+async def test_old_and_silent_streams_are_closed(
+    coordinator: StreamCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, silent = await coordinator.open_registered_stream("w-0"), await coordinator.open_registered_stream("w-1")
+    for stream in coordinator.server.streams.opened:
+        if stream.caller.pod_uid == "uid-w-0":
+            stream.ends = 0.0
         else:
-            each.last_seen -= streams.SILENT_SECONDS + 1
-    world.server.streams.sweep()
+            stream.last_seen -= streams.SILENT_SECONDS + 1
+    coordinator.server.streams.sweep()
     assert await old.last_refusal() == (401, "this stream is over; open another")
     assert await silent.next() == (0, None)
 
 
-async def test_a_stream_ends_with_its_token(world: StreamsWorld) -> None:
+async def test_a_stream_ends_with_its_token(coordinator: StreamCoordinator) -> None:
     async def review(_spec: dict[str, Any]) -> dict[str, Any]:
-        return await CoordinatorFixture.review(world, {"token": "token-of-w-0"})
+        return await CoordinatorFixture.review(coordinator, {"token": "token-of-w-0"})
 
-    world.server._authenticator._review = review  # type: ignore[attr-defined]
+    coordinator.server._authenticator._review = review  # type: ignore[attr-defined]
     claims = base64.urlsafe_b64encode(json.dumps({"exp": time.time() + 60}).encode()).decode().rstrip("=")
-    assert (await world.ask(Authorization=f"Bearer head.{claims}.sign")).status == SWITCHING
-    (opened,) = world.server.streams.opened
+    assert (await coordinator.open_stream(Authorization=f"Bearer head.{claims}.sign")).status == SWITCHING
+    (opened,) = coordinator.server.streams.opened
     assert opened.ends - asyncio.get_running_loop().time() <= 60
 
 
 async def test_the_stream_of_an_agent_that_does_not_read_is_closed(
-    world: StreamsWorld, monkeypatch: pytest.MonkeyPatch
+    coordinator: StreamCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "MAX_UNSENT", 10_000)
-    client = await world.stream()
+    client = await coordinator.open_registered_stream()
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-    (opened,) = world.server.streams.opened
+    (opened,) = coordinator.server.streams.opened
     assert opened._transport is not None
     for transport in (client.writer, opened._transport):  # else the kernel takes megabytes before the stream keeps any
         for buffer in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, buffer, 4096)
-    pods = [f"w-{each}" for each in range(2_000)]
+    pods = [f"w-{number}" for number in range(2_000)]
     for generation in range(1, 400):
-        world.state.publish(LLAMA, membership(generation, *pods[generation:]))
+        coordinator.state.publish(LLAMA, membership(generation, *pods[generation:]))
         await asyncio.sleep(0)
-        if not world.server.streams.opened:
+        if not coordinator.server.streams.opened:
             break
     else:
         await asyncio.sleep(0.2)
-    assert not world.server.streams.opened
+    assert not coordinator.server.streams.opened
 
 
-async def test_the_last_error_is_sent_once(world: StreamsWorld) -> None:
-    client = await world.stream()
-    (opened,) = world.server.streams.opened
+async def test_the_last_error_is_sent_once(coordinator: StreamCoordinator) -> None:
+    client = await coordinator.open_registered_stream()
+    (opened,) = coordinator.server.streams.opened
     client.writer.transport.pause_reading()  # type: ignore[attr-defined]
     for _ in range(3):
-        world.server.streams.close()
+        coordinator.server.streams.close()
     for _ in range(3):
         opened.data_received(encode_frame(FrameKind.HEARTBEAT, b"{}"))
-    world.state.publish(LLAMA, membership(1))
+    coordinator.state.publish(LLAMA, membership(1))
     await asyncio.sleep(0)
     client.writer.transport.resume_reading()  # type: ignore[attr-defined]
     assert await client.last_refusal() == (503, "the coordinator is shutting down; try the next address")
 
 
-async def test_a_stopping_coordinator_sends_503(world: StreamsWorld) -> None:
-    client = await world.stream()
-    stopping = asyncio.create_task(world.server.stop())
+async def test_a_stopping_coordinator_sends_503(coordinator: StreamCoordinator) -> None:
+    client = await coordinator.open_registered_stream()
+    stopping = asyncio.create_task(coordinator.server.stop())
     assert (await client.last_refusal())[0] == 503
     await stopping

@@ -19,7 +19,7 @@ class OneReplica:
     """The coordinator and the probe server of one replica, at localhost."""
 
     def __init__(self, folder: Path) -> None:
-        self.world = CoordinatorFixture()
+        self.coordinator = CoordinatorFixture()
         self.problem = ""
         self.health = ProbeServer(live=lambda: "", ready=lambda: self.problem)
         self.authority = folder / "ca.crt"
@@ -30,53 +30,53 @@ class OneReplica:
         tls = ServerTls()
         tls.load(made.server_cert, made.server_key)
         probes = await self.health.start("127.0.0.1", 0)
-        port = await self.world.server.start("127.0.0.1", 0, tls.context)
+        port = await self.coordinator.server.start("127.0.0.1", 0, tls.context)
         return Installation("localhost", 1, port, probes, self.authority)
 
     async def stop(self) -> None:
-        await self.world.server.stop()
+        await self.coordinator.server.stop()
         await self.health.stop()
 
 
-async def verdict_of(installed: Installation) -> CheckVerdict:
+async def poll_once(installed: Installation) -> CheckVerdict:
     return await asyncio.to_thread(poll, installed, resolve=lambda _name: ["127.0.0.1"])
 
 
 async def test_a_working_replica_passes_and_each_fault_is_named(
     tmp_path: Path,
 ) -> None:
-    one = OneReplica(tmp_path)
-    installed = await one.start()
+    replica = OneReplica(tmp_path)
+    installed = await replica.start()
     try:
-        works = await verdict_of(installed)
+        works = await poll_once(installed)
         assert works == CheckVerdict(
             works=True,
             sentence="the operator works: the only replica is ready, 127.0.0.1 leads, certificates are its own",
         )
-        one.world.leading = False
-        assert "0 of 1 replicas lead: look at the Lease" in (await verdict_of(installed)).sentence
-        one.world.leading = True
-        one.problem = "the watch of pods is not in sync"
-        found = await verdict_of(installed)
-        assert not found.works
-        assert "127.0.0.1 is not ready (the watch of pods is not in sync)" in found.sentence
-        one.problem = ""
-        trustme.CA().cert_pem.write_to_path(str(one.authority))
-        assert "shows a certificate that the release does not trust" in (await verdict_of(installed)).sentence
-        one.authority.unlink()
-        assert "no replica has written its certificates into the Secret yet" in (await verdict_of(installed)).sentence
+        replica.coordinator.leading = False
+        assert "0 of 1 replicas lead: look at the Lease" in (await poll_once(installed)).sentence
+        replica.coordinator.leading = True
+        replica.problem = "the watch of pods is not in sync"
+        verdict = await poll_once(installed)
+        assert not verdict.works
+        assert "127.0.0.1 is not ready (the watch of pods is not in sync)" in verdict.sentence
+        replica.problem = ""
+        trustme.CA().cert_pem.write_to_path(str(replica.authority))
+        assert "shows a certificate that the release does not trust" in (await poll_once(installed)).sentence
+        replica.authority.unlink()
+        assert "no replica has written its certificates into the Secret yet" in (await poll_once(installed)).sentence
     finally:
-        await one.stop()
-    trustme.CA().cert_pem.write_to_path(str(one.authority))
-    assert "127.0.0.1 does not answer (Connection refused)" in (await verdict_of(installed)).sentence
+        await replica.stop()
+    trustme.CA().cert_pem.write_to_path(str(replica.authority))
+    assert "127.0.0.1 does not answer (Connection refused)" in (await poll_once(installed)).sentence
 
 
 def test_missing_replicas_and_two_leaders_fail_the_check() -> None:
-    one, other = Replica("10.0.0.1", is_leader=True), Replica("10.0.0.2")
-    assert judge_replicas("s", 2, [one, other]).works
-    assert judge_replicas("s", 1, [one, other]).works, "an old pod that is terminating"
-    assert "s has 1 of 2 replicas" in judge_replicas("s", 2, [one]).sentence
-    assert "2 of 2 replicas lead" in judge_replicas("s", 2, [one, Replica("10.0.0.2", is_leader=True)]).sentence
+    replica, standby = Replica("10.0.0.1", is_leader=True), Replica("10.0.0.2")
+    assert judge_replicas("s", 2, [replica, standby]).works
+    assert judge_replicas("s", 1, [replica, standby]).works, "an old pod that is terminating"
+    assert "s has 1 of 2 replicas" in judge_replicas("s", 2, [replica]).sentence
+    assert "2 of 2 replicas lead" in judge_replicas("s", 2, [replica, Replica("10.0.0.2", is_leader=True)]).sentence
 
 
 def test_the_check_is_repeated_until_it_passes_or_times_out() -> None:

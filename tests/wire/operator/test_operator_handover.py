@@ -41,7 +41,9 @@ class Replica:
         self.process: asyncio.subprocess.Process
 
     async def start(self, kubeconfig: Path, log: Path) -> None:
-        environment = {key: each for key, each in os.environ.items() if not key.startswith(("TRAINIUM", "KUBE", "POD"))}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("TRAINIUM", "KUBE", "POD"))
+        }
         ports = ("--bind-address", "127.0.0.1", "--coordinator-port", str(self.port), "--metrics-port", "0")
         with log.open("w") as output:
             self.process = await asyncio.create_subprocess_exec(
@@ -106,7 +108,7 @@ class Agent:
         )
 
 
-class ReplicasWorld:
+class HandoverHarness:
     """The API server, the replicas and the agents of one test."""
 
     def __init__(self, folder: Path) -> None:
@@ -171,43 +173,47 @@ class ReplicasWorld:
 
 @pytest.mark.timeout(180)
 async def test_agents_follow_the_leadership_after_sigterm_and_after_sigstop(tmp_path: Path) -> None:
-    world = ReplicasWorld(tmp_path)
-    await world.start()
+    harness = HandoverHarness(tmp_path)
+    await harness.start()
     try:
-        await world.operate(0)
-        await async_until(lambda: len(world.cluster.names(PODS)) == 2, "the leader makes the pods")
-        await world.operate(1)
-        world.start_workers()
-        await async_until(lambda: all(agent.memberships for agent in world.agents), "the first generation is published")
-        await async_until(lambda: world.status().get("phase") == "Running", "the job runs")
-        uids = {name: world.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in world.cluster.names(PODS)}
+        await harness.operate(0)
+        await async_until(lambda: len(harness.cluster.names(PODS)) == 2, "the leader makes the pods")
+        await harness.operate(1)
+        harness.start_workers()
+        await async_until(
+            lambda: all(agent.memberships for agent in harness.agents), "the first generation is published"
+        )
+        await async_until(lambda: harness.status().get("phase") == "Running", "the job runs")
+        uids = {
+            name: harness.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in harness.cluster.names(PODS)
+        }
         await async_until(lambda: "standing by" in (tmp_path / "operator-1.log").read_text(), "a standby is there")
 
         # In order: SIGTERM.
-        world.replicas[0].process.send_signal(signal.SIGTERM)
-        await async_until(lambda: world.leader() == "operator-1", "the standby leads")
-        await world.wait_for_replies()
-        assert await world.replicas[0].process.wait() == 0
+        harness.replicas[0].process.send_signal(signal.SIGTERM)
+        await async_until(lambda: harness.leader() == "operator-1", "the standby leads")
+        await harness.wait_for_replies()
+        assert await harness.replicas[0].process.wait() == 0
 
         # The process is stopped: another leads, and it finds out when it continues.
-        await world.operate(2)
+        await harness.operate(2)
         await async_until(
             lambda: "standing by" in (tmp_path / "operator-2.log").read_text(), "another standby is there"
         )
-        world.replicas[1].process.send_signal(signal.SIGSTOP)
-        await async_until(lambda: world.leader() == "operator-2", "the next one leads")
-        await world.wait_for_replies()
-        world.replicas[1].process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(world.replicas[1].process.wait(), scaled(30)) == 1
+        harness.replicas[1].process.send_signal(signal.SIGSTOP)
+        await async_until(lambda: harness.leader() == "operator-2", "the next one leads")
+        await harness.wait_for_replies()
+        harness.replicas[1].process.send_signal(signal.SIGCONT)
+        assert await asyncio.wait_for(harness.replicas[1].process.wait(), scaled(30)) == 1
         assert "LeaseLostError" in (tmp_path / "operator-1.log").read_text()
-        await world.wait_for_replies()
+        await harness.wait_for_replies()
 
-        status = world.status()
+        status = harness.status()
         assert status["phase"] == "Running"
         assert status["restarts"].get("total", 0) == 0
         assert status["membership"]["generation"] == 1
-        assert [agent.memberships[-1].generation for agent in world.agents] == [1, 1]
-        assert {name: world.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in uids} == uids
+        assert [agent.memberships[-1].generation for agent in harness.agents] == [1, 1]
+        assert {name: harness.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in uids} == uids
         assert json.dumps(status)
     finally:
-        await world.stop()
+        await harness.stop()

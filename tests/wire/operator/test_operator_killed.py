@@ -30,7 +30,7 @@ SETTLE_SECONDS = 12.0
 START_WRITES = 15
 """Writes until the job trains: the scenario of the first start tests those."""
 FILLED = {"Replace": "Spare"}
-"""Both fill the lost rank. A new operator uses the first agents that register, and pods start at once in this world."""
+"""Both fill the lost rank. A new operator uses the first agents that register, and pods start at once here."""
 EDITED = defaultdict(bool, {"resize": True, "suspend and resume": True})
 
 
@@ -43,7 +43,7 @@ class Record:
     generations: list[int] = field(default_factory=list)
     refused: list[Write] = field(default_factory=list)
 
-    def watch(self, env: OperatorDeployment) -> None:
+    def watch(self, deployment: OperatorDeployment) -> None:
         def observe(write: Write) -> None:
             if "/leases" in write.path:
                 return
@@ -53,14 +53,14 @@ class Record:
             if write.method == "POST" and write.path.endswith("/pods"):
                 self.created.append(write.body["metadata"]["name"])
             key = (CONFIG_MAPS.plural, "default", f"{JOB}-membership")
-            if key in env.cluster.objects:
-                recorded = read_membership(env.cluster.objects[key])
+            if key in deployment.cluster.objects:
+                recorded = read_membership(deployment.cluster.objects[key])
                 assert recorded is not None
                 self.memberships.setdefault(recorded.generation, set()).add(recorded)
             if write.path.endswith("/status"):
-                self.generations.append(env.status().get("membership", {}).get("generation", 0))
+                self.generations.append(deployment.status().get("membership", {}).get("generation", 0))
 
-        env.cluster.after_write = observe
+        deployment.cluster.after_write = observe
 
     def check(self) -> None:
         assert all(len(contents) == 1 for contents in self.memberships.values()), "one generation, two memberships"
@@ -68,68 +68,68 @@ class Record:
         assert self.generations == sorted(self.generations), "the generation went back"
 
 
-async def start(env: OperatorDeployment) -> None:
-    await env.wait_until_running()
+async def start(deployment: OperatorDeployment) -> None:
+    await deployment.wait_until_running()
 
 
-async def kill_a_process(env: OperatorDeployment) -> None:
-    await env.wait_until_running()
-    env.workers.crash_process(JOB, 1)
-    await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the restart is counted")
-    await env.wait_until_running()
+async def kill_a_process(deployment: OperatorDeployment) -> None:
+    await deployment.wait_until_running()
+    deployment.workers.crash_process(JOB, 1)
+    await until(lambda: deployment.status().get("restarts", {}).get("total") == 1, 60, "the restart is counted")
+    await deployment.wait_until_running()
 
 
-async def lose_a_node(env: OperatorDeployment) -> None:
-    await env.wait_until_running()
-    lose_node(env.workers, env.membership()["members"][1]["nodeName"])
-    await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
-    await env.wait_for_steps()
-    await env.wait_until_running()
+async def lose_a_node(deployment: OperatorDeployment) -> None:
+    await deployment.wait_until_running()
+    lose_node(deployment.workers, deployment.membership()["members"][1]["nodeName"])
+    await until(lambda: deployment.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
+    await deployment.wait_for_steps()
+    await deployment.wait_until_running()
 
 
-async def kill_a_pod(env: OperatorDeployment) -> None:
-    await env.wait_until_running()
-    env.workers.kill_pod(env.membership()["members"][0]["podName"])
-    await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
-    await env.wait_for_steps()
-    await env.wait_until_running()
+async def kill_a_pod(deployment: OperatorDeployment) -> None:
+    await deployment.wait_until_running()
+    deployment.workers.kill_pod(deployment.membership()["members"][0]["podName"])
+    await until(lambda: deployment.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
+    await deployment.wait_for_steps()
+    await deployment.wait_until_running()
 
 
-async def resize(env: OperatorDeployment) -> None:
-    await env.wait_until_running()
+async def resize(deployment: OperatorDeployment) -> None:
+    await deployment.wait_until_running()
     for size in (3, 1):
-        env.change_spec(lambda spec, size=size: spec["workers"].update(replicas=size))  # type: ignore[misc]
-        await until(lambda size=size: env.status().get("replicas") == size, 120, f"{size} nodes")  # type: ignore[misc]
-        await env.wait_for_steps()
-        await env.wait_until_running()
+        deployment.change_spec(lambda spec, size=size: spec["workers"].update(replicas=size))  # type: ignore[misc]
+        await until(lambda size=size: deployment.status().get("replicas") == size, 120, f"{size} nodes")  # type: ignore[misc]
+        await deployment.wait_for_steps()
+        await deployment.wait_until_running()
 
 
-async def suspend_and_resume(env: OperatorDeployment) -> None:
-    await env.wait_until_running()
-    env.change_spec(lambda spec: spec.update(suspend=True))
-    await until(lambda: env.status().get("phase") == "Suspended", 120, "it is suspended")
-    env.change_spec(lambda spec: spec.update(suspend=False))
-    await until(lambda: env.status().get("phase") == "Running", 120, "it runs again")
-    await env.wait_for_steps()
-    await env.wait_until_running()
+async def suspend_and_resume(deployment: OperatorDeployment) -> None:
+    await deployment.wait_until_running()
+    deployment.change_spec(lambda spec: spec.update(suspend=True))
+    await until(lambda: deployment.status().get("phase") == "Suspended", 120, "it is suspended")
+    deployment.change_spec(lambda spec: spec.update(suspend=False))
+    await until(lambda: deployment.status().get("phase") == "Running", 120, "it runs again")
+    await deployment.wait_for_steps()
+    await deployment.wait_until_running()
 
 
-async def fail(env: OperatorDeployment) -> None:
-    await env.wait_until_running()
-    await env.wait_for_steps()
-    env.workers.give_up(JOB, 1, 64)
-    await until(lambda: env.status().get("phase") == "Failed", 120, "the verdict")
+async def fail(deployment: OperatorDeployment) -> None:
+    await deployment.wait_until_running()
+    await deployment.wait_for_steps()
+    deployment.workers.give_up(JOB, 1, 64)
+    await until(lambda: deployment.status().get("phase") == "Failed", 120, "the verdict")
 
 
-async def complete(env: OperatorDeployment) -> None:
-    await env.wait_until_running()
-    env.workers.total_steps = env.workers.step + 5
-    await until(lambda: env.status().get("phase") == "Completed", 120, "the end")
+async def complete(deployment: OperatorDeployment) -> None:
+    await deployment.wait_until_running()
+    deployment.workers.total_steps = deployment.workers.step + 5
+    await until(lambda: deployment.status().get("phase") == "Completed", 120, "the end")
 
 
-async def expire(env: OperatorDeployment) -> None:
-    await complete(env)
-    await until(lambda: (JOBS.plural, "default", JOB) not in env.cluster.objects, 120, "the job is deleted")
+async def expire(deployment: OperatorDeployment) -> None:
+    await complete(deployment)
+    await until(lambda: (JOBS.plural, "default", JOB) not in deployment.cluster.objects, 120, "the job is deleted")
 
 
 SCENARIOS: dict[str, tuple[Callable[[OperatorDeployment], Awaitable[None]], dict[str, Any]]] = {
@@ -153,41 +153,41 @@ def run_scenario(name: str, die_after_write: int | None) -> tuple[dict[str, Any]
     record = Record()
 
     async def scenario() -> tuple[dict[str, Any], int]:
-        async with run_deployment(job=job, nodes=6, replicas=0, start=False) as env:
-            record.watch(env)
-            first = await env.start_operator("operator-0", die_after_write=die_after_write)
-            await act(env)
+        async with run_deployment(job=job, nodes=6, replicas=0, start=False) as deployment:
+            record.watch(deployment)
+            first = await deployment.start_operator("operator-0", die_after_write=die_after_write)
+            await act(deployment)
             await asyncio.sleep(SETTLE_SECONDS)
-            return ending(env), len(first.connection.writes)
+            return ending(deployment), len(first.connection.writes)
 
     end, writes = run_virtual(scenario())
     record.check()
     return end, writes, record
 
 
-def ending(env: OperatorDeployment) -> dict[str, Any]:
+def ending(deployment: OperatorDeployment) -> dict[str, Any]:
     """Return what must be the same however often the operator died."""
-    if (JOBS.plural, "default", JOB) not in env.cluster.objects:
-        remaining = [key for key in env.cluster.objects if key[0] not in ("nodes", "leases", EVENTS.plural)]
+    if (JOBS.plural, "default", JOB) not in deployment.cluster.objects:
+        remaining = [key for key in deployment.cluster.objects if key[0] not in ("nodes", "leases", EVENTS.plural)]
         return {"left": [key for key in remaining if key[1] == "default"]}
-    status = env.status()
-    membership = env.membership()
+    status = deployment.status()
+    membership = deployment.membership()
     running = status["phase"] == "Running"
     # The last condition of checkpoints of an ended job depends on the moment of its end.
-    conditions = {each["type"]: (each["status"], each["reason"]) for each in status["conditions"]}
+    conditions = {condition["type"]: (condition["status"], condition["reason"]) for condition in status["conditions"]}
     return {
         "phase": status["phase"],
         "verdict": re.sub("after step [0-9]+", "after some step", status.get("verdict", "")),
         "restarts": status.get("restarts"),
-        "history": [(each["cause"], FILLED.get(each["rung"], each["rung"])) for each in status.get("history", ())],
-        "failures": [each["cause"] for each in status.get("failures", ())],
+        "history": [(entry["cause"], FILLED.get(entry["rung"], entry["rung"])) for entry in status.get("history", ())],
+        "failures": [failure["cause"] for failure in status.get("failures", ())],
         "size": status["membership"].get("size"),
         "ranks": [member["nodeRank"] for member in membership["members"]],
         "recorded": membership["generation"] == status["membership"]["generation"],
         "conditions": conditions
         if running
         else {kind: conditions[kind] for kind in conditions if kind != "DisruptionAllowed"},
-        "pods": len(env.pods()) if running else None,
+        "pods": len(deployment.pods()) if running else None,
     }
 
 
@@ -195,7 +195,7 @@ def ending(env: OperatorDeployment) -> dict[str, Any]:
 def undisturbed(name: str) -> tuple[dict[str, Any], int]:
     end, writes, record = run_scenario(name, None)
     # The user's own change may come between a plan and its write.
-    refused = [each for each in record.refused if not (EDITED[name] and each.path.endswith("/status"))]
+    refused = [write for write in record.refused if not (EDITED[name] and write.path.endswith("/status"))]
     assert refused == [], "nothing stood in its way, and yet a write was refused"
     return end, writes
 

@@ -17,62 +17,62 @@ from trainium_operator.cluster.api.transport import HttpResponse
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
 
-async def lose_one_node(env: OperatorDeployment) -> None:
-    lose_node(env.workers, env.membership()["members"][1]["nodeName"])
-    await env.wait_for_steps(5, seconds=240)
-    await env.wait_until_running(seconds=240)
+async def lose_one_node(deployment: OperatorDeployment) -> None:
+    lose_node(deployment.workers, deployment.membership()["members"][1]["nodeName"])
+    await deployment.wait_for_steps(5, seconds=240)
+    await deployment.wait_until_running(seconds=240)
 
 
-async def assert_one_replacement(env: OperatorDeployment) -> None:
+async def assert_one_replacement(deployment: OperatorDeployment) -> None:
     # A deletion that was refused is tried again after a pause, while the job trains already.
-    await until(lambda: len(env.pods()) == 3, 120, "the lost pod is deleted, and a spare stands by")
-    status = env.status()
+    await until(lambda: len(deployment.pods()) == 3, 120, "the lost pod is deleted, and a spare stands by")
+    status = deployment.status()
     assert status["restarts"]["total"] == 1
-    assert [each["rung"] for each in status["history"]] == ["Spare"]
+    assert [entry["rung"] for entry in status["history"]] == ["Spare"]
     assert status["membership"]["generation"] == 2
 
 
 @in_virtual_time
 async def test_an_outage_of_ten_minutes_loses_no_step_and_no_pod() -> None:
-    async with run_deployment() as env:
-        pods, step = env.pods(), env.workers.step
-        env.cluster.down = True
-        env.cluster.drop_streams()
+    async with run_deployment() as deployment:
+        pods, step = deployment.pods(), deployment.workers.step
+        deployment.cluster.down = True
+        deployment.cluster.drop_streams()
         await asyncio.sleep(600)
-        assert env.leader() is None  # whose Lease may have been given to another
-        assert env.workers.step >= step + 1190
+        assert deployment.leader() is None  # whose Lease may have been given to another
+        assert deployment.workers.step >= step + 1190
         # Kubelets could not report either: the node controller has marked all nodes.
-        env.cluster.down = False
-        env.mark_nodes("Unknown")
-        await until(lambda: env.leader() is not None, 30, "an operator leads")
+        deployment.cluster.down = False
+        deployment.mark_nodes("Unknown")
+        await until(lambda: deployment.leader() is not None, 30, "an operator leads")
         await asyncio.sleep(40)
-        env.mark_nodes("True")
-        await env.wait_for_steps(100)
-        await env.wait_until_running()
-        assert env.pods() == pods
-        assert env.status()["restarts"].get("total", 0) == 0
-        assert env.status()["membership"]["generation"] == 1
-        assert len(env.cluster.requests) / 2 / 700 < 5  # a second, of each replica: all watches and the Lease
+        deployment.mark_nodes("True")
+        await deployment.wait_for_steps(100)
+        await deployment.wait_until_running()
+        assert deployment.pods() == pods
+        assert deployment.status()["restarts"].get("total", 0) == 0
+        assert deployment.status()["membership"]["generation"] == 1
+        assert len(deployment.cluster.requests) / 2 / 700 < 5  # a second, of each replica: all watches and the Lease
 
 
 @in_virtual_time
 async def test_failures_during_an_outage_are_counted_once() -> None:
-    async with run_deployment() as env:
-        env.cluster.down = True
-        env.cluster.drop_streams()
+    async with run_deployment() as deployment:
+        deployment.cluster.down = True
+        deployment.cluster.drop_streams()
         await asyncio.sleep(100)
-        env.workers.crash_process("llama", 0)
+        deployment.workers.crash_process("llama", 0)
         await asyncio.sleep(100)
-        assert env.workers.step > 300
-        env.workers.lost_nodes.add(env.membership()["members"][1]["nodeName"])
+        assert deployment.workers.step > 300
+        deployment.workers.lost_nodes.add(deployment.membership()["members"][1]["nodeName"])
         await asyncio.sleep(400)
-        env.cluster.down = False
-        lose_node(env.workers, env.membership()["members"][1]["nodeName"])
-        await env.wait_for_steps(10)
-        await env.wait_until_running()
-        status = env.status()
+        deployment.cluster.down = False
+        lose_node(deployment.workers, deployment.membership()["members"][1]["nodeName"])
+        await deployment.wait_for_steps(10)
+        await deployment.wait_until_running()
+        status = deployment.status()
         assert status["restarts"]["total"] == 2
-        assert sorted(each["rung"] for each in status["history"]) == ["InPlace", "Spare"]
+        assert sorted(entry["rung"] for entry in status["history"]) == ["InPlace", "Spare"]
 
 
 def storm(share: float, outcome: Callable[[], HttpResponse], seed: int) -> Fault:
@@ -98,56 +98,60 @@ def storm(share: float, outcome: Callable[[], HttpResponse], seed: int) -> Fault
 )
 @in_virtual_time
 async def test_many_refused_writes_only_delay_a_replacement(share: float, outcome: Callable[[], HttpResponse]) -> None:
-    async with run_deployment() as env:
-        env.cluster.faults.append(storm(share, outcome, seed=1))
-        written = len(env.cluster.requests)
-        lose_node(env.workers, env.membership()["members"][1]["nodeName"])
+    async with run_deployment() as deployment:
+        deployment.cluster.faults.append(storm(share, outcome, seed=1))
+        written = len(deployment.cluster.requests)
+        lose_node(deployment.workers, deployment.membership()["members"][1]["nodeName"])
         await asyncio.sleep(60)
-        env.cluster.faults.clear()
-        await env.wait_for_steps(5, seconds=120)
-        await env.wait_until_running(seconds=120)
-        await assert_one_replacement(env)
-        tried = [each for each in env.cluster.requests[written:] if each[0] in WRITES and "/leases" not in each[1]]
+        deployment.cluster.faults.clear()
+        await deployment.wait_for_steps(5, seconds=120)
+        await deployment.wait_until_running(seconds=120)
+        await assert_one_replacement(deployment)
+        tried = [
+            request
+            for request in deployment.cluster.requests[written:]
+            if request[0] in WRITES and "/leases" not in request[1]
+        ]
         assert len(tried) < 250
 
 
 @in_virtual_time
 async def test_a_replacement_completes_despite_expired_watches() -> None:
-    async with run_deployment() as env:
-        lose_node(env.workers, env.membership()["members"][1]["nodeName"])
+    async with run_deployment() as deployment:
+        lose_node(deployment.workers, deployment.membership()["members"][1]["nodeName"])
         for _ in range(40):
             await asyncio.sleep(0.7)
-            env.cluster.drop_streams()
-            env.cluster.compact()
-        await env.wait_for_steps(5)
-        await env.wait_until_running()
-        await assert_one_replacement(env)
+            deployment.cluster.drop_streams()
+            deployment.cluster.compact()
+        await deployment.wait_for_steps(5)
+        await deployment.wait_until_running()
+        await assert_one_replacement(deployment)
 
 
 @in_virtual_time
 async def test_repeated_and_old_watch_events_change_nothing() -> None:
-    async with run_deployment() as env:
-        await lose_one_node(env)
-        written = len(env.cluster.writes)
+    async with run_deployment() as deployment:
+        await lose_one_node(deployment)
+        written = len(deployment.cluster.writes)
         for _ in range(10):
             for resource in (PODS, JOBS):
-                env.cluster.repeat_events(resource, 30)
+                deployment.cluster.repeat_events(resource, 30)
             await asyncio.sleep(1)
-        await env.wait_for_steps(5)
-        await assert_one_replacement(env)
-        kinds = {write.path.rpartition("/")[2] for write in env.cluster.writes[written:]}
+        await deployment.wait_for_steps(5)
+        await assert_one_replacement(deployment)
+        kinds = {write.path.rpartition("/")[2] for write in deployment.cluster.writes[written:]}
         assert kinds <= {"status", "trainium-operator"}  # progress, and the Lease
 
 
 def test_slow_requests_cause_no_more_writes() -> None:
     async def scenario(latency: float) -> int:
-        async with run_deployment(start=False, replicas=0) as env:
-            env.latency = latency
-            await env.start_operator("operator-0")
-            await env.wait_until_running()
-            await lose_one_node(env)
-            await assert_one_replacement(env)
-            leader = env.leader()
+        async with run_deployment(start=False, replicas=0) as deployment:
+            deployment.latency = latency
+            await deployment.start_operator("operator-0")
+            await deployment.wait_until_running()
+            await lose_one_node(deployment)
+            await assert_one_replacement(deployment)
+            leader = deployment.leader()
             assert leader is not None
             return sum("/events" not in path and "/status" not in path for _, path, _ in leader.connection.writes)
 
@@ -157,9 +161,9 @@ def test_slow_requests_cause_no_more_writes() -> None:
 
 @in_virtual_time
 async def test_a_terminating_namespace_causes_few_requests() -> None:
-    async with run_deployment() as env:
+    async with run_deployment() as deployment:
         sentence = "unable to create new content in namespace default because it is being terminated"
-        env.cluster.faults.append(
+        deployment.cluster.faults.append(
             lambda method, path: (
                 http_error(403, "Forbidden", sentence)
                 if (method == "POST" and "/namespaces/default/" in path)
@@ -167,58 +171,62 @@ async def test_a_terminating_namespace_causes_few_requests() -> None:
                 else None
             )
         )
-        requests_before = len(env.cluster.requests)
+        requests_before = len(deployment.cluster.requests)
         # The namespace controller deletes its objects in any order, the job last.
-        for name in sorted(env.pods()):
-            env.cluster.remove(PODS, "default", name)
+        for name in sorted(deployment.pods()):
+            deployment.cluster.remove(PODS, "default", name)
             await asyncio.sleep(5)
         for kind, name in ((CONFIG_MAPS, "llama-config"), (CONFIG_MAPS, "llama-membership")):
-            env.cluster.remove(kind, "default", name)
+            deployment.cluster.remove(kind, "default", name)
             await asyncio.sleep(5)
         await asyncio.sleep(120)
         tried = [
-            each for each in env.cluster.requests[requests_before:] if each[0] in WRITES and "/leases" not in each[1]
+            request
+            for request in deployment.cluster.requests[requests_before:]
+            if request[0] in WRITES and "/leases" not in request[1]
         ]
-        refused = [each for each in tried if "/events" not in each[1] and "/status" not in each[1]]
+        refused = [request for request in tried if "/events" not in request[1] and "/status" not in request[1]]
         assert len(refused) < 25
         assert len(tried) < 80
-        env.cluster.remove(JOBS, "default", "llama")
+        deployment.cluster.remove(JOBS, "default", "llama")
         await asyncio.sleep(5)
-        requests_before = len(env.cluster.requests)
+        requests_before = len(deployment.cluster.requests)
         await asyncio.sleep(120)
         assert [
-            each for each in env.cluster.requests[requests_before:] if each[0] in WRITES and "/default/" in each[1]
+            request
+            for request in deployment.cluster.requests[requests_before:]
+            if request[0] in WRITES and "/default/" in request[1]
         ] == []
 
 
 @in_virtual_time
 async def test_100_new_jobs_run_with_a_limited_number_of_writes() -> None:
-    async with run_deployment(nodes=100, replicas=1, start=False, job=training_job("job-0", replicas=1)) as env:
+    async with run_deployment(nodes=100, replicas=1, start=False, job=training_job("job-0", replicas=1)) as deployment:
         for number in range(1, 100):
-            env.cluster.add(JOBS, training_job(f"job-{number}", replicas=1))
+            deployment.cluster.add(JOBS, training_job(f"job-{number}", replicas=1))
 
         def running() -> int:
-            return sum(env.status(f"job-{number}").get("phase") == "Running" for number in range(100))
+            return sum(deployment.status(f"job-{number}").get("phase") == "Running" for number in range(100))
 
         await until(lambda: running() == 100, 120, "all run")
-        leader = env.leader()
+        leader = deployment.leader()
         assert leader is not None
         writes = leader.connection.writes
         assert all(status < 400 for _, _, status in writes)
         assert len(writes) < 100 * 20
-        events = [raw for (plural, _, _), raw in env.cluster.objects.items() if plural == EVENTS.plural]
+        events = [raw for (plural, _, _), raw in deployment.cluster.objects.items() if plural == EVENTS.plural]
         assert all(raw["type"] == "Normal" for raw in events)
 
 
 @in_virtual_time
 async def test_a_job_and_a_namespace_with_the_longest_names_train_and_recover() -> None:
     name = "n" * 50
-    async with run_deployment(job=training_job(name, replicas=2, spares=1), start=False) as env:
-        await env.wait_until_running(job=name)
-        lose_node(env.workers, env.membership(name)["members"][0]["nodeName"])
-        await env.wait_for_steps(5, job=name)
-        await env.wait_until_running(job=name)
-        for key in env.cluster.objects:
+    async with run_deployment(job=training_job(name, replicas=2, spares=1), start=False) as deployment:
+        await deployment.wait_until_running(job=name)
+        lose_node(deployment.workers, deployment.membership(name)["members"][0]["nodeName"])
+        await deployment.wait_for_steps(5, job=name)
+        await deployment.wait_until_running(job=name)
+        for key in deployment.cluster.objects:
             assert len(key[2]) <= 253
-        for pod in env.pods():
+        for pod in deployment.pods():
             assert len(pod) <= 63

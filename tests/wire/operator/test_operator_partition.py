@@ -11,7 +11,7 @@ from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import lose_node, set_readiness
 from tests.testing.virtual.operator_process import training_job, until
 from tests.testing.virtual.replicas import Scenario
-from trainium_operator.cluster.api.resources import NODES, PODS
+from trainium_operator.cluster.api.resources import NODES
 from trainium_operator.cluster.execute import deletion_limit
 
 OBSERVATION_SECONDS = 5 * 60.0
@@ -20,88 +20,89 @@ OBSERVATION_SECONDS = 5 * 60.0
 class PartitionedCluster(Scenario):
     def __init__(self, nodes: int, *jobs: dict[str, Any]) -> None:
         super().__init__(*jobs, nodes=nodes, total_steps=100_000)
-        self.names = [each["metadata"]["name"] for each in jobs]
+        self.names = [job["metadata"]["name"] for job in jobs]
 
     def pods_and_generations(self) -> tuple[Any, ...]:
         """Return the pods and generations, which must not change."""
-        pods = {(name, self.cluster.get(PODS, "default", name)["metadata"]["uid"]) for name in self.cluster.names(PODS)}
-        return pods, [self.status(name)["membership"]["generation"] for name in self.names]
+        return self.pods(), [self.status(name)["membership"]["generation"] for name in self.names]
 
 
 @asynccontextmanager
 async def train_jobs(nodes: int, *jobs: dict[str, Any]) -> AsyncIterator[PartitionedCluster]:
-    async with PartitionedCluster(nodes, *jobs) as world:
-        await until(lambda: {world.status(name).get("phase") for name in world.names} == {"Running"}, 120, "all run")
+    async with PartitionedCluster(nodes, *jobs) as scenario:
+        await until(
+            lambda: {scenario.status(name).get("phase") for name in scenario.names} == {"Running"}, 120, "all run"
+        )
         await asyncio.sleep(10)
-        yield world
+        yield scenario
 
 
 @pytest.mark.parametrize("later", [0.0, 2.2, 3.7], ids=lambda later: f"{later} s after a beat")
 @pytest.mark.parametrize("kubelets_too", [False, True])
 @in_virtual_time
 async def test_an_operator_without_contact_to_all_nodes_deletes_nothing(kubelets_too: bool, later: float) -> None:
-    async with train_jobs(8, training_job("llama", replicas=6, spares=1)) as world:
+    async with train_jobs(8, training_job("llama", replicas=6, spares=1)) as scenario:
         await asyncio.sleep(later)
-        before, step = world.pods_and_generations(), world.workers.step
-        world.workers.cut_off = True
+        before, step = scenario.pods_and_generations(), scenario.workers.step
+        scenario.workers.cut_off = True
         if kubelets_too:
-            set_readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
+            set_readiness(scenario.workers, "Unknown", scenario.cluster.names(NODES, ""))
         await asyncio.sleep(OBSERVATION_SECONDS)
-        assert world.pods_and_generations() == before
-        assert world.workers.step >= step + 500
-        assert world.condition("NodesHealthy")["reason"] == "ContactLost"
-        assert "7 of 7 workers are silent at once" in world.condition("NodesHealthy")["message"]
-        assert sum("are silent at once" in note for note in world.event_messages()) == 1
-        world.workers.cut_off = False
-        set_readiness(world.workers, "True", world.cluster.names(NODES, ""))
+        assert scenario.pods_and_generations() == before
+        assert scenario.workers.step >= step + 500
+        assert scenario.condition("NodesHealthy")["reason"] == "ContactLost"
+        assert "7 of 7 workers are silent at once" in scenario.condition("NodesHealthy")["message"]
+        assert sum("are silent at once" in note for note in scenario.event_messages()) == 1
+        scenario.workers.cut_off = False
+        set_readiness(scenario.workers, "True", scenario.cluster.names(NODES, ""))
         await asyncio.sleep(60)
-        assert world.pods_and_generations() == before
-        assert world.condition("NodesHealthy")["reason"] == "NodesHealthy"
+        assert scenario.pods_and_generations() == before
+        assert scenario.condition("NodesHealthy")["reason"] == "NodesHealthy"
 
 
 @in_virtual_time
 async def test_an_unreachable_zone_that_trains_loses_no_worker() -> None:
-    async with train_jobs(10, training_job("llama", replicas=6, spares=3)) as world:
-        before, step = world.pods_and_generations(), world.workers.step
+    async with train_jobs(10, training_job("llama", replicas=6, spares=3)) as scenario:
+        before, step = scenario.pods_and_generations(), scenario.workers.step
         zone = {f"node-{number}" for number in range(0, 9, 3)}
-        world.workers.muted_nodes = zone
-        set_readiness(world.workers, "Unknown", zone)
+        scenario.workers.muted_nodes = zone
+        set_readiness(scenario.workers, "Unknown", zone)
         await asyncio.sleep(OBSERVATION_SECONDS)
-        assert world.pods_and_generations() == before
-        assert world.workers.step >= step + 500
-        assert world.condition("NodesHealthy")["reason"] == "ContactLost"
+        assert scenario.pods_and_generations() == before
+        assert scenario.workers.step >= step + 500
+        assert scenario.condition("NodesHealthy")["reason"] == "ContactLost"
 
 
 @in_virtual_time
 async def test_stale_kubelet_leases_during_training_lose_no_worker() -> None:
-    async with train_jobs(8, training_job("llama", replicas=6, spares=1)) as world:
-        before, step = world.pods_and_generations(), world.workers.step
-        set_readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
+    async with train_jobs(8, training_job("llama", replicas=6, spares=1)) as scenario:
+        before, step = scenario.pods_and_generations(), scenario.workers.step
+        set_readiness(scenario.workers, "Unknown", scenario.cluster.names(NODES, ""))
         await asyncio.sleep(OBSERVATION_SECONDS)
-        assert world.pods_and_generations() == before
-        assert world.workers.step >= step + 500
+        assert scenario.pods_and_generations() == before
+        assert scenario.workers.step >= step + 500
 
 
 @pytest.mark.long
 @in_virtual_time
 async def test_unreachable_jobs_of_one_worker_lose_no_worker() -> None:
-    async with train_jobs(12, *(training_job(f"job-{number}", replicas=1) for number in range(12))) as world:
-        before = world.pods_and_generations()
-        world.workers.cut_off = True
-        set_readiness(world.workers, "Unknown", world.cluster.names(NODES, ""))
+    async with train_jobs(12, *(training_job(f"job-{number}", replicas=1) for number in range(12))) as scenario:
+        before = scenario.pods_and_generations()
+        scenario.workers.cut_off = True
+        set_readiness(scenario.workers, "Unknown", scenario.cluster.names(NODES, ""))
         await asyncio.sleep(OBSERVATION_SECONDS)
-        assert world.pods_and_generations() == before
+        assert scenario.pods_and_generations() == before
 
 
 @in_virtual_time
 async def test_a_failed_rack_is_replaced_once_the_others_hang() -> None:
-    async with train_jobs(12, training_job("llama", replicas=6, spares=2)) as world:
-        rack = [agent.node for agent in world.workers.members("llama")[:2]]
+    async with train_jobs(12, training_job("llama", replicas=6, spares=2)) as scenario:
+        rack = [agent.node for agent in scenario.workers.members("llama")[:2]]
         for node in rack:
-            lose_node(world.workers, node)
-        step = world.workers.step
-        await until(lambda: world.status("llama")["membership"]["generation"] == 2, 12, "the spares take over")
-        await until(lambda: world.workers.step > step, 12, "it trains on")
+            lose_node(scenario.workers, node)
+        step = scenario.workers.step
+        await until(lambda: scenario.status("llama")["membership"]["generation"] == 2, 12, "the spares take over")
+        await until(lambda: scenario.workers.step > step, 12, "it trains on")
 
 
 def test_forced_deletions_are_limited_for_each_minute() -> None:

@@ -87,7 +87,7 @@ async def test_a_replica_is_ready_once_all_kinds_are_listed() -> None:
     assert runtime.ready_problem() == "trainingjobs are not listed yet"
     await runtime.caches.jobs.refresh()
     assert "pods" in runtime.ready_problem()
-    tasks = [asyncio.create_task(each.run()) for each in runtime.caches.reflectors()]
+    tasks = [asyncio.create_task(reflector.run()) for reflector in runtime.caches.reflectors()]
     await runtime.caches.synced()
     assert runtime.ready_problem() == ""
     assert not runtime.leading.is_set()
@@ -131,7 +131,7 @@ async def test_only_changes_of_observed_fields_enqueue_a_job() -> None:
     process = OperatorProcess(cluster)
     runtime = process.runtime
     await runtime.caches.jobs.refresh()
-    tasks = [asyncio.create_task(each.run()) for each in runtime.caches.reflectors()]
+    tasks = [asyncio.create_task(reflector.run()) for reflector in runtime.caches.reflectors()]
     await runtime.caches.synced()
     await run_pending_tasks()
 
@@ -232,7 +232,7 @@ async def test_jobs_deleted_during_a_plan_leave_no_memory() -> None:
 
             def being_published(name: str = name, since: int = published) -> bool:
                 done = cluster.writes[since:]
-                return any(each.method == "POST" and f"{name}-membership" in str(each.body) for each in done)
+                return any(write.method == "POST" and f"{name}-membership" in str(write.body) for write in done)
 
             await until(being_published, 60, "the membership is written")
             cluster.remove(JOBS, "default", name)
@@ -257,7 +257,7 @@ async def test_a_training_job_is_planned_twice_in_a_status_interval() -> None:
 
 def _plans(process: OperatorProcess) -> float:
     text = process.runtime.metrics.exposition().decode()
-    (line,) = [each for each in text.splitlines() if each.startswith("trainingjob_operator_reconcile_seconds_count")]
+    (line,) = [line for line in text.splitlines() if line.startswith("trainingjob_operator_reconcile_seconds_count")]
     return float(line.split()[-1])
 
 

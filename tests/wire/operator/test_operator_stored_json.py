@@ -143,8 +143,8 @@ async def test_a_deeply_nested_job_does_not_stop_kopf() -> None:
             return web.Response(text=page, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
-        for each in (job("third", 8, DEEP), job("fourth", 9, "{}")):
-            await response.write(f'{{"type":"ADDED","object":{each}}}\n'.encode())
+        for raw in (job("third", 8, DEEP), job("fourth", 9, "{}")):
+            await response.write(f'{{"type":"ADDED","object":{raw}}}\n'.encode())
         await stop.wait()
         return response
 

@@ -21,7 +21,7 @@ from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.http.tls import ServerTls
 
 
-class AgentWorld(CoordinatorFixture):
+class RecordingCoordinator(CoordinatorFixture):
     """A coordinator over TLS with records of its frames, and the client of one agent."""
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class AgentWorld(CoordinatorFixture):
 
 
 @asynccontextmanager
-async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[AgentWorld]:
-    world, tls = AgentWorld(), ServerTls()
+async def run_coordinator_and_agent(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[RecordingCoordinator]:
+    coordinator, tls = RecordingCoordinator(), ServerTls()
     material = renew_material(None, ("localhost",), time.time())
     tls.load(material.server_cert, material.server_key)
     (folder / "ca.crt").write_bytes(material.ca_bundle)
@@ -63,81 +63,84 @@ async def serving(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[Agen
     taken, sent = streams.Stream._handle, streams.Stream._send
 
     def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
-        world.frames.append(kind)
+        coordinator.frames.append(kind)
         taken(stream, kind, payload)
 
     def send(stream: streams.Stream, kind: FrameKind, payload: bytes) -> int:
-        world.answers.append(kind)
+        coordinator.answers.append(kind)
         return sent(stream, kind, payload)
 
     patch.setattr(streams.Stream, "_handle", take)
     patch.setattr(streams.Stream, "_send", send)
-    port = await world.server.start("127.0.0.1", 0, tls.context)
+    port = await coordinator.server.start("127.0.0.1", 0, tls.context)
     settings = agent_settings(folder, coordinator=(Endpoint("localhost", port),))
-    world.client = CoordinatorClient(
+    coordinator.client = CoordinatorClient(
         settings,
         29500,
         "1",
-        heartbeat=world.heartbeat,
-        on_membership=world.memberships.append,
-        on_acknowledged=world.acknowledged.append,
-        on_job_deleted=world.deleted.set,
-        on_coordinator_time=world.welcomed,
+        heartbeat=coordinator.heartbeat,
+        on_membership=coordinator.memberships.append,
+        on_acknowledged=coordinator.acknowledged.append,
+        on_job_deleted=coordinator.deleted.set,
+        on_coordinator_time=coordinator.welcomed,
     )
-    running = asyncio.create_task(world.client.run())
+    running = asyncio.create_task(coordinator.client.run())
     try:
-        yield world
-        assert not running.done() or world.deleted.is_set()
+        yield coordinator
+        assert not running.done() or coordinator.deleted.is_set()
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await world.server.stop()
+        await coordinator.server.stop()
 
 
 async def test_an_idle_agent_sends_keepalives_and_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "FULL_HEARTBEATS_PER_SECOND", 1 / 4.0)  # one agent: each four seconds
-    async with serving(tmp_path, monkeypatch) as world:
-        world.state.publish(LLAMA, membership(1))
+    async with run_coordinator_and_agent(tmp_path, monkeypatch) as coordinator:
+        coordinator.state.publish(LLAMA, membership(1))
         # The order of the two kinds is random.
-        await async_until(lambda: world.frames.count(FrameKind.HEARTBEAT) >= 4, "heartbeats in full")
-        await async_until(lambda: world.frames.count(FrameKind.KEEPALIVE) >= 4, "signs of life that say nothing else")
-        assert world.memberships[0].generation == 1
-        assert world.frames.count(FrameKind.REGISTER) == 1
-        view = world.state.agents(LLAMA)["uid-w-0"]
+        await async_until(lambda: coordinator.frames.count(FrameKind.HEARTBEAT) >= 4, "heartbeats in full")
+        await async_until(
+            lambda: coordinator.frames.count(FrameKind.KEEPALIVE) >= 4, "signs of life that say nothing else"
+        )
+        assert coordinator.memberships[0].generation == 1
+        assert coordinator.frames.count(FrameKind.REGISTER) == 1
+        view = coordinator.state.agents(LLAMA)["uid-w-0"]
         assert view.heartbeat is not None
         assert view.heartbeat.progress is not None
-        assert world.server.http.connections == 0, "one connection, and it is the stream's"
-        assert world.acknowledged
+        assert coordinator.server.http.connections == 0, "one connection, and it is the stream's"
+        assert coordinator.acknowledged
 
 
 async def test_a_changed_phase_is_sent_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "FULL_HEARTBEATS_PER_SECOND", 1 / 1000.0)
-    async with serving(tmp_path, monkeypatch) as world:
-        world.state.publish(LLAMA, membership(1))
-        await async_until(lambda: FrameKind.KEEPALIVE in world.frames, "it is at rest")
-        world.phase = WorkerPhase.FINISHED
-        world.client.heartbeat_now()
+    async with run_coordinator_and_agent(tmp_path, monkeypatch) as coordinator:
+        coordinator.state.publish(LLAMA, membership(1))
+        await async_until(lambda: FrameKind.KEEPALIVE in coordinator.frames, "it is at rest")
+        coordinator.phase = WorkerPhase.FINISHED
+        coordinator.client.heartbeat_now()
         await async_until(
-            lambda: any(each.phase is WorkerPhase.FINISHED for each in world.acknowledged), "the end is acknowledged"
+            lambda: any(heartbeat.phase is WorkerPhase.FINISHED for heartbeat in coordinator.acknowledged),
+            "the end is acknowledged",
         )
-        world.state.publish(LLAMA, membership(2))
-        await async_until(lambda: world.memberships[-1].generation == 2, "a membership comes by itself")
+        coordinator.state.publish(LLAMA, membership(2))
+        await async_until(lambda: coordinator.memberships[-1].generation == 2, "a membership comes by itself")
 
 
 async def test_an_agent_reconnects_and_receives_missed_memberships(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path, monkeypatch) as world:
-        world.state.publish(LLAMA, membership(1))
-        await async_until(lambda: len(world.acknowledged) >= 2, "it talks")
-        for stream in list(world.server.streams.opened):
+    async with run_coordinator_and_agent(tmp_path, monkeypatch) as coordinator:
+        coordinator.state.publish(LLAMA, membership(1))
+        await async_until(lambda: len(coordinator.acknowledged) >= 2, "it talks")
+        for stream in list(coordinator.server.streams.opened):
             stream.abort()
-        world.state.publish(LLAMA, membership(2))
-        await async_until(lambda: world.memberships[-1].generation == 2, "what came meanwhile")
-        assert world.frames.count(FrameKind.REGISTER) == 2
-        world.state.forget_pod(LLAMA, "uid-w-0")
-        world.state.publish(LLAMA, membership(3, "w-1"))  # this coordinator knows it no more
-        await async_until(lambda: world.frames.count(FrameKind.REGISTER) == 3, "it registers again")
+        coordinator.state.publish(LLAMA, membership(2))
+        await async_until(lambda: coordinator.memberships[-1].generation == 2, "what came meanwhile")
+        assert coordinator.frames.count(FrameKind.REGISTER) == 2
+        coordinator.state.forget_pod(LLAMA, "uid-w-0")
+        coordinator.state.publish(LLAMA, membership(3, "w-1"))  # this coordinator knows it no more
+        await async_until(lambda: coordinator.frames.count(FrameKind.REGISTER) == 3, "it registers again")
 
 
 async def test_a_membership_change_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,42 +150,44 @@ async def test_a_membership_change_is_applied(tmp_path: Path, monkeypatch: pytes
         membership(4, "w-0", "w-3"),
         membership(5, "w-0", "w-3", "w-2"),
     ]
-    async with serving(tmp_path, monkeypatch) as world:
-        for each in published:
-            world.state.publish(LLAMA, each)
-            await async_until(lambda each=each: each in world.memberships, f"generation {each.generation}")  # type: ignore[misc]
-        assert world.memberships == published
-        assert world.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 3
-        assert world.frames.count(FrameKind.REGISTER) == 1
+    async with run_coordinator_and_agent(tmp_path, monkeypatch) as coordinator:
+        for expected in published:
+            coordinator.state.publish(LLAMA, expected)
+            await async_until(
+                lambda expected=expected: expected in coordinator.memberships, f"generation {expected.generation}"
+            )  # type: ignore[misc]
+        assert coordinator.memberships == published
+        assert coordinator.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 3
+        assert coordinator.frames.count(FrameKind.REGISTER) == 1
 
 
 async def test_a_change_of_another_base_is_replaced_by_the_whole_membership(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path, monkeypatch) as world:
-        world.state.publish(LLAMA, membership(1, "w-0", "w-1", "w-2"))
-        await async_until(lambda: bool(world.memberships), "it knows the first generation")
-        world.client._newest = membership(1, "w-0", "w-8", "w-9")
+    async with run_coordinator_and_agent(tmp_path, monkeypatch) as coordinator:
+        coordinator.state.publish(LLAMA, membership(1, "w-0", "w-1", "w-2"))
+        await async_until(lambda: bool(coordinator.memberships), "it knows the first generation")
+        coordinator.client._newest = membership(1, "w-0", "w-8", "w-9")
         for generation in (2, 3):
-            world.state.publish(LLAMA, membership(generation, "w-0", "w-1", f"w-{generation + 1}"))
-            await async_until(lambda g=generation: world.memberships[-1].generation == g, "the whole")  # type: ignore[misc]
-        assert world.memberships[1:] == [membership(2, "w-0", "w-1", "w-3"), membership(3, "w-0", "w-1", "w-4")]
-        assert world.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 2, "one that does not fit, one that does"
+            coordinator.state.publish(LLAMA, membership(generation, "w-0", "w-1", f"w-{generation + 1}"))
+            await async_until(lambda g=generation: coordinator.memberships[-1].generation == g, "the whole")  # type: ignore[misc]
+        assert coordinator.memberships[1:] == [membership(2, "w-0", "w-1", "w-3"), membership(3, "w-0", "w-1", "w-4")]
+        assert coordinator.answers.count(FrameKind.MEMBERSHIP_CHANGE) == 2, "one that does not fit, one that does"
 
 
 async def test_a_stream_is_reopened_periodically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_STREAM_SECONDS", (0.3, 0.5))
-    async with serving(tmp_path, monkeypatch) as world:
-        world.state.publish(LLAMA, membership(1))
-        await async_until(lambda: world.frames.count(FrameKind.REGISTER) >= 4, "streams follow each other")
-        assert world.welcomes >= 4
-        assert [each.generation for each in world.memberships] == [1]
+    async with run_coordinator_and_agent(tmp_path, monkeypatch) as coordinator:
+        coordinator.state.publish(LLAMA, membership(1))
+        await async_until(lambda: coordinator.frames.count(FrameKind.REGISTER) >= 4, "streams follow each other")
+        assert coordinator.welcomes >= 4
+        assert [received.generation for received in coordinator.memberships] == [1]
 
 
 async def test_an_agent_is_notified_of_the_deletion_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tmp_path, monkeypatch) as world:
-        world.state.publish(LLAMA, membership(1))
-        await async_until(lambda: bool(world.acknowledged), "it talks")
-        world.orphaned.add("w-0")
-        world.state.forget_job(LLAMA)
-        await async_until(world.deleted.is_set, "it learns that its job was deleted")
+    async with run_coordinator_and_agent(tmp_path, monkeypatch) as coordinator:
+        coordinator.state.publish(LLAMA, membership(1))
+        await async_until(lambda: bool(coordinator.acknowledged), "it talks")
+        coordinator.orphaned.add("w-0")
+        coordinator.state.forget_job(LLAMA)
+        await async_until(coordinator.deleted.is_set, "it learns that its job was deleted")

@@ -176,8 +176,8 @@ def recounted(known: dict[str, device_views.SliceView], held: set[tuple[str, str
     for node in {view.node for view in known.values() if view.node}:
         there = [view for view in known.values() if view.node == node]
         newest = max(view.generation for view in there)
-        free = [(view.pool, each) for view in there if view.generation == newest for each in view.free()]
-        found[node] = sum(each not in held for each in free)
+        free = [(view.pool, device) for view in there if view.generation == newest for device in view.free()]
+        found[node] = sum(device not in held for device in free)
     return found
 
 

@@ -39,7 +39,10 @@ def test_the_conditions_that_return_quota_equal_the_recorded_ones() -> None:
     taken = recorded("cleared")["status"]["conditions"]
 
     def without_messages(conditions: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:
-        return {(each["type"], each["status"], each["reason"], each["lastTransitionTime"]) for each in conditions}
+        return {
+            (condition["type"], condition["status"], condition["reason"], condition["lastTransitionTime"])
+            for condition in conditions
+        }
 
     assert without_messages(written) == without_messages(taken)
 

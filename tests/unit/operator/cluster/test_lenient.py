@@ -87,14 +87,14 @@ def test_numbers_that_json_cannot_carry_are_left_out_of_a_status() -> None:
 def test_false_end_conditions_are_dropped() -> None:
     others = [{**COMPLETE, "type": kind.value, "status": "False"} for kind in ConditionType]
     status = readable_status({"conditions": others[:16]}, "team/llama")
-    assert not {ConditionType.COMPLETE, ConditionType.FAILED} & {each.type for each in status.conditions}
-    assert len({*(each.type for each in status.conditions), *ConditionType}) - 2 <= 16
+    assert not {ConditionType.COMPLETE, ConditionType.FAILED} & {condition.type for condition in status.conditions}
+    assert len({*(condition.type for condition in status.conditions), *ConditionType}) - 2 <= 16
 
 
 def test_duplicate_conditions_count_once() -> None:
     twice = [{**COMPLETE, "type": "Running", "reason": reason} for reason in ("First", "Second")]
     status = readable_status({"conditions": [*twice, COMPLETE]}, "team/llama")
-    assert [(each.type.value, each.reason) for each in status.conditions] == [
+    assert [(condition.type.value, condition.reason) for condition in status.conditions] == [
         ("Running", "First"),
         ("Complete", "Completed"),
     ]

@@ -21,7 +21,7 @@ CREATED = 1767225600.0
 MISSING = 'MountVolume.SetUp failed for volume "s" : secret "not-there" not found'
 
 
-class Harness:
+class WarningsHarness:
     def __init__(self) -> None:
         self.cluster = FakeCluster()
         self.job_raw = self.cluster.add(JOBS, training_job("j"))
@@ -73,17 +73,17 @@ class Harness:
         return self.warnings.with_warnings(self.job, pods)[0]
 
 
-def scenario(run: Callable[[Harness], Any]) -> None:
-    async def whole() -> None:
-        harness = Harness()
+def run_scenario(run: Callable[[WarningsHarness], Any]) -> None:
+    async def set_up_and_run() -> None:
+        harness = WarningsHarness()
         await harness.caches.jobs.refresh()
         await run(harness)
 
-    run_virtual(whole())
+    run_virtual(set_up_and_run())
 
 
 def test_a_slow_pod_shows_its_mount_failure_from_events() -> None:
-    async def run(harness: Harness) -> None:
+    async def run(harness: WarningsHarness) -> None:
         harness.pod()
         harness.event("FailedScheduling", "0/3 nodes", "2026-01-01T00:00:09Z", "older")
         harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
@@ -92,28 +92,28 @@ def test_a_slow_pod_shows_its_mount_failure_from_events() -> None:
         assert harness.warnings.seconds_until_refresh(harness.job) == 1.0
         assert harness.lists() == 0
         harness.now += 1
-        seen = await harness.read()
-        assert (seen.reason, seen.message) == ("FailedMount", MISSING)
+        view = await harness.read()
+        assert (view.reason, view.message) == ("FailedMount", MISSING)
         assert (await harness.read()).reason == "FailedMount"
         assert harness.lists() == 1, "not at every plan"
         assert harness.warnings.seconds_until_refresh(harness.job) == PAUSE_SECONDS
 
-    scenario(run)
+    run_scenario(run)
 
 
 def test_a_stale_warning_is_not_shown() -> None:
-    async def run(harness: Harness) -> None:
+    async def run(harness: WarningsHarness) -> None:
         harness.pod()
         harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
         harness.now += SLOW_SECONDS + FRESH_SECONDS
         assert (await harness.read()).reason == "ContainerCreating"
 
-    scenario(run)
+    run_scenario(run)
 
 
 @pytest.mark.parametrize("case", ["no node", "an init container runs"])
 def test_events_are_not_listed_if_the_status_names_the_problem(case: str) -> None:
-    async def run(harness: Harness) -> None:
+    async def run(harness: WarningsHarness) -> None:
         if case == "no node":
             harness.pod(node="")
         else:
@@ -123,11 +123,11 @@ def test_events_are_not_listed_if_the_status_names_the_problem(case: str) -> Non
         assert harness.lists() == 0
         assert harness.warnings.seconds_until_refresh(harness.job) is None
 
-    scenario(run)
+    run_scenario(run)
 
 
 def test_without_permission_to_list_events_the_status_is_used() -> None:
-    async def run(harness: Harness) -> None:
+    async def run(harness: WarningsHarness) -> None:
         harness.pod()
         harness.cluster.faults.append(
             lambda _method, path: http_error(403, "Forbidden", "no") if path.endswith("/events") else None
@@ -136,4 +136,4 @@ def test_without_permission_to_list_events_the_status_is_used() -> None:
         assert (await harness.read()).reason == "ContainerCreating"
         assert harness.warnings.seconds_until_refresh(harness.job) == PAUSE_SECONDS
 
-    scenario(run)
+    run_scenario(run)

@@ -44,7 +44,7 @@ def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]
     }
 
 
-def ended(name: str = "worker", **state: Any) -> dict[str, Any]:
+def terminated(name: str = "worker", **state: Any) -> dict[str, Any]:
     return {"name": name, "state": {"terminated": {"exitCode": 1, "reason": "Error", **state}}}
 
 
@@ -70,7 +70,10 @@ def test_a_new_pod_without_any_status_is_pending() -> None:
 
 
 def test_the_worker_container_is_found_by_name() -> None:
-    statuses = [ended("aside", exitCode=0), ended(exitCode=137, reason="OOMKilled", finishedAt=CREATED)]
+    statuses = [
+        terminated("aside", exitCode=0),
+        terminated(exitCode=137, reason="OOMKilled", finishedAt=CREATED),
+    ]
     view = views.pod_view(pod({"phase": "Failed", "containerStatuses": statuses}))
     assert (view.exit_code, view.reason, view.finished) == (137, "OOMKilled", 1767225600.0)
 
@@ -78,15 +81,15 @@ def test_the_worker_container_is_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("status", "reason", "message"),
     [
-        ({"reason": "Evicted", "message": "disk", "containerStatuses": [ended()]}, "Evicted", "disk"),
-        ({"containerStatuses": [ended(message="last words")]}, "Error", "last words"),
+        ({"reason": "Evicted", "message": "disk", "containerStatuses": [terminated()]}, "Evicted", "disk"),
+        ({"containerStatuses": [terminated(message="last words")]}, "Error", "last words"),
         (
             {"containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]},
             "ImagePullBackOff",
             "",
         ),
         (
-            {"initContainerStatuses": [ended("prepare", message="no disk")], "containerStatuses": []},
+            {"initContainerStatuses": [terminated("prepare", message="no disk")], "containerStatuses": []},
             "Error",
             "init container prepare ended with exit code 1: no disk",
         ),
@@ -97,8 +100,8 @@ def test_the_most_specific_reason_is_reported(status: dict[str, Any], reason: st
     assert (view.reason, view.message) == (reason, message)
 
 
-def state(name: str, **found: Any) -> dict[str, Any]:
-    return {"name": name, "state": found}
+def state(name: str, **state: Any) -> dict[str, Any]:
+    return {"name": name, "state": state}
 
 
 PROXY = state("mesh-proxy", running={"startedAt": CREATED})
@@ -106,7 +109,7 @@ PROXY = state("mesh-proxy", running={"startedAt": CREATED})
 
 @pytest.mark.parametrize("first", [True, False])
 def test_an_injected_container_is_not_the_worker(first: bool) -> None:
-    killed = ended(exitCode=137, reason="OOMKilled", finishedAt=CREATED)
+    killed = terminated(exitCode=137, reason="OOMKilled", finishedAt=CREATED)
     raw = pod({"phase": "Running", "containerStatuses": [PROXY, killed] if first else [killed, PROXY]})
     ours, others = (
         {"name": "worker", "image": "mirror/trainer@sha256:0"},
@@ -126,15 +129,30 @@ WAITS = state("worker", waiting={"reason": "PodInitializing"})
 @pytest.mark.parametrize(
     ("inits", "worker", "reason", "held_by", "code"),
     [
-        pytest.param([ended("mesh", exitCode=137)], ended(reason="OOMKilled"), "OOMKilled", "", None, id="both ended"),
-        pytest.param([ended("mesh", exitCode=2)], RUNS, "", "", None, id="a sidecar ended, the worker runs"),
-        pytest.param([ended("mesh", exitCode=2)], WAITS, "PodInitializing", "", None, id="a sidecar ends first"),
         pytest.param(
-            [state("mesh", waiting={"reason": "CrashLoopBackOff"})], WAITS, "CrashLoopBackOff", "mesh", None, id="loops"
+            [terminated("mesh", exitCode=137)],
+            terminated(reason="OOMKilled"),
+            "OOMKilled",
+            "",
+            None,
+            id="both ended",
         ),
-        pytest.param([ended("fetch", exitCode=7)], WAITS, "Error", "fetch", 7, id="an init container failed"),
+        pytest.param([terminated("mesh", exitCode=2)], RUNS, "", "", None, id="a sidecar ended, the worker runs"),
+        pytest.param([terminated("mesh", exitCode=2)], WAITS, "PodInitializing", "", None, id="a sidecar ends first"),
         pytest.param(
-            [{**state("mesh", running={}), "started": True}, state("fetch", running={"startedAt": CREATED})],
+            [state("mesh", waiting={"reason": "CrashLoopBackOff"})],
+            WAITS,
+            "CrashLoopBackOff",
+            "mesh",
+            None,
+            id="loops",
+        ),
+        pytest.param([terminated("fetch", exitCode=7)], WAITS, "Error", "fetch", 7, id="an init container failed"),
+        pytest.param(
+            [
+                {**state("mesh", running={}), "started": True},
+                state("fetch", running={"startedAt": CREATED}),
+            ],
             WAITS,
             "PodInitializing",
             "fetch",
@@ -248,7 +266,7 @@ def test_the_reason_and_message_of_a_pod_are_bounded() -> None:
     assert (len(view.reason), len(view.message)) == (views.LONGEST_REASON_OF_A_POD, views.LONGEST_WORDS)
 
 
-def recording(membership: Any) -> dict[str, Any]:
+def record_membership(membership: Any) -> dict[str, Any]:
     """Return the part of a ConfigMap with this membership."""
     return {"binaryData": {MEMBERSHIP_KEY: base64.b64encode(gzip.compress(json.dumps(membership).encode())).decode()}}
 
@@ -256,8 +274,8 @@ def recording(membership: Any) -> dict[str, Any]:
 def test_a_membership_beyond_the_latest_generation_is_ignored() -> None:
     member = {"podUid": "u", "podName": "p", "podIp": "10.0.0.1", "nodeName": "n", "nodeRank": 0, "rendezvousPort": 1}
     wire = {"transition": "Immediate", "cause": "Resize", "members": [member], "processesPerNode": 1}
-    for generation, known in ((LATEST_GENERATION, True), (LATEST_GENERATION + 1, False)):
-        assert (read_membership(recording({**wire, "generation": generation})) is not None) is known
+    for generation, is_known in ((LATEST_GENERATION, True), (LATEST_GENERATION + 1, False)):
+        assert (read_membership(record_membership({**wire, "generation": generation})) is not None) is is_known
 
 
 def test_an_unreadable_membership_is_ignored() -> None:
@@ -265,7 +283,7 @@ def test_an_unreadable_membership_is_ignored() -> None:
     assert views.child_record(raw).content_hash == "h"
     assert views.child_record({"metadata": {"annotations": {names.ANNOTATION_CONTENT_HASH: ["h"]}}}).content_hash == ""
     for record in (None, {}, {"generation": 0}):
-        assert views.child_record({**raw, **recording(record)}).membership is None
+        assert views.child_record({**raw, **record_membership(record)}).membership is None
 
 
 def test_a_large_membership_round_trips_compressed() -> None:
@@ -297,9 +315,9 @@ def test_decompression_of_a_membership_is_bounded() -> None:
         packed = base64.b64encode(gzip.compress(b" " * blanks, 1)).decode()
         tracemalloc.start()
         assert read_membership({"binaryData": {MEMBERSHIP_KEY: packed}}) is None
-        most = tracemalloc.get_traced_memory()[1]
+        peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert most < 4 * LARGEST_TEXT
+        assert peak_bytes < 4 * LARGEST_TEXT
 
 
 def test_a_record_with_too_many_values_is_refused_unparsed(
@@ -371,7 +389,7 @@ def test_kubelet_heartbeats_do_not_change_a_node_view() -> None:
 
 @pytest.mark.parametrize(
     ("quantity", "capacity"),
-    [("16", 16), (16, 16), ("0", 0), *((each, None) for each in ("16.5", "", None, "-1", "1e400", []))],
+    [("16", 16), (16, 16), ("0", 0), *((value, None) for value in ("16.5", "", None, "-1", "1e400", []))],
 )
 def test_only_whole_quantities_are_kept(quantity: Any, capacity: int | None) -> None:
     view = views.node_view(node(status={"allocatable": {"aws.amazon.com/neuron": quantity}}))
@@ -392,9 +410,9 @@ def test_malformed_parts_are_counted_and_logged_once(caplog: pytest.LogCaptureFi
 def test_any_config_map_is_read_as_a_membership_or_none(parts: Any, text: str) -> None:
     raw = {**parts, "metadata": {"annotations": {}}}  # which no object is without
     for packed in (None, text, base64.b64encode(gzip.compress(text.encode())).decode()):
-        each = raw if packed is None else {**raw, "binaryData": {MEMBERSHIP_KEY: packed}}
-        read_membership(each)
-        assert views.child_record(each).content_hash == ""
+        config_map = raw if packed is None else {**raw, "binaryData": {MEMBERSHIP_KEY: packed}}
+        read_membership(config_map)
+        assert views.child_record(config_map).content_hash == ""
 
 
 @SLOW_ALLOWED
@@ -415,5 +433,5 @@ def test_an_invalid_time_stamp_does_not_mark_a_pod_as_finished(stamp: Any) -> No
     raw: Any = copy.deepcopy(POD)
     raw["metadata"]["creationTimestamp"] = stamp
     raw["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"] = stamp
-    seen = views.pod_view(raw)
-    assert (seen.created, seen.finished, seen.exit_code) == (0.0, None, 70)
+    view = views.pod_view(raw)
+    assert (view.created, view.finished, view.exit_code) == (0.0, None, 70)

@@ -11,11 +11,11 @@ from trainium_operator.plan.model.names import JobId
 JOB = JobId("ns", "job", "job-uid")
 
 
-def at(pod: str) -> messages.Member:
+def build_member(pod: str) -> messages.Member:
     return member(pod, pod_uid=pod)
 
 
-def step(pod: str, number: int) -> messages.HeartbeatRequest:
+def step_heartbeat(pod: str, number: int) -> messages.HeartbeatRequest:
     return heartbeat(pod, pod_uid=pod, progress=messages.Progress(step=number))
 
 
@@ -37,36 +37,36 @@ def state(clock: Clock) -> CoordinatorState:
 
 
 def test_a_published_generation_never_decreases(state: CoordinatorState) -> None:
-    state.publish(JOB, membership(3, at("a")))
-    state.publish(JOB, membership(2, at("a")))
+    state.publish(JOB, membership(3, build_member("a")))
+    state.publish(JOB, membership(2, build_member("a")))
     assert state.published(JOB) == 3
 
 
 def test_state_is_kept_by_job_uid(state: CoordinatorState) -> None:
-    state.publish(JobId("ns", "job", "old"), membership(7, at("a")))
+    state.publish(JobId("ns", "job", "old"), membership(7, build_member("a")))
     assert state.published(JobId("ns", "job", "new")) == 0
     state.forget_job(JobId("ns", "job", "old"))
     assert state.published(JobId("ns", "job", "old")) == 0
 
 
 def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorState, clock: Clock) -> None:
-    state.register(JOB, registration(at("a")))
-    state.heartbeat(JOB, step("a", 10))
+    state.register(JOB, registration(build_member("a")))
+    state.heartbeat(JOB, step_heartbeat("a", 10))
     clock.now += 4
-    state.heartbeat(JOB, step("a", 12))
+    state.heartbeat(JOB, step_heartbeat("a", 12))
     view = state.agents(JOB)["a"]
     assert view.step_seconds == 2
     assert view.progressed == clock.now
     clock.now += 1
-    state.heartbeat(JOB, step("a", 12))
+    state.heartbeat(JOB, step_heartbeat("a", 12))
     assert state.agents(JOB)["a"].progressed == clock.now - 1
 
 
 def test_keepalives_report_steps_like_heartbeats(state: CoordinatorState, clock: Clock) -> None:
-    state.register(JOB, registration(at("a")))
+    state.register(JOB, registration(build_member("a")))
     state.alive(JOB, "a", 7)
     assert state.agents(JOB)["a"].progressed is None, "no heartbeat has reported a step"
-    state.heartbeat(JOB, step("a", 10))
+    state.heartbeat(JOB, step_heartbeat("a", 10))
     clock.now += 6
     state.alive(JOB, "a", 13)
     moved = clock.now
@@ -74,34 +74,34 @@ def test_keepalives_report_steps_like_heartbeats(state: CoordinatorState, clock:
     clock.now += 5
     state.alive(JOB, "a", 13)
     state.alive(JOB, "a", -1)
-    state.heartbeat(JOB, step("a", 13))
+    state.heartbeat(JOB, step_heartbeat("a", 13))
     view = state.agents(JOB)["a"]
     assert (view.progressed, view.last_seen) == (moved, clock.now), "a step that is known already is no progress"
 
 
 def test_downtime_before_an_attempt_does_not_count_as_step_time(state: CoordinatorState, clock: Clock) -> None:
     """A long fault would otherwise delay the detection of a hang after it."""
-    state.register(JOB, registration(at("a")))
+    state.register(JOB, registration(build_member("a")))
     for seconds, number in ((0, 10), (4, 12)):
         clock.now += seconds
-        state.heartbeat(JOB, step("a", number))
+        state.heartbeat(JOB, step_heartbeat("a", number))
     clock.now += 60
-    state.heartbeat(JOB, step("a", 13).model_copy(update={"attempt": 1}))
+    state.heartbeat(JOB, step_heartbeat("a", 13).model_copy(update={"attempt": 1}))
     view = state.agents(JOB)["a"]
     assert (view.step_seconds, view.progressed) == (2, clock.now)
     clock.now += 9
-    state.heartbeat(JOB, step("a", 16).model_copy(update={"attempt": 1}))
+    state.heartbeat(JOB, step_heartbeat("a", 16).model_copy(update={"attempt": 1}))
     assert state.agents(JOB)["a"].step_seconds == 3
 
 
 def test_stages_and_results_matter_at_once_and_stage_progress_like_steps(
     state: CoordinatorState,
 ) -> None:
-    state.register(JOB, registration(at("a")))
+    state.register(JOB, registration(build_member("a")))
 
     def accepted(**fields: Any) -> tuple[bool, bool]:
         result = state.heartbeat(
-            JOB, step("a", 10).model_copy(update={"progress": messages.Progress(step=10, **fields)})
+            JOB, step_heartbeat("a", 10).model_copy(update={"progress": messages.Progress(step=10, **fields)})
         )
         return result.is_urgent, result.progressed
 
@@ -119,10 +119,10 @@ def test_stages_and_results_matter_at_once_and_stage_progress_like_steps(
 def test_joining_since_is_the_first_joining_report_of_an_attempt(state: CoordinatorState, clock: Clock) -> None:
     def since(attempt: int, phase: messages.WorkerPhase = messages.WorkerPhase.JOINING) -> float | None:
         clock.now += 1
-        state.heartbeat(JOB, step("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
+        state.heartbeat(JOB, step_heartbeat("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
         return state.agents(JOB)["a"].joining_since
 
-    state.register(JOB, registration(at("a")))
+    state.register(JOB, registration(build_member("a")))
     first = since(0)
     assert first == clock.now
     assert since(0) == first
@@ -132,11 +132,11 @@ def test_joining_since_is_the_first_joining_report_of_an_attempt(state: Coordina
 
 
 def test_the_last_report_of_a_failed_member_is_kept_until_the_next_generation(state: CoordinatorState) -> None:
-    state.publish(JOB, membership(1, at("a"), at("b")))
+    state.publish(JOB, membership(1, build_member("a"), build_member("b")))
     for pod in ("a", "b", "spare"):
-        state.register(JOB, registration(at(pod)))
+        state.register(JOB, registration(build_member(pod)))
     state.forget_pod(JOB, "b")
     state.forget_pod(JOB, "spare")
     assert set(state.agents(JOB)) == {"a", "b"}
-    state.publish(JOB, membership(2, at("a")))
+    state.publish(JOB, membership(2, build_member("a")))
     assert set(state.agents(JOB)) == {"a"}

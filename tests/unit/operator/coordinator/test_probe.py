@@ -17,10 +17,10 @@ PODS = ("a", "b")
 IPS = {"a": "10.0.0.1", "b": "10.0.0.2"}
 SILENCE = [("ns", "j", True)]
 """The notification when members of the job fall silent."""
-PODS_OF = {ip: pod for pod, ip in IPS.items()}
+PODS_BY_IP = {ip: pod for pod, ip in IPS.items()}
 
 
-def at(pod: str, pod_ip: str = "", port: int = 4000) -> Member:
+def build_member(pod: str, pod_ip: str = "", port: int = 4000) -> Member:
     return member(pod, pod_uid=pod, pod_ip=pod_ip or IPS[pod], rendezvous_port=port)
 
 
@@ -28,20 +28,20 @@ class Network:
     """Connections that answer, refuse or drop, by host."""
 
     def __init__(self) -> None:
-        self.does: dict[str, object] = {}
+        self.behaviors: dict[str, object] = {}
         self.connected_to: list[str] = []
 
     async def connect(self, host: str, port: int) -> None:
-        pod = PODS_OF[host]
+        pod = PODS_BY_IP[host]
         self.connected_to.append(pod)
-        answer = self.does.get(pod)
-        if answer == "drop":
+        behavior = self.behaviors.get(pod)
+        if behavior == "drop":
             await asyncio.sleep(3600)
-        if isinstance(answer, OSError):
-            raise answer
+        if isinstance(behavior, OSError):
+            raise behavior
 
 
-class Harness:
+class ProberHarness:
     def __init__(self) -> None:
         self.now = 1000.0
         self.state = CoordinatorState(lambda: self.now)
@@ -52,18 +52,18 @@ class Harness:
         self.prober = Prober(
             self.state,
             is_serving=lambda: True,
-            notify=lambda *words: self.notified.append(words),
+            notify=lambda *notification: self.notified.append(notification),
             find_address=lambda target: self.addresses[target.pod],
             connect=self.network.connect,
         )
-        self.state.publish(JOB, membership(1, *map(at, PODS)))
+        self.state.publish(JOB, membership(1, *map(build_member, PODS)))
         for pod in PODS:
             self.register(pod)
 
     def register(self, pod: str) -> None:
-        self.state.register(JOB, registration(at(pod)))
+        self.state.register(JOB, registration(build_member(pod)))
 
-    def beat(self, *pods: str) -> None:
+    def send_heartbeats(self, *pods: str) -> None:
         for pod in pods:
             self.state.heartbeat(JOB, heartbeat(pod, pod_uid=pod))
 
@@ -73,38 +73,38 @@ class Harness:
         run_virtual(self.prober.probe_once())
         return sorted(self.network.connected_to)
 
-    def refused(self, pod: str) -> bool:
+    def is_refused(self, pod: str) -> bool:
         return self.state.agents(JOB)[pod].refused is not None
 
 
 @pytest.fixture
-def harness() -> Harness:
-    return Harness()
+def harness() -> ProberHarness:
+    return ProberHarness()
 
 
-def test_members_are_probed_when_new_and_while_silent(harness: Harness) -> None:
+def test_members_are_probed_when_new_and_while_silent(harness: ProberHarness) -> None:
     assert harness.probe() == ["a", "b"]
     harness.now += 1
-    harness.beat("a", "b")
+    harness.send_heartbeats("a", "b")
     assert harness.probe() == []
     harness.now += 2.5
-    harness.beat("a")
+    harness.send_heartbeats("a")
     assert harness.probe() == ["b"]
 
 
-def test_a_refusal_after_an_answer_is_evidence_and_notifies_the_plan_at_once(harness: Harness) -> None:
+def test_a_refusal_after_an_answer_is_evidence_and_notifies_the_plan_at_once(harness: ProberHarness) -> None:
     harness.probe()
-    harness.network.does["b"] = ConnectionRefusedError()
+    harness.network.behaviors["b"] = ConnectionRefusedError()
     harness.now += 2.5
-    harness.beat("a")
+    harness.send_heartbeats("a")
     harness.probe()
-    assert harness.refused("b")
-    assert not harness.refused("a")
+    assert harness.is_refused("b")
+    assert not harness.is_refused("a")
     assert harness.notified == [("ns", "j", True)] * 2, "the silence, and the refusal"
     assert harness.probe() == [], "once is enough"
 
 
-def test_each_silence_notifies_the_plan_once(harness: Harness) -> None:
+def test_each_silence_notifies_the_plan_once(harness: ProberHarness) -> None:
     harness.probe()
     harness.now += 1.9
     harness.probe()
@@ -113,68 +113,68 @@ def test_each_silence_notifies_the_plan_once(harness: Harness) -> None:
     harness.probe()
     harness.probe()
     assert harness.notified == [("ns", "j", True)], "once for all that fell silent"
-    harness.beat("a", "b")
+    harness.send_heartbeats("a", "b")
     harness.probe()
     harness.now += 2
-    harness.beat("a")
+    harness.send_heartbeats("a")
     harness.probe()
     assert harness.notified == [("ns", "j", True)] * 2
 
 
 @pytest.mark.parametrize("answer", ["drop", TimeoutError(), OSError(113, "No route to host")])
-def test_an_error_other_than_a_refusal_is_no_evidence(harness: Harness, answer: object) -> None:
+def test_an_error_other_than_a_refusal_is_no_evidence(harness: ProberHarness, answer: object) -> None:
     harness.probe()
-    harness.network.does["b"] = answer
+    harness.network.behaviors["b"] = answer
     harness.now += 30
     harness.probe()
-    assert not harness.refused("b")
+    assert not harness.is_refused("b")
     assert harness.notified == SILENCE
 
 
-def test_a_refusal_without_an_earlier_answer_is_no_evidence(harness: Harness) -> None:
-    harness.network.does = {pod: ConnectionRefusedError() for pod in PODS}
+def test_a_refusal_without_an_earlier_answer_is_no_evidence(harness: ProberHarness) -> None:
+    harness.network.behaviors = {pod: ConnectionRefusedError() for pod in PODS}
     harness.probe()
     harness.now += 60
     harness.probe()
-    assert not harness.refused("a")
+    assert not harness.is_refused("a")
     assert harness.notified == SILENCE
 
 
-def test_a_message_from_the_agent_clears_the_evidence(harness: Harness) -> None:
+def test_a_message_from_the_agent_clears_the_evidence(harness: ProberHarness) -> None:
     harness.probe()
-    harness.network.does["b"] = ConnectionRefusedError()
+    harness.network.behaviors["b"] = ConnectionRefusedError()
     harness.now += 2.5
     harness.probe()
-    harness.beat("b")
-    assert not harness.refused("b")
+    harness.send_heartbeats("b")
+    assert not harness.is_refused("b")
     harness.now += 2.5
     harness.probe()
-    assert harness.refused("b")
+    assert harness.is_refused("b")
     harness.register("b")
-    assert not harness.refused("b")
+    assert not harness.is_refused("b")
 
 
-def test_a_refusal_older_than_a_message_is_ignored(harness: Harness) -> None:
+def test_a_refusal_older_than_a_message_is_ignored(harness: ProberHarness) -> None:
     harness.probe()
     harness.now += 2.5
     (target, _) = harness.state.probe_targets()
-    harness.beat("a")
+    harness.send_heartbeats("a")
     assert not harness.state.record_port_refused(target)
-    assert not harness.refused("a")
+    assert not harness.is_refused("a")
 
 
 @pytest.mark.parametrize("address", ["169.254.169.254", "10.0.0.9", ""])
-def test_only_the_address_of_the_pod_is_probed(harness: Harness, address: str) -> None:
+def test_only_the_address_of_the_pod_is_probed(harness: ProberHarness, address: str) -> None:
     harness.addresses["b"] = address
     assert harness.probe() == ["a"]
     harness.now += 2.5
     assert harness.probe() == ["a"]
-    assert not harness.refused("b")
+    assert not harness.is_refused("b")
 
 
-def test_equal_ipv6_notations_are_one_address(harness: Harness) -> None:
-    harness.state.register(JOB, registration(at("b", "fd00::2")))
-    PODS_OF["fd00:0:0::2"] = "b"
+def test_equal_ipv6_notations_are_one_address(harness: ProberHarness) -> None:
+    harness.state.register(JOB, registration(build_member("b", "fd00::2")))
+    PODS_BY_IP["fd00:0:0::2"] = "b"
     harness.addresses["b"] = "fd00:0:0::2"
     assert harness.probe() == ["a", "b"]
 
@@ -190,10 +190,10 @@ class TwoJobs:
         self.at_once = 0
         self.small_exited = False
         for job, pod_ip, count in (("dark", "10.0.0.1", 1000), ("small", "10.0.0.2", 1)):
-            members = [at(f"{job}-{rank}", pod_ip) for rank in range(count)]
+            members = [build_member(f"{job}-{rank}", pod_ip) for rank in range(count)]
             self.state.publish(JobId("ns", job, job), membership(1, *members))
-            for each in members:
-                self.state.register(JobId("ns", job, job), registration(each, job=job))
+            for job_member in members:
+                self.state.register(JobId("ns", job, job), registration(job_member, job=job))
         self.prober = Prober(
             self.state,
             is_serving=lambda: True,
@@ -247,7 +247,7 @@ async def test_unresponsive_ports_of_one_job_do_not_delay_another() -> None:
 
 @in_virtual_time
 async def test_a_follower_does_not_probe() -> None:
-    harness = Harness()
+    harness = ProberHarness()
     prober = Prober(
         harness.state,
         is_serving=lambda: False,
@@ -264,12 +264,12 @@ async def test_a_follower_does_not_probe() -> None:
 async def test_a_closed_real_port_refuses() -> None:
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    harness = Harness()
-    harness.state.register(JOB, registration(at("b", "127.0.0.1", port)))
+    harness = ProberHarness()
+    harness.state.register(JOB, registration(build_member("b", "127.0.0.1", port)))
     prober = Prober(
         harness.state,
         is_serving=lambda: True,
-        notify=lambda *words: harness.notified.append(words),
+        notify=lambda *notification: harness.notified.append(notification),
         find_address=lambda target: target.host,
     )
     harness.state.forget_pod(JOB, "a")
@@ -278,4 +278,4 @@ async def test_a_closed_real_port_refuses() -> None:
     await server.wait_closed()
     harness.now += 2.5
     await prober.probe_once()
-    assert harness.refused("b")
+    assert harness.is_refused("b")

@@ -21,13 +21,13 @@ PREFIX = "trainingjob_operator_"
 SEVERITIES = {"info", "warning", "critical"}
 
 
-def alerts() -> list[dict[str, object]]:
+def read_alerts() -> list[dict[str, object]]:
     return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
-def queries() -> Iterator[tuple[str, str]]:
+def read_queries() -> Iterator[tuple[str, str]]:
     """Yield the place and the text of every query."""
-    for rule in alerts():
+    for rule in read_alerts():
         yield str(rule["alert"]), str(rule["expr"])
     for board, panels in PANELS.items():
         for panel in panels:
@@ -35,38 +35,38 @@ def queries() -> Iterator[tuple[str, str]]:
                 yield f"{board}: {panel['title']}", target["expr"]
 
 
-def exposed() -> dict[str, list[dict[str, str]]]:
+def read_exposed_labels() -> dict[str, list[dict[str, str]]]:
     """Return the labels of every sample by name."""
-    rules: dict[str, list[dict[str, str]]] = {}
+    labels: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families(busy_metrics().exposition().decode()):
         for sample in family.samples:
-            rules.setdefault(sample.name, []).append(sample.labels)
-    return rules
+            labels.setdefault(sample.name, []).append(sample.labels)
+    return labels
 
 
-EXPOSED = exposed()
+EXPOSED = read_exposed_labels()
 
 
-@pytest.mark.parametrize(("place", "query"), list(queries()), ids=[place for place, _ in queries()])
+@pytest.mark.parametrize(("place", "query"), list(read_queries()), ids=[place for place, _ in read_queries()])
 def test_a_query_uses_only_existing_metrics_labels_and_values(place: str, query: str) -> None:
-    asked = re.findall(rf"({PREFIX}\w+)(?:\{{([^}}]*)\}})?", query)
-    assert asked, place
-    known: set[str] = set()
-    for name, matchers in asked:
+    metrics = re.findall(rf"({PREFIX}\w+)(?:\{{([^}}]*)\}})?", query)
+    assert metrics, place
+    known_labels: set[str] = set()
+    for name, matchers in metrics:
         assert name in EXPOSED, f"{place}: there is no metric {name}"
         labels = {label for sample in EXPOSED[name] for label in sample}
-        known |= labels
-        for label, how, value in re.findall(r'(\w+)(=~|!~|!=|=)"([^"]*)"', matchers):
+        known_labels |= labels
+        for label, operator, value in re.findall(r'(\w+)(=~|!~|!=|=)"([^"]*)"', matchers):
             assert label in labels, f"{place}: {name} has no label {label}"
             values = {sample[label] for sample in EXPOSED[name]}
-            wanted = value.split("|") if "~" in how else [value]
+            wanted = value.split("|") if "~" in operator else [value]
             assert value.startswith("$") or set(wanted) <= values, f"{place}: {name} has no {label} {value}"
-    for listed in re.findall(r"\b(?:by|on|ignoring) \(([^)]*)\)", query):
-        assert {label.strip() for label in listed.split(",")} <= known, f"{place}: by {listed}"
+    for grouping in re.findall(r"\b(?:by|on|ignoring) \(([^)]*)\)", query):
+        assert {label.strip() for label in grouping.split(",")} <= known_labels, f"{place}: by {grouping}"
 
 
 def test_legends_and_annotations_use_labels_of_their_query() -> None:
-    for rule in alerts():
+    for rule in read_alerts():
         annotations = " ".join(rule["annotations"].values())  # type: ignore[attr-defined]
         for label in re.findall(r"\$labels\.(\w+)", annotations):
             assert label in str(rule["expr"]) or label in ("job_namespace", "job_name"), rule["alert"]
@@ -75,15 +75,15 @@ def test_legends_and_annotations_use_labels_of_their_query() -> None:
             for target in panel["targets"]:
                 name = re.search(rf"{PREFIX}\w+", target["expr"])
                 assert name is not None
-                kept = {label for sample in EXPOSED[name[0]] for label in sample}
-                assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept, panel["title"]
+                labels = {label for sample in EXPOSED[name[0]] for label in sample}
+                assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels, panel["title"]
 
 
 def test_every_alert_has_a_section_in_the_runbook_and_a_severity() -> None:
     runbook = (ROOT / "docs/runbook.md").read_text()
     sections = {line.removeprefix("## ") for line in runbook.splitlines() if line.startswith("## ")}
     targets = set()
-    for rule in alerts():
+    for rule in read_alerts():
         where, _, anchor = rule["annotations"]["runbook_url"].partition("#")  # type: ignore[index]
         assert where == "RUNBOOK", "the chart puts the page in"
         assert anchor == str(rule["alert"]).lower(), "each alert leads to its own section"
@@ -98,8 +98,10 @@ def test_dashboard_panels_do_not_overlap() -> None:
     for board, panels in PANELS.items():
         cells: set[tuple[int, int]] = set()
         for panel in panels:
-            at = panel["gridPos"]
-            own = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-            assert not own & cells, f"{board}: {panel['title']}"
-            assert at["x"] + at["w"] <= 24
-            cells |= own
+            box = panel["gridPos"]
+            covered = {
+                (x, y) for x in range(box["x"], box["x"] + box["w"]) for y in range(box["y"], box["y"] + box["h"])
+            }
+            assert not covered & cells, f"{board}: {panel['title']}"
+            assert box["x"] + box["w"] <= 24
+            cells |= covered

@@ -14,7 +14,7 @@ from trainium_operator.plan.model.text import rfc3339
 
 def status(**fields: Any) -> TrainingJobStatus:
     ledger = GoodputStatus(wall_seconds=100.0, productive_seconds=90.0, ratio=0.9, lost_seconds={"Crash": 10.0})
-    given = {
+    fields_by_default = {
         "phase": Phase.RUNNING,
         "goodput": ledger,
         "progress": ProgressStatus(step=70, loss=4.25, tokens_per_second=1000.0, samples_per_second=2.5),
@@ -26,17 +26,17 @@ def status(**fields: Any) -> TrainingJobStatus:
             MilestoneEvaluation(step=60, path="/m/60"),
         ),
     }
-    return TrainingJobStatus(**given | fields)
+    return TrainingJobStatus(**fields_by_default | fields)
 
 
-def of_jobs(metrics: Metrics) -> dict[str, float]:
+def read_named_samples(metrics: Metrics) -> dict[str, float]:
     return {key: value for key, value in read_samples(metrics).items() if "job_name=" in key}
 
 
 def test_no_job_has_named_metrics_by_default() -> None:
     metrics = Metrics()
     metrics.planned(job_view("a"), status())
-    assert not of_jobs(metrics)
+    assert not read_named_samples(metrics)
     assert "jobs_left_out" not in read_samples(metrics)
 
 
@@ -44,7 +44,7 @@ def test_the_metrics_of_a_job_equal_its_status() -> None:
     metrics = Metrics(lambda: NOW, named_jobs=5)
     metrics.planned(job_view("a"), status())
     name = 'job_name="job-a",job_namespace="team"'
-    samples = of_jobs(metrics)
+    samples = read_named_samples(metrics)
     assert samples[f'job_phase{{{name},phase="Running"}}'] == 1
     assert samples[f"job_step{{{name}}}"] == 70
     assert samples[f"job_loss{{{name}}}"] == 4.25
@@ -62,19 +62,19 @@ def test_the_metrics_of_a_job_equal_its_status() -> None:
 
 
 def test_stalled_and_checkpoint_conditions_are_exported() -> None:
-    given = (
+    values = (
         (ConditionType.STALLED, ConditionStatus.TRUE, "NameTaken"),
         (ConditionType.CHECKPOINT_HEALTHY, ConditionStatus.FALSE, "StorageUnavailable"),
     )
     conditions = tuple(
-        Condition(type=kind, status=holds, reason=reason, last_transition_time=rfc3339(NOW))
-        for kind, holds, reason in given
+        Condition(type=kind, status=value, reason=reason, last_transition_time=rfc3339(NOW))
+        for kind, value, reason in values
     )
     metrics = Metrics(named_jobs=5)
     metrics.planned(job_view("a"), status(conditions=conditions))
     name = 'job_name="job-a",job_namespace="team"'
-    assert of_jobs(metrics)[f"job_stalled{{{name}}}"] == 1
-    assert of_jobs(metrics)[f"job_checkpoint_healthy{{{name}}}"] == 0
+    assert read_named_samples(metrics)[f"job_stalled{{{name}}}"] == 1
+    assert read_named_samples(metrics)[f"job_checkpoint_healthy{{{name}}}"] == 0
 
 
 def test_named_series_are_limited_and_prefer_running_jobs() -> None:
@@ -82,14 +82,14 @@ def test_named_series_are_limited_and_prefer_running_jobs() -> None:
     for number in range(40):
         phase = Phase.RUNNING if number in (7, 31) else Phase.COMPLETED
         metrics.planned(job_view(f"{number:02}"), status(phase=phase))
-    shown = {key.split('job_name="')[1].split('"')[0] for key in of_jobs(metrics)}
+    shown = {key.split('job_name="')[1].split('"')[0] for key in read_named_samples(metrics)}
     assert shown == {"job-07", "job-31"}
     assert read_samples(metrics)["jobs_left_out"] == 38
-    assert len(of_jobs(metrics)) <= 2 * 25
+    assert len(read_named_samples(metrics)) <= 2 * 25
 
 
 def test_a_deleted_job_leaves_no_series() -> None:
     metrics = Metrics(named_jobs=2)
     metrics.planned(job_view("a"), status())
     metrics.forget("a")
-    assert not of_jobs(metrics)
+    assert not read_named_samples(metrics)

@@ -3,22 +3,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    agent,
-    created,
-    deleted,
-    failure,
-    job,
-    newest,
-    observed,
-    planned,
-    pod,
-    running,
-    with_pod,
-    with_status,
-    without,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
+from tests.unit.plan.plan_results import created_pods, deleted_pods, make_plan, newest_entry
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
@@ -30,11 +17,6 @@ from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import PodPhase
 
 
-def gave_up(code: Any, **fields: Any) -> Any:
-    verdict = failure(code, rank=1, **fields)
-    return agent(1, WorkerPhase.FAILED, generation=1, verdict=verdict, failures=(verdict,))
-
-
 @pytest.mark.parametrize(
     ("code", "reason", "advice"),
     [
@@ -44,17 +26,19 @@ def gave_up(code: Any, **fields: Any) -> Any:
     ],
 )
 def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason: Any, advice: Any) -> None:
-    result = planned(running(4, agents={1: gave_up(code)}))
+    result = make_plan(build.running_job(4, agents={1: build.failed_agent(1, code, rank=1)}))
     assert result.status.phase is Phase.FAILED
     assert find_condition(result.status, ConditionType.FAILED).reason == reason
     for part in ("boom", "demo-w-1", "node-1", f"exit code {code}", advice):
         assert part in result.status.verdict
-    assert newest(result).rung is Rung.STOP
+    assert newest_entry(result).rung is Rung.STOP
     assert result.status.avoided_nodes == ()
     assert result.status.failures == ()
     assert (reason, "Warning") in {(event.reason, event.type) for event in result.events}
     assert len(result.status.history) == 1
-    assert set(deleted(result)) == {f"demo-w-{at}" for at in (0, 2, 3)}, "the one that it names ends by itself"
+    assert set(deleted_pods(result)) == {f"demo-w-{ordinal}" for ordinal in (0, 2, 3)}, (
+        "the one that it names ends by itself"
+    )
 
 
 @pytest.mark.parametrize("reporting", [(0, 1, 2, 3), (0, 1), (1,)])
@@ -62,79 +46,86 @@ def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason:
 def test_nonfinite_numbers_are_attributed_to_the_pod_of_their_rank(
     reporting: tuple[int, ...], origins: tuple[int, ...]
 ) -> None:
-    found = f"step 7: loss is nan, gradient norm is nan{format_nonfinite_ranks(origins, 4)}, 1 such in a row"
+    message = f"step 7: loss is nan, gradient norm is nan{format_nonfinite_ranks(origins, 4)}, 1 such in a row"
 
-    def reports(rank: int) -> Any:
-        verdict = failure(65, rank=rank, message=found, at=NOW - 3 + rank)
-        return agent(rank, WorkerPhase.FAILED, generation=1, verdict=verdict, failures=(verdict,))
-
-    result = planned(running(4, agents={rank: reports(rank) for rank in reporting}))
+    agents = {rank: build.failed_agent(rank, 65, rank=rank, message=message, at=NOW - 3 + rank) for rank in reporting}
+    result = make_plan(build.running_job(4, agents=agents))
     assert find_condition(result.status, ConditionType.FAILED).reason == "NumericalError"
     assert "rank 2 of pod demo-w-2 on node node-2" in result.status.verdict
-    assert newest(result).pod == "demo-w-2"
+    assert newest_entry(result).pod == "demo-w-2"
 
 
 def test_a_rank_that_does_not_exist_names_no_pod() -> None:
-    result = planned(running(4, agents={1: gave_up(65, message="loss is nan (not finite on rank 99 alone)")}))
+    result = make_plan(
+        build.running_job(
+            4, agents={1: build.failed_agent(1, 65, rank=1, message="loss is nan (not finite on rank 99 alone)")}
+        )
+    )
     assert "of pod demo-w-1" in result.status.verdict
 
 
 def test_a_long_verdict_keeps_cause_and_advice() -> None:
-    result = planned(running(4, agents={1: gave_up(64, message="x" * 1024)}))
+    result = make_plan(build.running_job(4, agents={1: build.failed_agent(1, 64, rank=1, message="x" * 1024)}))
     assert len(result.status.verdict) <= 1024
     assert result.status.verdict.startswith("Configuration or user error")
     assert result.status.verdict.endswith("newest checkpoint.")
 
 
 def test_a_repeated_crash_before_the_first_step_is_a_user_error() -> None:
-    agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}
-    result = planned(running(4, agents={**agents, 1: gave_up(1, step=-1, attempt=1)}))
+    agents = build.agents(range(4), WorkerPhase.FAILED, generation=1)
+    result = make_plan(build.running_job(4, agents={**agents, 1: build.failed_agent(1, 1, rank=1, step=-1, attempt=1)}))
     assert result.status.phase is Phase.FAILED
     assert "before its first step" in result.status.verdict
     assert result.status.avoided_nodes == ()
 
 
 def test_a_crash_while_loading_is_no_verdict_after_the_first_step() -> None:
-    agents = {at: agent(at, WorkerPhase.FAILED, generation=1) for at in range(4)}
+    agents = build.agents(range(4), WorkerPhase.FAILED, generation=1)
     status = {"progress": {"step": 40}}
-    result = planned(running(4, spares=1, agents={**agents, 1: gave_up(1, step=-1, attempt=1)}, status=status))
+    result = make_plan(
+        build.running_job(
+            4, spares=1, agents={**agents, 1: build.failed_agent(1, 1, rank=1, step=-1, attempt=1)}, status=status
+        )
+    )
     assert result.status.phase is Phase.RECOVERING
-    assert newest(result).cause is Cause.CRASH
+    assert newest_entry(result).cause is Cause.CRASH
 
 
 def test_a_stopping_exit_code_before_joining_is_a_verdict() -> None:
-    seen = with_pod(running(4, spares=1), pod(4, phase=PodPhase.FAILED, exit_code=64, message="no such file"))
-    assert "no such file" in planned(seen).status.verdict
+    observed = build.with_pod(
+        build.running_job(4, spares=1), build.pod(4, phase=PodPhase.FAILED, exit_code=64, message="no such file")
+    )
+    assert "no such file" in make_plan(observed).status.verdict
 
 
 def test_a_stopping_exit_code_of_a_deleted_pod_is_no_verdict() -> None:
-    going = pod(4, phase=PodPhase.FAILED, exit_code=64, message="no such file", deleting=True)
-    assert planned(with_pod(running(4, spares=1), going)).status.phase is Phase.RUNNING
+    going = build.pod(4, phase=PodPhase.FAILED, exit_code=64, message="no such file", deleting=True)
+    assert make_plan(build.with_pod(build.running_job(4, spares=1), going)).status.phase is Phase.RUNNING
 
 
 def failed_pods(*ordinals: Any, **changes: Any) -> Any:
     fields = {"phase": PodPhase.FAILED, "exit_code": 1, "reason": "Error", "message": "ImportError: x", **changes}
     status = TrainingJobStatus(desired=4, next_pod_ordinal=4)
-    pods = tuple(pod(at, **(fields if at in ordinals else {})) for at in range(4))
-    agents = {at: agent(at) for at in range(4) if at not in ordinals}
-    return observed(job(status=status), pods, agents)
+    pods = tuple(build.pod(ordinal, **(fields if ordinal in ordinals else {})) for ordinal in range(4))
+    agents = {ordinal: build.agent(ordinal) for ordinal in range(4) if ordinal not in ordinals}
+    return build.observation(build.job(status=status), pods, agents)
 
 
 def test_one_worker_that_does_not_start_is_retried_and_kept() -> None:
-    result = planned(failed_pods(1))
+    result = make_plan(failed_pods(1))
     assert result.status.phase is Phase.PENDING
-    assert created(result) == ["demo-w-4"]
-    assert deleted(result) == {}
+    assert created_pods(result) == ["demo-w-4"]
+    assert deleted_pods(result) == {}
     condition = find_condition(result.status, ConditionType.PODS_READY)
     assert condition.reason == "WorkerNotStarting"
     assert "ImportError: x" in condition.message
 
 
 def test_two_workers_that_do_not_start_are_a_verdict() -> None:
-    result = planned(failed_pods(1, 2))
+    result = make_plan(failed_pods(1, 2))
     assert result.status.phase is Phase.FAILED
     assert "ImportError: x" in result.status.verdict
-    assert set(deleted(result)) == {"demo-w-0", "demo-w-3"}
+    assert set(deleted_pods(result)) == {"demo-w-0", "demo-w-3"}
 
 
 @pytest.mark.parametrize(
@@ -148,55 +139,60 @@ def test_two_workers_that_do_not_start_are_a_verdict() -> None:
     ],
 )
 def test_workers_ended_by_the_cluster_are_never_a_verdict(changes: Any) -> None:
-    result = planned(failed_pods(1, 2, **changes))
+    result = make_plan(failed_pods(1, 2, **changes))
     assert result.status.phase is Phase.PENDING
-    assert set(deleted(result)) == {"demo-w-1", "demo-w-2"}
-    assert created(result) == ["demo-w-4", "demo-w-5"]
+    assert set(deleted_pods(result)) == {"demo-w-1", "demo-w-2"}
+    assert created_pods(result) == ["demo-w-4", "demo-w-5"]
     assert len(result.status.failures) == 2
     assert result.status.avoided_nodes == ()
 
 
 def test_a_failed_spare_of_a_training_job_is_counted_once_and_replaced_elsewhere() -> None:
-    seen = with_pod(running(4, spares=1), pod(4, phase=PodPhase.FAILED, exit_code=1, reason="Error"))
-    result = planned(seen)
-    assert deleted(result) == {"demo-w-4": None}
+    observed = build.with_pod(
+        build.running_job(4, spares=1), build.pod(4, phase=PodPhase.FAILED, exit_code=1, reason="Error")
+    )
+    result = make_plan(observed)
+    assert deleted_pods(result) == {"demo-w-4": None}
     assert [(record.pod, record.node) for record in result.status.failures] == [("demo-w-4", "node-4")]
-    again = planned(with_status(seen, result.status))
+    again = make_plan(build.with_status(observed, result.status))
     assert len(again.status.failures) == 1
 
 
 def test_new_pods_back_off_when_workers_keep_failing() -> None:
-    seen = running(4)
+    observed = build.running_job(4)
     records = tuple(
-        FailureRecord(at=NOW - 21 + 5 * at, cause=Cause.POD_LOST, pod=f"demo-w-{90 + at}") for at in range(5)
+        FailureRecord(at=NOW - 21 + 5 * number, cause=Cause.POD_LOST, pod=f"demo-w-{90 + number}")
+        for number in range(5)
     )
-    seen = with_status(seen, seen.job.status.model_copy(update={"failures": records}))
-    result = planned(without(seen, 1))
-    assert created(result) == []
+    observed = build.with_status(observed, observed.job.status.model_copy(update={"failures": records}))
+    result = make_plan(build.without_pods(observed, 1))
+    assert created_pods(result) == []
     assert 0 < result.requeue_after <= 8
 
 
-def with_unfit_spare(seen: Any, code: int) -> Any:
-    unfit = agent(4, WorkerPhase.FAILED, ready=False, verdict=failure(code, generation=0, step=-1))
-    return replace(seen, pods=(*seen.pods, pod(4, node="node-3")), agents={**seen.agents, "uid-4": unfit})
+def with_unfit_spare(observed: Any, code: int) -> Any:
+    unfit = build.agent(4, WorkerPhase.FAILED, ready=False, verdict=build.failure(code, generation=0, step=-1))
+    return replace(
+        observed, pods=(*observed.pods, build.pod(4, node="node-3")), agents={**observed.agents, "uid-4": unfit}
+    )
 
 
 def test_a_configuration_that_a_spare_cannot_read_stops_the_job() -> None:
-    result = planned(with_unfit_spare(running(4), 64))
+    result = make_plan(with_unfit_spare(build.running_job(4), 64))
     assert result.status.phase is Phase.FAILED
     assert "demo-w-4" in result.status.verdict
 
 
 def test_a_spare_that_has_not_given_up_stops_nothing() -> None:
-    seen = with_unfit_spare(running(4), 64)
-    tries = agent(4, verdict=failure(64, generation=0, step=-1))
-    assert planned(replace(seen, agents={**seen.agents, "uid-4": tries})).status.phase is Phase.RUNNING
+    observed = with_unfit_spare(build.running_job(4), 64)
+    tries = build.agent(4, verdict=build.failure(64, generation=0, step=-1))
+    assert make_plan(build.with_agents(observed, {4: tries})).status.phase is Phase.RUNNING
 
 
 def test_a_spare_without_its_devices_is_counted_once_and_its_node_avoided() -> None:
-    result = planned(with_unfit_spare(running(4), 80))
+    result = make_plan(with_unfit_spare(build.running_job(4), 80))
     assert result.status.phase is not Phase.FAILED
-    assert set(deleted(result)) == {"demo-w-4"}
+    assert set(deleted_pods(result)) == {"demo-w-4"}
     assert [(record.pod, record.node) for record in result.status.failures] == [("demo-w-4", "node-3")]
-    again = replace(running(4), job=replace(running(4).job, status=result.status))
-    assert len(planned(with_unfit_spare(again, 80)).status.failures) == 1
+    again = replace(build.running_job(4), job=replace(build.running_job(4).job, status=result.status))
+    assert len(make_plan(with_unfit_spare(again, 80)).status.failures) == 1

@@ -5,20 +5,17 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    deleted,
-    newest,
-    planned,
-    pod,
-    published,
-    ranks,
-    running,
-    spec,
-    with_pod,
-    with_status,
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
+from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import (
+    deleted_pods,
+    event_notes,
+    make_plan,
+    newest_entry,
+    published_members,
+    published_membership,
 )
-from tests.unit.plan.plan_cluster import FakeCluster, names_of
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
@@ -30,7 +27,7 @@ KARPENTER = Taint("karpenter.sh/disrupted", "", "NoSchedule")
 
 
 def started(*, nodes: int = 6, spares: int = 0, recovery: Any = None, **workers: Any) -> FakeCluster:
-    job_spec = spec(workers={"spares": spares, **workers}, recovery=recovery or {}, trainer={"steps": 10**6})
+    job_spec = build.spec(workers={"spares": spares, **workers}, recovery=recovery or {}, trainer={"steps": 10**6})
     cluster = FakeCluster(job_spec, nodes)
     cluster.run(15)
     assert cluster.status.phase is Phase.RUNNING
@@ -60,11 +57,11 @@ def trains(cluster: FakeCluster) -> bool:
 )
 def test_a_rank_on_a_leaving_node_moves_to_the_spare_without_a_lost_step(mark: Any) -> None:
     cluster = started(spares=1)
-    leaver, node = names_of(cluster)[1], node_of(cluster, 1)
+    leaver, node = cluster.member_names()[1], node_of(cluster, 1)
     cluster.mark_node(node, **mark)
     cluster.run(8)
     assert cluster.status.phase is Phase.RUNNING
-    assert names_of(cluster) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert cluster.member_names() == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
     assert cluster.membership is not None
     assert cluster.membership.transition is Transition.GRACEFUL
     entry = cluster.status.history[-1]
@@ -74,21 +71,21 @@ def test_a_rank_on_a_leaving_node_moves_to_the_spare_without_a_lost_step(mark: A
     cluster.run(8)
     assert leaver not in cluster.pods
     assert cluster.status.spares == 1, "a new spare is made in the background"
-    assert node not in {each.view.node for each in cluster.pods.values()}
+    assert node not in {pod.view.node for pod in cluster.pods.values()}
 
 
 def test_no_warm_worker_is_deleted_during_a_handover() -> None:
-    fewer = spec(workers={"spares": 1})
-    seen = running(4, spares=4, job_spec=fewer)
-    assert set(deleted(planned(seen))) == {"demo-w-5", "demo-w-6", "demo-w-7"}, "beyond the spare"
-    result = planned(leaving(seen, 1))
-    assert published(result) is not None
-    assert deleted(result) == {}
+    fewer = build.spec(workers={"spares": 1})
+    observed = build.running_job(4, spares=4, job_spec=fewer)
+    assert set(deleted_pods(make_plan(observed))) == {"demo-w-5", "demo-w-6", "demo-w-7"}, "beyond the spare"
+    result = make_plan(leaving(observed, 1))
+    assert published_membership(result) is not None
+    assert deleted_pods(result) == {}
 
 
-def leaving(seen: Any, *ordinals: int, taint: Taint = KARPENTER) -> Any:
-    nodes = {f"node-{at}": NodeView(name=f"node-{at}", taints=(taint,)) for at in ordinals}
-    return replace(seen, nodes={**seen.nodes, **nodes})
+def leaving(observed: Any, *ordinals: int, taint: Taint = KARPENTER) -> Any:
+    nodes = {f"node-{number}": NodeView(name=f"node-{number}", taints=(taint,)) for number in ordinals}
+    return replace(observed, nodes={**observed.nodes, **nodes})
 
 
 def test_without_a_spare_the_member_trains_on_until_its_replacement_is_warm() -> None:
@@ -96,11 +93,11 @@ def test_without_a_spare_the_member_trains_on_until_its_replacement_is_warm() ->
     cluster.mark_node(node_of(cluster, 2), taint=KARPENTER)
     cluster.dirty = True
     cluster.run(1)
-    assert names_of(cluster)[2] == "demo-w-2"
+    assert cluster.member_names()[2] == "demo-w-2"
     assert len(cluster.pods) == 5
     assert trains(cluster)
     cluster.run(8)
-    assert names_of(cluster)[2] == "demo-w-4"
+    assert cluster.member_names()[2] == "demo-w-4"
     assert cluster.status.history[-1].rung is Rung.REPLACE
     assert cluster.status.phase is Phase.RUNNING
     cluster.run(8)
@@ -108,14 +105,13 @@ def test_without_a_spare_the_member_trains_on_until_its_replacement_is_warm() ->
 
 
 def test_a_notice_is_reported_once_with_its_node_and_its_source() -> None:
-    result = planned(leaving(running(4), 1))
-    notices = [event for event in result.events if event.reason == "InterruptionNotice"]
-    assert len(notices) == 1
-    assert "node-1" in notices[0].note
-    assert "karpenter.sh/disrupted" in notices[0].note
+    result = make_plan(leaving(build.running_job(4), 1))
+    (note,) = event_notes(result, "InterruptionNotice")
+    assert "node-1" in note
+    assert "karpenter.sh/disrupted" in note
     assert result.status.leaving_since == NOW
-    again = planned(leaving(with_status(running(4), leaving_since=NOW - 5), 1))
-    assert [event.reason for event in again.events if event.reason == "InterruptionNotice"] == []
+    again = make_plan(leaving(build.with_status(build.running_job(4), leaving_since=NOW - 5), 1))
+    assert event_notes(again, "InterruptionNotice") == []
     assert again.status.leaving_since == NOW - 5
 
 
@@ -123,10 +119,10 @@ def test_an_elastic_job_without_capacity_shrinks_gracefully_after_the_wait() -> 
     cluster = started(nodes=4, minReplicas=2)
     cluster.mark_node(node_of(cluster, 3), taint=KARPENTER)
     cluster.run(100)
-    assert len(names_of(cluster)) == 4
+    assert len(cluster.member_names()) == 4
     assert trains(cluster)
     cluster.run(30)
-    assert names_of(cluster) == ["demo-w-0", "demo-w-1", "demo-w-2"]
+    assert cluster.member_names() == ["demo-w-0", "demo-w-1", "demo-w-2"]
     assert cluster.membership is not None
     assert cluster.membership.transition is Transition.GRACEFUL
     assert (cluster.status.history[-1].rung, cluster.status.history[-1].cause) == (Rung.SHRINK, Cause.PREEMPTED)
@@ -137,9 +133,9 @@ def test_an_elastic_job_shrinks_before_a_spot_instance_ends() -> None:
     cluster = started(nodes=4, minReplicas=2)
     cluster.mark_node(node_of(cluster, 3), taint=SPOT)
     cluster.run(48)
-    assert len(names_of(cluster)) == 4
+    assert len(cluster.member_names()) == 4
     cluster.run(8)
-    assert len(names_of(cluster)) == 3
+    assert len(cluster.member_names()) == 3
     assert cluster.status.history[-1].recovered_seconds is not None, "60 s before the end it trains without the node"
 
 
@@ -191,22 +187,22 @@ def test_a_cordon_replaces_nobody() -> None:
 
 def test_an_out_of_service_node_is_lost_at_once() -> None:
     taint = Taint("node.kubernetes.io/out-of-service", "nodeshutdown", "NoExecute")
-    result = planned(leaving(running(4, spares=1), 1, taint=taint))
-    assert published(result) is not None
-    assert newest(result).cause is Cause.NODE_LOST
-    assert deleted(result)["demo-w-1"] == 0
+    result = make_plan(leaving(build.running_job(4, spares=1), 1, taint=taint))
+    assert published_membership(result) is not None
+    assert newest_entry(result).cause is Cause.NODE_LOST
+    assert deleted_pods(result)["demo-w-1"] == 0
 
 
 def test_a_pod_marked_for_disruption_is_replaced_gracefully() -> None:
-    result = planned(with_pod(running(4, spares=1), pod(1, disrupted=True)))
-    membership = published(result)
+    result = make_plan(build.with_pod(build.running_job(4, spares=1), build.pod(1, disrupted=True)))
+    membership = published_membership(result)
     assert membership is not None
-    assert (membership.transition, newest(result).cause) == (Transition.GRACEFUL, Cause.PREEMPTED)
+    assert (membership.transition, newest_entry(result).cause) == (Transition.GRACEFUL, Cause.PREEMPTED)
 
 
 def test_a_spare_on_a_leaving_node_is_replaced_without_touching_the_members() -> None:
     cluster = started(spares=1)
-    (spare,) = set(cluster.pods) - set(names_of(cluster))
+    (spare,) = set(cluster.pods) - set(cluster.member_names())
     cluster.mark_node(cluster.pods[spare].view.node, taint=KARPENTER)
     cluster.run(10)
     assert spare not in cluster.pods
@@ -217,11 +213,11 @@ def test_a_spare_on_a_leaving_node_is_replaced_without_touching_the_members() ->
 
 def test_a_frozen_fleet_still_honours_interruption_notices() -> None:
     """The circuit breaker covers health, not announced interruptions."""
-    seen = replace(leaving(running(4, spares=1), 1), fleet=FleetView(frozen="too many nodes are bad"))
-    assert ranks(published(planned(seen))) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    observed = replace(leaving(build.running_job(4, spares=1), 1), fleet=FleetView(frozen="too many nodes are bad"))
+    assert published_members(make_plan(observed)) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
 
 
 def test_two_leaving_members_move_to_two_spares_at_once() -> None:
-    result = planned(leaving(running(4, spares=2), 1, 2))
-    assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-5", "demo-w-3"]
+    result = make_plan(leaving(build.running_job(4, spares=2), 1, 2))
+    assert published_members(result) == ["demo-w-0", "demo-w-4", "demo-w-5", "demo-w-3"]
     assert result.status.restarts.total == 1

@@ -6,23 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    agent,
-    deleted,
-    newest,
-    planned,
-    published,
-    ranks,
-    running,
-    spec,
-    training,
-    with_status,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import (
+    deleted_pods,
+    make_plan,
+    newest_entry,
+    published_members,
+    published_membership,
+)
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import StragglerStatus
 from trainium_contract.wire.messages import StepTiming, Transition, WorkerPhase
 from trainium_operator.plan.model.actions import Plan
@@ -30,25 +26,28 @@ from trainium_operator.plan.model.observed import FleetView
 from trainium_operator.plan.model.reasons import Reason
 
 SLOW = "demo-w-1"
+RESIZE_OF_30_SECONDS = build.interruption(Rung.REPLACE, ago=870, took=30.0, cause=Cause.POD_LOST)
 
 
-def paced(at: int, own: float, step: int = 200, wait: float | None = None) -> Any:
+def paced(ordinal: int, own: float, step: int = 200, wait: float | None = None) -> Any:
     timing = StepTiming(steps=20, step_seconds=2.0, own_seconds=own, cpu_wait=wait)
-    return training(at, step=step, timing=timing)
+    return build.training_agent(ordinal, step=step, timing=timing)
 
 
-def job(own: float = 1.5, *, step: int = 200, spares: int = 1, stragglers: tuple[Any, ...] = (), **changes: Any) -> Any:
+def job_with_straggler(
+    own: float = 1.5, *, step: int = 200, spares: int = 1, stragglers: tuple[Any, ...] = (), **changes: Any
+) -> Any:
     """Return four members; a step takes the second one `own` seconds and the others one."""
-    agents = {at: paced(at, own if at == 1 else 1.0 + at / 100, step) for at in range(4)}
+    agents = {ordinal: paced(ordinal, own if ordinal == 1 else 1.0 + ordinal / 100, step) for ordinal in range(4)}
     agents |= changes.pop("agents", {})
-    job_spec = spec(workers={"replicas": 4, "spares": spares}, recovery=changes.pop("recovery", {}))
+    job_spec = build.spec(workers={"replicas": 4, "spares": spares}, recovery=changes.pop("recovery", {}))
     status = {"stragglers": stragglers, "progress": {"step": step}, **changes.pop("status", {})}
-    return running(4, spares=spares, job_spec=job_spec, agents=agents, status=status, **changes)
+    return build.running_job(4, spares=spares, job_spec=job_spec, agents=agents, status=status, **changes)
 
 
 def on_loaded_hosts(own: float, waits: tuple[float | None, ...], reported: bool = True) -> Any:
-    agents = {at: paced(at, own if at == 1 else 1.0, wait=wait) for at, wait in enumerate(waits)}
-    return job(agents=agents, step=200, stragglers=(entry(reported=reported),))
+    agents = {ordinal: paced(ordinal, own if ordinal == 1 else 1.0, wait=wait) for ordinal, wait in enumerate(waits)}
+    return job_with_straggler(agents=agents, step=200, stragglers=(straggler_record(reported=reported),))
 
 
 @pytest.mark.parametrize(
@@ -65,53 +64,57 @@ def on_loaded_hosts(own: float, waits: tuple[float | None, ...], reported: bool 
 def test_a_straggler_on_hosts_that_are_all_loaded_is_not_replaced(
     own: float, waits: tuple[float | None, ...], evicted: bool
 ) -> None:
-    assert (published(planned(on_loaded_hosts(own, waits))) is not None) is evicted
-    notes = [event.note for event in planned(on_loaded_hosts(own, waits, reported=False)).events]
+    assert (published_membership(make_plan(on_loaded_hosts(own, waits))) is not None) is evicted
+    notes = [event.note for event in make_plan(on_loaded_hosts(own, waits, reported=False)).events]
     assert any("waits for a processor, as the others do" in note for note in notes) is not evicted
 
 
-def entry(*, since: int = 100, reported: bool = False) -> StragglerStatus:
+def straggler_record(*, since: int = 100, reported: bool = False) -> StragglerStatus:
     return StragglerStatus(pod=SLOW, node="node-1", since_step=since, slowdown=1.5, reported=reported)
 
 
-def events(result: Plan) -> list[str]:
+def event_reasons(result: Plan) -> list[str]:
     return [event.reason for event in result.events]
 
 
 def test_a_new_straggler_is_recorded_and_not_reported() -> None:
-    result = planned(job())
-    assert [(each.pod, each.since_step, each.reported) for each in result.status.stragglers] == [(SLOW, 200, False)]
-    assert [each.slowdown for each in result.status.stragglers] == [1.47], "1.5 s, and the median member 1.02 s"
-    assert Reason.STRAGGLER_DETECTED not in events(result)
-    assert published(result) is None
+    result = make_plan(job_with_straggler())
+    assert [(straggler.pod, straggler.since_step, straggler.reported) for straggler in result.status.stragglers] == [
+        (SLOW, 200, False)
+    ]
+    assert [straggler.slowdown for straggler in result.status.stragglers] == [1.47], (
+        "1.5 s, and the median member 1.02 s"
+    )
+    assert Reason.STRAGGLER_DETECTED not in event_reasons(result)
+    assert published_membership(result) is None
 
 
 def test_of_two_members_the_slower_one_is_a_straggler() -> None:
     agents = {0: paced(0, 1.0), 1: paced(1, 1.5)}
-    result = planned(running(2, agents=agents, status={"progress": {"step": 200}}))
-    assert [(each.pod, each.slowdown) for each in result.status.stragglers] == [(SLOW, 1.5)]
+    result = make_plan(build.running_job(2, agents=agents, status={"progress": {"step": 200}}))
+    assert [(straggler.pod, straggler.slowdown) for straggler in result.status.stragglers] == [(SLOW, 1.5)]
 
 
 def test_a_persistent_straggler_is_reported_once() -> None:
-    result = planned(job(step=150, spares=0, stragglers=(entry(),)))
-    assert events(result).count(Reason.STRAGGLER_DETECTED) == 1
+    result = make_plan(job_with_straggler(step=150, spares=0, stragglers=(straggler_record(),)))
+    assert event_reasons(result).count(Reason.STRAGGLER_DETECTED) == 1
     (straggler,) = result.status.stragglers
     assert straggler.reported
-    again = planned(job(step=160, spares=0, stragglers=(straggler,)))
-    assert Reason.STRAGGLER_DETECTED not in events(again)
+    again = make_plan(job_with_straggler(step=160, spares=0, stragglers=(straggler,)))
+    assert Reason.STRAGGLER_DETECTED not in event_reasons(again)
     assert again.status.stragglers == (straggler,), "no status write while nothing changes"
-    assert published(again) is None
+    assert published_membership(again) is None
 
 
 def test_a_persistent_straggler_goes_gracefully_to_the_spare_and_uses_no_budget_of_the_user() -> None:
-    result = planned(job(stragglers=(entry(reported=True),)))
-    assert ranks(published(result)) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    assert published(result).transition is Transition.GRACEFUL
-    assert newest(result).cause is Cause.STRAGGLER
-    assert newest(result).rung is Rung.SPARE
-    assert "1.47 times as long" in newest(result).message
+    result = make_plan(job_with_straggler(stragglers=(straggler_record(reported=True),)))
+    assert published_members(result) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert published_membership(result).transition is Transition.GRACEFUL
+    assert newest_entry(result).cause is Cause.STRAGGLER
+    assert newest_entry(result).rung is Rung.SPARE
+    assert "1.47 times as long" in newest_entry(result).message
     assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.STRAGGLER, "node-1")]
-    assert deleted(result) == {SLOW: None}
+    assert deleted_pods(result) == {SLOW: None}
 
 
 @pytest.mark.parametrize(
@@ -121,51 +124,45 @@ def test_a_persistent_straggler_goes_gracefully_to_the_spare_and_uses_no_budget_
         {"recovery": {"stragglers": {"slowdown": 2.0}}},
         {"spares": 0},
         {"fleet": FleetView(frozen="30 % of the nodes are bad at once")},
-        {"agents": {4: agent(4, ready=False)}},
-        {"agents": {0: agent(0, WorkerPhase.LOADING, generation=1)}},
+        {"agents": {4: build.agent(4, ready=False)}},
+        {"agents": {0: build.agent(0, WorkerPhase.LOADING, generation=1)}},
         {
             "status": {
                 "avoided_nodes": ("node-4",),
                 "failures": ({"at": NOW - 9, "cause": "NodeLost", "node": "node-4"},),
             }
         },
-        {
-            "status": {
-                "history": (
-                    Interruption(
-                        generation=1, attempt=0, time="t", cause=Cause.CRASH, rung=Rung.IN_PLACE, failed_at=NOW - 5
-                    ),
-                )
-            }
-        },
+        {"status": {"history": (build.interruption(Rung.IN_PLACE, ago=5, took=None, decided_at=None),)}},
     ],
     ids=["not allowed", "limit raised", "no spare", "frozen", "cold spare", "not settled", "bad spare", "recovering"],
 )
 def test_a_straggler_is_kept_while_eviction_is_unsafe(changes: Any) -> None:
-    result = planned(job(stragglers=(entry(reported=True),), **changes))
-    assert published(result) is None
-    assert SLOW not in deleted(result)
+    result = make_plan(job_with_straggler(stragglers=(straggler_record(reported=True),), **changes))
+    assert published_membership(result) is None
+    assert SLOW not in deleted_pods(result)
 
 
 def elastic(own: float, *, least: int = 1, batch: int = 24, steps: int = 10**6, **changes: Any) -> Any:
-    """Return `job` for a job that may shrink, without a spare; a step takes as long as the slow member."""
+    """Return a job that may shrink and has no spare; a step takes as long as the slow member."""
     status = {
-        "stragglers": (entry(reported=True),),
+        "stragglers": (straggler_record(reported=True),),
         "progress": {"step": 200, "totalSteps": steps},
         **changes.pop("status", {}),
     }
     timed = {
-        at: training(at, step=200, timing=StepTiming(steps=20, step_seconds=own, own_seconds=own if at == 1 else 1.0))
-        for at in range(4)
+        ordinal: build.training_agent(
+            ordinal, step=200, timing=StepTiming(steps=20, step_seconds=own, own_seconds=own if ordinal == 1 else 1.0)
+        )
+        for ordinal in range(4)
     }
-    made = spec(
+    job_spec = build.spec(
         workers={"replicas": 4, "minReplicas": least},
         trainer={"batch": {"globalSize": batch}, "steps": steps},
         recovery={"rescaleAfterSeconds": 600},
         **changes.pop("more", {}),
     )
     timed |= changes.pop("agents_more", {})
-    return running(4, job_spec=made, agents=timed, status=status, **changes)
+    return build.running_job(4, job_spec=job_spec, agents=timed, status=status, **changes)
 
 
 @pytest.mark.parametrize(
@@ -181,107 +178,100 @@ def elastic(own: float, *, least: int = 1, batch: int = 24, steps: int = 10**6, 
 def test_without_a_spare_a_straggler_is_left_out_if_the_others_are_faster(
     own: float, batch: int, left_out: bool
 ) -> None:
-    result = planned(elastic(own, batch=batch))
-    assert (published(result) is not None) is left_out
+    result = make_plan(elastic(own, batch=batch))
+    assert (published_membership(result) is not None) is left_out
     if left_out:
-        assert ranks(published(result)) == ["demo-w-0", "demo-w-3", "demo-w-2"]
-        assert published(result).transition is Transition.GRACEFUL
-        assert newest(result).rung is Rung.SHRINK
-        assert "the others are faster without it" in newest(result).message
-        assert deleted(result) == {SLOW: None}
+        assert published_members(result) == ["demo-w-0", "demo-w-3", "demo-w-2"]
+        assert published_membership(result).transition is Transition.GRACEFUL
+        assert newest_entry(result).rung is Rung.SHRINK
+        assert "the others are faster without it" in newest_entry(result).message
+        assert deleted_pods(result) == {SLOW: None}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"least": 4},
-        {"steps": 210, "status": {"progress": {"step": 200, "totalSteps": 210}, "history": (
-            Interruption(
-                generation=0, attempt=0, time="t", cause=Cause.POD_LOST, rung=Rung.REPLACE, failed_at=NOW - 900,
-                decided_at=NOW - 900, recovered_seconds=30.0,
-            ),
-        )}},
-        {"agents_more": {3: training(3, step=200)}},
+        {"steps": 210, "status": {"progress": {"step": 200, "totalSteps": 210}, "history": (RESIZE_OF_30_SECONDS,)}},
+        {"agents_more": {3: build.training_agent(3, step=200)}},
         {"more": {"precompile": {"enabled": True}}},
     ],
     ids=["floor", "few steps left", "one does not report", "no graphs"],
-)  # fmt: skip
+)
 def test_a_straggler_is_kept_if_the_others_may_not_be_faster(changes: Any) -> None:
-    assert published(planned(elastic(3.0, **changes))) is None
+    assert published_membership(make_plan(elastic(3.0, **changes))) is None
 
 
 @pytest.mark.parametrize(("steps_left", "left_out"), [(35, False), (40, True)])
 def test_a_straggler_is_left_out_if_the_remaining_steps_repay_two_resizes(steps_left: int, left_out: bool) -> None:
-    change = Interruption(
-        generation=0, attempt=0, time="t", cause=Cause.POD_LOST, rung=Rung.REPLACE, failed_at=NOW - 900,
-        decided_at=NOW - 900, recovered_seconds=30.0,
-    )  # fmt: skip
     total = 200 + steps_left
-    status = {"progress": {"step": 200, "totalSteps": total}, "history": (change,)}
+    status = {"progress": {"step": 200, "totalSteps": total}, "history": (RESIZE_OF_30_SECONDS,)}
     # A step takes 3 s with it and 1.33 s without: 36 steps save two changes of 30 s.
-    assert (published(planned(elastic(3.0, steps=total, status=status))) is not None) is left_out
+    assert (published_membership(make_plan(elastic(3.0, steps=total, status=status))) is not None) is left_out
 
 
 def test_straggler_detection_has_hysteresis() -> None:
-    assert planned(job(own=1.15)).status.stragglers == ()
-    between = planned(job(own=1.15, stragglers=(entry(reported=True),)))
-    assert [each.pod for each in between.status.stragglers] == [SLOW]
-    assert published(between) is None, "in between it is not evicted"
-    better = planned(job(own=1.05, stragglers=(entry(reported=True),)))
+    assert make_plan(job_with_straggler(own=1.15)).status.stragglers == ()
+    between = make_plan(job_with_straggler(own=1.15, stragglers=(straggler_record(reported=True),)))
+    assert [straggler.pod for straggler in between.status.stragglers] == [SLOW]
+    assert published_membership(between) is None, "in between it is not evicted"
+    better = make_plan(job_with_straggler(own=1.05, stragglers=(straggler_record(reported=True),)))
     assert better.status.stragglers == ()
-    assert events(better).count(Reason.STRAGGLER_RECOVERED) == 1
+    assert event_reasons(better).count(Reason.STRAGGLER_RECOVERED) == 1
 
 
 def test_tiny_differences_are_ignored() -> None:
-    fast = {at: paced(at, 0.04 if at == 1 else 0.01) for at in range(4)}
-    assert planned(job(agents=fast)).status.stragglers == ()
+    fast = {ordinal: paced(ordinal, 0.04 if ordinal == 1 else 0.01) for ordinal in range(4)}
+    assert make_plan(job_with_straggler(agents=fast)).status.stragglers == ()
 
 
 def test_a_missing_member_is_forgotten_and_repeated_steps_count_again() -> None:
-    other = entry(reported=True).model_copy(update={"pod": "demo-w-77"})
-    assert SLOW in {each.pod for each in planned(job(stragglers=(other,))).status.stragglers}
-    assert "demo-w-77" not in {each.pod for each in planned(job(stragglers=(other,))).status.stragglers}
-    back = planned(job(step=90, stragglers=(entry(since=100),)))
+    other = straggler_record(reported=True).model_copy(update={"pod": "demo-w-77"})
+    assert SLOW in {straggler.pod for straggler in make_plan(job_with_straggler(stragglers=(other,))).status.stragglers}
+    assert "demo-w-77" not in {
+        straggler.pod for straggler in make_plan(job_with_straggler(stragglers=(other,))).status.stragglers
+    }
+    back = make_plan(job_with_straggler(step=90, stragglers=(straggler_record(since=100),)))
     assert back.status.stragglers[0].since_step == 90
 
 
 def test_stragglers_are_unknown_while_a_member_does_not_report() -> None:
-    silent = {3: training(3, step=200)}
-    assert planned(job(agents=silent)).status.stragglers == ()
+    silent = {3: build.training_agent(3, step=200)}
+    assert make_plan(job_with_straggler(agents=silent)).status.stragglers == ()
 
 
 def test_of_two_stragglers_the_slower_one_goes_first() -> None:
     agents = {1: paced(1, 1.5), 2: paced(2, 3.0)}
-    second = entry(reported=True).model_copy(update={"pod": "demo-w-2", "node": "node-2"})
-    result = planned(job(agents=agents, stragglers=(entry(reported=True), second)))
-    assert deleted(result) == {"demo-w-2": None}
+    second = straggler_record(reported=True).model_copy(update={"pod": "demo-w-2", "node": "node-2"})
+    result = make_plan(job_with_straggler(agents=agents, stragglers=(straggler_record(reported=True), second)))
+    assert deleted_pods(result) == {"demo-w-2": None}
 
 
 @given(st.lists(st.floats(0.2, 50), min_size=4, max_size=4))
 def test_at_most_half_of_the_members_are_stragglers(own: list[float]) -> None:
-    agents = {at: paced(at, seconds) for at, seconds in enumerate(own)}
-    result = planned(job(agents=agents))
+    agents = {ordinal: paced(ordinal, seconds) for ordinal, seconds in enumerate(own)}
+    result = make_plan(job_with_straggler(agents=agents))
     assert len(result.status.stragglers) <= 2
-    fastest = min(range(4), key=lambda at: own[at])
-    assert f"demo-w-{fastest}" not in {each.pod for each in result.status.stragglers}
+    fastest = min(range(4), key=lambda ordinal: own[ordinal])
+    assert f"demo-w-{fastest}" not in {straggler.pod for straggler in result.status.stragglers}
 
 
 def test_a_recorded_straggler_is_stable() -> None:
-    seen = job(spares=0, stragglers=(entry(reported=True),))
-    first = planned(seen)
-    again = planned(with_status(seen, first.status))
+    observed = job_with_straggler(spares=0, stragglers=(straggler_record(reported=True),))
+    first = make_plan(observed)
+    again = make_plan(build.with_status(observed, first.status))
     assert again.status.stragglers == first.status.stragglers
     assert not [event for event in again.events if event.reason.startswith("Straggler")]
 
 
 def started(nodes: int) -> FakeCluster:
-    made = spec(
+    job_spec = build.spec(
         workers={"replicas": 4, "minReplicas": 1}, recovery={"rescaleAfterSeconds": 30}, trainer={"steps": 10**7}
     )
-    cluster = FakeCluster(made, nodes)
+    cluster = FakeCluster(job_spec, nodes)
     cluster.run(60)
     assert cluster.status.membership.size == 4
-    assert any(each.step_seconds for each in cluster.status.goodput.sizes)
+    assert any(account.step_seconds for account in cluster.status.goodput.sizes)
     return cluster
 
 

@@ -31,18 +31,20 @@ class _Relative:
             cluster.published.generation if cluster.published else 0,
         )
         self.ordered = sorted(cluster.pods.values(), key=lambda pod: pod.view.ordinal)
-        self.pods = {pod.view.name: at for at, pod in enumerate(self.ordered)}
-        self.uids = {pod.view.uid: at for at, pod in enumerate(self.ordered)}
+        self.pods = {pod.view.name: index for index, pod in enumerate(self.ordered)}
+        self.uids = {pod.view.uid: index for index, pod in enumerate(self.ordered)}
         used = [pod.view.node for pod in self.ordered if pod.view.node]
         idle = sorted(name for name in cluster.nodes if name not in used)
-        self.nodes = {name: at for at, name in enumerate(dict.fromkeys([*used, *idle]))}
+        self.nodes = {name: index for index, name in enumerate(dict.fromkeys([*used, *idle]))}
 
     def all(self) -> tuple[Any, ...]:
         cluster = self.cluster
         workers = cluster.spec.workers
         membership = cluster.membership
         members = (
-            tuple((self.uids.get(each.pod_uid), each.node_rank) for each in membership.members) if membership else ()
+            tuple((self.uids.get(member.pod_uid), member.node_rank) for member in membership.members)
+            if membership
+            else ()
         )
         return (
             (cluster.fleet.frozen, tuple(sorted(str(self.nodes.get(name)) for name in cluster.fleet.quarantined))),
@@ -64,10 +66,10 @@ class _Relative:
             ),
         )
 
-    def age(self, at: float | None, cap: float = _LONGEST_SECONDS) -> float | None:
-        if at is None:
+    def age(self, time: float | None, cap: float = _LONGEST_SECONDS) -> float | None:
+        if time is None:
             return None
-        seconds = min(cap, self.cluster.now - at)
+        seconds = min(cap, self.cluster.now - time)
         return round(seconds) if seconds <= _EXACT_SECONDS else seconds // _COARSE_SECONDS * _COARSE_SECONDS
 
     def requeue_seconds(self) -> float | None:
@@ -83,20 +85,23 @@ class _Relative:
             status.membership.size,
             (status.desired, status.replicas, status.ready_replicas, status.spares),
             self.age(status.waiting_since),
-            tuple((each.type, each.status, each.reason) for each in status.conditions),
+            tuple((condition.type, condition.status, condition.reason) for condition in status.conditions),
             tuple(
-                (each.cause, each.rung, each.generation - self.generation, each.attempt, self.age(each.failed_at))
-                for each in status.history
-                if each.recovered_seconds is None and each.rung is not Rung.STOP
+                (entry.cause, entry.rung, entry.generation - self.generation, entry.attempt, self.age(entry.failed_at))
+                for entry in status.history
+                if entry.recovered_seconds is None and entry.rung is not Rung.STOP
             ),
-            tuple((each.cause, self.nodes.get(each.node), self.age(each.at)) for each in status.failures),
+            tuple((failure.cause, self.nodes.get(failure.node), self.age(failure.at)) for failure in status.failures),
             tuple(sorted(str(self.nodes.get(name)) for name in status.avoided_nodes)),
-            tuple((self.pods.get(each.pod), each.reported, self.steps(each.since_step)) for each in status.stragglers),
+            tuple(
+                (self.pods.get(straggler.pod), straggler.reported, self.steps(straggler.since_step))
+                for straggler in status.stragglers
+            ),
             self.age(status.leaving_since),
             self.age(status.activity.since) if self.has_deadline() else None,
             status.activity.stepped,
             (status.start_failures.rounds, self.age(status.start_failures.at), status.start_failures.batch),
-            tuple((self.nodes.get(each.node), each.times, self.age(each.at)) for each in status.start_failures.nodes),
+            tuple((self.nodes.get(node.node), node.times, self.age(node.at)) for node in status.start_failures.nodes),
             bool(status.start_time),
             bool(status.progress.step),
         )
@@ -129,8 +134,8 @@ class _Relative:
             agent.waiting_for,
             agent.step - self.cluster.best_step,
             None if agent.verdict is None else agent.verdict.exit_code,
-            tuple(self.failure(each) for each in agent.failures if each.generation == generation),
-            tuple(self.restart(each) for each in agent.restarts if each.generation == generation),
+            tuple(self.failure(failure) for failure in agent.failures if failure.generation == generation),
+            tuple(self.restart(record) for record in agent.restarts if record.generation == generation),
         )
 
     def failure(self, failure: ProcessFailure) -> tuple[Any, ...]:

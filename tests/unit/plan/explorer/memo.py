@@ -13,21 +13,21 @@ from trainium_operator.plan.pods import replicas
 def remembered_manifests() -> Iterator[None]:
     """Build each manifest once for a spec and its keyword arguments."""
     with (
-        patch.object(replicas, "config_map", _once(config_maps.config_map)),
-        patch.object(worker_pod, "pod_template", _once(worker_pod.pod_template)),
+        patch.object(replicas, "config_map", _cached(config_maps.config_map)),
+        patch.object(worker_pod, "pod_template", _cached(worker_pod.pod_template)),
     ):
         yield
 
 
-def _once(build: Callable[..., Any]) -> Callable[..., Any]:
-    built: dict[tuple[int, *tuple[tuple[str, Any], ...]], tuple[Any, Any]] = {}
+def _cached(build: Callable[..., Any]) -> Callable[..., Any]:
+    cache: dict[tuple[int, *tuple[tuple[str, Any], ...]], tuple[Any, Any]] = {}
 
-    def remembered(job: Any, *rest: Any, **asked: Any) -> Any:
-        key = (id(job.spec), *sorted(asked.items()))
-        known = built.get(key)
-        if known is None:
+    def get_or_build(job: Any, *others: Any, **arguments: Any) -> Any:
+        key = (id(job.spec), *sorted(arguments.items()))
+        entry = cache.get(key)
+        if entry is None:
             # The spec is kept with what was built from it, so that no other object gets its id.
-            known = built[key] = (job.spec, build(job, *rest, **asked))
-        return known[1]
+            entry = cache[key] = (job.spec, build(job, *others, **arguments))
+        return entry[1]
 
-    return remembered
+    return get_or_build

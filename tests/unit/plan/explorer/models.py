@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.unit.plan.plan_builders import spec
+from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.spec.precompile import CompiledSize, PrecompileSpec
@@ -21,8 +21,8 @@ def _model(
 ) -> FakeCluster:
     recovery = {"rescaleAfterSeconds": 30, "budgets": {"process": {"maxFailures": 50}}}
     trainer = {"steps": 10**6, "batch": {"globalSize": batch}}
-    made = spec(workers={"replicas": 2, **workers}, recovery=recovery, trainer=trainer, **(deadlines or {}))
-    return FakeCluster(made, nodes, name)
+    job_spec = build.spec(workers={"replicas": 2, **workers}, recovery=recovery, trainer=trainer, **(deadlines or {}))
+    return FakeCluster(job_spec, nodes, name)
 
 
 def trains(**model: Any) -> FakeCluster:
@@ -34,16 +34,16 @@ def trains(**model: Any) -> FakeCluster:
 
 def uses_idle_nodes() -> FakeCluster:
     """Return a job of two that has taken two idle nodes."""
-    made = _model(replicas=2, minReplicas=1, maxReplicas=4).spec
-    cluster = FakeCluster(made.replaced(elasticity=made.elasticity.replaced(idle_nodes=IdleNodes.TAKE)), NODES)
+    job_spec = _model(replicas=2, minReplicas=1, maxReplicas=4).spec
+    cluster = FakeCluster(job_spec.replaced(elasticity=job_spec.elasticity.replaced(idle_nodes=IdleNodes.TAKE)), NODES)
     cluster.run(_WARM_SECONDS)
     return cluster
 
 
 def compiles_ahead(*sizes: int) -> FakeCluster:
     """Return a job of four that compiles ahead and trains; its workers report that these sizes are compiled."""
-    made = _model(batch=8, replicas=4, minReplicas=1).spec
-    cluster = FakeCluster(made.replaced(precompile=PrecompileSpec(enabled=True)), NODES)
+    job_spec = _model(batch=8, replicas=4, minReplicas=1).spec
+    cluster = FakeCluster(job_spec.replaced(precompile=PrecompileSpec(enabled=True)), NODES)
     cluster.compiled = tuple(CompiledSize(nodes=size, seconds=600.0) for size in sizes)
     cluster.run(_WARM_SECONDS)
     return cluster

@@ -96,20 +96,22 @@ class Explorer:
                 check_state(reached, used_budgets)
                 self._must_hold(reached)
             except Exception as error:  # noqa: BLE001 - a plan that raises is a finding as well
-                report.violation = Violation(history, _message_of(error))
+                report.violation = Violation(history, _describe_error(error))
                 return False
             mark = fingerprint(reached)
             if mark in self._seen:
                 continue
             self._seen.add(mark)
             report.states += 1
-            report.violation = self._end_of(_Node(reached, used_budgets, history)) if self._checks_ends else None
+            report.violation = (
+                self._find_liveness_violation(_Node(reached, used_budgets, history)) if self._checks_ends else None
+            )
             if report.violation is not None:
                 return False
             following.append(_Node(reached, used_budgets, history))
         return True
 
-    def _end_of(self, node: _Node) -> Violation | None:
+    def _find_liveness_violation(self, node: _Node) -> Violation | None:
         """Repair everything, let time pass, and return a violation if the job does not converge."""
         cluster, passed = node.cluster.clone(), []
         repair(cluster)
@@ -130,12 +132,14 @@ class Explorer:
                 check_step(before, cluster)
                 check_state(cluster, node.used_budgets)
             except Exception as error:  # noqa: BLE001
-                return Violation((*node.history, f"everything is repaired and {waited:g} s pass"), _message_of(error))
+                return Violation(
+                    (*node.history, f"everything is repaired and {waited:g} s pass"), _describe_error(error)
+                )
             waited += _CLOSURE_STRIDE
         self._live.update(passed)
         return None
 
 
-def _message_of(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     text = str(error).splitlines()[0] if str(error) else ""
     return text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}"

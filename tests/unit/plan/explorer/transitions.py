@@ -68,7 +68,7 @@ def member_node(cluster: FakeCluster, rank: int) -> str:
     return members[rank].view.node if -len(members) <= rank < len(members) else ""
 
 
-def _member(rank: int, do: Callable[[FakeCluster, str], bool]) -> Callable[[FakeCluster], bool]:
+def _on_pod_of_rank(rank: int, do: Callable[[FakeCluster, str], bool]) -> Callable[[FakeCluster], bool]:
     def apply(cluster: FakeCluster) -> bool:
         members = cluster.members()
         return bool(members) and -len(members) <= rank < len(members) and do(cluster, members[rank].view.name)
@@ -76,7 +76,7 @@ def _member(rank: int, do: Callable[[FakeCluster, str], bool]) -> Callable[[Fake
     return apply
 
 
-def _node_of(rank: int, do: Callable[[FakeCluster, str], bool]) -> Callable[[FakeCluster], bool]:
+def _on_node_of_rank(rank: int, do: Callable[[FakeCluster, str], bool]) -> Callable[[FakeCluster], bool]:
     def apply(cluster: FakeCluster) -> bool:
         node = member_node(cluster, rank)
         return bool(node) and do(cluster, node)
@@ -91,7 +91,7 @@ def spares(cluster: FakeCluster) -> list[str]:
     return [view.name for view in sorted(outside, key=lambda view: view.ordinal)]
 
 
-def _spare(do: Callable[[FakeCluster, str], bool]) -> Callable[[FakeCluster], bool]:
+def _on_spare(do: Callable[[FakeCluster, str], bool]) -> Callable[[FakeCluster], bool]:
     def apply(cluster: FakeCluster) -> bool:
         names = spares(cluster)
         return bool(names) and do(cluster, names[0])
@@ -99,8 +99,8 @@ def _spare(do: Callable[[FakeCluster, str], bool]) -> Callable[[FakeCluster], bo
     return apply
 
 
-def _spares_node(do: Callable[[FakeCluster, str], bool]) -> Callable[[FakeCluster], bool]:
-    return _spare(lambda cluster, name: bool(node := cluster.pods[name].view.node) and do(cluster, node))
+def _on_node_of_spare(do: Callable[[FakeCluster, str], bool]) -> Callable[[FakeCluster], bool]:
+    return _on_spare(lambda cluster, name: bool(node := cluster.pods[name].view.node) and do(cluster, node))
 
 
 def _delete(grace: int | None) -> Callable[[FakeCluster, str], bool]:
@@ -134,8 +134,8 @@ def _mark(marks: Callable[[FakeCluster], dict[str, Any]]) -> Callable[[FakeClust
     return lambda cluster, node: cluster.mark_node(node, **marks(cluster))
 
 
-def _marked(rank: int, marks: Callable[[FakeCluster], dict[str, Any]]) -> Callable[[FakeCluster], bool]:
-    return _node_of(rank, _mark(marks))
+def _mark_node_of_rank(rank: int, marks: Callable[[FakeCluster], dict[str, Any]]) -> Callable[[FakeCluster], bool]:
+    return _on_node_of_rank(rank, _mark(marks))
 
 
 def _device_fault(cluster: FakeCluster) -> dict[str, Any]:
@@ -236,21 +236,27 @@ FAULTS = (
     Transition("the agent of rank 0 reports a device fault", lambda cluster: cluster.give_up(0, 80), HARDWARE),
     Transition("the agent of the last rank gives up", lambda cluster: cluster.give_up(-1, 139), USER),
     Transition("the training program reports a user error", lambda cluster: cluster.give_up(0, 64)),
-    Transition("the pod of rank 0 is killed", _member(0, lambda cluster, name: cluster.kill_pod(name)), HARDWARE),
-    Transition("the spare's pod is killed", _spare(lambda cluster, name: cluster.kill_pod(name)), HARDWARE),
-    Transition("the spare's preflight fails", _spare(lambda cluster, name: cluster.fail_preflight(name)), HARDWARE),
-    Transition("the pod of the last rank is deleted", _member(-1, _delete(None)), HARDWARE),
-    Transition("the pod of rank 0 vanishes", _member(0, _delete(0)), HARDWARE),
     Transition(
-        "the node of the last rank is lost", _node_of(-1, lambda cluster, node: cluster.lose_node(node)), HARDWARE
+        "the pod of rank 0 is killed", _on_pod_of_rank(0, lambda cluster, name: cluster.kill_pod(name)), HARDWARE
     ),
-    Transition("the node of rank 0 is deleted", _node_of(0, lambda cluster, node: cluster.delete_node(node)), HARDWARE),
-    Transition("the spare's node is lost", _spares_node(lambda cluster, node: cluster.lose_node(node)), HARDWARE),
+    Transition("the spare's pod is killed", _on_spare(lambda cluster, name: cluster.kill_pod(name)), HARDWARE),
+    Transition("the spare's preflight fails", _on_spare(lambda cluster, name: cluster.fail_preflight(name)), HARDWARE),
+    Transition("the pod of the last rank is deleted", _on_pod_of_rank(-1, _delete(None)), HARDWARE),
+    Transition("the pod of rank 0 vanishes", _on_pod_of_rank(0, _delete(0)), HARDWARE),
+    Transition(
+        "the node of the last rank is lost",
+        _on_node_of_rank(-1, lambda cluster, node: cluster.lose_node(node)),
+        HARDWARE,
+    ),
+    Transition(
+        "the node of rank 0 is deleted", _on_node_of_rank(0, lambda cluster, node: cluster.delete_node(node)), HARDWARE
+    ),
+    Transition("the spare's node is lost", _on_node_of_spare(lambda cluster, node: cluster.lose_node(node)), HARDWARE),
     Transition("a lost node boots", _on_first_node(_down, lambda cluster, node: cluster.restore_node(node)), HARDWARE),
     Transition("a lost node was only frozen", _on_first_node(_down, lambda cluster, node: cluster.resume_node(node))),
     Transition(
         "the network between rank 0 and the operator is cut",
-        _node_of(0, lambda cluster, node: cluster.partition_node(node)),
+        _on_node_of_rank(0, lambda cluster, node: cluster.partition_node(node)),
         HARDWARE,
     ),
     Transition(
@@ -262,19 +268,24 @@ FAULTS = (
     ),
 )
 MARKS = (
-    Transition("the node of rank 0 reports a device fault", _marked(0, _device_fault), HARDWARE),
-    Transition("the node of the last rank is about to go (spot)", _marked(-1, _spot_notice), HARDWARE),
+    Transition("the node of rank 0 reports a device fault", _mark_node_of_rank(0, _device_fault), HARDWARE),
+    Transition("the node of the last rank is about to go (spot)", _mark_node_of_rank(-1, _spot_notice), HARDWARE),
     Transition(
-        "the node of rank 0 is cordoned", _node_of(0, lambda cluster, node: cluster.mark_node(node, schedulable=False))
+        "the node of rank 0 is cordoned",
+        _on_node_of_rank(0, lambda cluster, node: cluster.mark_node(node, schedulable=False)),
     ),
-    Transition("the node of the last rank is being deleted", _marked(-1, lambda _: {"deleting": True}), HARDWARE),
-    Transition("the spare's node reports a device fault", _spares_node(_mark(_device_fault)), HARDWARE),
-    Transition("the fleet's memory bans the node of rank 0", _node_of(0, _quarantine)),
+    Transition(
+        "the node of the last rank is being deleted", _mark_node_of_rank(-1, lambda _: {"deleting": True}), HARDWARE
+    ),
+    Transition("the spare's node reports a device fault", _on_node_of_spare(_mark(_device_fault)), HARDWARE),
+    Transition("the fleet's memory bans the node of rank 0", _on_node_of_rank(0, _quarantine)),
     Transition("too many nodes are bad: nothing may be done to nodes", _freeze("2 of 4 nodes are bad")),
     Transition("nodes may be acted on again", _freeze("")),
     Transition("a process of the last rank hangs", lambda cluster: cluster.crash_process(-1, 137, Cause.HANG), USER),
     Transition(
-        "the node of the last rank is slow", _node_of(-1, lambda cluster, node: cluster.slow_node(node)), HARDWARE
+        "the node of the last rank is slow",
+        _on_node_of_rank(-1, lambda cluster, node: cluster.slow_node(node)),
+        HARDWARE,
     ),
 )
 USER_CHANGES = (

@@ -4,7 +4,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plan.plan_builders import NOW, failure, planned, pod, restart, running, spec, training, with_status
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Budget, Cause
 from trainium_contract.faults.classify import get_budget
 from trainium_contract.spec.recovery import RecoverySpec
@@ -41,7 +43,7 @@ def test_an_uncounted_cause_is_recorded_with_a_budget_of_the_job() -> None:
 
 def test_simultaneously_lost_nodes_are_one_failure() -> None:
     limits = recovery(infrastructure={"maxFailures": 1})
-    rack = tuple(record(Cause.NODE_LOST, node=f"n{at}", pod=f"p{at}") for at in range(16))
+    rack = tuple(record(Cause.NODE_LOST, node=f"n{number}", pod=f"p{number}") for number in range(16))
     assert failure_budgets.exhausted_budget(rack, limits, NOW) is None
     assert failure_budgets.exhausted_budget((record(Cause.NODE_LOST, ago=5, node="m"), *rack), limits, NOW) is not None
     assert failure_budgets.backoff_until(rack, NOW) == NOW
@@ -51,13 +53,16 @@ def test_restarts_in_place_never_back_off() -> None:
     crashes = tuple(record(cause, ago=1) for cause in (Cause.CRASH, Cause.HANG, Cause.NETWORK, Cause.RUNTIME) * 5)
     assert failure_budgets.backoff_until(crashes, NOW) == NOW
     assert (
-        failure_budgets.backoff_until(tuple(record(Cause.POD_LOST, ago=5 * at) for at in reversed(range(6))), NOW) > NOW
+        failure_budgets.backoff_until(
+            tuple(record(Cause.POD_LOST, ago=5 * number) for number in reversed(range(6))), NOW
+        )
+        > NOW
     )
 
 
 def test_simultaneous_pod_losses_are_one_failure() -> None:
     everybody = tuple(
-        record(Cause.POD_LOST, ago=4 - at / 32, pod=f"p{at}") for at in range(failure_budgets.MAX_RECORDS)
+        record(Cause.POD_LOST, ago=4 - number / 32, pod=f"p{number}") for number in range(failure_budgets.MAX_RECORDS)
     )
     assert failure_budgets.backoff_until(everybody, NOW) == NOW
     assert failure_budgets.exhausted_budget(everybody, recovery(infrastructure={"maxFailures": 1}), NOW) is None
@@ -75,14 +80,17 @@ def test_a_pod_that_fails_at_every_start_waits_longer_each_time() -> None:
 
 
 def test_node_failures_never_delay_new_pods() -> None:
-    nodes = tuple(record(Cause.NODE_LOST, ago=30 * at, node=f"node-{at}") for at in range(15))
+    nodes = tuple(record(Cause.NODE_LOST, ago=30 * number, node=f"node-{number}") for number in range(15))
     assert failure_budgets.backoff_until(nodes, NOW) == NOW
 
 
 def test_the_32_nodes_that_failed_last_are_avoided_for_a_while() -> None:
-    records = tuple(record(Cause.NODE_LOST, ago=100 - at, node=f"n{at}") for at in range(40))
+    records = tuple(record(Cause.NODE_LOST, ago=100 - number, node=f"n{number}") for number in range(40))
     again = (*records, record(Cause.NODE_LOST, node="n20"))
-    assert failure_budgets.avoided_nodes(again, NOW) == (*(f"n{at}" for at in range(8, 40) if at != 20), "n20")
+    assert failure_budgets.avoided_nodes(again, NOW) == (
+        *(f"n{number}" for number in range(8, 40) if number != 20),
+        "n20",
+    )
     assert failure_budgets.avoided_nodes(again, NOW + failure_budgets.AVOID_NODE_SECONDS - 62) == ("n39", "n20")
 
 
@@ -95,26 +103,29 @@ def test_an_exhausted_budget_names_causes_and_pods() -> None:
 
 
 def test_a_budget_verdict_names_the_last_failure() -> None:
-    crash = {"failures": (failure(137, rank=1, message="boom in line 7"),), "restarts": (restart(1),)}
-    agents = {at: training(at, attempt=1) for at in range(4)}
-    agents[1] = training(1, attempt=1, **crash)
-    job_spec = spec(recovery={"budgets": {"process": {"maxFailures": 0}}})
-    result = planned(running(4, job_spec=job_spec, agents=agents))
+    crash = {
+        "failures": (build.failure(137, rank=1, message="boom in line 7"),),
+        "restarts": (build.restart_record(1),),
+    }
+    agents = build.training_agents(range(4), attempt=1)
+    agents[1] = build.training_agent(1, attempt=1, **crash)
+    job_spec = build.spec(recovery={"budgets": {"process": {"maxFailures": 0}}})
+    result = make_plan(build.running_job(4, job_spec=job_spec, agents=agents))
     assert result.status.phase is Phase.FAILED
     for part in ("1 process failure", "budgets.process allows 0", "demo-w-1", "boom in line 7", "raise the budget"):
         assert part in result.status.verdict
 
 
 def test_a_budget_verdict_quotes_a_worker_that_never_joined() -> None:
-    ended = pod(7, phase=PodPhase.FAILED, reason="Error", exit_code=1, message="the disk of node-7 is on fire")
-    seen = running(4, job_spec=spec(recovery={"budgets": {"infrastructure": {"maxFailures": 0}}}))
+    ended = build.pod(7, phase=PodPhase.FAILED, reason="Error", exit_code=1, message="the disk of node-7 is on fire")
+    observed = build.running_job(4, job_spec=build.spec(recovery={"budgets": {"infrastructure": {"maxFailures": 0}}}))
     grown = Interruption(
         generation=0, time="", cause=Cause.RESIZE, rung=Rung.GROW, message="more workers joined", recovered_seconds=1.0
     )
-    status = seen.job.status.replaced(history=(grown,))
-    seen = replace(seen, pods=(*seen.pods, ended), job=replace(seen.job, status=status))
-    counted = planned(seen).status
-    status = planned(with_status(seen, counted)).status
+    status = observed.job.status.replaced(history=(grown,))
+    observed = replace(observed, pods=(*observed.pods, ended), job=replace(observed.job, status=status))
+    counted = make_plan(observed).status
+    status = make_plan(build.with_status(observed, counted)).status
     assert status.phase is Phase.FAILED
     assert (status.history[-1].pod, status.history[-1].node) == ("demo-w-7", "node-7")
     assert "the disk of node-7 is on fire" in status.history[-1].message
@@ -123,7 +134,7 @@ def test_a_budget_verdict_quotes_a_worker_that_never_joined() -> None:
 
 def test_a_budget_larger_than_the_records_is_exhausted_by_all_of_them() -> None:
     limits = recovery(process={"maxFailures": 10 * failure_budgets.MAX_RECORDS})
-    records = tuple(record(Cause.CRASH, ago=at / 100) for at in reversed(range(failure_budgets.MAX_RECORDS)))
+    records = tuple(record(Cause.CRASH, ago=number / 100) for number in reversed(range(failure_budgets.MAX_RECORDS)))
     assert failure_budgets.exhausted_budget(records[1:], limits, NOW) is None
     assert failure_budgets.exhausted_budget(records, limits, NOW) is not None
 
@@ -145,7 +156,9 @@ def test_failures_of_the_infrastructure_never_use_up_the_process_budget(given_: 
 def test_a_budget_refills_as_its_window_moves(given_: Any) -> None:
     limits = recovery(process={"maxFailures": 3, "windowSeconds": 600}, infrastructure={"maxFailures": 3})
     records: tuple[FailureRecord, ...] = ()
-    for cause, at in sorted(given_, key=lambda item: item[1]):
-        records = failure_budgets.record_failure(records, at=NOW + at, cause=cause, pod="p", node="", recovery=limits)
+    for cause, seconds in sorted(given_, key=lambda item: item[1]):
+        records = failure_budgets.record_failure(
+            records, at=NOW + seconds, cause=cause, pod="p", node="", recovery=limits
+        )
     assert len(records) <= failure_budgets.MAX_RECORDS
     assert failure_budgets.exhausted_budget(records, limits, NOW + 5000 + 3600) is None

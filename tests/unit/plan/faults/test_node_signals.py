@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import NOW, heartbeat
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.faults.rules import RecoveryRule, RuleAction
@@ -52,8 +53,8 @@ def test_a_node_without_signals_has_no_problem() -> None:
     ],
 )
 def test_lost_devices_show_as_missing_capacity(capacity: Any, demand: PodRequirements | None, expected: Any) -> None:
-    found = find_node_problems(replace(TRN1, capacity=capacity), demand)
-    assert [(problem.severity, problem.cause) for problem in found] == expected
+    problems = find_node_problems(replace(TRN1, capacity=capacity), demand)
+    assert [(problem.severity, problem.cause) for problem in problems] == expected
 
 
 @pytest.mark.parametrize(
@@ -73,10 +74,10 @@ def test_taints_that_are_no_signal(taint: Taint) -> None:
 
 def test_a_permanently_tolerated_taint_is_no_problem() -> None:
     node = replace(GOOD, taints=(Taint("dedicated", "training", "NoExecute"),))
-    mine = {"key": "dedicated", "operator": "Equal", "value": "training", "effect": "NoExecute"}
-    assert find_node_problems(node, PodRequirements({}, (mine,))) == ()
-    assert find_node_problems(node, PodRequirements({}, ({**mine, "value": "other"},))) != ()
-    assert find_node_problems(node, PodRequirements({}, ({**mine, "tolerationSeconds": 60},))) != (), (
+    toleration = {"key": "dedicated", "operator": "Equal", "value": "training", "effect": "NoExecute"}
+    assert find_node_problems(node, PodRequirements({}, (toleration,))) == ()
+    assert find_node_problems(node, PodRequirements({}, ({**toleration, "value": "other"},))) != ()
+    assert find_node_problems(node, PodRequirements({}, ({**toleration, "tolerationSeconds": 60},))) != (), (
         "it must leave in a minute"
     )
     assert find_node_problems(node) == (), "tolerations of the pod are unknown"
@@ -136,45 +137,45 @@ def test_a_restart_in_place_rule_removes_a_problem() -> None:
 
 
 def test_rules_do_not_change_good_or_unnamed_conditions() -> None:
-    named = rule(RuleAction.AVOID_NODE, reason="ScratchFull")
-    assert with_rules(node(FINE_DISK), (OTHER,), named) == (OTHER,)
+    rules = rule(RuleAction.AVOID_NODE, reason="ScratchFull")
+    assert with_rules(node(FINE_DISK), (OTHER,), rules) == (OTHER,)
     assert with_rules(node(BAD_DISK), (FULL,), rule(RuleAction.AVOID_NODE, reason="Another")) == (FULL,)
     assert with_rules(node(BAD_DISK), (FULL,), ()) == (FULL,)
 
 
 def test_a_rule_names_a_taint_by_its_key() -> None:
-    (found,) = with_rules(node(taints=(TAINT,)), (), rule(RuleAction.AVOID_NODE, reason="acme.com/recall"))
-    assert (found.severity, found.source, found.reason) == (Severity.DRAIN, "taint acme.com/recall", "batch-7")
+    (problem,) = with_rules(node(taints=(TAINT,)), (), rule(RuleAction.AVOID_NODE, reason="acme.com/recall"))
+    assert (problem.severity, problem.source, problem.reason) == (Severity.DRAIN, "taint acme.com/recall", "batch-7")
     bare = Taint("acme.com/recall")
-    (found,) = with_rules(node(taints=(bare,)), (), rule(RuleAction.AVOID_NODE, reason="acme.com/recall"))
-    assert found.reason == "NoSchedule"
+    (problem,) = with_rules(node(taints=(bare,)), (), rule(RuleAction.AVOID_NODE, reason="acme.com/recall"))
+    assert problem.reason == "NoSchedule"
 
 
 @pytest.mark.parametrize(
-    ("view", "seen"),
+    ("view", "description"),
     [
         (node(BAD_DISK), "condition DiskPressure (ScratchFull) no space on /scratch"),
         (node(FINE_DISK), None),
     ],
 )
-def test_a_rule_stops_the_job_for_a_condition(view: NodeView, seen: str | None) -> None:
-    found = stopping_sign(view, rule(RuleAction.STOP, reason="ScratchFull"))
-    assert (None if found is None else found[1]) == seen
+def test_a_rule_stops_the_job_for_a_condition(view: NodeView, description: str | None) -> None:
+    problem = stopping_sign(view, rule(RuleAction.STOP, reason="ScratchFull"))
+    assert (None if problem is None else problem[1]) == description
     assert stopping_sign(view, rule(RuleAction.AVOID_NODE, reason="ScratchFull")) is None
     assert stopping_sign(view, ()) is None
 
 
 def test_a_rule_stops_the_job_for_a_taint() -> None:
-    found = stopping_sign(node(BAD_DISK, taints=(TAINT,)), rule(RuleAction.STOP, reason="acme.com/recall"))
-    assert found is not None
-    assert found[1] == "taint acme.com/recall (batch-7)"
-    assert found[0].cause is Cause.DEVICE
+    problem = stopping_sign(node(BAD_DISK, taints=(TAINT,)), rule(RuleAction.STOP, reason="acme.com/recall"))
+    assert problem is not None
+    assert problem[1] == "taint acme.com/recall (batch-7)"
+    assert problem[0].cause is Cause.DEVICE
     assert stopping_sign(node(taints=(Taint("other"),)), rule(RuleAction.STOP, reason="acme.com/recall")) is None
 
 
 def with_kernel_lines(*lines: str) -> Any:
-    events = tuple(KernelEvent(sequence=at, line=line, at=float(at)) for at, line in enumerate(lines))
-    return heartbeat(0, kernel=events)
+    events = tuple(KernelEvent(sequence=number, line=line, at=float(number)) for number, line in enumerate(lines))
+    return build.heartbeat(0, kernel=events)
 
 
 def test_a_rule_overrides_the_table_for_a_kernel_line() -> None:
@@ -190,8 +191,8 @@ def test_a_rule_overrides_the_table_for_a_kernel_line() -> None:
 
 def test_the_newest_matching_line_decides() -> None:
     spared = rule(RuleAction.RESTART_IN_PLACE, message="a harmless word")
-    found = kernel_problem(with_kernel_lines(DECISIVE, "eth0: link up", "a harmless word"), spared)
-    assert found is not None
-    assert found.message == DECISIVE
+    problem = kernel_problem(with_kernel_lines(DECISIVE, "eth0: link up", "a harmless word"), spared)
+    assert problem is not None
+    assert problem.message == DECISIVE
     assert kernel_problem(with_kernel_lines("eth0: link up"), spared) is None
     assert kernel_problem(None, spared) is None

@@ -25,7 +25,10 @@ class Fleet:
 
     def __init__(self, nodes: int = 20) -> None:
         self.now = NOW
-        self.nodes = {f"node-{at}": NodeView(name=f"node-{at}", provider_id=f"aws:///i-{at}") for at in range(nodes)}
+        self.nodes = {
+            f"node-{number}": NodeView(name=f"node-{number}", provider_id=f"aws:///i-{number}")
+            for number in range(nodes)
+        }
         self.worker_nodes = frozenset(self.nodes)
         self.records: dict[str, list[FailureRecord]] = {"team/llama": []}
         self.memory: memory.Memory | None = memory.Memory()
@@ -62,9 +65,9 @@ class Fleet:
     def change(self, name: str, **fields: Any) -> None:
         self.nodes[name] = replace(self.nodes[name], **fields)
 
-    def state(self, at: int) -> memory.MachineState | None:
+    def state(self, number: int) -> memory.MachineState | None:
         assert self.memory is not None
-        entry = self.memory.machines.get(f"aws:///i-{at}")
+        entry = self.memory.machines.get(f"aws:///i-{number}")
         return entry.state if entry else None
 
 
@@ -250,9 +253,9 @@ def test_nodes_that_are_bad_now_get_no_new_worker() -> None:
 @pytest.mark.parametrize(("nodes", "bad", "frozen"), [(20, 4, False), (20, 5, True), (5, 1, False), (5, 2, True)])
 def test_too_many_bad_nodes_at_once_freeze_everything(nodes: int, bad: int, frozen: bool) -> None:
     fleet = Fleet(nodes)
-    for at in range(bad):
-        fleet.change(f"node-{at}", conditions=(BROKEN,))
-        fleet.fail(f"node-{at}")
+    for number in range(bad):
+        fleet.change(f"node-{number}", conditions=(BROKEN,))
+        fleet.fail(f"node-{number}")
     result = fleet.plan()
     assert bool(result.view.frozen) is frozen
     assert len(result.view.quarantined) == (0 if frozen else bad)
@@ -263,43 +266,43 @@ def test_too_many_bad_nodes_at_once_freeze_everything(nodes: int, bad: int, froz
 
 def test_failures_while_frozen_count_against_no_node_afterwards() -> None:
     fleet = Fleet()
-    for at in range(10):
-        fleet.change(f"node-{at}", ready=NodeReadiness.UNKNOWN)
-        fleet.fail(f"node-{at}", Cause.NODE_LOST)
+    for number in range(10):
+        fleet.change(f"node-{number}", ready=NodeReadiness.UNKNOWN)
+        fleet.fail(f"node-{number}", Cause.NODE_LOST)
     assert fleet.plan().view.frozen
-    for at in range(10):
-        fleet.change(f"node-{at}", ready=NodeReadiness.TRUE)
+    for number in range(10):
+        fleet.change(f"node-{number}", ready=NodeReadiness.TRUE)
     result = fleet.wait(HOUR)
     assert (result.view.frozen, result.memory.machines) == ("", {})
 
 
 def test_nodes_with_planned_disruptions_are_not_bad() -> None:
     fleet = Fleet()
-    for at in range(10):
-        fleet.change(f"node-{at}", taints=(Taint("karpenter.sh/disrupted"),))
+    for number in range(10):
+        fleet.change(f"node-{number}", taints=(Taint("karpenter.sh/disrupted"),))
     assert fleet.plan().view.frozen == ""
 
 
 def test_nodes_without_workers_and_devices_are_ignored() -> None:
     fleet = Fleet(4)
-    for at in range(100):
-        fleet.nodes[f"web-{at}"] = NodeView(name=f"web-{at}", ready=NodeReadiness.FALSE)
+    for number in range(100):
+        fleet.nodes[f"web-{number}"] = NodeView(name=f"web-{number}", ready=NodeReadiness.FALSE)
     assert fleet.plan().view == replace(fleet.plan().view, quarantined=frozenset(), frozen="")
 
 
 def test_failures_of_one_namespace_quarantine_only_there() -> None:
     fleet = Fleet(128)
     for _ in range(3):
-        for at in range(25):
-            fleet.fail(f"node-{at}", job="hostile/a")
-            fleet.fail(f"node-{at}", job="hostile/b")
+        for number in range(25):
+            fleet.fail(f"node-{number}", job="hostile/a")
+            fleet.fail(f"node-{number}", job="hostile/b")
         fleet.plan()
         fleet.now += HOUR
     fleet.plan()
     assert fleet.view.quarantined == frozenset()
     assert fleet.view.for_namespace("team").quarantined == frozenset()
     assert len(fleet.view.for_namespace("hostile").quarantined) == 25
-    assert memory.MachineState.PERMANENT not in {fleet.state(at) for at in range(128)}
+    assert memory.MachineState.PERMANENT not in {fleet.state(number) for number in range(128)}
     fleet.wait(2.5 * DAY)
     fleet.wait(DAY)
     assert fleet.view.for_namespace("hostile").quarantined == frozenset(), "it ages"
@@ -325,9 +328,9 @@ def test_another_namespace_or_the_node_itself_confirms_a_suspicion(minutes: int)
 
 def test_suspicions_do_not_use_the_cap_of_confirmed_nodes() -> None:
     fleet = Fleet(10)
-    for at in range(5):
-        fleet.fail(f"node-{at}", job="hostile/a")
-        fleet.fail(f"node-{at}", job="hostile/b")
+    for number in range(5):
+        fleet.fail(f"node-{number}", job="hostile/a")
+        fleet.fail(f"node-{number}", job="hostile/b")
     fleet.plan()
     fleet.now += HOUR / 2
     for job in ("team/llama", "other/job"):
@@ -348,15 +351,15 @@ def test_many_strikes_of_one_namespace_do_not_evict_those_of_another() -> None:
 
 def test_of_many_strikes_the_oldest_redundant_one_is_dropped() -> None:
     entry = memory.Machine(machine="m", node="n")
-    for at, job in enumerate(("team/llama", *("hostile/a",) * 9)):
-        entry = memory.add_strike(entry, "n", memory.Strike(NOW + at * HOUR, Cause.DEVICE, job))
+    for hours, job in enumerate(("team/llama", *("hostile/a",) * 9)):
+        entry = memory.add_strike(entry, "n", memory.Strike(NOW + hours * HOUR, Cause.DEVICE, job))
     assert [(strike.at - NOW) / HOUR for strike in entry.strikes] == [0, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_the_cap_spares_the_nodes_with_the_fewest_strikes() -> None:
     fleet = Fleet(10)
-    for at in range(5):
-        fleet.fail(f"node-{at}")
+    for number in range(5):
+        fleet.fail(f"node-{number}")
         fleet.now += 700
     fleet.fail("node-4")
     result = fleet.plan()
@@ -366,12 +369,14 @@ def test_the_cap_spares_the_nodes_with_the_fewest_strikes() -> None:
 
 def test_a_smaller_fleet_keeps_only_the_worst_in_quarantine() -> None:
     fleet = Fleet(20)
-    for at in (1, 2, 3, 2):
-        fleet.fail(f"node-{at}")
+    for number in (1, 2, 3, 2):
+        fleet.fail(f"node-{number}")
         fleet.plan()
         fleet.now += 700
     assert fleet.plan().view.quarantined == {"node-1", "node-2", "node-3"}
-    fleet.nodes = {name: node for name, node in fleet.nodes.items() if name in {f"node-{at}" for at in range(6)}}
+    fleet.nodes = {
+        name: node for name, node in fleet.nodes.items() if name in {f"node-{number}" for number in range(6)}
+    }
     assert fleet.plan().view.quarantined == {"node-2"}
 
 
@@ -401,8 +406,10 @@ def test_a_manual_quarantine_holds() -> None:
 
 def test_the_memory_is_bounded_and_evicts_the_mildest_first() -> None:
     machines = {
-        f"m-{at}": memory.Machine(machine=f"m-{at}", node="", strikes=(memory.Strike(NOW + at, Cause.NODE_LOST, "j"),))
-        for at in range(memory.MOST_MACHINES + 50)
+        f"m-{number}": memory.Machine(
+            machine=f"m-{number}", node="", strikes=(memory.Strike(NOW + number, Cause.NODE_LOST, "j"),)
+        )
+        for number in range(memory.MOST_MACHINES + 50)
     }
     machines["m-0"] = replace(machines["m-0"], state=memory.MachineState.PERMANENT)
     kept = memory.limit_machines(memory.Memory(machines=machines)).machines
@@ -427,8 +434,8 @@ ORDER = list(memory.MachineState)
 def test_the_cap_holds_and_only_time_relaxes_a_state(events: list[Any]) -> None:
     fleet = Fleet(12)
     fleet.taints_nodes = True
-    for kind, at, cause, seconds in events:
-        name = f"node-{at}"
+    for kind, number, cause, seconds in events:
+        name = f"node-{number}"
         if name not in fleet.nodes:
             continue
         before = fleet.memory
@@ -462,8 +469,8 @@ def test_the_cap_holds_and_only_time_relaxes_a_state(events: list[Any]) -> None:
             for machine, entry in before.machines.items():
                 now = result.memory.machines[machine]
                 assert ORDER.index(now.state) >= ORDER.index(entry.state)
-                assert {(each.at, each.cause) for each in now.strikes} >= {
-                    (each.at, each.cause) for each in entry.strikes
+                assert {(strike.at, strike.cause) for strike in now.strikes} >= {
+                    (strike.at, strike.cause) for strike in entry.strikes
                 }
         again = fleet.plan()
         assert (again.memory, again.view, again.changes) == (result.memory, result.view, ())

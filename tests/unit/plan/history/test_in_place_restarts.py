@@ -3,21 +3,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    agent,
-    failure,
-    interruption,
-    newest,
-    planned,
-    published,
-    ranks,
-    restart,
-    running,
-    training,
-    with_status,
-    without,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
+from tests.unit.plan.plan_results import make_plan, member_names, newest_entry, published_membership
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.spec.health import PreflightCheck
@@ -30,17 +18,19 @@ from trainium_operator.plan.faults.failure_budgets import record_failure
 
 def restarted(culprit: Any = None, *, attempt: Any = 1, phase: Any = WorkerPhase.LOADING, **victims: Any) -> Any:
     """Return a job whose members are in `attempt` and whose member 1 has the reports `culprit`."""
-    agents = {at: agent(at, phase, generation=1, attempt=attempt, **victims) for at in range(4)}
+    agents = build.agents(range(4), phase, generation=1, attempt=attempt, **victims)
     if culprit is not None:
-        agents[1] = agent(1, phase, generation=1, attempt=attempt, **culprit)
-    return running(4, agents=agents)
+        agents[1] = build.agent(1, phase, generation=1, attempt=attempt, **culprit)
+    return build.running_job(4, agents=agents)
 
 
 def test_a_restart_in_place_is_one_interruption_with_the_times_of_the_agent() -> None:
-    record = restart(1, failed_at=NOW - 3, detected_at=NOW - 2.95, resumed_at=NOW - 1, step_before=20, resume_step=19)
-    seen = restarted({"failures": (failure(137, rank=1),), "restarts": (record,)}, phase=WorkerPhase.TRAINING)
-    result = planned(seen)
-    entry = newest(result)
+    record = build.restart_record(
+        1, failed_at=NOW - 3, detected_at=NOW - 2.95, resumed_at=NOW - 1, step_before=20, resume_step=19
+    )
+    observed = restarted({"failures": (build.failure(137, rank=1),), "restarts": (record,)}, phase=WorkerPhase.TRAINING)
+    result = make_plan(observed)
+    entry = newest_entry(result)
     assert (entry.rung, entry.cause, entry.pod, entry.node) == (Rung.IN_PLACE, Cause.CRASH, "demo-w-1", "node-1")
     assert entry.detected_seconds == pytest.approx(0.05)
     assert entry.recovered_seconds == pytest.approx(2.0)
@@ -53,51 +43,53 @@ def test_a_restart_in_place_is_one_interruption_with_the_times_of_the_agent() ->
 
 @pytest.mark.parametrize("apart", [-3600.0, 3600.0])
 def test_times_of_an_agent_with_a_wrong_clock_are_ignored(apart: float) -> None:
-    def agent_of(at: int, off: float = 0.0, **fields: Any) -> Any:
-        record = restart(1, failed_at=NOW - 3 + off, detected_at=NOW - 2.9 + off, resumed_at=NOW - 1 + off)
-        return agent(at, WorkerPhase.TRAINING, generation=1, attempt=1, restarts=(record,), **fields)
+    def build_agent(ordinal: int, off: float = 0.0, **fields: Any) -> Any:
+        record = build.restart_record(1, failed_at=NOW - 3 + off, detected_at=NOW - 2.9 + off, resumed_at=NOW - 1 + off)
+        return build.agent(ordinal, WorkerPhase.TRAINING, generation=1, attempt=1, restarts=(record,), **fields)
 
     wrong = CheckResult(check=PreflightCheck.CLOCK, passed=False, seconds=0.0, detail="an hour off")
-    agents = {at: agent_of(at) for at in (0, 2, 3)}
-    agents[1] = agent_of(1, apart, failures=(failure(137, rank=1),), checks=(wrong,))
-    entry = newest(planned(running(4, agents=agents)))
+    agents = {ordinal: build_agent(ordinal) for ordinal in (0, 2, 3)}
+    agents[1] = build_agent(1, apart, failures=(build.failure(137, rank=1),), checks=(wrong,))
+    entry = newest_entry(make_plan(build.running_job(4, agents=agents)))
     assert entry.pod == "demo-w-1"
     assert entry.failed_at == NOW - 3
     assert entry.recovered_seconds == pytest.approx(2.0)
 
 
 def test_a_restart_reported_after_the_end_is_recorded() -> None:
-    record = restart(1, failed_at=NOW - 9, detected_at=NOW - 8.95, resumed_at=NOW - 7, step_before=20, resume_step=20)
-    reports = {"failures": (failure(137, rank=1),), "restarts": (record,)}
-    result = planned(restarted(reports, phase=WorkerPhase.FINISHED))
+    record = build.restart_record(
+        1, failed_at=NOW - 9, detected_at=NOW - 8.95, resumed_at=NOW - 7, step_before=20, resume_step=20
+    )
+    reports = {"failures": (build.failure(137, rank=1),), "restarts": (record,)}
+    result = make_plan(restarted(reports, phase=WorkerPhase.FINISHED))
     assert result.status.phase is Phase.COMPLETED
-    assert (newest(result).rung, newest(result).pod) == (Rung.IN_PLACE, "demo-w-1")
-    assert newest(result).recovered_seconds == pytest.approx(2.0)
+    assert (newest_entry(result).rung, newest_entry(result).pod) == (Rung.IN_PLACE, "demo-w-1")
+    assert newest_entry(result).recovered_seconds == pytest.approx(2.0)
     assert result.status.restarts.total == 1
 
 
 def test_an_attempt_is_recorded_once() -> None:
-    seen = restarted({"failures": (failure(137),), "restarts": (restart(1),)})
-    first = planned(seen)
-    again = planned(with_status(seen, first.status))
+    observed = restarted({"failures": (build.failure(137),), "restarts": (build.restart_record(1),)})
+    first = make_plan(observed)
+    again = make_plan(build.with_status(observed, first.status))
     assert len(again.status.history) == 1
     assert again.status.restarts.total == 1
 
 
 def test_reports_of_victims_wait_for_the_culprit() -> None:
-    agents = {at: agent(at, WorkerPhase.JOINING, generation=1, attempt=1) for at in (0, 2, 3)}
-    result = planned(running(4, agents=agents))
+    agents = build.agents((0, 2, 3), WorkerPhase.JOINING, generation=1, attempt=1)
+    result = make_plan(build.running_job(4, agents=agents))
     assert result.status.history == ()
     assert result.requeue_after == pytest.approx(1.0)
 
 
 def test_a_victim_is_never_the_culprit() -> None:
-    victim = {"failures": (failure(76, rank=0),), "restarts": (restart(1, Cause.PEER_LOST),)}
-    seen = restarted({"failures": (failure(137, rank=1),), "restarts": (restart(1),)}, **victim)
-    assert newest(planned(seen)).pod == "demo-w-1"
+    victim = {"failures": (build.failure(76, rank=0),), "restarts": (build.restart_record(1, Cause.PEER_LOST),)}
+    observed = restarted({"failures": (build.failure(137, rank=1),), "restarts": (build.restart_record(1),)}, **victim)
+    assert newest_entry(make_plan(observed)).pod == "demo-w-1"
     nobody = restarted(None, **victim)
-    result = planned(nobody)
-    assert (newest(result).cause, newest(result).pod) == (Cause.PEER_LOST, "")
+    result = make_plan(nobody)
+    assert (newest_entry(result).cause, newest_entry(result).pod) == (Cause.PEER_LOST, "")
     assert result.status.failures == ()
 
 
@@ -112,77 +104,91 @@ def test_a_victim_is_never_the_culprit() -> None:
     ],
 )
 def test_the_message_counts_members_that_lost_a_peer(workers: int, victims: Any, counted: str) -> None:
-    def agent_of(at: int) -> Any:
-        failures = (failure(76, rank=at),) if at in victims else ()
-        record = restart(1, Cause.PEER_LOST)
-        return agent(at, WorkerPhase.LOADING, generation=1, attempt=1, failures=failures, restarts=(record,))
+    def build_agent(ordinal: int) -> Any:
+        failures = (build.failure(76, rank=ordinal),) if ordinal in victims else ()
+        record = build.restart_record(1, Cause.PEER_LOST)
+        return build.agent(ordinal, WorkerPhase.LOADING, generation=1, attempt=1, failures=failures, restarts=(record,))
 
-    entry = newest(planned(running(workers, agents={at: agent_of(at) for at in range(workers)})))
+    entry = newest_entry(
+        make_plan(build.running_job(workers, agents={ordinal: build_agent(ordinal) for ordinal in range(workers)}))
+    )
     assert entry.message == (f"the processes restarted in place; {counted} a failure, so no worker is blamed")
     assert "1 workers" not in entry.message
 
 
 def test_restarts_because_of_a_lost_member_belong_to_that_loss() -> None:
-    agents = {at: agent(at, WorkerPhase.JOINING, generation=1, attempt=1, waiting_for=(1,)) for at in (0, 2, 3)}
-    result = planned(without(running(4, agents=agents), 1))
+    agents = build.agents((0, 2, 3), WorkerPhase.JOINING, generation=1, attempt=1, waiting_for=(1,))
+    result = make_plan(build.without_pods(build.running_job(4, agents=agents), 1))
     assert [entry.rung for entry in result.status.history] == [Rung.REPLACE]
     assert result.status.membership.attempt == 1
 
 
 def test_a_recovery_without_an_agents_record_ends_at_the_first_new_step() -> None:
-    seen = restarted({"failures": (failure(137),)}, phase=WorkerPhase.JOINING)
-    status = planned(seen).status
-    assert newest(planned(seen)).recovered_seconds is None
-    assert (newest(planned(seen)).failed_at, newest(planned(seen)).detected_seconds) == (NOW, 0.0)
-    agents = {f"uid-{at}": training(at, step=21, attempt=1) for at in range(4)}
-    later = replace(seen, job=replace(seen.job, status=status), agents=agents, now=NOW + 2)
-    result = planned(later)
-    assert newest(result).recovered_seconds == pytest.approx(0.0, abs=2.0)
-    assert newest(result).recovered_seconds is not None
-    assert newest(result).steps_lost is None
+    observed = restarted({"failures": (build.failure(137),)}, phase=WorkerPhase.JOINING)
+    status = make_plan(observed).status
+    assert newest_entry(make_plan(observed)).recovered_seconds is None
+    assert (
+        newest_entry(make_plan(observed)).failed_at,
+        newest_entry(make_plan(observed)).detected_seconds,
+    ) == (
+        NOW,
+        0.0,
+    )
+    agents = build.by_pod_uid(build.training_agents(range(4), step=21, attempt=1))
+    later = replace(observed, job=replace(observed.job, status=status), agents=agents, now=NOW + 2)
+    result = make_plan(later)
+    assert newest_entry(result).recovered_seconds == pytest.approx(0.0, abs=2.0)
+    assert newest_entry(result).recovered_seconds is not None
+    assert newest_entry(result).steps_lost is None
 
 
 def test_crashes_in_place_use_up_the_process_budget() -> None:
-    seen = restarted({"failures": (failure(137),), "restarts": (restart(1),)})
-    recovery = seen.job.spec.recovery
+    observed = restarted({"failures": (build.failure(137),), "restarts": (build.restart_record(1),)})
+    recovery = observed.job.spec.recovery
     failures = ()
-    for at in range(10):
+    for seconds in range(10):
         failures = record_failure(
-            failures, at=NOW - 100 + at, cause=Cause.CRASH, pod="demo-w-1", node="", recovery=recovery
+            failures, at=NOW - 100 + seconds, cause=Cause.CRASH, pod="demo-w-1", node="", recovery=recovery
         )
-    status = seen.job.status.model_copy(update={"failures": failures})
-    result = planned(with_status(seen, status))
+    status = observed.job.status.model_copy(update={"failures": failures})
+    result = make_plan(build.with_status(observed, status))
     assert result.status.phase is Phase.FAILED
     assert "11 process failures within 3600 s" in result.status.verdict
     old = tuple(record.model_copy(update={"at": NOW - 3601}) for record in failures)
-    status = seen.job.status.model_copy(update={"failures": old})
-    assert planned(with_status(seen, status)).status.phase is Phase.RECOVERING
+    status = observed.job.status.model_copy(update={"failures": old})
+    assert make_plan(build.with_status(observed, status)).status.phase is Phase.RECOVERING
 
 
 def test_unavailable_storage_raises_a_warning_and_uses_no_budget() -> None:
-    result = planned(restarted({"failures": (failure(81),), "restarts": (restart(1, Cause.STORAGE),)}))
-    assert newest(result).cause is Cause.STORAGE
+    result = make_plan(
+        restarted({"failures": (build.failure(81),), "restarts": (build.restart_record(1, Cause.STORAGE),)})
+    )
+    assert newest_entry(result).cause is Cause.STORAGE
     assert result.status.phase is Phase.RECOVERING
     assert "StorageUnavailable" in {event.reason for event in result.events}
 
 
 def test_attempts_of_an_older_generation_are_ignored() -> None:
-    seen = restarted({"failures": (failure(137),)})
-    result = planned(with_status(seen, decided_on(seen.job.status, size=4)))
-    assert [each.rung for each in result.status.history] == [Rung.REPLACE]
+    observed = restarted({"failures": (build.failure(137),)})
+    result = make_plan(build.with_status(observed, decided_on(observed.job.status, size=4)))
+    assert [entry.rung for entry in result.status.history] == [Rung.REPLACE]
 
 
 def decided_on(status: TrainingJobStatus, *, size: int) -> TrainingJobStatus:
     """Return the status with a decision on generation 2 that is not recorded yet."""
-    entry = interruption(Rung.REPLACE, ago=1, took=None, step_before=10**6)
+    entry = build.interruption(Rung.REPLACE, ago=1, took=None, step_before=10**6)
     return status.replaced(membership=MembershipStatus(generation=2, size=size), history=(entry,))
 
 
 def test_an_unrecorded_generation_is_published_with_the_current_members() -> None:
-    seen = running(4)
-    decided = with_status(seen, decided_on(seen.job.status, size=3))
-    new = published(planned(decided))
+    observed = build.running_job(4)
+    decided = build.with_status(observed, decided_on(observed.job.status, size=3))
+    new = published_membership(make_plan(decided))
     assert new is not None
-    assert (new.generation, new.transition, ranks(new)) == (2, Transition.GRACEFUL, ranks(seen.membership))
+    assert (new.generation, new.transition, member_names(new)) == (
+        2,
+        Transition.GRACEFUL,
+        member_names(observed.membership),
+    )
     # While a member has not reported yet, as after a restart of the operator, the reason may still be there.
-    assert published(planned(without(decided, 2))) is None
+    assert published_membership(make_plan(build.without_pods(decided, 2))) is None

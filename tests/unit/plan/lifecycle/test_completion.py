@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import NOW, agent, deleted, planned, pod, running, spec, training, with_status
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import actions_of_type, deleted_pods, make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
-from trainium_contract.wire.messages import ProcessFailure, WorkerPhase
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.model.actions import DeleteJob
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
@@ -22,22 +24,22 @@ def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **j
         type=kind, status=ConditionStatus.TRUE, reason="Completed", last_transition_time=rfc3339(NOW - ago)
     )
     phase = Phase.COMPLETED if kind is ConditionType.COMPLETE else Phase.FAILED
-    seen = running(3, spares=1, job_spec=spec(workers={"replicas": 3, "spares": 1}, **job_spec))
-    status = seen.job.status.replaced(
+    observed = build.running_job(3, spares=1, job_spec=build.spec(workers={"replicas": 3, "spares": 1}, **job_spec))
+    status = observed.job.status.replaced(
         conditions=(condition,),
         phase=phase,
         completion_time=rfc3339(NOW - ago),
-        observed_generation=seen.job.generation,
+        observed_generation=observed.job.generation,
     )
     pods = (
-        pod(0, phase=PodPhase.SUCCEEDED, exit_code=0),
-        pod(1, phase=PodPhase.SUCCEEDED, exit_code=0),
-        pod(2),
-        pod(3),
+        build.pod(0, phase=PodPhase.SUCCEEDED, exit_code=0),
+        build.pod(1, phase=PodPhase.SUCCEEDED, exit_code=0),
+        build.pod(2),
+        build.pod(3),
     )
-    agents = {"uid-2": agent(2, WorkerPhase.FINISHED, generation=1), "uid-3": agent(3)}
-    job = replace(seen.job, status=status, resource_version="77")
-    return replace(seen, pods=pods, agents=agents, job=job)
+    agents = {"uid-2": build.agent(2, WorkerPhase.FINISHED, generation=1), "uid-3": build.agent(3)}
+    job = replace(observed.job, status=status, resource_version="77")
+    return replace(observed, pods=pods, agents=agents, job=job)
 
 
 @pytest.mark.parametrize(
@@ -52,67 +54,62 @@ def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **j
     ],
 )
 def test_clean_pod_policy_selects_the_deleted_pods(policy: str, kind: ConditionType, expected: set[int]) -> None:
-    result = planned(ended(kind, cleanPodPolicy=policy))
-    assert set(deleted(result)) == {f"demo-w-{ordinal}" for ordinal in expected}
-
-
-def gave_up(at: int, code: int = 64) -> Any:
-    verdict = ProcessFailure(
-        sequence=0, generation=1, attempt=0, rank=at, exit_code=code, step=-1, message="no such file", at=NOW - 1
-    )
-    return agent(at, WorkerPhase.FAILED, generation=1, failures=(verdict,), verdict=verdict)
+    result = make_plan(ended(kind, cleanPodPolicy=policy))
+    assert set(deleted_pods(result)) == {f"demo-w-{ordinal}" for ordinal in expected}
 
 
 def failing(*, codes: dict[int, int], **job_spec: Any) -> Any:
     """Return six workers, of which those in `codes` failed with a verdict and the others followed."""
-    members = {
-        at: gave_up(at, codes[at]) if at in codes else agent(at, WorkerPhase.FAILED, generation=1) for at in range(6)
+    failed = {
+        ordinal: build.failed_agent(ordinal, code, rank=ordinal, step=-1, message="no such file", at=NOW - 1)
+        for ordinal, code in codes.items()
     }
-    return running(6, job_spec=spec(workers={"replicas": 6}, **job_spec), agents=members)
+    agents = build.agents(range(6), WorkerPhase.FAILED, generation=1) | failed
+    return build.running_job(6, job_spec=build.spec(workers={"replicas": 6}, **job_spec), agents=agents)
 
 
-def later(seen: Any, status: TrainingJobStatus, seconds: float, **changes: Any) -> Any:
-    return replace(seen, job=replace(seen.job, status=status), now=NOW + seconds, **changes)
+def later(observed: Any, status: TrainingJobStatus, seconds: float, **changes: Any) -> Any:
+    return replace(observed, job=replace(observed.job, status=status), now=NOW + seconds, **changes)
 
 
 def test_three_failed_pods_are_kept_for_their_logs() -> None:
-    seen = failing(codes={1: 64, 2: 64, 3: 64, 4: 64})
-    first = planned(seen)
+    observed = failing(codes={1: 64, 2: 64, 3: 64, 4: 64})
+    first = make_plan(observed)
     assert first.status.phase is Phase.FAILED
-    named = first.status.history[-1].pod
-    left = {f"demo-w-{at}" for at in range(6)} - set(deleted(first))
-    assert len(left) == 3
-    assert named in left <= {f"demo-w-{at}" for at in (1, 2, 3, 4)}
-    there = tuple(replace(each, phase=PodPhase.FAILED, exit_code=64) for each in seen.pods if each.name in left)
-    second = planned(later(seen, first.status, 5, pods=there))
-    assert not deleted(second)
+    blamed = first.status.history[-1].pod
+    kept = {f"demo-w-{ordinal}" for ordinal in range(6)} - set(deleted_pods(first))
+    assert len(kept) == 3
+    assert blamed in kept <= {f"demo-w-{ordinal}" for ordinal in (1, 2, 3, 4)}
+    kept_pods = tuple(replace(pod, phase=PodPhase.FAILED, exit_code=64) for pod in observed.pods if pod.name in kept)
+    second = make_plan(later(observed, first.status, 5, pods=kept_pods))
+    assert not deleted_pods(second)
     assert second.requeue_after is None, "ended pods stay until the job is deleted or runs again"
 
 
 def test_pods_without_a_verdict_or_that_end_late_are_deleted() -> None:
-    seen = failing(codes={1: 64})
-    first = planned(seen)
+    observed = failing(codes={1: 64})
+    first = make_plan(observed)
     assert first.requeue_after is not None
-    assert set(deleted(first)) == {f"demo-w-{at}" for at in (0, 2, 3, 4, 5)}
-    rest = tuple(each for each in seen.pods if each.name == "demo-w-1")
-    again = planned(later(seen, first.status, 14, pods=rest))
-    assert (set(deleted(again)), again.requeue_after is not None) == (set(), True)
-    over = planned(later(seen, first.status, 16, pods=rest))
-    assert (set(deleted(over)), over.requeue_after) == ({"demo-w-1"}, None)
+    assert set(deleted_pods(first)) == {f"demo-w-{ordinal}" for ordinal in (0, 2, 3, 4, 5)}
+    rest = tuple(pod for pod in observed.pods if pod.name == "demo-w-1")
+    again = make_plan(later(observed, first.status, 14, pods=rest))
+    assert (set(deleted_pods(again)), again.requeue_after is not None) == (set(), True)
+    over = make_plan(later(observed, first.status, 16, pods=rest))
+    assert (set(deleted_pods(over)), over.requeue_after) == ({"demo-w-1"}, None)
 
 
 @pytest.mark.parametrize("why", ["all go", "its code does not end a job", "its node is bad", "the clock was set back"])
 def test_the_failed_pod_is_deleted_too_when_it_is_not_kept_for_its_logs(why: str) -> None:
     code = 64 if why != "its code does not end a job" else 1
-    seen = failing(codes={1: code}, **({"cleanPodPolicy": "All"} if why == "all go" else {}))
+    observed = failing(codes={1: code}, **({"cleanPodPolicy": "All"} if why == "all go" else {}))
     if why == "its node is bad":
-        nodes = dict(seen.nodes)
+        nodes = dict(observed.nodes)
         nodes["node-1"] = replace(nodes["node-1"], ready=NodeReadiness.UNKNOWN, unready_since=NOW - 300)
-        seen = replace(seen, nodes=nodes)
-    status = planned(failing(codes={1: 64})).status
+        observed = replace(observed, nodes=nodes)
+    status = make_plan(failing(codes={1: 64})).status
     if why == "the clock was set back":
         status = status.replaced(completion_time=rfc3339(NOW + 10**6))
-    assert set(deleted(planned(later(seen, status, 1)))) == {f"demo-w-{at}" for at in range(6)}
+    assert set(deleted_pods(make_plan(later(observed, status, 1)))) == {f"demo-w-{ordinal}" for ordinal in range(6)}
 
 
 KEEP_PODS = {"cleanPodPolicy": "None"}
@@ -130,29 +127,30 @@ KEEP_PODS = {"cleanPodPolicy": "None"}
 def test_an_ended_job_is_deleted_after_its_ttl(
     ago: float, fields: dict[str, Any], is_deleted: bool, requeue_after: float | None
 ) -> None:
-    result = planned(ended(ago=ago, **fields))
-    deletions = [action for action in result.actions if isinstance(action, DeleteJob)]
-    assert deletions == ([DeleteJob("job-uid", "77")] if is_deleted else [])
+    result = make_plan(ended(ago=ago, **fields))
+    assert actions_of_type(result, DeleteJob) == ([DeleteJob("job-uid", "77")] if is_deleted else [])
     assert result.requeue_after == (None if requeue_after is None else pytest.approx(requeue_after, abs=1))
 
 
 def test_a_ttl_of_zero_deletes_the_job_after_its_end_is_written() -> None:
-    members = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(2)}
-    seen = running(2, job_spec=spec(workers={"replicas": 2}, ttlSecondsAfterFinished=0), agents=members)
-    first = planned(seen)
+    members = build.agents(range(2), WorkerPhase.FINISHED, generation=1)
+    observed = build.running_job(
+        2, job_spec=build.spec(workers={"replicas": 2}, ttlSecondsAfterFinished=0), agents=members
+    )
+    first = make_plan(observed)
     assert first.status.phase is Phase.COMPLETED
-    assert not any(isinstance(action, DeleteJob) for action in first.actions)
+    assert actions_of_type(first, DeleteJob) == []
     assert first.requeue_after is not None
-    second = planned(replace(seen, job=replace(seen.job, status=first.status, resource_version="9")))
+    second = make_plan(build.with_job(observed, status=first.status, resource_version="9"))
     assert second.actions == (DeleteJob("job-uid", "9"),)
 
 
 def test_a_missing_or_future_completion_time_never_deletes_early_nor_waits_forever() -> None:
-    seen = ended(ttlSecondsAfterFinished=100, cleanPodPolicy="None")
+    observed = ended(ttlSecondsAfterFinished=100, cleanPodPolicy="None")
     for text, seconds in (("", 100), ("yesterday", 100), (rfc3339(NOW + 10**6), 100)):
-        status = seen.job.status.model_copy(update={"completion_time": text})
-        result = planned(with_status(seen, status))
-        assert not any(isinstance(action, DeleteJob) for action in result.actions)
+        status = observed.job.status.model_copy(update={"completion_time": text})
+        result = make_plan(build.with_status(observed, status))
+        assert actions_of_type(result, DeleteJob) == []
         assert result.requeue_after == pytest.approx(seconds, abs=1)
 
 
@@ -161,38 +159,42 @@ def test_a_missing_or_future_completion_time_never_deletes_early_nor_waits_forev
     "wish", [{"suspend": True}, {"suspend": False}, {"workers": {"replicas": 8}}, {"trainer": {"steps": 10**6}}]
 )
 def test_no_change_of_the_spec_restarts_an_ended_job(kind: ConditionType, wish: Any) -> None:
-    seen = ended(kind)
-    changed = replace(seen, job=replace(seen.job, spec=spec(**wish), generation=5), pods=())
-    result = planned(changed)
+    observed = ended(kind)
+    changed = replace(observed, job=replace(observed.job, spec=build.spec(**wish), generation=5), pods=())
+    result = make_plan(changed)
     assert result.actions == ()
     assert is_terminal(result.status)
 
 
 def test_a_change_of_a_failed_job_suggests_retry_once() -> None:
-    seen = ended(ConditionType.FAILED, cleanPodPolicy="None")
-    changed = replace(seen, job=replace(seen.job, generation=seen.job.generation + 1))
-    first = planned(changed)
+    observed = ended(ConditionType.FAILED, cleanPodPolicy="None")
+    changed = build.with_job(observed, generation=observed.job.generation + 1)
+    first = make_plan(changed)
     assert [event.reason for event in first.events] == ["SpecChanged"]
     assert "kubectl trn retry demo" in first.events[0].note
     assert first.status.observed_generation == changed.job.generation
     assert is_terminal(first.status)
-    second = planned(with_status(changed, first.status))
+    second = make_plan(build.with_status(changed, first.status))
     assert (second.events, second.status) == ((), first.status)
 
 
 def test_a_failed_job_lists_fields_that_differ_from_the_failed_spec() -> None:
-    failed = planned(failing(codes={0: 64}))
+    failed = make_plan(failing(codes={0: 64}))
     record = failed.status.failed_spec
     assert record is not None
     assert record.changes == ()
     assert (failed.status.history[-1].pod, failed.status.history[-1].rank) == ("demo-w-0", 0)
-    seen = failing(codes={0: 64})
+    observed = failing(codes={0: 64})
 
     def changed(generation: int, unknown: tuple[str, ...] = (), **wish: Any) -> Any:
         job = replace(
-            seen.job, spec=seen.job.spec.replaced(**wish), generation=generation, status=failed.status, unknown=unknown
+            observed.job,
+            spec=observed.job.spec.replaced(**wish),
+            generation=generation,
+            status=failed.status,
+            unknown=unknown,
         )
-        failed_spec = planned(replace(seen, job=job)).status.failed_spec
+        failed_spec = make_plan(replace(observed, job=job)).status.failed_spec
         assert failed_spec is not None
         return failed_spec.changes
 
@@ -203,36 +205,42 @@ def test_a_failed_job_lists_fields_that_differ_from_the_failed_spec() -> None:
 
 
 def test_a_change_of_a_completed_job_is_observed_without_effect() -> None:
-    seen = ended(ConditionType.COMPLETE, cleanPodPolicy="None")
-    changed = planned(replace(seen, job=replace(seen.job, generation=seen.job.generation + 1)))
+    observed = ended(ConditionType.COMPLETE, cleanPodPolicy="None")
+    changed = make_plan(build.with_job(observed, generation=observed.job.generation + 1))
     assert changed.events == ()
-    assert changed.status.observed_generation == seen.job.generation + 1
+    assert changed.status.observed_generation == observed.job.generation + 1
 
 
 def test_deleted_children_do_not_restart_an_ended_job() -> None:
-    seen = ended()
-    result = planned(replace(seen, pods=(), agents={}, membership=None, children={}, published=0))
+    observed = ended()
+    result = make_plan(replace(observed, pods=(), agents={}, membership=None, children={}, published=0))
     assert (result.actions, result.events, result.requeue_after) == ((), (), None)
-    assert result.status == seen.job.status
+    assert result.status == observed.job.status
 
 
 def test_a_job_completes_only_when_all_its_ranks_have_finished() -> None:
-    finished = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in (0, 1)}
-    almost = planned(running(3, agents={**finished, 2: training(2)}))
+    finished = build.agents((0, 1), WorkerPhase.FINISHED, generation=1)
+    almost = make_plan(build.running_job(3, agents={**finished, 2: build.training_agent(2)}))
     assert almost.status.phase is not Phase.COMPLETED
-    pods = tuple(pod(at, phase=PodPhase.SUCCEEDED, exit_code=0) for at in (0, 1))
-    partly = planned(running(3, agents={2: training(2)}, pods=(*pods, pod(2))))
+    pods = tuple(build.pod(ordinal, phase=PodPhase.SUCCEEDED, exit_code=0) for ordinal in (0, 1))
+    partly = make_plan(build.running_job(3, agents={2: build.training_agent(2)}, pods=(*pods, build.pod(2))))
     assert partly.status.phase is not Phase.COMPLETED
-    done = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(3)}
-    over = planned(running(3, agents=done)).status
+    done = build.agents(range(3), WorkerPhase.FINISHED, generation=1)
+    over = make_plan(build.running_job(3, agents=done)).status
     assert over.phase is Phase.COMPLETED
     held = {condition.type for condition in over.conditions if condition.status is ConditionStatus.TRUE}
     assert held & {"Running", "Recovering", "Resizing", "PodsReady", "Admitted", "Complete"} == {"Complete"}
 
 
 def test_a_job_being_deleted_gets_no_actions() -> None:
-    for moment in (running(4), running(4, pods=()), failing(codes={1: 64}), ended(), ended(ttlSecondsAfterFinished=0)):
-        result = planned(replace(moment, job=replace(moment.job, deleting=True)))
+    for moment in (
+        build.running_job(4),
+        build.running_job(4, pods=()),
+        failing(codes={1: 64}),
+        ended(),
+        ended(ttlSecondsAfterFinished=0),
+    ):
+        result = make_plan(build.with_job(moment, deleting=True))
         assert result.actions == ()
         assert result.events == ()
         ended_before = is_terminal(moment.job.status)
@@ -240,76 +248,76 @@ def test_a_job_being_deleted_gets_no_actions() -> None:
 
 
 def test_a_job_held_by_a_finalizer_names_it_in_its_status() -> None:
-    held = replace(running(2).job, deleting=True, finalizers=("example.com/backup", "foregroundDeletion"))
-    for pods, ready, left in ((running(2).pods, 2, "2 pods of it are left"), ((), 0, "")):
-        status = planned(replace(running(2), pods=pods, job=held)).status
+    held = replace(build.running_job(2).job, deleting=True, finalizers=("example.com/backup", "foregroundDeletion"))
+    for pods, ready, left in ((build.running_job(2).pods, 2, "2 pods of it are left"), ((), 0, "")):
+        status = make_plan(replace(build.running_job(2), pods=pods, job=held)).status
         assert (status.phase, status.ready_replicas) == (Phase.TERMINATING, ready)
-        conditions = {each.type: each for each in status.conditions}
+        conditions = {condition.type: condition for condition in status.conditions}
         condition = conditions[ConditionType.RUNNING]
         assert (condition.status, condition.reason) == (ConditionStatus.FALSE, "Terminating")
         assert "finalizer example.com/backup" in condition.message
         assert "foregroundDeletion" in condition.message
         assert left in condition.message
         assert conditions[ConditionType.READY].reason == "Terminating"
-        again = planned(replace(running(2), pods=pods, job=replace(held, status=status))).status
+        again = make_plan(replace(build.running_job(2), pods=pods, job=replace(held, status=status))).status
         assert again == status
 
 
 def sidecars(codes: dict[int, int | None], **job_spec: Any) -> Any:
     """Return workers with a running sidecar, whose worker containers have ended where they have a code."""
-    seen = running(len(codes), job_spec=spec(workers={"replicas": len(codes)}, **job_spec))
+    observed = build.running_job(len(codes), job_spec=build.spec(workers={"replicas": len(codes)}, **job_spec))
     pods = tuple(
-        pod(at, exit_code=code, reason="" if code is None else "Error" if code else "Completed")
-        for at, code in codes.items()
+        build.pod(ordinal, exit_code=code, reason="" if code is None else "Error" if code else "Completed")
+        for ordinal, code in codes.items()
     )
-    return replace(seen, pods=pods)
+    return replace(observed, pods=pods)
 
 
 @pytest.mark.parametrize("policy", ["Running", "All"])
 def test_a_completed_job_frees_the_nodes_on_which_sidecars_run_on(policy: str) -> None:
-    seen = sidecars({0: 0, 1: 0}, cleanPodPolicy=policy)
-    result = planned(seen)
+    observed = sidecars({0: 0, 1: 0}, cleanPodPolicy=policy)
+    result = make_plan(observed)
     assert result.status.phase is Phase.COMPLETED
-    assert set(deleted(result)) == {"demo-w-0", "demo-w-1"}
+    assert set(deleted_pods(result)) == {"demo-w-0", "demo-w-1"}
 
 
 def test_a_failed_pod_with_a_running_sidecar_is_kept() -> None:
-    result = planned(sidecars({0: None, 1: 64, 2: 64}))
+    result = make_plan(sidecars({0: None, 1: 64, 2: 64}))
     assert result.status.phase is Phase.FAILED
     assert result.status.history[-1].pod == "demo-w-1"
-    assert set(deleted(result)) == {"demo-w-0", "demo-w-2"}
-    expected = planned(sidecars({0: None, 1: 64, 2: 64}, cleanPodPolicy="All"))
-    assert set(deleted(expected)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
+    assert set(deleted_pods(result)) == {"demo-w-0", "demo-w-2"}
+    expected = make_plan(sidecars({0: None, 1: 64, 2: 64}, cleanPodPolicy="All"))
+    assert set(deleted_pods(expected)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
 
 
 def test_an_ended_worker_container_is_a_loss_despite_a_running_sidecar() -> None:
-    result = planned(sidecars({0: None, 1: None, 2: 1}))
-    assert [each.pod for each in result.status.history] == ["demo-w-2"]
-    assert set(deleted(result)) == {"demo-w-2"}
+    result = make_plan(sidecars({0: None, 1: None, 2: 1}))
+    assert [entry.pod for entry in result.status.history] == ["demo-w-2"]
+    assert set(deleted_pods(result)) == {"demo-w-2"}
 
 
 def test_the_pod_that_exhausts_a_budget_is_kept_until_the_job_has_failed() -> None:
-    members = {at: agent(at) for at in range(2)}
+    members = build.agents(range(2))
     budgets = {"budgets": {"infrastructure": {"maxFailures": 0}, "process": {"maxFailures": 0}}}
-    seen = running(2, job_spec=spec(workers={"replicas": 2}, recovery=budgets), agents=members)
-    failed = pod(5, phase=PodPhase.FAILED, reason="CreateContainerError", node="node-5")
-    seen = replace(seen, pods=(*seen.pods, failed))
-    first = planned(seen)
-    assert "demo-w-5" not in deleted(first)
-    second = planned(with_status(seen, first.status))
+    observed = build.running_job(2, job_spec=build.spec(workers={"replicas": 2}, recovery=budgets), agents=members)
+    failed = build.pod(5, phase=PodPhase.FAILED, reason="CreateContainerError", node="node-5")
+    observed = replace(observed, pods=(*observed.pods, failed))
+    first = make_plan(observed)
+    assert "demo-w-5" not in deleted_pods(first)
+    second = make_plan(build.with_status(observed, first.status))
     assert (second.status.phase, second.status.history[-1].pod) == (Phase.FAILED, "demo-w-5")
-    assert "demo-w-5" not in deleted(second)
+    assert "demo-w-5" not in deleted_pods(second)
 
 
 def recovering_clusters() -> list[tuple[str, Any]]:
     """Return a cluster in the middle of each kind of recovery, by name."""
 
     def cluster(spares: int = 0, nodes: int = 6, **workers: Any) -> FakeCluster:
-        found = FakeCluster(spec(workers={"spares": spares, **workers}, trainer={"steps": 10**6}), nodes)
-        found.run(15)
-        return found
+        new_cluster = FakeCluster(build.spec(workers={"spares": spares, **workers}, trainer={"steps": 10**6}), nodes)
+        new_cluster.run(15)
+        return new_cluster
 
-    starting = FakeCluster(spec(trainer={"steps": 10**6}), 6)
+    starting = FakeCluster(build.spec(trainer={"steps": 10**6}), 6)
     starting.run(1)
     in_place = cluster()
     in_place.crash_process(1)

@@ -5,21 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    agent,
-    deleted,
-    job,
-    node,
-    observed,
-    planned,
-    pod,
-    running,
-    spec,
-    training,
-    with_status,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import deleted_pods, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
@@ -36,7 +25,7 @@ LIMIT = 40
 
 def started(*, nodes: int = 6, seconds: float = 20, **job_spec: Any) -> FakeCluster:
     steps = {"trainer": {"steps": job_spec.pop("steps", 10**6)}}
-    cluster = FakeCluster(spec(workers={"spares": 1}, **steps, **job_spec), nodes)
+    cluster = FakeCluster(build.spec(workers={"spares": 1}, **steps, **job_spec), nodes)
     cluster.run(seconds)
     return cluster
 
@@ -50,9 +39,9 @@ def ending(**changes: Any) -> Any:
         message="The job has been active for 40 s, as long as activeDeadlineSeconds allows.",
         last_transition_time=rfc3339(NOW - 1),
     )
-    job_spec = spec(workers={"replicas": 2}, activeDeadlineSeconds=LIMIT, **changes.pop("spec", {}))
+    job_spec = build.spec(workers={"replicas": 2}, activeDeadlineSeconds=LIMIT, **changes.pop("spec", {}))
     status = {"conditions": (condition,), "activity": ActivityStatus(since=NOW - 50, stepped=True)}
-    return running(2, job_spec=job_spec, status=status, **changes)
+    return build.running_job(2, job_spec=job_spec, status=status, **changes)
 
 
 def test_an_active_deadline_saves_first_and_fails_after_the_last_worker() -> None:
@@ -67,7 +56,7 @@ def test_an_active_deadline_saves_first_and_fails_after_the_last_worker() -> Non
     target = find_condition(cluster.status, ConditionType.FAILURE_TARGET)
     assert target is not None
     assert (target.status, target.reason) == (ConditionStatus.TRUE, "DeadlineExceeded")
-    assert all(each.view.deleting for each in cluster.pods.values())
+    assert all(pod.view.deleting for pod in cluster.pods.values())
     assert len(cluster.pods) == 5, "no pod is killed"
     best = cluster.best_step
     cluster.run(6)
@@ -139,33 +128,34 @@ def test_suspension_and_resize_do_not_revoke_a_deadline() -> None:
 
 
 def test_a_job_that_finishes_while_stopping_is_complete() -> None:
-    finished = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(2)}
-    result = planned(ending(agents=finished))
+    finished = build.agents(range(2), WorkerPhase.FINISHED, generation=1)
+    result = make_plan(ending(agents=finished))
     assert result.status.phase is Phase.COMPLETED
     assert not is_true(result.status, ConditionType.FAILURE_TARGET)
 
 
 def test_a_worker_that_fails_while_stopping_is_no_failure() -> None:
-    crashed = training(1, verdict=None)
-    seen = ending(
-        agents={1: replace(crashed, last_seen=NOW - 100)}, pods=(pod(0, deleting=True), pod(1, deleting=True))
+    crashed = build.training_agent(1, verdict=None)
+    observed = ending(
+        agents={1: replace(crashed, last_seen=NOW - 100)},
+        pods=(build.pod(0, deleting=True), build.pod(1, deleting=True)),
     )
-    result = planned(seen)
+    result = make_plan(observed)
     assert result.status.phase is Phase.STOPPING
-    assert deleted(result) == {}, "asked once"
+    assert deleted_pods(result) == {}, "asked once"
     assert (result.status.restarts.total, result.status.failures) == (0, ())
 
 
 def test_a_stopping_job_does_not_wait_for_a_lost_node() -> None:
-    nodes = {"node-0": node("node-0"), "node-1": node("node-1", NodeReadiness.UNKNOWN)}
-    result = planned(ending(nodes=nodes))
-    assert deleted(result) == {"demo-w-0": None, "demo-w-1": 0}
+    nodes = {"node-0": build.node("node-0"), "node-1": build.node("node-1", NodeReadiness.UNKNOWN)}
+    result = make_plan(ending(nodes=nodes))
+    assert deleted_pods(result) == {"demo-w-0": None, "demo-w-1": 0}
 
 
 def test_a_late_pod_of_an_ended_job_is_deleted() -> None:
     cluster = started(seconds=LIMIT + 10, activeDeadlineSeconds=LIMIT, cleanPodPolicy="None")
-    late = observed(job(cluster.spec, cluster.status), (pod(9),))
-    assert deleted(planned(late)) == {"demo-w-9": None}
+    late = build.observation(build.job(cluster.spec, cluster.status), (build.pod(9),))
+    assert deleted_pods(make_plan(late)) == {"demo-w-9": None}
 
 
 def test_a_startup_deadline_names_what_the_job_waited_for() -> None:
@@ -187,7 +177,7 @@ def test_the_startup_deadline_ends_with_the_first_step_and_restarts_on_resume() 
     cluster = started(seconds=60, startupDeadlineSeconds=20)
     assert cluster.status.phase is Phase.RUNNING
     assert cluster.status.activity.stepped
-    for name in [each.view.name for each in cluster.members()]:
+    for name in [pod.view.name for pod in cluster.members()]:
         cluster.kill_pod(name)
     cluster.run(60)
     assert cluster.status.phase is Phase.RUNNING, "a recovery is no start"
@@ -203,9 +193,11 @@ def test_the_startup_deadline_ends_with_the_first_step_and_restarts_on_resume() 
 def test_loading_a_checkpoint_is_no_step() -> None:
     def stepped(step: int, resumed: int | None, stage: str = "Train") -> bool:
         progress = Progress(step=step, resume_step=resumed, stage=stage)
-        agents = {at: training(at, progress=progress) for at in range(2)}
-        seen = running(2, job_spec=spec(workers={"replicas": 2}, startupDeadlineSeconds=60), agents=agents)
-        return planned(seen).status.activity.stepped
+        agents = build.training_agents(range(2), progress=progress)
+        observed = build.running_job(
+            2, job_spec=build.spec(workers={"replicas": 2}, startupDeadlineSeconds=60), agents=agents
+        )
+        return make_plan(observed).status.activity.stepped
 
     assert not stepped(40, 40)
     assert stepped(41, 40)
@@ -220,9 +212,9 @@ def test_the_time_in_a_queue_does_not_count() -> None:
         reason=Reason.WAITING_FOR_QUEUE.value,
         last_transition_time=rfc3339(NOW - 900),
     )
-    seen = running(
+    observed = build.running_job(
         2,
-        job_spec=spec(workers={"replicas": 2}, scheduling={"queueName": "q"}, activeDeadlineSeconds=LIMIT),
+        job_spec=build.spec(workers={"replicas": 2}, scheduling={"queueName": "q"}, activeDeadlineSeconds=LIMIT),
         status={
             "conditions": (waiting,),
             "membership": MembershipStatus(),
@@ -231,17 +223,17 @@ def test_the_time_in_a_queue_does_not_count() -> None:
         membership=None,
         published=0,
     )
-    assert planned(seen).status.activity.since is None
+    assert make_plan(observed).status.activity.since is None
 
 
 def test_a_missing_or_future_start_of_the_deadline_is_reset_to_now() -> None:
     for since in (None, NOW + 10**6):
-        seen = running(
+        observed = build.running_job(
             2,
-            job_spec=spec(workers={"replicas": 2}, activeDeadlineSeconds=LIMIT),
+            job_spec=build.spec(workers={"replicas": 2}, activeDeadlineSeconds=LIMIT),
             status={"activity": ActivityStatus(since=since)},
         )
-        result = planned(seen)
+        result = make_plan(observed)
         assert result.status.activity.since == NOW
         assert result.requeue_after is not None
         assert result.requeue_after <= LIMIT
@@ -252,16 +244,18 @@ def test_a_missing_or_future_start_of_the_deadline_is_reset_to_now() -> None:
     [(7, "durable checkpoint is step 7."), (0, "durable checkpoint is step 0."), (-1, "It has no durable checkpoint.")],
 )
 def test_the_verdict_names_the_newest_durable_step(step: int, words: str) -> None:
-    seen = ending(pods=(), agents={0: training(0, progress=None), 1: training(1, progress=None)})
-    checkpoint = seen.job.status.checkpoint.model_copy(update={"durable_step": step})
-    status = seen.job.status.model_copy(update={"checkpoint": checkpoint})
-    assert words in planned(with_status(seen, status)).status.verdict
+    observed = ending(
+        pods=(), agents={0: build.training_agent(0, progress=None), 1: build.training_agent(1, progress=None)}
+    )
+    checkpoint = observed.job.status.checkpoint.model_copy(update={"durable_step": step})
+    status = observed.job.status.model_copy(update={"checkpoint": checkpoint})
+    assert words in make_plan(build.with_status(observed, status)).status.verdict
 
 
 def test_an_edited_failure_target_still_ends_the_job() -> None:
-    seen = ending(pods=())
-    target = seen.job.status.conditions[0].model_copy(update={"reason": "Whatever", "message": ""})
-    status = seen.job.status.model_copy(update={"conditions": (target,)})
-    result = planned(with_status(seen, status))
+    observed = ending(pods=())
+    target = observed.job.status.conditions[0].model_copy(update={"reason": "Whatever", "message": ""})
+    status = observed.job.status.model_copy(update={"conditions": (target,)})
+    result = make_plan(build.with_status(observed, status))
     assert result.status.phase is Phase.FAILED
     assert "Its newest durable checkpoint is step 10" in result.status.verdict

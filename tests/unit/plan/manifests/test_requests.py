@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import SETTINGS, job, spec
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import SETTINGS
 from trainium_operator.plan.features.kueue.workload import workload
 from trainium_operator.plan.manifests.worker_pod import Avoided, pod_template, template_hash, worker_pods
 
@@ -14,7 +15,7 @@ TRN1 = {"accelerator": {"instanceType": "trn1.32xlarge"}}
 
 def pod_spec(settings: Any = SETTINGS, **changes: Any) -> Any:
     given = {"trainer": {"batch": {"globalSize": 128}}, **changes}
-    return worker_pods(job(spec(**given)), settings, range(1), Avoided())[0]["spec"]
+    return worker_pods(build.job(build.spec(**given)), settings, range(1), Avoided())[0]["spec"]
 
 
 def resources(pod: Any) -> Any:
@@ -22,7 +23,7 @@ def resources(pod: Any) -> Any:
 
 
 def shared_memory(pod: Any) -> Any:
-    return next(each for each in pod["volumes"] if each["name"] == "shared-memory")
+    return next(volume for volume in pod["volumes"] if volume["name"] == "shared-memory")
 
 
 def with_template(container: dict[str, Any] | None = None, **pod: Any) -> dict[str, Any]:
@@ -59,13 +60,15 @@ def test_a_limit_of_the_shared_memory_in_the_template_is_kept() -> None:
 
 
 def test_the_template_of_the_job_overrides_the_charts() -> None:
-    asked = {"resources": {"requests": {"cpu": "2", "memory": "3Gi"}}}
+    container = {"resources": {"requests": {"cpu": "2", "memory": "3Gi"}}}
     chart = {
         "metadata": {"labels": {"team": "infra", "trainium.dev/job-name": "stolen"}},
-        "spec": {"containers": [asked], "priorityClassName": "low"},
+        "spec": {"containers": [container], "priorityClassName": "low"},
     }
-    view = job(
-        spec(workers=with_template({"resources": {"requests": {"cpu": "7"}}}), trainer={"batch": {"globalSize": 128}})
+    view = build.job(
+        build.spec(
+            workers=with_template({"resources": {"requests": {"cpu": "7"}}}), trainer={"batch": {"globalSize": 128}}
+        )
     )
     body = pod_template(view, replace(SETTINGS, worker_template=chart))
     requests = resources(body["spec"])["requests"]
@@ -77,13 +80,14 @@ def test_the_template_of_the_job_overrides_the_charts() -> None:
 
 def test_the_pods_of_a_job_are_the_same_at_every_size() -> None:
     few, many = (
-        job(spec(workers={**TRN1, "replicas": count}, trainer={"batch": {"globalSize": 128}})) for count in (2, 4)
+        build.job(build.spec(workers={**TRN1, "replicas": count}, trainer={"batch": {"globalSize": 128}}))
+        for count in (2, 4)
     )
     assert template_hash(few, SETTINGS) == template_hash(many, SETTINGS)
 
 
 def test_computed_requests_do_not_change_the_template_hash() -> None:
-    view = job(spec(workers=TRN1, trainer={"batch": {"globalSize": 128}}))
+    view = build.job(build.spec(workers=TRN1, trainer={"batch": {"globalSize": 128}}))
     key = "trainium.dev/template-hash"
     with_needs, without = (pod_template(view, SETTINGS, asks=asks) for asks in (True, False))
     assert with_needs["spec"] != without["spec"]
@@ -94,7 +98,9 @@ def test_a_workload_requests_only_resources_of_the_template() -> None:
     """Kueue refuses a workload that asks for a resource which its queue does not name."""
 
     def queued(workers: dict[str, Any]) -> Any:
-        view = job(spec(workers=workers, trainer={"batch": {"globalSize": 128}}, scheduling={"queueName": "q"}))
+        view = build.job(
+            build.spec(workers=workers, trainer={"batch": {"globalSize": 128}}, scheduling={"queueName": "q"})
+        )
         pod = workload(view, SETTINGS, part=0, workers=4)["spec"]["podSets"][0]["template"]["spec"]
         return resources(pod).get("requests", {})
 

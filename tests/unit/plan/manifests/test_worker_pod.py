@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import NOW, SETTINGS, agent, created, deleted, job, observed, planned, pod, spec
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW, SETTINGS
+from tests.unit.plan.plan_results import created_pods, deleted_pods, make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.trainer.config import TrainingConfig
@@ -24,7 +26,7 @@ from trainium_operator.plan.model.observed import PodPhase
 
 
 def build_pod(ordinal: int = 0, avoided: Avoided | None = None, **changes: Any) -> Any:
-    return worker_pods(job(spec(**changes)), SETTINGS, range(ordinal, ordinal + 1), avoided or Avoided())[0]
+    return worker_pods(build.job(build.spec(**changes)), SETTINGS, range(ordinal, ordinal + 1), avoided or Avoided())[0]
 
 
 def container(manifest: Any) -> Any:
@@ -57,13 +59,13 @@ def test_a_worker_pod_has_its_labels_owner_command_and_annotations() -> None:
 def test_workers_get_a_log_format_only_where_it_is_not_text() -> None:
     assert env.ENV_LOG_FORMAT not in environment(build_pod())
     settings = replace(SETTINGS, worker_log_format=LogFormat.JSON)
-    manifest = worker_pods(job(spec(precompile={"enabled": True})), settings, range(1), Avoided())[0]
+    manifest = worker_pods(build.job(build.spec(precompile={"enabled": True})), settings, range(1), Avoided())[0]
     assert environment(manifest)[env.ENV_LOG_FORMAT] == "json"
     (first,) = manifest["spec"]["initContainers"]
     assert {"name": env.ENV_LOG_FORMAT, "value": "json"} in first["env"]
-    asked = {"spec": {"containers": [{"env": [{"name": env.ENV_LOG_FORMAT, "value": "text"}]}]}}
-    one = job(spec(workers={"replicas": 1, "template": asked}))
-    assert environment(worker_pods(one, settings, range(1), Avoided())[0])[env.ENV_LOG_FORMAT] == "text"
+    template = {"spec": {"containers": [{"env": [{"name": env.ENV_LOG_FORMAT, "value": "text"}]}]}}
+    view = build.job(build.spec(workers={"replicas": 1, "template": template}))
+    assert environment(worker_pods(view, settings, range(1), Avoided())[0])[env.ENV_LOG_FORMAT] == "text"
 
 
 def test_a_worker_pod_meets_the_restricted_security_standard() -> None:
@@ -127,8 +129,12 @@ def test_resources_follow_the_accelerator(accelerator: Any, resources: Any, efa:
 
 
 def test_lost_nodes_are_tolerated_for_a_short_time_only() -> None:
-    short = [each for each in build_pod()["spec"]["tolerations"] if each["key"].startswith("node.kubernetes.io/")]
-    assert {each["key"]: each["tolerationSeconds"] for each in short} == {
+    short = [
+        toleration
+        for toleration in build_pod()["spec"]["tolerations"]
+        if toleration["key"].startswith("node.kubernetes.io/")
+    ]
+    assert {toleration["key"]: toleration["tolerationSeconds"] for toleration in short} == {
         "node.kubernetes.io/not-ready": 30,
         "node.kubernetes.io/unreachable": 30,
     }
@@ -139,9 +145,9 @@ def test_avoided_nodes_are_a_preference_beside_the_users_own_affinity() -> None:
     key = "preferredDuringSchedulingIgnoredDuringExecution"
     template = {"spec": {"affinity": {"nodeAffinity": {key: [own]}}}}
     manifest = build_pod(avoided=Avoided(preferred=("node-3",)), workers={"template": template})
-    mine, theirs = manifest["spec"]["affinity"]["nodeAffinity"][key][::-1]
+    ours, theirs = manifest["spec"]["affinity"]["nodeAffinity"][key][::-1]
     assert theirs == own
-    assert mine["preference"]["matchExpressions"][0]["values"] == ["node-3"]
+    assert ours["preference"]["matchExpressions"][0]["values"] == ["node-3"]
 
 
 def test_avoided_nodes_expire() -> None:
@@ -149,7 +155,9 @@ def test_avoided_nodes_expire() -> None:
         FailureRecord(at=NOW - 100, cause="Device", pod="a", node="node-1"),
         FailureRecord(at=NOW - 3601, cause="Device", pod="b", node="node-2"),
     )
-    result = planned(observed(job(status=TrainingJobStatus(failures=records, avoided_nodes=("node-1", "node-2")))))
+    result = make_plan(
+        build.observation(build.job(status=TrainingJobStatus(failures=records, avoided_nodes=("node-1", "node-2"))))
+    )
     assert result.status.avoided_nodes == ("node-1",)
 
 
@@ -178,7 +186,7 @@ def test_the_template_of_the_job_is_merged_by_name() -> None:
     assert manifest["metadata"]["annotations"]["a"] == "b"
     assert manifest["spec"]["restartPolicy"] == "Never"
     assert manifest["spec"]["priorityClassName"] == "high"
-    assert [each["name"] for each in manifest["spec"]["containers"]] == ["worker", "sidecar"]
+    assert [container["name"] for container in manifest["spec"]["containers"]] == ["worker", "sidecar"]
     assert container(manifest)["image"] == "trainer:1"
     assert environment(manifest)["OMP_NUM_THREADS"] == "2"
     assert environment(manifest)["MINE"] == "1"
@@ -190,7 +198,9 @@ def test_the_template_of_the_job_is_merged_by_name() -> None:
 
 def test_a_single_container_without_a_name_is_the_workers() -> None:
     manifest = build_pod(workers={"template": {"spec": {"containers": [{"image": "mine:2"}]}}})
-    assert [(each["name"], each["image"]) for each in manifest["spec"]["containers"]] == [("worker", "mine:2")]
+    assert [(container["name"], container["image"]) for container in manifest["spec"]["containers"]] == [
+        ("worker", "mine:2")
+    ]
 
 
 def test_null_removes_a_field_and_merging_does_not_mutate() -> None:
@@ -203,7 +213,7 @@ def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
     first, second = build_pod(0), build_pod(1)
     key = "trainium.dev/template-hash"
     assert first["metadata"]["annotations"][key] == second["metadata"]["annotations"][key]
-    assert template_hash(job(), SETTINGS) != template_hash(job(spec(image="other:1")), SETTINGS)
+    assert template_hash(build.job(), SETTINGS) != template_hash(build.job(build.spec(image="other:1")), SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +234,10 @@ def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
     ],
 )
 def test_checkpoints_go_to_the_storage_below_a_folder_of_the_job(storage: Any, volume: Any, path: Any) -> None:
-    view = job(spec(checkpoint={"storage": storage}))
-    volumes = {each["name"]: each for each in worker_pods(view, SETTINGS, range(1), Avoided())[0]["spec"]["volumes"]}
+    view = build.job(build.spec(checkpoint={"storage": storage}))
+    volumes = {
+        volume["name"]: volume for volume in worker_pods(view, SETTINGS, range(1), Avoided())[0]["spec"]["volumes"]
+    }
     assert volumes["checkpoints"] == {"name": "checkpoints", **volume}
     written = json.loads(config_maps.trainer_configuration(view))
     assert written["checkpoint"]["path"] == path
@@ -233,20 +245,20 @@ def test_checkpoints_go_to_the_storage_below_a_folder_of_the_job(storage: Any, v
 
 
 def test_the_trainer_accepts_the_configuration() -> None:
-    text = config_maps.config_map(job(), "CERT")["data"]["trainer.yaml"]
+    text = config_maps.config_map(build.job(), "CERT")["data"]["trainer.yaml"]
     assert TrainingConfig.model_validate(json.loads(text)).steps == 100
 
 
 @pytest.mark.parametrize(("workers", "nodes"), [({"replicas": 4}, "4\n"), ({"replicas": 4, "maxReplicas": 9}, "9\n")])
 def test_the_workers_get_the_largest_size_of_the_job(workers: dict[str, int], nodes: str) -> None:
-    assert config_maps.config_map(job(spec(workers=workers)), "CERT")["data"]["nodes"] == nodes
+    assert config_maps.config_map(build.job(build.spec(workers=workers)), "CERT")["data"]["nodes"] == nodes
 
 
 def test_children_are_applied_only_when_their_content_changes() -> None:
-    seen = observed(job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)))
-    applied = [type(action).__name__ for action in planned(seen).actions]
+    observed = build.observation(build.job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)))
+    applied = [type(action).__name__ for action in make_plan(observed).actions]
     assert "ApplyObject" not in applied
-    rotated = planned(replace(seen, ca_bundle="NEW"))
+    rotated = make_plan(replace(observed, ca_bundle="NEW"))
     changed = [
         action.manifest["metadata"]["name"]
         for action in rotated.actions
@@ -258,21 +270,21 @@ def test_children_are_applied_only_when_their_content_changes() -> None:
 def with_templates(pending: str, running: str) -> Any:
     """Return a job whose first pod waits for a node; both arguments are hashes of templates."""
     pods = (
-        pod(0, phase=PodPhase.PENDING, template_hash=pending),
-        *(pod(at, template_hash=running) for at in (1, 2, 3)),
+        build.pod(0, phase=PodPhase.PENDING, template_hash=pending),
+        *(build.pod(ordinal, template_hash=running) for ordinal in (1, 2, 3)),
     )
     status = TrainingJobStatus(desired=4, next_pod_ordinal=4)
-    return observed(job(status=status), pods, {at: agent(at) for at in (1, 2, 3)})
+    return build.observation(build.job(status=status), pods, build.agents((1, 2, 3)))
 
 
 @pytest.mark.parametrize("running", ["old", "9-b"])
 def test_a_pending_pod_of_an_older_template_is_replaced_and_a_running_one_is_kept(running: str) -> None:
-    assert deleted(planned(with_templates("old", running))) == {"demo-w-0": None}
+    assert deleted_pods(make_plan(with_templates("old", running))) == {"demo-w-0": None}
 
 
 def test_a_pending_pod_of_another_template_revision_is_kept() -> None:
-    result = planned(with_templates("9-old", "9-b"))
-    assert (deleted(result), created(result)) == ({}, [])
+    result = make_plan(with_templates("9-old", "9-b"))
+    assert (deleted_pods(result), created_pods(result)) == ({}, [])
     assert result.status.outdated_pods == 0
     assert "TemplateChanged" not in [event.reason for event in result.events]
 
@@ -280,12 +292,12 @@ def test_a_pending_pod_of_another_template_revision_is_kept() -> None:
 def test_changing_the_pod_template_requires_a_new_revision() -> None:
     """Set TEMPLATE_REVISION one higher and take the new digest: else an upgrade replaces pods that wait for a node."""
     jobs = (
-        spec(),
-        spec(workers={"accelerator": {"instanceType": "trn1.32xlarge"}}, image="mine:1"),
-        spec(precompile={"enabled": True}, checkpoint={"storage": {"hostPath": {"path": "/shared"}}}),
-        spec(workers={"template": {"spec": {"priority": 7}}}, recovery={"hang": {"stepFloorSeconds": 3}}),
+        build.spec(),
+        build.spec(workers={"accelerator": {"instanceType": "trn1.32xlarge"}}, image="mine:1"),
+        build.spec(precompile={"enabled": True}, checkpoint={"storage": {"hostPath": {"path": "/shared"}}}),
+        build.spec(workers={"template": {"spec": {"priority": 7}}}, recovery={"hang": {"stepFloorSeconds": 3}}),
     )
-    digest = content_hash([pod_template(job(each), SETTINGS, asks=False) for each in jobs])
+    digest = content_hash([pod_template(build.job(job_spec), SETTINGS, asks=False) for job_spec in jobs])
     assert (TEMPLATE_REVISION, digest) == (0, "8d95690647d9fc36")
 
 
@@ -362,8 +374,8 @@ def test_compiled_graphs_are_stored_on_the_checkpoint_volume_by_default(
     storage: Any, own: str | None, folder: str | None
 ) -> None:
     trainer = {"neuron": {"sharedCacheDirectory": own}} if own else {}
-    described = spec(precompile=PRECOMPILE, checkpoint={"storage": storage}, trainer=trainer)
-    config = TrainingConfig.model_validate_json(config_maps.trainer_configuration(job(described)))
+    described = build.spec(precompile=PRECOMPILE, checkpoint={"storage": storage}, trainer=trainer)
+    config = TrainingConfig.model_validate_json(config_maps.trainer_configuration(build.job(described)))
     assert config.neuron.shared_cache_directory == folder
 
 
@@ -387,6 +399,6 @@ def test_a_pod_asks_for_the_instance_type_and_the_priority_that_the_job_names() 
 
 def test_a_private_image_is_pulled_with_the_secrets_of_the_installation() -> None:
     settings = replace(SETTINGS, image_pull_secrets=("registry", "mirror"))
-    (manifest,) = worker_pods(job(spec()), settings, range(1), Avoided())
+    (manifest,) = worker_pods(build.job(build.spec()), settings, range(1), Avoided())
     assert manifest["spec"]["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
     assert "imagePullSecrets" not in build_pod()["spec"]

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tests.unit.plan.plan_builders import spec
-from tests.unit.plan.plan_cluster import FakeCluster, size
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.spec.precompile import CompiledSize
 from trainium_contract.status.conditions import ConditionType, Phase
@@ -17,7 +17,7 @@ COMPILE = 600.0
 
 def started(sizes: str = "Background", **changes: Any) -> FakeCluster:
     """Start a job for which 8 nodes make one pass a step, 4 to 7 two, 3 three, 2 four."""
-    job_spec = spec(
+    job_spec = build.spec(
         workers={"replicas": 8, "minReplicas": 2},
         recovery={"rescaleAfterSeconds": REST},
         trainer={"steps": 10**7, "batch": {"globalSize": 8}},
@@ -77,7 +77,7 @@ def test_a_job_that_does_not_compile_ahead_takes_the_best_size() -> None:
     cluster.dirty = True
     cluster.lose_node("node-7")
     cluster.run(REST + 20)
-    assert (size(cluster), cluster.status.compiled.sizes) == (4, ())
+    assert (cluster.size, cluster.status.compiled.sizes) == (4, ())
 
 
 def test_a_job_shrinks_to_a_compiled_size_and_grows_when_a_better_one_is_compiled() -> None:
@@ -86,13 +86,13 @@ def test_a_job_shrinks_to_a_compiled_size_and_grows_when_a_better_one_is_compile
     cluster.run(2)
     cluster.lose_node("node-7")
     cluster.run(REST + 20)
-    assert size(cluster) == 3, "4 nodes would make two passes in place of three, after ten minutes"
+    assert cluster.size == 3, "4 nodes would make two passes in place of three, after ten minutes"
     cluster.run(5 * REST)
-    assert size(cluster) == 3
+    assert cluster.size == 3
     report_compiled(cluster, 3, 4)
     cluster.run(2 * REST)
-    assert size(cluster) == 4
+    assert cluster.size == 4
     assert cluster.status.history[-1].rung is Rung.GROW
     cluster.restore_node("node-7")
     cluster.run(6 * REST)
-    assert size(cluster) == 8
+    assert cluster.size == 8

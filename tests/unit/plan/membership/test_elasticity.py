@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import NOW, SETTINGS, condition_of, created, planned, running, spec, with_status
-from tests.unit.plan.plan_cluster import FakeCluster, names_of, rungs, size
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW, SETTINGS
+from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import created_manifests, created_pods, event_notes, get_condition, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import Rung
-from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.plan import plan
 
@@ -28,7 +29,7 @@ def started(
     tolerance: float = 0.0,
     **workers: Any,
 ) -> FakeCluster:
-    job_spec = spec(
+    job_spec = build.spec(
         workers={"replicas": replicas, "spares": spares, **workers},
         recovery={"rescaleAfterSeconds": REST},
         trainer={"steps": 10**7, "batch": {"globalSize": batch, "tolerance": tolerance}},
@@ -50,7 +51,7 @@ def generation(cluster: FakeCluster) -> int:
 
 def test_a_spare_is_refilled_in_the_background_while_the_others_train() -> None:
     cluster = started(spares=1)
-    cluster.kill_pod(names_of(cluster)[1])
+    cluster.kill_pod(cluster.member_names()[1])
     while generation(cluster) == 1 or cluster.status.ready_replicas < 4:
         cluster.run(1)
     after, step = generation(cluster), cluster.best_step
@@ -61,14 +62,14 @@ def test_a_spare_is_refilled_in_the_background_while_the_others_train() -> None:
 
 def test_a_spare_that_dies_on_its_activation_is_replaced_by_the_next_one() -> None:
     cluster = started(spares=2)
-    first, second = sorted(set(cluster.pods) - set(names_of(cluster)))
-    cluster.kill_pod(names_of(cluster)[1])
+    first, second = sorted(set(cluster.pods) - set(cluster.member_names()))
+    cluster.kill_pod(cluster.member_names()[1])
     cluster.reconcile()
-    assert names_of(cluster)[1] == first
+    assert cluster.member_names()[1] == first
     cluster.kill_pod(first)
     cluster.dirty = True
     cluster.run(10)
-    assert names_of(cluster)[1] == second
+    assert cluster.member_names()[1] == second
     assert cluster.status.phase is Phase.RUNNING
     assert generation(cluster) == 3
     assert all(entry.recovered_seconds is not None for entry in cluster.status.history)
@@ -76,23 +77,23 @@ def test_a_spare_that_dies_on_its_activation_is_replaced_by_the_next_one() -> No
 
 def test_an_elastic_job_shrinks_when_its_only_spare_is_lost_too() -> None:
     cluster = started(nodes=5, spares=1, minReplicas=2)
-    (spare,) = set(cluster.pods) - set(names_of(cluster))
+    (spare,) = set(cluster.pods) - set(cluster.member_names())
     lost, other = cluster.members()[1].view.node, cluster.pods[spare].view.node
     cluster.lose_node(lost)
     cluster.run(6)
-    assert spare in names_of(cluster)
+    assert spare in cluster.member_names()
     cluster.lose_node(other)
     cluster.run(60)
-    assert size(cluster) == 3
+    assert cluster.size == 3
     assert cluster.status.phase is Phase.RUNNING
-    assert rungs(cluster)[-1] is Rung.SHRINK
+    assert cluster.rungs()[-1] is Rung.SHRINK
 
 
 def test_a_failure_in_the_middle_of_a_recovery_restarts_the_recovery_once() -> None:
     cluster = started(spares=2)
-    cluster.kill_pod(names_of(cluster)[1])
+    cluster.kill_pod(cluster.member_names()[1])
     cluster.reconcile()
-    cluster.kill_pod(names_of(cluster)[2])
+    cluster.kill_pod(cluster.member_names()[2])
     cluster.dirty = True
     cluster.run(12)
     assert cluster.status.phase is Phase.RUNNING
@@ -102,12 +103,12 @@ def test_a_failure_in_the_middle_of_a_recovery_restarts_the_recovery_once() -> N
 
 
 def test_a_spare_on_a_suspected_node_is_used_last() -> None:
-    seen = running(4, spares=2, status={"avoided_nodes": ("node-4",)})
+    observed = build.running_job(4, spares=2, status={"avoided_nodes": ("node-4",)})
     record = FailureRecord(at=NOW - 60, cause=Cause.DEVICE, node="node-4", pod="demo-w-9")
-    failures = (*seen.job.status.failures, record)
-    seen = with_status(seen, seen.job.status.model_copy(update={"failures": failures}))
-    lost = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 1))
-    result = planned(replace(lost, agents={uid: a for uid, a in lost.agents.items() if uid != "uid-1"}))
+    failures = (*observed.job.status.failures, record)
+    observed = build.with_status(observed, observed.job.status.model_copy(update={"failures": failures}))
+    lost = build.without_pods(observed, 1, keep_agents=True)
+    result = make_plan(replace(lost, agents={uid: a for uid, a in lost.agents.items() if uid != "uid-1"}))
     publication = next(action for action in result.actions if hasattr(action, "membership"))
     assert [member.pod_name for member in publication.membership.members][1] == "demo-w-5"
 
@@ -119,7 +120,7 @@ def test_an_even_sizes_job_shrinks_to_an_even_size() -> None:
     cluster = started(nodes=6, replicas=6, minReplicas=2, sizes="Even")
     cluster.lose_node("node-5")
     cluster.run(REST + 20)
-    assert size(cluster) == 4, "24 samples do not go into 5 equal parts"
+    assert cluster.size == 4, "24 samples do not go into 5 equal parts"
     shape = cluster.spec.batch_shape()
     for nodes in (6, 4, 2):
         samples = shape.data_parallel(nodes) * shape.passes(nodes) * shape.micro_batch_size
@@ -156,38 +157,38 @@ def test_a_job_without_a_spare_continues_at_each_smaller_size_and_grows_back(
     nodes: int, batch: int, tolerance: float, expected: list[Any]
 ) -> None:
     cluster = started(nodes=nodes, replicas=nodes, minReplicas=2, batch=batch, tolerance=tolerance)
-    seen = [(worth(cluster), cluster.status.membership.batch)]
-    lost = [f"node-{nodes - at}" for at in range(1, len(expected) - 1)]
+    reported = [(size_figures(cluster), cluster.status.membership.batch)]
+    lost = [f"node-{nodes - number}" for number in range(1, len(expected) - 1)]
     for node in lost:
         cluster.lose_node(node)
         cluster.run(REST + 30)
-        seen.append((worth(cluster), cluster.status.membership.batch))
+        reported.append((size_figures(cluster), cluster.status.membership.batch))
         assert cluster.status.phase is Phase.RUNNING
     for node in lost:
         cluster.restore_node(node)
     cluster.run(6 * REST)
-    seen.append((worth(cluster), cluster.status.membership.batch))
-    assert seen == expected
+    reported.append((size_figures(cluster), cluster.status.membership.batch))
+    assert reported == expected
 
 
-def worth(cluster: FakeCluster) -> tuple[int, int, float, int]:
+def size_figures(cluster: FakeCluster) -> tuple[int, int, float, int]:
     membership = cluster.status.membership
     return membership.size, membership.passes, membership.speed, membership.reserve
 
 
 def test_nodes_in_reserve_replace_the_next_loss_at_once() -> None:
     cluster = started(nodes=8, replicas=8, minReplicas=2, batch=8)
-    assert worth(cluster) == (8, 1, 1.0, 0)
+    assert size_figures(cluster) == (8, 1, 1.0, 0)
     cluster.lose_node("node-7")
     cluster.run(REST + 30)
-    assert worth(cluster) == (4, 2, 0.5, 3), "7, 6 and 5 nodes make two passes as well"
+    assert size_figures(cluster) == (4, 2, 0.5, 3), "7, 6 and 5 nodes make two passes as well"
     assert len(cluster.pods) >= 7
     before = cluster.status.membership.generation
     cluster.lose_node(cluster.members()[1].view.node)
     cluster.run(REST - 10)
     assert cluster.status.membership.generation == before + 1
-    assert worth(cluster) == (4, 2, 0.5, 2)
-    assert rungs(cluster)[-1] is Rung.SPARE
+    assert size_figures(cluster) == (4, 2, 0.5, 2)
+    assert cluster.rungs()[-1] is Rung.SPARE
     generation_then = generation(cluster)
     cluster.run(6 * REST)
     assert generation(cluster) == generation_then, "what would save no pass does not change the membership"
@@ -195,11 +196,11 @@ def test_nodes_in_reserve_replace_the_next_loss_at_once() -> None:
 
 def test_nodes_that_save_no_pass_are_in_reserve() -> None:
     cluster = started(nodes=8, replicas=7, spares=1, batch=8)
-    assert worth(cluster) == (4, 2, 1.0, 3)
+    assert size_figures(cluster) == (4, 2, 1.0, 3)
     assert (len(cluster.pods), cluster.status.spares) == (8, 4)
     cluster.change(replicas=8)
     cluster.run(20)
-    assert worth(cluster)[:3] == (8, 1, 1.0)
+    assert size_figures(cluster)[:3] == (8, 1, 1.0)
 
 
 def test_intermittent_capacity_does_not_flap_the_job() -> None:
@@ -212,15 +213,15 @@ def test_intermittent_capacity_does_not_flap_the_job() -> None:
         cluster.run(60, tick=2.0)
     assert generation(cluster) - before <= 24, "without a rest it would be sixty"
     cluster.run(9 * REST)
-    assert size(cluster) == 4
+    assert cluster.size == 4
 
 
 def test_a_requested_size_is_clamped_to_the_bounds() -> None:
     cluster = started(minReplicas=2, maxReplicas=4)
     cluster.change(replicas=6)
     cluster.run(20)
-    assert size(cluster) == 4
-    legal = condition_of(cluster.status, ConditionType.SIZE_LEGAL)
+    assert cluster.size == 4
+    legal = get_condition(cluster.status, ConditionType.SIZE_LEGAL)
     assert "maxReplicas" in legal.message
     assert not is_true(cluster.status, ConditionType.RESIZING)
 
@@ -236,16 +237,15 @@ def test_a_changed_template_only_counts_outdated_pods() -> None:
     cluster = started(spares=1)
     pods, before = set(cluster.pods), generation(cluster)
     template_changed(cluster)
-    changes = [event for event in plan_of(cluster).events if event.reason == "TemplateChanged"]
-    assert len(changes) == 1
-    assert "5 of 5 workers" in changes[0].note
+    (note,) = event_notes(plan_now(cluster), "TemplateChanged")
+    assert "5 of 5 workers" in note
     cluster.run(20)
     assert (set(cluster.pods), generation(cluster)) == (pods, before)
     assert cluster.status.outdated_pods == 5
-    assert [event for event in plan_of(cluster).events if event.reason == "TemplateChanged"] == []
+    assert event_notes(plan_now(cluster), "TemplateChanged") == []
 
 
-def plan_of(cluster: FakeCluster) -> Any:
+def plan_now(cluster: FakeCluster) -> Any:
     return plan(cluster.observe(), SETTINGS)
 
 
@@ -253,11 +253,10 @@ def test_later_pods_have_the_new_template() -> None:
     cluster = started(spares=1)
     template_changed(cluster)
     cluster.run(3)
-    cluster.kill_pod(names_of(cluster)[1])
-    result = plan_of(cluster)
-    assert created(result) == ["demo-w-5"]
-    made = next(action for action in result.actions if isinstance(action, CreatePod))
-    assert made.manifest["spec"]["priority"] == 7
+    cluster.kill_pod(cluster.member_names()[1])
+    result = plan_now(cluster)
+    assert created_pods(result) == ["demo-w-5"]
+    assert created_manifests(result)[0]["spec"]["priority"] == 7
     cluster.dirty = True
     cluster.run(20)
     assert cluster.status.outdated_pods == 4

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import planned, running, spec
-from tests.unit.plan.plan_cluster import FakeCluster, rungs, size
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import created_manifests, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Transition
-from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.observed import Taint
 from trainium_operator.plan.view.size import decide_size
 
@@ -29,13 +29,13 @@ def started(
     **workers: Any,
 ) -> FakeCluster:
     """Start a job that may use idle nodes."""
-    made = spec(
+    job_spec = build.spec(
         workers={"replicas": replicas, "maxReplicas": most, **workers},
         recovery={"rescaleAfterSeconds": rest},
         trainer={"steps": steps, "batch": {"globalSize": batch}},
         elasticity=TAKES,
     )
-    cluster = FakeCluster(made, nodes)
+    cluster = FakeCluster(job_spec, nodes)
     cluster.run(30)
     return cluster
 
@@ -52,10 +52,10 @@ def is_graceful(cluster: FakeCluster) -> bool:
 def test_a_job_grows_onto_idle_nodes_and_reports_it() -> None:
     cluster = started(nodes=6)
 
-    assert size(cluster) == 4
+    assert cluster.size == 4
     assert cluster.status.phase is Phase.RUNNING
     assert (cluster.status.desired, cluster.status.idle_nodes.taken, cluster.status.idle_nodes.wanted) == (4, 2, 2)
-    assert rungs(cluster) == [Rung.GROW]
+    assert cluster.rungs() == [Rung.GROW]
     assert cluster.status.history[0].cause is Cause.CAPACITY
     assert "2 that were idle, beyond the 2 asked for" in cluster.status.history[0].message
     assert is_graceful(cluster)
@@ -65,13 +65,13 @@ def test_a_job_grows_onto_idle_nodes_and_reports_it() -> None:
 
 def test_preempted_extras_leave_without_a_lost_step() -> None:
     cluster = started(nodes=4)
-    assert size(cluster) == 4
+    assert cluster.size == 4
 
     cluster.foreign_pending_pods = 2
     cluster.run(20)
 
     assert len(cluster.foreign_nodes) == 2
-    assert size(cluster) == 2
+    assert cluster.size == 2
     assert cluster.status.phase is Phase.RUNNING
     assert is_graceful(cluster)
     assert all(entry.rung in (Rung.GROW, Rung.SHRINK) for entry in cluster.status.history)
@@ -84,7 +84,7 @@ def test_a_waiting_gang_gets_nodes_by_a_planned_shrink() -> None:
     cluster.nodes_wanted_by_gangs = 2
     cluster.dirty = True
     cluster.run(30)
-    assert size(cluster) == 2
+    assert cluster.size == 2
     assert extras(cluster) == []
     entry = cluster.status.history[-1]
     assert (entry.cause, entry.rung) == (Cause.CAPACITY, Rung.RESIZE)
@@ -96,11 +96,11 @@ def test_a_waiting_gang_gets_nodes_by_a_planned_shrink() -> None:
 
 def test_an_interruption_notice_removes_an_extra_at_once() -> None:
     cluster = started(nodes=4, rest=300)
-    assert size(cluster) == 4
+    assert cluster.size == 4
     node = cluster.pods[extras(cluster)[0]].view.node
     cluster.mark_node(node, taint=Taint("aws-node-termination-handler/scheduled-maintenance"))
     cluster.run(10)
-    assert size(cluster) == 3
+    assert cluster.size == 3
     assert node not in {pod.view.node for pod in cluster.members()}
     assert is_graceful(cluster)
 
@@ -113,21 +113,21 @@ def test_an_interruption_notice_of_a_member_is_answered_with_an_extra() -> None:
     cluster.run(2)
     assert cluster.status.membership.generation > before, "there is no wait"
     cluster.run(1200)
-    assert size(cluster) == 3
+    assert cluster.size == 3
     assert sum(not pod.view.extra for pod in cluster.members()) == 2, "its place is taken by one that was asked for"
     assert is_graceful(cluster)
 
 
 def test_a_spare_is_no_extra_and_stays_a_spare() -> None:
     cluster = started(nodes=8, spares=1)
-    assert size(cluster) == 4
+    assert cluster.size == 4
     outside = [pod for pod in cluster.pods.values() if pod not in cluster.members()]
     assert len(outside) == 1
     assert not outside[0].view.extra
 
     cluster.foreign_pending_pods = 5
     cluster.run(30)
-    assert size(cluster) == 2
+    assert cluster.size == 2
     assert sum(not pod.view.extra for pod in cluster.pods.values()) == 3
 
 
@@ -154,23 +154,23 @@ def test_failing_extras_back_off_and_use_no_budget() -> None:
     assert made
     assert len(made) <= 32, f"{len(made)} extras were made in a quarter of an hour: two a minute at most"
     assert cluster.status.phase is Phase.RUNNING
-    assert size(cluster) == 2
+    assert cluster.size == 2
 
 
 def test_extras_have_the_lowest_priority_class_and_a_label() -> None:
-    seen = running(
-        2, job_spec=spec(workers={"replicas": 2, "maxReplicas": 3}, elasticity=TAKES, trainer={"steps": 10**6})
+    observed = build.running_job(
+        2, job_spec=build.spec(workers={"replicas": 2, "maxReplicas": 3}, elasticity=TAKES, trainer={"steps": 10**6})
     )
-    asked = [action.manifest for action in planned(seen).actions if isinstance(action, CreatePod)]
-    assert [pod["spec"].get("priorityClassName") for pod in asked] == ["idle-nodes"]
-    assert asked[0]["metadata"]["labels"]["trainium.dev/extra"] == "true"
+    (manifest,) = created_manifests(make_plan(observed))
+    assert manifest["spec"].get("priorityClassName") == "idle-nodes"
+    assert manifest["metadata"]["labels"]["trainium.dev/extra"] == "true"
 
 
 @pytest.mark.parametrize(
     ("replicas", "most", "batch", "best"), [(4, 8, 8, 8), (4, 7, 8, 4), (3, 5, 12, 4), (2, 2, 8, 2)]
 )
 def test_the_largest_size_is_one_that_saves_a_pass(replicas: int, most: int, batch: int, best: int) -> None:
-    job = spec(
+    job = build.spec(
         workers={"replicas": replicas, "maxReplicas": most}, trainer={"batch": {"globalSize": batch}}, elasticity=TAKES
     )
     assert decide_size(job).most == best
@@ -178,8 +178,8 @@ def test_the_largest_size_is_one_that_saves_a_pass(replicas: int, most: int, bat
 
 def test_a_template_cannot_mark_a_worker_as_an_extra() -> None:
     template = {"metadata": {"labels": {"trainium.dev/extra": "true", "team": "a"}}}
-    cluster = FakeCluster(spec(workers={"replicas": 2, "template": template}), 2)
+    cluster = FakeCluster(build.spec(workers={"replicas": 2, "template": template}), 2)
     cluster.run(10)
-    assert size(cluster) == 2
+    assert cluster.size == 2
     assert extras(cluster) == []
     assert {pod.manifest["metadata"]["labels"]["team"] for pod in cluster.pods.values()} == {"a"}

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import NOW, facts_of, interruption, running, spec
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.interruptions import Interruption, Rung
@@ -16,18 +17,18 @@ from trainium_operator.plan.view.facts import Facts
 REST = 30
 
 
-def facts(count: int = 2, **changes: Any) -> Facts:
+def job_facts(count: int = 2, **changes: Any) -> Facts:
     recovery = {"rescaleAfterSeconds": REST}
     workers = {"replicas": 8, "minReplicas": 2}
-    return facts_of(running(count, job_spec=spec(workers=workers, recovery=recovery, **changes)))
+    return build.facts(build.running_job(count, job_spec=build.spec(workers=workers, recovery=recovery, **changes)))
 
 
-def history(*entries: Interruption, **fields: Any) -> TrainingJobStatus:
+def with_history(*entries: Interruption, **fields: Any) -> TrainingJobStatus:
     return TrainingJobStatus(history=entries, **fields)
 
 
-def shrinks(*ago: float) -> TrainingJobStatus:
-    return history(*(interruption(Rung.SHRINK, ago=each) for each in ago))
+def with_shrinks(*ago: float) -> TrainingJobStatus:
+    return with_history(*(build.interruption(Rung.SHRINK, ago=seconds) for seconds in ago))
 
 
 CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
@@ -36,140 +37,143 @@ CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
 @pytest.mark.parametrize(
     ("status", "until"),
     [
-        (history(), REST),
-        (history(interruption(Rung.REPLACE, ago=60)), NOW - 60 + REST),
-        (history(interruption(Rung.REPLACE, ago=60, took=None)), NOW - 60 + REST),  # not over: from the failure
-        (history(interruption(Rung.REPLACE, ago=5, took=40, failed_at=None)), 40 + REST),
-        (history(interruption(Rung.REPLACE, ago=9), interruption(Rung.SPARE, ago=50)), NOW - 9 + REST),
-        (history(interruption(Rung.GROW, ago=5), interruption(Rung.STOP, ago=5)), REST),
-        (history(interruption(Rung.RESIZE, ago=5, **BY_A_PERSON)), REST),
-        (history(interruption(Rung.RESIZE, ago=5, **CAPACITY)), NOW - 5 + REST),
-        (history(*[interruption(Rung.REPLACE, ago=5)] * 4), NOW - 5 + REST),
-        (shrinks(70), NOW - 70 + REST),
-        (shrinks(90, 70), NOW - 70 + 2 * REST),
-        (shrinks(90, 80, 70), NOW - 70 + 4 * REST),
-        (shrinks(90, 80, 75, 70), NOW - 70 + 8 * REST),
-        (shrinks(90, 85, 80, 75, 70), NOW - 70 + 8 * REST),
-        (shrinks(3601, 3600, 3599, 70), NOW - 70 + 2 * REST),
-        (history(*[interruption(Rung.RESIZE, ago=70, **CAPACITY)] * 2), NOW - 70 + 2 * REST),
+        (with_history(), REST),
+        (with_history(build.interruption(Rung.REPLACE, ago=60)), NOW - 60 + REST),
+        (
+            with_history(build.interruption(Rung.REPLACE, ago=60, took=None)),
+            NOW - 60 + REST,
+        ),  # not over: from the failure
+        (with_history(build.interruption(Rung.REPLACE, ago=5, took=40, failed_at=None)), 40 + REST),
+        (with_history(build.interruption(Rung.REPLACE, ago=9), build.interruption(Rung.SPARE, ago=50)), NOW - 9 + REST),
+        (with_history(build.interruption(Rung.GROW, ago=5), build.interruption(Rung.STOP, ago=5)), REST),
+        (with_history(build.interruption(Rung.RESIZE, ago=5, **BY_A_PERSON)), REST),
+        (with_history(build.interruption(Rung.RESIZE, ago=5, **CAPACITY)), NOW - 5 + REST),
+        (with_history(*[build.interruption(Rung.REPLACE, ago=5)] * 4), NOW - 5 + REST),
+        (with_shrinks(70), NOW - 70 + REST),
+        (with_shrinks(90, 70), NOW - 70 + 2 * REST),
+        (with_shrinks(90, 80, 70), NOW - 70 + 4 * REST),
+        (with_shrinks(90, 80, 75, 70), NOW - 70 + 8 * REST),
+        (with_shrinks(90, 85, 80, 75, 70), NOW - 70 + 8 * REST),
+        (with_shrinks(3601, 3600, 3599, 70), NOW - 70 + 2 * REST),
+        (with_history(*[build.interruption(Rung.RESIZE, ago=70, **CAPACITY)] * 2), NOW - 70 + 2 * REST),
     ],
 )
 def test_the_cooldown_of_growth_doubles_with_each_recent_shrink(status: TrainingJobStatus, until: float) -> None:
-    assert growth.growth_resumes_at(facts(), status) == until
+    assert growth.growth_resumes_at(job_facts(), status) == until
 
 
-def known(*, total: int = 100, step: int = 60, seconds: float | None = 2.0, price: float | None = 30.0) -> Any:
+def with_step_time(*, total: int = 100, step: int = 60, seconds: float | None = 2.0, price: float | None = 30.0) -> Any:
     """Return a status with this step time on two nodes and this resize cost."""
     sizes = (SizeAccount(size=4, step_seconds=0.5), SizeAccount(size=2, step_seconds=seconds))
-    return history(
-        *([] if price is None else [interruption(Rung.REPLACE, ago=500, took=price)]),
+    return with_history(
+        *([] if price is None else [build.interruption(Rung.REPLACE, ago=500, took=price)]),
         goodput=GoodputStatus(sizes=sizes),
         progress=ProgressStatus(step=step, total_steps=total),
     )
 
 
 @pytest.mark.parametrize(
-    ("status", "beside", "worth"),
+    ("status", "beside", "pays"),
     [
-        (known(), 9.0, True),  # 40 steps of two seconds at twice the speed save 40 s
-        (known(), 10.0, False),
-        (known(), 11.0, False),
-        (known(step=50), 10.0, True),
-        (known(step=100), 0.0, False),
-        (known(step=101, price=0.0), 0.0, False),
-        (known(step=99, price=0.0), 0.0, True),
-        (known(step=101), -30.5, True),  # beyond the last step nothing is saved, and nothing is lost either
-        (known(seconds=None), 10.0, True),
-        (known(price=None), 10.0, True),
-        (known(total=0), 10.0, True),
+        (with_step_time(), 9.0, True),  # 40 steps of two seconds at twice the speed save 40 s
+        (with_step_time(), 10.0, False),
+        (with_step_time(), 11.0, False),
+        (with_step_time(step=50), 10.0, True),
+        (with_step_time(step=100), 0.0, False),
+        (with_step_time(step=101, price=0.0), 0.0, False),
+        (with_step_time(step=99, price=0.0), 0.0, True),
+        (with_step_time(step=101), -30.5, True),  # beyond the last step nothing is saved, and nothing is lost either
+        (with_step_time(seconds=None), 10.0, True),
+        (with_step_time(price=None), 10.0, True),
+        (with_step_time(total=0), 10.0, True),
     ],
 )
 def test_growth_pays_if_the_remaining_steps_save_more_than_it_costs(
-    status: TrainingJobStatus, beside: float, worth: bool
+    status: TrainingJobStatus, beside: float, pays: bool
 ) -> None:
-    assert growth.is_worth_growing(facts(), status, 2, 4, beside=beside) is worth
+    assert growth.is_worth_growing(job_facts(), status, 2, 4, beside=beside) is pays
 
 
 def test_growth_from_an_illegal_size_always_pays() -> None:
-    pairs = facts(3, parallelism={"tensor": 2})
-    status = known(price=1e6).replaced(goodput=GoodputStatus(sizes=(SizeAccount(size=3, step_seconds=1.0),)))
+    pairs = job_facts(3, parallelism={"tensor": 2})
+    status = with_step_time(price=1e6).replaced(goodput=GoodputStatus(sizes=(SizeAccount(size=3, step_seconds=1.0),)))
     assert growth.is_worth_growing(pairs, status, 3, 4, beside=0.0)
 
 
-def compiling(*sizes: int, seconds: float | None = 600.0, price: float | None = None) -> TrainingJobStatus:
+def with_graphs(*sizes: int, seconds: float | None = 600.0, price: float | None = None) -> TrainingJobStatus:
     """Return a status with these compiled sizes."""
-    entries = [] if price is None else [interruption(Rung.REPLACE, ago=500, took=price)]
-    return history(*entries, compiled=CompiledStatus(sizes=sizes, seconds=seconds))
+    entries = [] if price is None else [build.interruption(Rung.REPLACE, ago=500, took=price)]
+    return with_history(*entries, compiled=CompiledStatus(sizes=sizes, seconds=seconds))
 
 
 @pytest.mark.parametrize(
     ("status", "size", "seconds"),
     [
-        (compiling(), 4, 0.0),  # compiled sizes are unknown
-        (compiling(4, 8), 4, 0.0),
-        (compiling(8), 4, 600.0),
-        (compiling(8, seconds=None), 4, 1200.0),
+        (with_graphs(), 4, 0.0),  # compiled sizes are unknown
+        (with_graphs(4, 8), 4, 0.0),
+        (with_graphs(8), 4, 600.0),
+        (with_graphs(8, seconds=None), 4, 1200.0),
     ],
 )
 def test_an_uncompiled_size_costs_the_slowest_compilation(status: TrainingJobStatus, size: int, seconds: float) -> None:
-    assert growth.compile_seconds(facts(), status, size) == seconds
+    assert growth.compile_seconds(job_facts(), status, size) == seconds
 
 
 def test_a_size_compiled_at_the_start_costs_nothing() -> None:
-    first = facts(precompile={"enabled": True})
-    assert growth.compile_seconds(first, compiling(), 8) == 0.0
-    assert growth.compile_seconds(first, compiling(seconds=None), 4) == 1200.0
+    first = job_facts(precompile={"enabled": True})
+    assert growth.compile_seconds(first, with_graphs(), 8) == 0.0
+    assert growth.compile_seconds(first, with_graphs(seconds=None), 4) == 1200.0
 
 
 @pytest.mark.parametrize(
     ("status", "nodes", "size"),
     [
-        (compiling(), 7, 6),  # no graphs are known of: the best size
-        (compiling(6, 4), 7, 6),
-        (compiling(4, 2), 7, 4),
-        (compiling(2, 4), 7, 4),
-        (compiling(8), 7, 6),  # of what is there nothing fits
-        (compiling(1), 7, 6),  # below the smallest size that the job may have
-        (compiling(5, 4), 7, 5),
-        (compiling(4, 2, price=599.0), 7, 4),
-        (compiling(4, 2, price=600.0), 7, 6),  # compiling costs no more than coming back later
-        (compiling(4), 1, 0),
-        (compiling(2), 2, 2),
+        (with_graphs(), 7, 6),  # no graphs are known of: the best size
+        (with_graphs(6, 4), 7, 6),
+        (with_graphs(4, 2), 7, 4),
+        (with_graphs(2, 4), 7, 4),
+        (with_graphs(8), 7, 6),  # of what is there nothing fits
+        (with_graphs(1), 7, 6),  # below the smallest size that the job may have
+        (with_graphs(5, 4), 7, 5),
+        (with_graphs(4, 2, price=599.0), 7, 4),
+        (with_graphs(4, 2, price=600.0), 7, 6),  # compiling costs no more than coming back later
+        (with_graphs(4), 1, 0),
+        (with_graphs(2), 2, 2),
     ],
 )
 def test_the_available_size_is_the_fastest_compiled_one_unless_compiling_is_cheap(
     status: TrainingJobStatus, nodes: int, size: int
 ) -> None:
-    assert growth.available_size(facts(), status, nodes) == size
+    assert growth.available_size(job_facts(), status, nodes) == size
 
 
 def test_the_smallest_of_equally_fast_sizes_is_available() -> None:
-    eight_samples = facts(trainer={"batch": {"globalSize": 8}})  # with 4 nodes and with 7 two passes
-    assert growth.available_size(eight_samples, compiling(7, 4, 5), 8) == 4
+    eight_samples = job_facts(trainer={"batch": {"globalSize": 8}})  # with 4 nodes and with 7 two passes
+    assert growth.available_size(eight_samples, with_graphs(7, 4, 5), 8) == 4
 
 
 def test_an_illegal_size_is_not_available() -> None:
-    pairs = facts(parallelism={"tensor": 2})
-    assert growth.available_size(pairs, compiling(5, 2), 6) == 2
+    pairs = job_facts(parallelism={"tensor": 2})
+    assert growth.available_size(pairs, with_graphs(5, 2), 6) == 2
 
 
 @pytest.mark.parametrize(
     ("members", "status", "size", "after"),
     [
-        (2, compiling(2, 4), 4, 0.0),
-        (2, compiling(2), 4, 1200.0),  # at half the speed 600 s are lost in 1200
-        (4, compiling(4), 8, 1200.0),
-        (2, compiling(2), 8, 800.0),
-        (4, compiling(4), 2, 0.0),  # no growth
-        (4, compiling(2), 4, 0.0),  # nor this: it is no faster
+        (2, with_graphs(2, 4), 4, 0.0),
+        (2, with_graphs(2), 4, 1200.0),  # at half the speed 600 s are lost in 1200
+        (4, with_graphs(4), 8, 1200.0),
+        (2, with_graphs(2), 8, 800.0),
+        (4, with_graphs(4), 2, 0.0),  # no growth
+        (4, with_graphs(2), 4, 0.0),  # nor this: it is no faster
     ],
 )
 def test_growth_to_an_uncompiled_size_pays_once_waiting_cost_as_much(
     members: int, status: TrainingJobStatus, size: int, after: float
 ) -> None:
-    assert growth.worthwhile_at(facts(members), status, size, 1000.0) == 1000.0 + after
+    assert growth.worthwhile_at(job_facts(members), status, size, 1000.0) == 1000.0 + after
 
 
 def test_growth_from_an_illegal_size_pays_at_once() -> None:
-    pairs = facts(3, parallelism={"tensor": 2})
-    assert growth.worthwhile_at(pairs, compiling(2), 4, 1000.0) == 1000.0
+    pairs = job_facts(3, parallelism={"tensor": 2})
+    assert growth.worthwhile_at(pairs, with_graphs(2), 4, 1000.0) == 1000.0

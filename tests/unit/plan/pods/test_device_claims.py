@@ -5,19 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    SETTINGS,
-    agent,
-    created,
-    deleted,
-    job,
-    newest,
-    observed,
-    pod,
-    running,
-    spec,
-    with_pod,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import SETTINGS
+from tests.unit.plan.plan_results import actions_of_type, created_manifests, created_pods, deleted_pods, newest_entry
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.features.dra.template import claim_template
@@ -27,18 +17,18 @@ from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import ApiState, DevicesView, DeviceTaint, JobView, Observed, PodPhase
 from trainium_operator.plan.plan import plan
 
-SPEC = spec(workers={"accelerator": {"device": "cpu", "claim": {"count": 16}}})
+SPEC = build.spec(workers={"accelerator": {"device": "cpu", "claim": {"count": 16}}})
 
 
-def name() -> str:
-    template = claim_template(job(SPEC))
+def template_name() -> str:
+    template = claim_template(build.job(SPEC))
     assert template is not None
-    found: str = template["metadata"]["name"]
-    return found
+    name: str = template["metadata"]["name"]
+    return name
 
 
-def planned(seen: Observed, state: ApiState = ApiState.READY) -> Plan:
-    return plan(seen, replace(SETTINGS, dra=state))
+def planned(observed: Observed, state: ApiState = ApiState.READY) -> Plan:
+    return plan(observed, replace(SETTINGS, dra=state))
 
 
 def condition_of(result: Plan, kind: ConditionType) -> tuple[str, str, str]:
@@ -49,46 +39,55 @@ def condition_of(result: Plan, kind: ConditionType) -> tuple[str, str, str]:
 
 def trains(taints: dict[int, str] | None = None, **changes: Any) -> Observed:
     """Return four workers and a spare that hold devices; `taints` maps ordinals to effects."""
-    job_spec = spec(workers={"spares": 1, "accelerator": {"device": "cpu", "claim": {"count": 16}}})
+    job_spec = build.spec(workers={"spares": 1, "accelerator": {"device": "cpu", "claim": {"count": 16}}})
     notes = {
-        f"uid-{at}": (DeviceTaint(f"node-{at}/neurondevice3", "neuron.aws.com/x", effect),)
-        for at, effect in (taints or {}).items()
+        f"uid-{ordinal}": (DeviceTaint(f"node-{ordinal}/neurondevice3", "neuron.aws.com/x", effect),)
+        for ordinal, effect in (taints or {}).items()
     }
-    pods = tuple(pod(at, claim_template=name()) for at in range(5))
-    devices = DevicesView(templates={name(): "t-uid"}, taints=notes)
-    return running(4, spares=1, job_spec=job_spec, pods=pods, devices=devices, **changes)
+    pods = tuple(build.pod(ordinal, claim_template=template_name()) for ordinal in range(5))
+    devices = DevicesView(templates={template_name(): "t-uid"}, taints=notes)
+    return build.running_job(4, spares=1, job_spec=job_spec, pods=pods, devices=devices, **changes)
 
 
 def test_the_template_is_made_before_the_pods_that_refer_to_it() -> None:
-    result = planned(observed(job(SPEC), devices=DevicesView()))
+    result = planned(build.observation(build.job(SPEC), devices=DevicesView()))
     kinds = [type(action) for action in result.actions]
-    applied = [action.manifest for action in result.actions if isinstance(action, ApplyObject)]
-    assert [each["kind"] for each in applied] == ["ResourceClaimTemplate"]
+    applied = [action.manifest for action in actions_of_type(result, ApplyObject)]
+    assert [manifest["kind"] for manifest in applied] == ["ResourceClaimTemplate"]
     assert kinds.index(ApplyObject) < kinds.index(CreatePod)
 
 
 def test_a_template_that_is_there_is_not_written_again() -> None:
-    assert planned(observed(job(SPEC), devices=DevicesView(templates={name(): "u"}))).actions[0].__class__ is CreatePod
+    assert (
+        planned(build.observation(build.job(SPEC), devices=DevicesView(templates={template_name(): "u"})))
+        .actions[0]
+        .__class__
+        is CreatePod
+    )
 
 
 def test_an_outdated_template_is_deleted_without_referring_pods() -> None:
-    both = DevicesView(templates={name(): "u", "demo-devices-old": "old-uid"})
-    seen = replace(trains(), devices=both)
-    assert DeleteTemplate("demo-devices-old", "old-uid") in planned(seen).actions
-    kept = with_pod(seen, pod(4, claim_template="demo-devices-old"))
-    assert not any(isinstance(action, DeleteTemplate) for action in planned(kept).actions)
+    both = DevicesView(templates={template_name(): "u", "demo-devices-old": "old-uid"})
+    observed = replace(trains(), devices=both)
+    assert DeleteTemplate("demo-devices-old", "old-uid") in planned(observed).actions
+    kept = build.with_pod(observed, build.pod(4, claim_template="demo-devices-old"))
+    assert actions_of_type(planned(kept), DeleteTemplate) == []
 
 
 def test_with_fields_of_a_newer_version_a_template_is_made_and_none_removed() -> None:
-    seen = observed(job(SPEC, unknown=("spec.new",)), devices=DevicesView(templates={"demo-devices-newer": "u"}))
-    actions = planned(seen).actions
-    assert any(isinstance(each, ApplyObject) and each.manifest["metadata"]["name"] == name() for each in actions)
-    assert not any(isinstance(each, DeleteTemplate) for each in actions)
+    observed = build.observation(
+        build.job(SPEC, unknown=("spec.new",)), devices=DevicesView(templates={"demo-devices-newer": "u"})
+    )
+    actions = planned(observed).actions
+    assert any(
+        isinstance(action, ApplyObject) and action.manifest["metadata"]["name"] == template_name() for action in actions
+    )
+    assert not any(isinstance(action, DeleteTemplate) for action in actions)
 
 
 def test_the_template_of_a_job_without_claims_is_deleted() -> None:
-    seen = observed(job(spec()), devices=DevicesView(templates={name(): "u"}))
-    assert DeleteTemplate(name(), "u") in planned(seen).actions
+    observed = build.observation(build.job(build.spec()), devices=DevicesView(templates={template_name(): "u"}))
+    assert DeleteTemplate(template_name(), "u") in planned(observed).actions
 
 
 @pytest.mark.parametrize(
@@ -100,8 +99,8 @@ def test_the_template_of_a_job_without_claims_is_deleted() -> None:
     ],
 )
 def test_a_job_that_cannot_claim_waits_and_reports_the_reason(state: ApiState, reason: str, words: str) -> None:
-    result = planned(observed(job(SPEC)), state)
-    assert created(result) == []
+    result = planned(build.observation(build.job(SPEC)), state)
+    assert created_pods(result) == []
     for kind in (ConditionType.ADMITTED, ConditionType.PODS_READY):
         status, why, message = condition_of(result, kind)
         assert (status, why) == ("False", reason)
@@ -110,17 +109,17 @@ def test_a_job_that_cannot_claim_waits_and_reports_the_reason(state: ApiState, r
 
 @pytest.mark.parametrize("state", list(ApiState))
 def test_a_job_without_a_claim_does_not_wait(state: ApiState) -> None:
-    assert len(created(planned(observed(job(spec())), state))) == 4
+    assert len(created_pods(planned(build.observation(build.job(build.spec())), state))) == 4
 
 
 def test_a_running_job_continues_without_the_claim_api() -> None:
     result = planned(replace(trains(), devices=None), ApiState.ABSENT)
-    assert (created(result), deleted(result), result.status.phase) == ([], {}, Phase.RUNNING)
+    assert (created_pods(result), deleted_pods(result), result.status.phase) == ([], {}, Phase.RUNNING)
 
 
 def test_a_member_whose_device_is_tainted_hands_its_rank_to_a_spare_before_it_is_evicted() -> None:
     result = planned(trains({1: "NoExecute"}))
-    entry = newest(result)
+    entry = newest_entry(result)
     assert (entry.cause, entry.node) == (Cause.DEVICE_TAINTED, "node-1")
     assert "device taint neuron.aws.com/x (NoExecute, device node-1/neurondevice3)" in entry.message
     assert result.status.failures == ()
@@ -128,11 +127,11 @@ def test_a_member_whose_device_is_tainted_hands_its_rank_to_a_spare_before_it_is
 
 
 def test_a_new_worker_may_come_back_to_other_devices_of_the_same_node() -> None:
-    seen = trains({1: "NoExecute"})
-    result = planned(replace(seen, pods=seen.pods[:4]))  # without its spare, so pods are made
-    made = [action.manifest for action in result.actions if isinstance(action, CreatePod)]
-    assert made
-    assert not any("nodeAffinity" in each["spec"]["affinity"] for each in made)
+    observed = trains({1: "NoExecute"})
+    result = planned(replace(observed, pods=observed.pods[:4]))  # without its spare, so pods are made
+    manifests = created_manifests(result)
+    assert manifests
+    assert not any("nodeAffinity" in manifest["spec"]["affinity"] for manifest in manifests)
 
 
 @pytest.mark.parametrize("effect", ["NoSchedule", "None"])
@@ -145,64 +144,70 @@ def test_a_device_taint_without_eviction_replaces_nobody(effect: str) -> None:
 
 
 def test_an_eviction_for_a_tainted_device_has_a_separate_cause() -> None:
-    evicted = pod(1, claim_template=name(), deleting=True, disrupted=True, disruption="DeletionByDeviceTaintManager")
-    result = planned(with_pod(trains({1: "NoExecute"}), evicted))
-    assert newest(result).cause is Cause.DEVICE_TAINTED
-    assert newest(result).message == (
+    evicted = build.pod(
+        1, claim_template=template_name(), deleting=True, disrupted=True, disruption="DeletionByDeviceTaintManager"
+    )
+    result = planned(build.with_pod(trains({1: "NoExecute"}), evicted))
+    assert newest_entry(result).cause is Cause.DEVICE_TAINTED
+    assert newest_entry(result).message == (
         "pod demo-w-1 on node node-1 is being deleted or evicted: "
         "device taint neuron.aws.com/x (NoExecute, device node-1/neurondevice3)"
     )
     assert result.status.failures == ()
     plain = replace(evicted, disruption="EvictionByEvictionAPI")
-    assert newest(planned(with_pod(trains(), plain))).cause is Cause.PREEMPTED
+    assert newest_entry(planned(build.with_pod(trains(), plain))).cause is Cause.PREEMPTED
 
 
 def test_an_unhealthy_device_replaces_the_worker_and_avoids_the_node() -> None:
-    ill = pod(1, claim_template=name(), device_health=("Unhealthy", "neuron.aws.com/node-1/neurondevice3: HBM"))
-    result = planned(with_pod(trains(), ill))
-    assert newest(result).cause is Cause.DEVICE
-    assert "claim health (Unhealthy, neuron.aws.com/node-1/neurondevice3: HBM)" in newest(result).message
+    ill = build.pod(
+        1, claim_template=template_name(), device_health=("Unhealthy", "neuron.aws.com/node-1/neurondevice3: HBM")
+    )
+    result = planned(build.with_pod(trains(), ill))
+    assert newest_entry(result).cause is Cause.DEVICE
+    assert "claim health (Unhealthy, neuron.aws.com/node-1/neurondevice3: HBM)" in newest_entry(result).message
     assert result.status.avoided_nodes == ("node-1",)
 
 
 def test_an_unschedulable_pod_reports_nodes_with_free_devices() -> None:
-    waiting = pod(
+    waiting = build.pod(
         0,
         phase=PodPhase.PENDING,
         node="",
         unschedulable_message="0/3 nodes are available: 2 cannot allocate all claims.",
     )
-    devices = DevicesView(templates={name(): "u"}, free_nodes=("a",), nodes=3)
-    result = planned(observed(job(SPEC), (waiting,), {}, devices=devices, nodes={}))
+    devices = DevicesView(templates={template_name(): "u"}, free_nodes=("a",), nodes=3)
+    result = planned(build.observation(build.job(SPEC), (waiting,), {}, devices=devices, nodes={}))
     _, reason, message = condition_of(result, ConditionType.PODS_READY)
     assert reason == "Unschedulable"
     assert "2 cannot allocate all claims. Nodes that have 16 free devices: 1 of 3." in message
 
 
 def test_missing_device_plugin_capacity_is_ignored_for_claims() -> None:
-    job_spec = spec(
+    job_spec = build.spec(
         workers={"accelerator": {"instanceType": "trn1.32xlarge", "claim": {}}}, trainer={"batch": {"globalSize": 128}}
     )
-    seen = running(4, job_spec=job_spec, devices=DevicesView(templates={"x": "u"}), agents={4: agent(4)})
-    left = {
-        at: replace(
+    observed = build.running_job(
+        4, job_spec=job_spec, devices=DevicesView(templates={"x": "u"}), agents={4: build.agent(4)}
+    )
+    nodes = {
+        name: replace(
             view, capacity={"aws.amazon.com/neuron": 3}, labels={"node.kubernetes.io/instance-type": "trn1.32xlarge"}
         )
-        for at, view in seen.nodes.items()
+        for name, view in observed.nodes.items()
     }
-    assert condition_of(planned(replace(seen, nodes=left)), ConditionType.NODES_HEALTHY)[0] == "True"
-    plain = running(
+    assert condition_of(planned(replace(observed, nodes=nodes)), ConditionType.NODES_HEALTHY)[0] == "True"
+    plain = build.running_job(
         4,
-        job_spec=spec(
+        job_spec=build.spec(
             workers={"accelerator": {"instanceType": "trn1.32xlarge"}}, trainer={"batch": {"globalSize": 128}}
         ),
     )
-    assert condition_of(planned(replace(plain, nodes=left)), ConditionType.NODES_HEALTHY)[0] == "False"
+    assert condition_of(planned(replace(plain, nodes=nodes)), ConditionType.NODES_HEALTHY)[0] == "False"
 
 
 def claiming(claim: dict[str, Any] | None = None, instance: str = "trn1.32xlarge", **accelerator: Any) -> JobView:
     given = {"instanceType": instance, "claim": claim or {}, **accelerator}
-    return job(spec(workers={"accelerator": given}, trainer={"batch": {"globalSize": 128}}))
+    return build.job(build.spec(workers={"accelerator": given}, trainer={"batch": {"globalSize": 128}}))
 
 
 def built_pod_spec(view: JobView) -> Any:
@@ -232,7 +237,7 @@ def environment(pod_spec: Any) -> Any:
     ],
 )
 def test_a_job_without_a_claim_keeps_its_template_hash(accelerator: dict[str, Any], digest: str) -> None:
-    view = job(spec(workers={"accelerator": accelerator}, trainer={"batch": {"globalSize": 128}}))
+    view = build.job(build.spec(workers={"accelerator": accelerator}, trainer={"batch": {"globalSize": 128}}))
     assert template_hash(view, SETTINGS) == digest
     assert claim_template(view) is None
 
@@ -258,7 +263,7 @@ def test_a_pod_refers_to_the_template_and_asks_the_device_plugin_for_nothing_but
 
 def test_an_init_container_that_compiles_sees_the_claimed_devices_too() -> None:
     view = claiming()
-    view = job(spec(**{**view.spec.to_wire(), "precompile": {"enabled": True}}))
+    view = build.job(build.spec(**{**view.spec.to_wire(), "precompile": {"enabled": True}}))
     (init,) = built_pod_spec(view)["initContainers"]
     assert init["resources"]["claims"] == [{"name": "neuron"}]
 
@@ -302,14 +307,14 @@ def test_further_conditions_go_into_the_request() -> None:
 
 
 def test_the_name_of_a_template_follows_from_its_content_and_it_belongs_to_the_job() -> None:
-    one, same, other = (claim_template(claiming(claim)) for claim in ({}, {"count": 16}, {"connected": True}))
-    assert one is not None
+    template, same, other = (claim_template(claiming(claim)) for claim in ({}, {"count": 16}, {"connected": True}))
+    assert template is not None
     assert same is not None
     assert other is not None
-    assert one["metadata"]["name"] == same["metadata"]["name"] != other["metadata"]["name"]
-    assert one["metadata"]["name"].startswith("demo-devices-")
-    assert one["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
-    assert one["metadata"]["ownerReferences"][0]["controller"] is True
+    assert template["metadata"]["name"] == same["metadata"]["name"] != other["metadata"]["name"]
+    assert template["metadata"]["name"].startswith("demo-devices-")
+    assert template["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
+    assert template["metadata"]["ownerReferences"][0]["controller"] is True
 
 
 def test_claims_of_the_template_are_kept() -> None:
@@ -320,9 +325,9 @@ def test_claims_of_the_template_are_kept() -> None:
         }
     }
     view = claiming()
-    view = job(
-        spec(workers={**view.spec.workers.to_wire(), "template": theirs}, trainer={"batch": {"globalSize": 128}})
+    view = build.job(
+        build.spec(workers={**view.spec.workers.to_wire(), "template": theirs}, trainer={"batch": {"globalSize": 128}})
     )
     pod_spec = built_pod_spec(view)
-    assert [each["name"] for each in pod_spec["resourceClaims"]] == ["neuron", "fabric"]
+    assert [claim["name"] for claim in pod_spec["resourceClaims"]] == ["neuron", "fabric"]
     assert pod_spec["containers"][0]["resources"]["claims"] == [{"name": "neuron"}, {"name": "fabric"}]

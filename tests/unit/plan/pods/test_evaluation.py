@@ -6,19 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    SETTINGS,
-    created,
-    deleted,
-    job,
-    kinds,
-    planned,
-    pod,
-    running,
-    spec,
-    with_status,
-    written,
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW, SETTINGS
+from tests.unit.plan.plan_results import (
+    action_kinds,
+    actions_of_type,
+    created_pods,
+    deleted_pods,
+    make_plan,
+    with_written_status,
 )
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.status.conditions import ConditionType
@@ -41,7 +37,7 @@ def measured_spec(**changes: Any) -> TrainingJobSpec:
         **changes.pop("trainer", {}),
     }
     checkpoint = {"milestones": {"everyTokens": 1000}, "storage": {"persistentVolumeClaim": {"claimName": "fsx"}}}
-    return spec(trainer=trainer, checkpoint=checkpoint, **changes)
+    return build.spec(trainer=trainer, checkpoint=checkpoint, **changes)
 
 
 def model(step: int) -> ArtifactReport:
@@ -49,65 +45,65 @@ def model(step: int) -> ArtifactReport:
     return ArtifactReport(kind="Model", path=path, step=step, tokens=step * 100, bytes=3 << 20)
 
 
-def trains(*steps: int, evaluation: EvaluationView | None = None, **changes: Any) -> Observed:
+def job_with_models(*steps: int, evaluation: EvaluationView | None = None, **changes: Any) -> Observed:
     """Return a job that trains and has the models of these steps."""
     status = {"artifacts": tuple(map(model, steps)), **changes.pop("status", {})}
-    seen = running(job_spec=measured_spec(), status=status, **changes)
-    return replace(seen, evaluation=evaluation or EvaluationView())
+    observed = build.running_job(job_spec=measured_spec(), status=status, **changes)
+    return replace(observed, evaluation=evaluation or EvaluationView())
 
 
 def creations(result: Plan) -> list[dict[str, Any]]:
-    return [action.manifest for action in result.actions if isinstance(action, CreateEvaluation)]
+    return [action.manifest for action in actions_of_type(result, CreateEvaluation)]
 
 
 def deletions(result: Plan) -> list[tuple[str, str]]:
-    return [(action.name, action.uid) for action in result.actions if isinstance(action, DeleteEvaluation)]
+    return [(action.name, action.uid) for action in actions_of_type(result, DeleteEvaluation)]
 
 
-def side_pod(step: int, failures: int = 0, **changes: Any) -> EvaluationView:
+def evaluation_view(step: int, failures: int = 0, **changes: Any) -> EvaluationView:
     evaluates = describe_attempt(MilestoneEvaluation(step=step, path=model(step).path, failures=failures))
     fields = {"name": "demo-evaluation", "uid": "uid-e", "evaluates": evaluates, **changes}
-    return EvaluationView(pod(0, **fields))
+    return EvaluationView(build.pod(0, **fields))
 
 
-def ended(code: int, message: str, step: int = 100, **changes: Any) -> EvaluationView:
+def ended_pod(code: int, message: str, step: int = 100, **changes: Any) -> EvaluationView:
     phase = PodPhase.FAILED if code else PodPhase.SUCCEEDED
-    return side_pod(step, phase=phase, exit_code=code, message=message, **changes)
+    return evaluation_view(step, phase=phase, exit_code=code, message=message, **changes)
 
 
 def test_models_are_evaluated_once_in_order_and_results_are_recorded_before_deletion() -> None:
-    seen = trains(100, 200)
-    first = planned(seen)
+    observed = job_with_models(100, 200)
+    first = make_plan(observed)
     (manifest,) = creations(first)
-    assert kinds(first.actions)[-1] == "CreateEvaluation"
-    assert [(each.step, each.tokens, each.figures) for each in first.status.evaluations] == [
+    assert action_kinds(first)[-1] == "CreateEvaluation"
+    assert [(evaluation.step, evaluation.tokens, evaluation.figures) for evaluation in first.status.evaluations] == [
         (100, 10_000, ()),
         (200, 20_000, ()),
     ]
     evaluates = manifest["metadata"]["annotations"][names.ANNOTATION_EVALUATES]
-    running_pod = EvaluationView(pod(0, name="demo-evaluation", uid="uid-e", evaluates=evaluates))
-    assert kinds(planned(replace(written(seen), evaluation=running_pod)).actions) == []
+    running_pod = EvaluationView(build.pod(0, name="demo-evaluation", uid="uid-e", evaluates=evaluates))
+    assert action_kinds(make_plan(replace(with_written_status(observed), evaluation=running_pod))) == []
 
-    over = planned(replace(written(seen), evaluation=ended(0, json.dumps(FIGURES))))
+    over = make_plan(replace(with_written_status(observed), evaluation=ended_pod(0, json.dumps(FIGURES))))
     (figure,) = over.status.evaluations[0].figures
     assert (figure.name, figure.after, figure.standard_error) == ("hellaswag acc", 0.3125, 0.0208)
     assert over.status.evaluations[0].time == "2027-01-15T08:00:00Z"
     assert deletions(over) == [("demo-evaluation", "uid-e")]
     assert creations(over) == []
-    assert [(each.reason, each.note) for each in over.events if each.reason == "Evaluated"] == [
+    assert [(event.reason, event.note) for event in over.events if event.reason == "Evaluated"] == [
         ("Evaluated", "The model of step 100 was measured: hellaswag acc 0.3125 ± 0.021.")
     ]
-    recorded = with_status(replace(seen, evaluation=ended(0, json.dumps(FIGURES))), over.status)
-    again = planned(recorded)
+    recorded = build.with_status(replace(observed, evaluation=ended_pod(0, json.dumps(FIGURES))), over.status)
+    again = make_plan(recorded)
     assert (again.status.evaluations, deletions(again)) == (over.status.evaluations, [("demo-evaluation", "uid-e")])
-    assert [each.reason for each in again.events] == []
-    second = planned(replace(recorded, evaluation=EvaluationView()))
+    assert [event.reason for event in again.events] == []
+    second = make_plan(replace(recorded, evaluation=EvaluationView()))
     assert creations(second)[0]["spec"]["containers"][0]["command"][2] == model(200).path
 
 
 def test_no_evaluation_pod_before_the_last_one_is_deleted_and_pods_were_read() -> None:
-    assert creations(planned(replace(trains(100), evaluation=side_pod(7, deleting=True)))) == []
-    unread = planned(replace(trains(100), evaluation=None))
+    assert creations(make_plan(replace(job_with_models(100), evaluation=evaluation_view(7, deleting=True)))) == []
+    unread = make_plan(replace(job_with_models(100), evaluation=None))
     assert creations(unread) == []
     assert unread.requeue_after is not None
     assert unread.requeue_after <= 5.0
@@ -115,93 +111,95 @@ def test_no_evaluation_pod_before_the_last_one_is_deleted_and_pods_were_read() -
 
 @pytest.mark.parametrize("code", [1, 137])
 def test_a_failed_evaluation_is_retried_with_backoff_a_bounded_number_of_times(code: int) -> None:
-    seen = trains(100)
+    observed = job_with_models(100)
     for failures in range(ATTEMPTS):
-        seen = written(seen)
-        assert [each.failures for each in seen.job.status.evaluations] == [failures]
-        failed = replace(seen, evaluation=ended(code, "Traceback ... boom", failures=failures))
-        result = planned(failed)
+        observed = with_written_status(observed)
+        assert [evaluation.failures for evaluation in observed.job.status.evaluations] == [failures]
+        failed = replace(observed, evaluation=ended_pod(code, "Traceback ... boom", failures=failures))
+        result = make_plan(failed)
         (entry,) = result.status.evaluations
         assert (entry.failures, entry.message) == (failures + 1, "Traceback ... boom")
-        assert [each.reason for each in result.events if each.reason == "EvaluationFailed"] == ["EvaluationFailed"]
-        counted = planned(with_status(failed, result.status))
+        assert [event.reason for event in result.events if event.reason == "EvaluationFailed"] == ["EvaluationFailed"]
+        counted = make_plan(build.with_status(failed, result.status))
         assert (counted.status.evaluations, len(deletions(counted))) == ((entry,), 1)
-        waiting = planned(replace(with_status(seen, result.status), evaluation=EvaluationView()))
+        waiting = make_plan(replace(build.with_status(observed, result.status), evaluation=EvaluationView()))
         assert creations(waiting) == []
         later = NOW + BACKOFF_SECONDS * 2 ** (failures + 1)
-        seen = replace(with_status(seen, result.status), evaluation=EvaluationView(), now=later)
-        assert len(creations(planned(seen))) == (failures + 1 < ATTEMPTS)
-        seen = replace(seen, now=NOW)
+        observed = replace(build.with_status(observed, result.status), evaluation=EvaluationView(), now=later)
+        assert len(creations(make_plan(observed))) == (failures + 1 < ATTEMPTS)
+        observed = replace(observed, now=NOW)
 
 
 @pytest.mark.parametrize(
     ("view", "failures"),
     [
-        (ended(64, "tasks need the package lm-eval"), ATTEMPTS),
-        (ended(0, "no JSON"), 1),
-        (ended(0, json.dumps({"evaluation": []})), 1),
-        (ended(0, json.dumps({"evaluation": [{"name": "x" * 500}]})), 1),
-        (ended(143, "", disrupted=True, reason="Preempted"), 0),
+        (ended_pod(64, "tasks need the package lm-eval"), ATTEMPTS),
+        (ended_pod(0, "no JSON"), 1),
+        (ended_pod(0, json.dumps({"evaluation": []})), 1),
+        (ended_pod(0, json.dumps({"evaluation": [{"name": "x" * 500}]})), 1),
+        (ended_pod(143, "", disrupted=True, reason="Preempted"), 0),
     ],
     ids=["mistake of the user", "no figures", "none", "malformed", "preempted"],
 )
 def test_only_errors_and_invalid_figures_count_as_failed_evaluations(view: EvaluationView, failures: int) -> None:
-    result = planned(replace(written(trains(100)), evaluation=view))
-    assert [(each.failures, each.figures) for each in result.status.evaluations] == [(failures, ())]
+    result = make_plan(replace(with_written_status(job_with_models(100)), evaluation=view))
+    assert [(evaluation.failures, evaluation.figures) for evaluation in result.status.evaluations] == [(failures, ())]
     assert len(deletions(result)) == 1
 
 
 def test_a_deleted_evaluation_pod_is_recreated_with_the_same_attempt() -> None:
-    seen = written(trains(100))
-    (first,), (second,) = creations(planned(trains(100))), creations(planned(seen))
+    observed = with_written_status(job_with_models(100))
+    (first,), (second,) = creations(make_plan(job_with_models(100))), creations(make_plan(observed))
     assert first == second
 
 
 @pytest.mark.parametrize("phase", [PodPhase.FAILED, PodPhase.PENDING, PodPhase.RUNNING])
 def test_evaluation_never_changes_the_plan_of_the_workers(phase: PodPhase) -> None:
-    plain = planned(trains())
+    plain = make_plan(job_with_models())
     for view in (
-        ended(1, "boom") if phase is PodPhase.FAILED else side_pod(100, phase=phase),
+        ended_pod(1, "boom") if phase is PodPhase.FAILED else evaluation_view(100, phase=phase),
         EvaluationView(refusal=WriteRefusal("exceeded quota", name_in_use=False, retry_at=NOW + 30)),
     ):
-        result = planned(replace(trains(100), evaluation=view))
-        assert (created(result), deleted(result)) == (created(plain), deleted(plain))
+        result = make_plan(replace(job_with_models(100), evaluation=view))
+        assert (created_pods(result), deleted_pods(result)) == (created_pods(plain), deleted_pods(plain))
         assert result.status.conditions == plain.status.conditions
         assert (result.status.failures, result.status.membership) == (plain.status.failures, plain.status.membership)
 
 
 def test_a_refused_pod_is_reported_and_tried_again_later() -> None:
     refused = EvaluationView(refusal=WriteRefusal("exceeded quota", name_in_use=False, retry_at=NOW + 30))
-    result = planned(replace(trains(100), evaluation=refused))
+    result = make_plan(replace(job_with_models(100), evaluation=refused))
     assert creations(result) == []
     (entry,) = result.status.evaluations
     assert (entry.failures, entry.message) == (0, "its pod cannot be created: exceeded quota")
-    assert len(creations(planned(replace(trains(100), evaluation=refused, now=NOW + 30)))) == 1
+    assert len(creations(make_plan(replace(job_with_models(100), evaluation=refused, now=NOW + 30)))) == 1
 
 
 def test_evaluation_stops_with_suspended_failed_or_changed_jobs() -> None:
-    seen = written(trains(100))
-    for job_spec in (measured_spec(suspend=True), spec()):
-        result = planned(replace(seen, job=replace(seen.job, spec=job_spec), evaluation=side_pod(100)))
+    observed = with_written_status(job_with_models(100))
+    for job_spec in (measured_spec(suspend=True), build.spec()):
+        result = make_plan(replace(observed, job=replace(observed.job, spec=job_spec), evaluation=evaluation_view(100)))
         assert deletions(result) == [("demo-evaluation", "uid-e")]
     for kind, goes_on in ((ConditionType.FAILED, False), (ConditionType.COMPLETE, True)):
-        status = with_condition(seen.job.status, kind, True, Reason.COMPLETED, "", now=NOW)
-        over = replace(with_status(seen, status), evaluation=side_pod(100))
-        assert len(deletions(planned(over))) == (not goes_on)
-        measured = planned(replace(over, evaluation=ended(0, json.dumps(FIGURES))))
+        status = with_condition(observed.job.status, kind, True, Reason.COMPLETED, "", now=NOW)
+        over = replace(build.with_status(observed, status), evaluation=evaluation_view(100))
+        assert len(deletions(make_plan(over))) == (not goes_on)
+        measured = make_plan(replace(over, evaluation=ended_pod(0, json.dumps(FIGURES))))
         assert len(measured.status.evaluations[0].figures) == 1
-        assert len(creations(planned(replace(over, evaluation=EvaluationView())))) == goes_on
+        assert len(creations(make_plan(replace(over, evaluation=EvaluationView())))) == goes_on
 
 
 def test_the_newest_milestones_are_kept() -> None:
-    many = tuple(MilestoneEvaluation(step=at, path=f"/m/{at}", failures=ATTEMPTS) for at in range(MAX_EVALUATIONS))
-    result = planned(trains(100, status={"evaluations": many}))
-    assert [each.step for each in result.status.evaluations] == [*range(1, MAX_EVALUATIONS), 100]
+    many = tuple(
+        MilestoneEvaluation(step=step, path=f"/m/{step}", failures=ATTEMPTS) for step in range(MAX_EVALUATIONS)
+    )
+    result = make_plan(job_with_models(100, status={"evaluations": many}))
+    assert [evaluation.step for evaluation in result.status.evaluations] == [*range(1, MAX_EVALUATIONS), 100]
 
 
-def manifest_of(job_spec: TrainingJobSpec, **settings: Any) -> dict[str, Any]:
+def build_evaluation_pod(job_spec: TrainingJobSpec, **settings: Any) -> dict[str, Any]:
     entry = MilestoneEvaluation(step=100, path=model(100).path, bytes=3 << 20)
-    return evaluation_pod(job(job_spec), replace(SETTINGS, **settings), entry, "0 /m")
+    return evaluation_pod(build.job(job_spec), replace(SETTINGS, **settings), entry, "0 /m")
 
 
 def test_the_evaluation_pod_is_no_worker_and_preempts_nobody() -> None:
@@ -219,7 +217,7 @@ def test_the_evaluation_pod_is_no_worker_and_preempts_nobody() -> None:
         scheduling={"priorityClassName": "high"},
         precompile={"enabled": True},
     )
-    manifest = manifest_of(job_spec)
+    manifest = build_evaluation_pod(job_spec)
     metadata, body = manifest["metadata"], manifest["spec"]
     assert metadata["name"] == "demo-evaluation"
     assert metadata["ownerReferences"][0]["uid"] == "job-uid"
@@ -237,7 +235,7 @@ def test_the_evaluation_pod_is_no_worker_and_preempts_nobody() -> None:
     (container,) = body["containers"]
     assert container["resources"] == {"requests": {"cpu": "1", "memory": "2054Mi"}}
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
-    variables = {each["name"] for each in container["env"]}
+    variables = {variable["name"] for variable in container["env"]}
     assert "HF_HOME" in variables
     assert not any(name.startswith("TRAINIUM_") for name in variables)
     folder = "/checkpoints/default/demo/artifacts/step-100"
@@ -248,4 +246,4 @@ def test_the_evaluation_pod_is_no_worker_and_preempts_nobody() -> None:
 
 
 def test_without_a_class_the_pod_has_the_default_priority() -> None:
-    assert "priorityClassName" not in manifest_of(measured_spec(), extra_priority_class="")["spec"]
+    assert "priorityClassName" not in build_evaluation_pod(measured_spec(), extra_priority_class="")["spec"]

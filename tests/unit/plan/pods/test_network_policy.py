@@ -5,18 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    SETTINGS,
-    condition_of,
-    created,
-    job,
-    observed,
-    pod,
-    running,
-    spec,
-    with_status,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW, SETTINGS
+from tests.unit.plan.plan_results import actions_of_type, created_pods, get_condition
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION
 from trainium_operator.plan.features.network_policy.policy import KIND, network_policy
@@ -32,46 +23,42 @@ INGRESS = WorkerIngress(operator_namespace="system", operator_labels={"app": "op
 PLACE = f"{KIND}/demo-workers"
 
 
-def planned(seen: Observed, ingress: WorkerIngress | None = INGRESS) -> Plan:
-    return plan(seen, replace(SETTINGS, worker_ingress=ingress))
+def planned(observed: Observed, ingress: WorkerIngress | None = INGRESS) -> Plan:
+    return plan(observed, replace(SETTINGS, worker_ingress=ingress))
 
 
 def trains(**changes: Any) -> Observed:
-    return running(policies_listed=True, **changes)
+    return build.running_job(policies_listed=True, **changes)
 
 
-def with_policy(seen: Observed, ingress: WorkerIngress = INGRESS) -> Observed:
-    digest = network_policy(seen.job, ingress)["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
-    return replace(seen, children={**seen.children, PLACE: digest})
+def with_policy(observed: Observed, ingress: WorkerIngress = INGRESS) -> Observed:
+    digest = network_policy(observed.job, ingress)["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
+    return replace(observed, children={**observed.children, PLACE: digest})
 
 
-def written(result: Plan) -> list[ApplyPolicy]:
-    return [action for action in result.actions if isinstance(action, ApplyPolicy)]
-
-
-def problem_of(result: Plan) -> tuple[str, str, str] | None:
+def policy_condition(result: Plan) -> tuple[str, str, str] | None:
     condition = find_condition(result.status, ConditionType.NETWORK_POLICY_APPLIED)
     return None if condition is None else (condition.status.value, condition.reason, condition.message)
 
 
-def after(seen: Observed, result: Plan, **changes: Any) -> Observed:
-    return replace(seen, job=replace(seen.job, status=result.status), **changes)
+def with_status_of(observed: Observed, result: Plan, **changes: Any) -> Observed:
+    return replace(observed, job=replace(observed.job, status=result.status), **changes)
 
 
 def test_the_network_policy_is_written_last_and_once_pods_exist() -> None:
-    first = planned(observed(job(), policies_listed=True))
-    assert len(created(first)) == 4
-    assert written(first) == []
-    then = planned(observed(job(), (pod(0),), policies_listed=True))
-    assert len(created(then)) > 0
+    first = planned(build.observation(build.job(), policies_listed=True))
+    assert len(created_pods(first)) == 4
+    assert actions_of_type(first, ApplyPolicy) == []
+    then = planned(build.observation(build.job(), (build.pod(0),), policies_listed=True))
+    assert len(created_pods(then)) > 0
     assert isinstance(then.actions[-1], ApplyPolicy)
-    assert problem_of(then) is None
+    assert policy_condition(then) is None
 
 
 def test_an_unchanged_policy_is_not_written_again_and_a_different_one_is() -> None:
-    assert written(planned(with_policy(trains()))) == []
+    assert actions_of_type(planned(with_policy(trains())), ApplyPolicy) == []
     moved = replace(INGRESS, operator_namespace="elsewhere")
-    (action,) = written(planned(with_policy(trains()), moved))
+    (action,) = actions_of_type(planned(with_policy(trains()), moved), ApplyPolicy)
     assert action.manifest["spec"]["ingress"][1]["from"][0]["namespaceSelector"]["matchLabels"] == {
         "kubernetes.io/metadata.name": "elsewhere"
     }
@@ -80,7 +67,7 @@ def test_an_unchanged_policy_is_not_written_again_and_a_different_one_is() -> No
 @pytest.mark.parametrize("ingress", [None, INGRESS])
 def test_without_the_setting_or_before_the_policies_were_read_none_is_written(ingress: WorkerIngress | None) -> None:
     result = planned(replace(trains(), policies_listed=ingress is None), ingress)
-    assert written(result) == []
+    assert actions_of_type(result, ApplyPolicy) == []
     assert (result.requeue_after is not None and result.requeue_after <= 5.0) or ingress is None
 
 
@@ -90,52 +77,56 @@ def test_without_the_setting_or_before_the_policies_were_read_none_is_written(in
 def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_continues(
     taken: bool, state: str, reason: str
 ) -> None:
-    seen = trains(policy_refusal=WriteRefusal("may not create it", taken, NOW + 30))
-    result = planned(seen)
-    assert written(result) == []
-    problem = problem_of(result)
+    observed = trains(policy_refusal=WriteRefusal("may not create it", taken, NOW + 30))
+    result = planned(observed)
+    assert actions_of_type(result, ApplyPolicy) == []
+    problem = policy_condition(result)
     assert problem is not None
     assert problem[:2] == (state, reason)
     assert "others can reach the workers' ports: may not create it" in problem[2]
-    assert [each.reason for each in result.events].count(reason) == 1
-    assert not any(each.reason == "Stalled" and each.status == "True" for each in result.status.conditions)
-    stalled = condition_of(result.status, ConditionType.STALLED)
+    assert [event.reason for event in result.events].count(reason) == 1
+    assert not any(
+        condition.reason == "Stalled" and condition.status == "True" for condition in result.status.conditions
+    )
+    stalled = get_condition(result.status, ConditionType.STALLED)
     assert stalled.status.value == "False"
-    again = planned(after(seen, result))
-    assert not [each for each in again.events if each.reason == reason]
+    again = planned(with_status_of(observed, result))
+    assert not [event for event in again.events if event.reason == reason]
     assert again.requeue_after is not None
     assert again.requeue_after <= 30
-    late = planned(after(seen, result, now=NOW + 31))
-    assert len(written(late)) == 1
+    late = planned(with_status_of(observed, result, now=NOW + 31))
+    assert len(actions_of_type(late, ApplyPolicy)) == 1
 
 
 def test_a_refused_network_policy_does_not_block_replacement() -> None:
-    seen = trains(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW + 30))
-    fewer = replace(seen, pods=seen.pods[1:])
-    assert created(planned(fewer)) == created(planned(fewer, None)) != []
+    observed = trains(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW + 30))
+    fewer = replace(observed, pods=observed.pods[1:])
+    assert created_pods(planned(fewer)) == created_pods(planned(fewer, None)) != []
 
 
 def test_the_policy_condition_follows_the_setting() -> None:
-    seen = trains(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW))
-    result = planned(seen)
-    done = planned(with_policy(after(seen, result, policy_refusal=None)))
-    assert problem_of(done) == ("True", "PolicyApplied", "")
-    assert problem_of(planned(after(seen, result), None)) is None
+    observed = trains(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW))
+    result = planned(observed)
+    done = planned(with_policy(with_status_of(observed, result, policy_refusal=None)))
+    assert policy_condition(done) == ("True", "PolicyApplied", "")
+    assert policy_condition(planned(with_status_of(observed, result), None)) is None
 
 
 def test_host_network_jobs_get_no_policy_and_open_an_existing_one() -> None:
-    hosts = spec(workers={"template": {"spec": {"hostNetwork": True}}})
-    seen = trains(job_spec=hosts)
-    assert written(planned(seen)) == []
-    (action,) = written(planned(replace(seen, children={**seen.children, PLACE: "of-before"})))
+    hosts = build.spec(workers={"template": {"spec": {"hostNetwork": True}}})
+    observed = trains(job_spec=hosts)
+    assert actions_of_type(planned(observed), ApplyPolicy) == []
+    (action,) = actions_of_type(
+        planned(replace(observed, children={**observed.children, PLACE: "of-before"})), ApplyPolicy
+    )
     assert action.manifest["spec"]["ingress"] == [{}]
 
 
 def test_an_ended_job_gets_no_network_policy() -> None:
-    seen = trains()
-    ended = with_condition(seen.job.status, ConditionType.COMPLETE, True, Reason.COMPLETED, "", now=NOW)
-    assert written(planned(seen))
-    assert written(planned(with_status(seen, ended))) == []
+    observed = trains()
+    ended = with_condition(observed.job.status, ConditionType.COMPLETE, True, Reason.COMPLETED, "", now=NOW)
+    assert actions_of_type(planned(observed), ApplyPolicy)
+    assert actions_of_type(planned(build.with_status(observed, ended)), ApplyPolicy) == []
 
 
 OPERATOR = {"app.kubernetes.io/name": "trainium-operator", "app.kubernetes.io/instance": "prod"}
@@ -143,7 +134,7 @@ ADMITTED = WorkerIngress(operator_namespace="trainium-system", operator_labels=O
 
 
 def spec_of(ingress: WorkerIngress = ADMITTED, **workers: Any) -> dict[str, Any]:
-    policy_spec: dict[str, Any] = network_policy(job(spec(workers=workers)), ingress)["spec"]
+    policy_spec: dict[str, Any] = network_policy(build.job(build.spec(workers=workers)), ingress)["spec"]
     return policy_spec
 
 
@@ -154,15 +145,15 @@ def admitted_ports(policy: dict[str, Any], namespace: str, labels: dict[str, str
         for peer in rule.get("from", [{"namespaceSelector": {}}]):
             space = peer.get("namespaceSelector")
             wanted = None if space is None else space.get("matchLabels", {}).get("kubernetes.io/metadata.name")
-            there = namespace == own if space is None else wanted in (None, namespace)
-            if there and peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items():
+            selects_namespace = namespace == own if space is None else wanted in (None, namespace)
+            if selects_namespace and peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items():
                 policies.append(rule.get("ports"))
     return policies
 
 
 def test_the_network_policy_selects_all_pods_of_the_job() -> None:
     selected = spec_of()["podSelector"]
-    labels = pod_template(job(), SETTINGS)["metadata"]["labels"]
+    labels = pod_template(build.job(), SETTINGS)["metadata"]["labels"]
     assert selected["matchLabels"] == {LABEL_JOB: "demo"}
     assert selected["matchExpressions"] == [{"key": LABEL_ROLE, "operator": "Exists"}]
     assert labels.items() >= {LABEL_JOB: "demo", LABEL_ROLE: "worker"}.items()
@@ -201,9 +192,9 @@ def test_host_network_workers_admit_everybody() -> None:
 
 
 def test_the_network_policy_is_owned_and_hashed() -> None:
-    one, same = (network_policy(job(), ADMITTED) for _ in range(2))
-    assert one == same
-    assert one["metadata"]["ownerReferences"][0]["controller"]
-    assert one["metadata"]["labels"]["trainium.dev/job-name"] == "demo"
-    other = network_policy(job(), WorkerIngress(operator_namespace="moved", operator_labels=OPERATOR))
-    assert other["metadata"]["annotations"] != one["metadata"]["annotations"]
+    policy, equal_policy = (network_policy(build.job(), ADMITTED) for _ in range(2))
+    assert policy == equal_policy
+    assert policy["metadata"]["ownerReferences"][0]["controller"]
+    assert policy["metadata"]["labels"]["trainium.dev/job-name"] == "demo"
+    moved_policy = network_policy(build.job(), WorkerIngress(operator_namespace="moved", operator_labels=OPERATOR))
+    assert moved_policy["metadata"]["annotations"] != policy["metadata"]["annotations"]

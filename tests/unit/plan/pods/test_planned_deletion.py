@@ -2,14 +2,15 @@
 
 import pytest
 
-from tests.unit.plan.plan_builders import kinds, node, planned, pod, running, spec, training, with_pod
+from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import action_kinds, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
 
 
 def trained(spares: int) -> FakeCluster:
-    cluster = FakeCluster(spec(workers={"replicas": 3, "spares": spares}, trainer={"steps": 10**6}), 6)
+    cluster = FakeCluster(build.spec(workers={"replicas": 3, "spares": spares}, trainer={"steps": 10**6}), 6)
     cluster.run(40)
     assert cluster.status.phase == "Running"
     return cluster
@@ -27,11 +28,11 @@ def test_a_pod_deleted_by_a_user_is_replaced_without_a_failure_record(who: str, 
     names = [pod.view.name for pod in cluster.members()] if who == "member" else sorted(cluster.pods)[3:]
     for name in names[:1]:
         delete(cluster, name)
-        seen = set()
+        phases = set()
         for _ in range(40):
             cluster.run(1)
-            seen |= {pod.view.phase for pod in cluster.pods.values() if pod.view.name == name}
-        assert PodPhase.FAILED in seen, "the API server showed how it ended"
+            phases |= {pod.view.phase for pod in cluster.pods.values() if pod.view.name == name}
+        assert PodPhase.FAILED in phases, "the API server showed how it ended"
     assert cluster.status.phase == "Running"
     assert [record for record in cluster.status.failures if record.cause is not Cause.PREEMPTED] == []
     assert cluster.status.avoided_nodes == ()
@@ -49,14 +50,19 @@ def test_repeated_deletions_never_delay_new_pods() -> None:
 
 
 def test_replacements_are_created_before_failed_pods_are_deleted() -> None:
-    seen = running(4, spares=1)
+    observed = build.running_job(4, spares=1)
     for number in range(5):
-        seen = with_pod(seen, pod(number, phase=PodPhase.FAILED, reason="Error", exit_code=137))
-    asked = [each for each in kinds(planned(seen).actions) if each.endswith("Pod")]
-    assert asked == ["CreatePod"] * asked.count("CreatePod") + ["DeletePod"] * 5
-    assert asked.count("CreatePod") >= 4
+        observed = build.with_pod(observed, build.pod(number, phase=PodPhase.FAILED, reason="Error", exit_code=137))
+    kinds = [kind for kind in action_kinds(make_plan(observed)) if kind.endswith("Pod")]
+    assert kinds == ["CreatePod"] * kinds.count("CreatePod") + ["DeletePod"] * 5
+    assert kinds.count("CreatePod") >= 4
 
 
 def test_a_pod_that_may_hold_devices_is_deleted_before_its_replacement() -> None:
-    seen = running(4, agents={1: training(1, silent=60)}, nodes={"node-1": node("node-1", NodeReadiness.UNKNOWN)})
-    assert [each for each in kinds(planned(seen).actions) if each.endswith("Pod")] == ["DeletePod", "CreatePod"]
+    observed = build.running_job(
+        4, agents={1: build.training_agent(1, silent=60)}, nodes={"node-1": build.node("node-1", NodeReadiness.UNKNOWN)}
+    )
+    assert [kind for kind in action_kinds(make_plan(observed)) if kind.endswith("Pod")] == [
+        "DeletePod",
+        "CreatePod",
+    ]

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.plan.plan_builders import condition_of, spec
+from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import get_condition
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.model.observed import PodPhase
@@ -23,10 +24,10 @@ class Refusing(FakeCluster):
     """When each pod was made, from the beginning."""
 
     def _run_kubelets(self) -> None:
-        for each in self.pods.values():
-            if self.reason and each.view.node and each.view.phase is PodPhase.PENDING:
-                each.view = replace(
-                    each.view, phase=PodPhase.FAILED, reason=self.reason, exit_code=self.exit_code, finished=self.now
+        for pod in self.pods.values():
+            if self.reason and pod.view.node and pod.view.phase is PodPhase.PENDING:
+                pod.view = replace(
+                    pod.view, phase=PodPhase.FAILED, reason=self.reason, exit_code=self.exit_code, finished=self.now
                 )
         super()._run_kubelets()
 
@@ -36,7 +37,7 @@ class Refusing(FakeCluster):
 
 
 def job(*, replicas: int = 2, nodes: int = 4) -> Refusing:
-    return Refusing(spec(workers={"replicas": replicas}, trainer={"steps": 10**6}), nodes)
+    return Refusing(build.spec(workers={"replicas": replicas}, trainer={"steps": 10**6}), nodes)
 
 
 def trained() -> Refusing:
@@ -53,7 +54,7 @@ def test_creations_back_off_while_pods_are_refused(reason: str) -> None:
     cluster.reason = reason
     cluster.run(60, TICK)
     assert len(cluster.made) <= 12
-    ready = condition_of(cluster.status, ConditionType.PODS_READY)
+    ready = get_condition(cluster.status, ConditionType.PODS_READY)
     assert "6 times in a row" in ready.message
     cluster.run(1800, TICK)
     assert len(cluster.made) <= 12 + 2 * 9
@@ -110,9 +111,9 @@ def test_the_backoff_ends_when_the_job_is_changed(answer: str) -> None:
         cluster.spec = cluster.spec.replaced(suspend=True)
         cluster.run(2, TICK)
         cluster.spec = cluster.spec.replaced(suspend=False)
-    made = len(cluster.made)
+    count = len(cluster.made)
     cluster.run(2, TICK)
-    assert len(cluster.made) == made + 2
+    assert len(cluster.made) == count + 2
 
 
 def test_a_restarted_operator_continues_the_backoff() -> None:
@@ -135,8 +136,8 @@ def test_refusals_within_a_batch_are_one_round() -> None:
 
 def test_an_edited_backoff_is_bounded() -> None:
     status = trained().status
-    for rounds, at in ((10**9, 10.0), (3, 10**12), (-5, 10.0), (10**9, None)):
-        edited = status.replaced(start_failures=StartFailuresStatus(rounds=rounds, at=at))
+    for rounds, time in ((10**9, 10.0), (3, 10**12), (-5, 10.0), (10**9, None)):
+        edited = status.replaced(start_failures=StartFailuresStatus(rounds=rounds, at=time))
         assert next_creation_at(edited, 100.0) <= 400.0
 
 
@@ -147,15 +148,15 @@ class Choosy(Refusing):
 
     def _run_kubelets(self) -> None:
         refusing, self.reason = self.reason, ""
-        for each in self.pods.values():
-            if refusing and each.view.node in self.bad and each.view.phase is PodPhase.PENDING:
-                each.view = replace(each.view, phase=PodPhase.FAILED, reason=refusing, finished=self.now)
+        for pod in self.pods.values():
+            if refusing and pod.view.node in self.bad and pod.view.phase is PodPhase.PENDING:
+                pod.view = replace(pod.view, phase=PodPhase.FAILED, reason=refusing, finished=self.now)
         super()._run_kubelets()
         self.reason = refusing
 
 
 def choosy(replicas: int, nodes: int, bad: int) -> Choosy:
-    cluster = Choosy(spec(workers={"replicas": replicas}, trainer={"steps": 10**6}), nodes)
+    cluster = Choosy(build.spec(workers={"replicas": replicas}, trainer={"steps": 10**6}), nodes)
     cluster.reason, cluster.bad = "UnexpectedAdmissionError", frozenset(sorted(cluster.nodes)[:bad])
     return cluster
 
@@ -169,7 +170,7 @@ def test_refused_workers_are_probed_in_small_batches_that_grow_on_success() -> N
     cluster.made = ()
     cluster.run(40, TICK)
     assert cluster.status.phase is Phase.RUNNING
-    batches = [cluster.made.count(at) for at in sorted(set(cluster.made))]
+    batches = [cluster.made.count(time) for time in sorted(set(cluster.made))]
     assert batches[:3] == [4, 16, 60]
     assert sum(batches[3:]) <= 16, "those that were to keep away from nodes which are needed after all"
 
@@ -181,7 +182,7 @@ def test_a_node_that_refuses_twice_is_avoided_and_named(bad: int) -> None:
     assert cluster.status.phase is Phase.RUNNING
     assert len(cluster.made) <= 8 + 4 * bad
     assert set(cluster.status.avoided_nodes) == cluster.bad
-    assert {each.node: each.times for each in cluster.status.start_failures.nodes} == dict.fromkeys(cluster.bad, 2)
+    assert {node.node: node.times for node in cluster.status.start_failures.nodes} == dict.fromkeys(cluster.bad, 2)
     cluster.run(700, 10.0)
     assert cluster.status.avoided_nodes == (), "it is forgotten"
 
@@ -191,7 +192,7 @@ def test_at_most_a_quarter_of_refusing_nodes_is_avoided() -> None:
     cluster.reason = "OutOfcpu"
     cluster.run(120, TICK)
     assert len(cluster.status.avoided_nodes) <= 2
-    ready = condition_of(cluster.status, ConditionType.PODS_READY)
+    ready = get_condition(cluster.status, ConditionType.PODS_READY)
     assert "new pods avoid node-" in ready.message
 
 
@@ -211,5 +212,5 @@ def test_unschedulable_pods_do_not_block_a_batch() -> None:
     cluster.reason = ""
     cluster.nodes.clear()
     cluster.run(60, TICK)
-    waiting = [each for each in cluster.pods.values() if not each.view.node]
+    waiting = [pod for pod in cluster.pods.values() if not pod.view.node]
     assert len(waiting) == 8, "a cluster autoscaler counts them"

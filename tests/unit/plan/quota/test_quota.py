@@ -5,19 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    SETTINGS,
-    condition_of,
-    created,
-    deleted,
-    job,
-    observed,
-    pod,
-    running,
-    spec,
-    training,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW, SETTINGS
+from tests.unit.plan.plan_results import actions_of_type, created_pods, deleted_pods, get_condition
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
@@ -58,7 +48,8 @@ def workload_condition(
 
 
 ADMITTED = (workload_condition(WorkloadCondition.QUOTA_RESERVED), workload_condition(WorkloadCondition.ADMITTED))
-EVICTED = (*ADMITTED, workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else"))
+PREEMPTED = workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else")
+EVICTED = (*ADMITTED, PREEMPTED)
 
 
 def workload(part: int, workers: int, spares: int = 0, **changes: Any) -> WorkloadView:
@@ -82,47 +73,43 @@ def pending(view: WorkloadView, *more: WorkloadConditionView) -> WorkloadView:
     )
 
 
-def queued_job(seen: Observed, *workloads: WorkloadView, **changes: Any) -> Observed:
+def queued_job(observed: Observed, *workloads: WorkloadView, **changes: Any) -> Observed:
     quota = QuotaView(workloads=workloads, flavors={"blue": BLUE}, priority=0)
-    return replace(seen, quota=replace(quota, **changes))
+    return replace(observed, quota=replace(quota, **changes))
 
 
-def new(**workers: Any) -> Observed:
-    return observed(job(spec(workers={"replicas": 4, "spares": 1, **workers}, scheduling=QUEUE)))
+def new_job(**workers: Any) -> Observed:
+    return build.observation(build.job(build.spec(workers={"replicas": 4, "spares": 1, **workers}, scheduling=QUEUE)))
 
 
 def running_job(count: int = 4, *, pods: int | None = None, **workers: Any) -> Observed:
     """Return a job that trains on `count` nodes."""
-    asked = spec(workers={"replicas": count, "spares": 0, **workers}, scheduling=QUEUE)
-    seen = running(count, job_spec=asked)
-    placed = tuple(replace(each, pod_set=WORKERS) for each in seen.pods)
-    return replace(seen, pods=placed[:pods])
+    job_spec = build.spec(workers={"replicas": count, "spares": 0, **workers}, scheduling=QUEUE)
+    observed = build.running_job(count, job_spec=job_spec)
+    placed = tuple(replace(pod, pod_set=WORKERS) for pod in observed.pods)
+    return replace(observed, pods=placed[:pods])
 
 
-def of(result: Plan, kind: Any) -> list[Any]:
-    return [action for action in result.actions if isinstance(action, kind)]
-
-
-def asked(result: Plan) -> dict[str, dict[str, int]]:
+def requested_counts(result: Plan) -> dict[str, dict[str, int]]:
     """Return the requested counts by Workload and pod set."""
     return {
         action.manifest["metadata"]["name"]: {
-            each["name"]: each["count"] for each in action.manifest["spec"]["podSets"]
+            pod_set["name"]: pod_set["count"] for pod_set in action.manifest["spec"]["podSets"]
         }
-        for action in of(result, ApplyWorkload)
+        for action in actions_of_type(result, ApplyWorkload)
     }
 
 
 def condition(result: Plan) -> Condition:
-    return condition_of(result.status, ConditionType.ADMITTED)
+    return get_condition(result.status, ConditionType.ADMITTED)
 
 
 def test_a_new_job_requests_quota_before_any_pod() -> None:
-    result = plan(queued_job(new()), READY)
-    assert asked(result) == {"demo-quota-0": {WORKERS: 4, SPARES: 1}}
-    assert created(result) == []
+    result = plan(queued_job(new_job()), READY)
+    assert requested_counts(result) == {"demo-quota-0": {WORKERS: 4, SPARES: 1}}
+    assert created_pods(result) == []
     assert (condition(result).status, condition(result).reason) == (ConditionStatus.FALSE, "WaitingForQueue")
-    (action,) = of(result, ApplyWorkload)
+    (action,) = actions_of_type(result, ApplyWorkload)
     metadata, body = action.manifest["metadata"], action.manifest["spec"]
     assert metadata["ownerReferences"][0]["uid"] == "job-uid"
     assert body["queueName"] == "team"
@@ -136,21 +123,20 @@ def test_a_new_job_requests_quota_before_any_pod() -> None:
 def test_required_quota_has_the_priority_of_the_job_and_optional_quota_less(
     value: int | None, priorities: list[int], named: list[str]
 ) -> None:
-    job_spec = spec(workers={"minReplicas": 2}, scheduling={**QUEUE, "priorityClassName": "high"})
-    seen = observed(job(job_spec))
-    needed = of(plan(queued_job(seen, priority=value), READY), ApplyWorkload)
-    more = of(plan(queued_job(seen, workload(0, 2), priority=value), READY), ApplyWorkload)
+    job_spec = build.spec(workers={"minReplicas": 2}, scheduling={**QUEUE, "priorityClassName": "high"})
+    observed = build.observation(build.job(job_spec))
+    needed = actions_of_type(plan(queued_job(observed, priority=value), READY), ApplyWorkload)
+    more = actions_of_type(plan(queued_job(observed, workload(0, 2), priority=value), READY), ApplyWorkload)
     bodies = [action.manifest["spec"] for action in (*needed, *more)]
     assert [body["priority"] for body in bodies][:2] == priorities
     assert [body["priorityClassRef"]["name"] for body in bodies if "priorityClassRef" in body] == named
 
 
 def test_an_elastic_job_asks_for_its_smallest_size_first() -> None:
-    result = plan(queued_job(new(minReplicas=2)), READY)
-    assert asked(result) == {"demo-quota-0": {WORKERS: 2, SPARES: 1}}
+    result = plan(queued_job(new_job(minReplicas=2)), READY)
+    assert requested_counts(result) == {"demo-quota-0": {WORKERS: 2, SPARES: 1}}
 
 
-PREEMPTED = workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else")
 UNRESERVED = workload_condition(WorkloadCondition.QUOTA_RESERVED, true=False, message="no quota")
 NOT_ADMITTED = workload_condition(WorkloadCondition.ADMITTED, true=False)
 
@@ -167,27 +153,29 @@ NOT_ADMITTED = workload_condition(WorkloadCondition.ADMITTED, true=False)
 def test_the_condition_shows_the_reason_of_kueue_while_the_job_waits(
     conditions: tuple[WorkloadConditionView, ...], message: str
 ) -> None:
-    result = plan(queued_job(new(), workload(0, 4, 1, grants=(), conditions=conditions)), READY)
+    result = plan(queued_job(new_job(), workload(0, 4, 1, grants=(), conditions=conditions)), READY)
     assert condition(result).message == message
 
 
 def test_an_admission_creates_pods_with_its_flavor() -> None:
-    result = plan(queued_job(new(), workload(0, 4, 1)), READY)
-    pods = [action.manifest for action in of(result, CreatePod)]
-    sets = [each["metadata"]["labels"]["kueue.x-k8s.io/podset"] for each in pods]
+    result = plan(queued_job(new_job(), workload(0, 4, 1)), READY)
+    pods = [action.manifest for action in actions_of_type(result, CreatePod)]
+    sets = [pod["metadata"]["labels"]["kueue.x-k8s.io/podset"] for pod in pods]
     assert sets == [WORKERS] * 4 + [SPARES]
-    for each in pods:
-        assert each["spec"]["nodeSelector"]["pool"] == "blue"
-        assert dict(BLUE.tolerations[0]) in each["spec"]["tolerations"]
-        assert each["metadata"]["annotations"]["kueue.x-k8s.io/workload"] == "demo-quota-0"
-    assert asked(result) == {}
+    for pod in pods:
+        assert pod["spec"]["nodeSelector"]["pool"] == "blue"
+        assert dict(BLUE.tolerations[0]) in pod["spec"]["tolerations"]
+        assert pod["metadata"]["annotations"]["kueue.x-k8s.io/workload"] == "demo-quota-0"
+    assert requested_counts(result) == {}
 
 
 ZONE_A = Placement(labels={"ours": "yes"}, node_selector={"zone": "a"})
 
 
 def test_additions_of_admission_checks_are_applied() -> None:
-    (first, *_) = of(plan(queued_job(new(), workload(0, 4, 1, updates={WORKERS: ZONE_A})), READY), CreatePod)
+    (first, *_) = actions_of_type(
+        plan(queued_job(new_job(), workload(0, 4, 1, updates={WORKERS: ZONE_A})), READY), CreatePod
+    )
     assert first.manifest["spec"]["nodeSelector"] == {"pool": "blue", "zone": "a"}
     assert first.manifest["metadata"]["labels"]["ours"] == "yes"
 
@@ -215,43 +203,43 @@ def test_additions_of_admission_checks_are_applied() -> None:
 def test_an_admission_that_cannot_be_applied_starts_nothing(
     workers: dict[str, Any], updates: dict[str, Placement], flavors: dict[str, Placement], message: str
 ) -> None:
-    result = plan(queued_job(new(**workers), workload(0, 4, 1, updates=updates), flavors=flavors), READY)
-    assert created(result) == []
+    result = plan(queued_job(new_job(**workers), workload(0, 4, 1, updates=updates), flavors=flavors), READY)
+    assert created_pods(result) == []
     assert message in condition(result).message
 
 
 def test_an_admitted_elastic_job_requests_steps_on_the_same_flavor() -> None:
-    result = plan(queued_job(new(minReplicas=2), workload(0, 2, 1)), READY)
-    assert len(created(result)) == 3
+    result = plan(queued_job(new_job(minReplicas=2), workload(0, 2, 1)), READY)
+    assert len(created_pods(result)) == 3
     assert result.status.desired == 2
-    assert asked(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
-    steps = [action.manifest["spec"] for action in of(result, ApplyWorkload)]
-    assert [each["priority"] for each in steps] == [-1, -2], "they are preempted first"
+    assert requested_counts(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
+    steps = [action.manifest["spec"] for action in actions_of_type(result, ApplyWorkload)]
+    assert [step["priority"] for step in steps] == [-1, -2], "they are preempted first"
     assert steps[0]["podSets"][0]["template"]["spec"]["nodeSelector"] == {"pool": "blue"}
 
 
 def test_a_step_that_is_admitted_is_used() -> None:
-    seen = queued_job(new(minReplicas=2), workload(0, 2, 1), workload(1, 1), pending(workload(2, 1)))
-    assert len(created(plan(seen, READY))) == 4
+    observed = queued_job(new_job(minReplicas=2), workload(0, 2, 1), workload(1, 1), pending(workload(2, 1)))
+    assert len(created_pods(plan(observed, READY))) == 4
 
 
 def test_an_evicted_step_shrinks_the_job_and_is_returned_after_its_pod() -> None:
     held = (workload(0, 2), workload(1, 1), workload(2, 1, conditions=EVICTED))
     result = plan(queued_job(running_job(4, minReplicas=2), *held), READY)
-    assert of(result, SetQuotaConditions) == of(result, DeleteWorkload) == [] or all(
-        not each.returns_quota for each in of(result, SetQuotaConditions)
+    assert actions_of_type(result, SetQuotaConditions) == actions_of_type(result, DeleteWorkload) == [] or all(
+        not action.returns_quota for action in actions_of_type(result, SetQuotaConditions)
     )
     assert "the queue grants 3 of 4" in result.status.history[-1].message
-    (published,) = of(result, PublishMembership)
+    (published,) = actions_of_type(result, PublishMembership)
     assert len(published.membership.members) == 3
     assert published.membership.transition.value == "Graceful"
-    assert deleted(result) == {}, "it saves with the others first"
+    assert deleted_pods(result) == {}, "it saves with the others first"
 
     smaller = running_job(3, replicas=4, minReplicas=2)
     result = plan(queued_job(smaller, *held), READY)
-    (action,) = [each for each in of(result, SetQuotaConditions) if each.returns_quota]
+    (action,) = [action for action in actions_of_type(result, SetQuotaConditions) if action.returns_quota]
     assert (action.name, action.uid, action.version) == ("demo-quota-2", "workload-2", "7")
-    assert {each.type.value: each.is_true for each in action.conditions} == {
+    assert {condition.type.value: condition.is_true for condition in action.conditions} == {
         "QuotaReserved": False,
         "Admitted": False,
         "Requeued": True,
@@ -261,20 +249,20 @@ def test_an_evicted_step_shrinks_the_job_and_is_returned_after_its_pod() -> None
 def test_an_evicted_job_returns_its_quota_after_its_last_pod() -> None:
     evicted = workload(0, 4, conditions=EVICTED)
     result = plan(queued_job(running_job(), evicted), READY)
-    assert set(deleted(result)) == {f"demo-w-{at}" for at in range(4)}
-    assert set(deleted(result).values()) == {None}, "with its grace"
-    assert of(result, SetQuotaConditions) == []
+    assert set(deleted_pods(result)) == {f"demo-w-{ordinal}" for ordinal in range(4)}
+    assert set(deleted_pods(result).values()) == {None}, "with its grace"
+    assert actions_of_type(result, SetQuotaConditions) == []
     assert result.status.membership.size == 0
     assert condition(result).reason == "Evicted"
     assert "for somebody else" in condition(result).message
     assert result.status.restarts.total == 0
 
     leaving = replace(running_job(), job=replace(running_job().job, status=result.status))
-    leaving = replace(leaving, pods=tuple(replace(each, deleting=True) for each in leaving.pods))
-    assert of(plan(queued_job(leaving, evicted), READY), SetQuotaConditions) == []
+    leaving = replace(leaving, pods=tuple(replace(pod, deleting=True) for pod in leaving.pods))
+    assert actions_of_type(plan(queued_job(leaving, evicted), READY), SetQuotaConditions) == []
 
     empty = replace(leaving, pods=(), agents={})
-    (action,) = of(plan(queued_job(empty, evicted), READY), SetQuotaConditions)
+    (action,) = actions_of_type(plan(queued_job(empty, evicted), READY), SetQuotaConditions)
     assert action.returns_quota
 
 
@@ -283,103 +271,114 @@ def test_an_evicted_job_returns_its_quota_after_its_last_pod() -> None:
 )
 def test_only_some_evictions_requeue_a_job_at_once(reason: str, again: bool) -> None:
     evicted = workload(0, 4, 1, conditions=(*ADMITTED, workload_condition(WorkloadCondition.EVICTED, reason=reason)))
-    (action,) = of(plan(queued_job(new(), evicted), READY), SetQuotaConditions)
-    assert {each.type: each.is_true for each in action.conditions}[WorkloadCondition.REQUEUED] is again
+    (action,) = actions_of_type(plan(queued_job(new_job(), evicted), READY), SetQuotaConditions)
+    assert {condition.type: condition.is_true for condition in action.conditions}[WorkloadCondition.REQUEUED] is again
 
 
 def test_returned_quota_is_not_returned_again() -> None:
     waiting = pending(workload(0, 4, 1), workload_condition(WorkloadCondition.EVICTED, reason="Preempted"))
-    first = plan(queued_job(new(), waiting), READY)
-    (ask,) = of(first, ApplyWorkload)
+    first = plan(queued_job(new_job(), waiting), READY)
+    (ask,) = actions_of_type(first, ApplyWorkload)
     digest = ask.manifest["metadata"]["annotations"]["trainium.dev/content-hash"]
-    result = plan(queued_job(new(), replace(waiting, content_hash=digest)), READY)
-    assert of(result, SetQuotaConditions) == of(result, ApplyWorkload) == of(result, DeleteWorkload) == []
+    result = plan(queued_job(new_job(), replace(waiting, content_hash=digest)), READY)
+    assert (
+        actions_of_type(result, SetQuotaConditions)
+        == actions_of_type(result, ApplyWorkload)
+        == actions_of_type(result, DeleteWorkload)
+        == []
+    )
     assert condition(result).reason == "Evicted"
 
 
 def test_an_inactive_workload_stops_the_job_with_advice() -> None:
     result = plan(queued_job(running_job(), workload(0, 4, active=False)), READY)
-    assert len(deleted(result)) == 4
+    assert len(deleted_pods(result)) == 4
     assert "set its spec.active to true" in condition(result).message
-    (action,) = of(plan(queued_job(new(), workload(0, 4, 1, active=False)), READY), SetQuotaConditions)
+    (action,) = actions_of_type(plan(queued_job(new_job(), workload(0, 4, 1, active=False)), READY), SetQuotaConditions)
     assert action.returns_quota
     idle = pending(workload(0, 4, 1, active=False))
-    assert of(plan(queued_job(new(), idle), READY), ApplyWorkload) == [], "a person deactivated it"
+    assert actions_of_type(plan(queued_job(new_job(), idle), READY), ApplyWorkload) == [], "a person deactivated it"
 
 
 def test_steps_are_deleted_while_the_job_is_not_admitted() -> None:
     steps = (workload(1, 1), workload(2, 1))
-    result = plan(queued_job(new(minReplicas=2), pending(workload(0, 2, 1)), *steps), READY)
-    assert [each.name for each in of(result, DeleteWorkload)] == ["demo-quota-1", "demo-quota-2"]
-    assert created(result) == []
+    result = plan(queued_job(new_job(minReplicas=2), pending(workload(0, 2, 1)), *steps), READY)
+    assert [action.name for action in actions_of_type(result, DeleteWorkload)] == ["demo-quota-1", "demo-quota-2"]
+    assert created_pods(result) == []
 
 
 def test_a_deleted_workload_stops_the_job_before_a_new_request() -> None:
     result = plan(queued_job(running_job()), READY)
-    assert len(deleted(result)) == 4
-    assert asked(result) == {}
+    assert len(deleted_pods(result)) == 4
+    assert requested_counts(result) == {}
 
 
 def test_a_suspended_job_releases_its_quota_when_its_pods_are_deleted() -> None:
-    seen = running_job()
-    seen = replace(seen, job=replace(seen.job, spec=seen.job.spec.replaced(suspend=True)))
+    observed = running_job()
+    observed = build.with_job(observed, spec=observed.job.spec.replaced(suspend=True))
     held = (workload(0, 4),)
-    assert of(plan(queued_job(seen, *held), READY), DeleteWorkload) == []
-    dropped = of(plan(queued_job(replace(seen, pods=(), agents={}), *held), READY), DeleteWorkload)
+    assert actions_of_type(plan(queued_job(observed, *held), READY), DeleteWorkload) == []
+    dropped = actions_of_type(plan(queued_job(replace(observed, pods=(), agents={}), *held), READY), DeleteWorkload)
     assert dropped == [DeleteWorkload("demo-quota-0", "workload-0")]
 
 
 @pytest.mark.parametrize("kind", [ConditionType.COMPLETE, ConditionType.FAILED])
 def test_the_end_of_a_job_is_reported_when_no_pod_runs(kind: ConditionType) -> None:
     done = Condition(type=kind, status=ConditionStatus.TRUE, reason="R", last_transition_time="2026-01-01T00:00:00Z")
-    asked_for = spec(workers={"replicas": 2, "minReplicas": 1}, scheduling=QUEUE)
-    ended = observed(job(asked_for, TrainingJobStatus(conditions=(done,))), (pod(0),))
+    job_spec = build.spec(workers={"replicas": 2, "minReplicas": 1}, scheduling=QUEUE)
+    ended = build.observation(build.job(job_spec, TrainingJobStatus(conditions=(done,))), (build.pod(0),))
     held = (workload(0, 1), workload(1, 1))
-    assert of(plan(queued_job(ended, *held), READY), SetQuotaConditions) == []
+    assert actions_of_type(plan(queued_job(ended, *held), READY), SetQuotaConditions) == []
     result = plan(queued_job(replace(ended, pods=()), *held), READY)
-    (action,) = of(result, SetQuotaConditions)
+    (action,) = actions_of_type(result, SetQuotaConditions)
     (finished,) = action.conditions
     assert (action.name, finished.type.value, finished.is_true) == ("demo-quota-0", "Finished", True)
     assert finished.reason == ("Succeeded" if kind is ConditionType.COMPLETE else "Failed")
     assert not action.returns_quota
-    assert of(result, DeleteWorkload) == [DeleteWorkload("demo-quota-1", "workload-1")]
+    assert actions_of_type(result, DeleteWorkload) == [DeleteWorkload("demo-quota-1", "workload-1")]
     over = (replace(held[0], conditions=(*ADMITTED, workload_condition(WorkloadCondition.FINISHED))),)
-    assert of(plan(queued_job(replace(ended, pods=()), *over), READY), SetQuotaConditions) == []
+    assert actions_of_type(plan(queued_job(replace(ended, pods=()), *over), READY), SetQuotaConditions) == []
 
 
 def test_a_job_that_trains_reports_once_that_its_pods_are_ready() -> None:
-    (action,) = of(plan(queued_job(running_job(), workload(0, 4)), READY), SetQuotaConditions)
-    assert [(each.type.value, each.is_true) for each in action.conditions] == [("PodsReady", True)]
+    (action,) = actions_of_type(plan(queued_job(running_job(), workload(0, 4)), READY), SetQuotaConditions)
+    assert [(condition.type.value, condition.is_true) for condition in action.conditions] == [("PodsReady", True)]
     ready = workload(0, 4, conditions=(*ADMITTED, workload_condition(WorkloadCondition.PODS_READY)))
-    assert of(plan(queued_job(running_job(), ready), READY), SetQuotaConditions) == []
+    assert actions_of_type(plan(queued_job(running_job(), ready), READY), SetQuotaConditions) == []
 
 
 def test_a_lost_worker_is_replaced_in_its_pod_set() -> None:
-    seen = running_job(4, spares=1)
-    spare = replace(pod(4), pod_set=SPARES)
-    seen = replace(seen, pods=(*seen.pods[:2], seen.pods[3], spare), agents={**seen.agents, "uid-4": training(4)})
-    result = plan(queued_job(seen, workload(0, 4, 1)), READY)
-    (made,) = of(result, CreatePod)
-    assert made.manifest["metadata"]["labels"]["kueue.x-k8s.io/podset"] == WORKERS
+    observed = running_job(4, spares=1)
+    spare = replace(build.pod(4), pod_set=SPARES)
+    observed = replace(
+        observed,
+        pods=(*observed.pods[:2], observed.pods[3], spare),
+        agents={**observed.agents, "uid-4": build.training_agent(4)},
+    )
+    result = plan(queued_job(observed, workload(0, 4, 1)), READY)
+    (action,) = actions_of_type(result, CreatePod)
+    assert action.manifest["metadata"]["labels"]["kueue.x-k8s.io/podset"] == WORKERS
 
 
 def test_a_larger_size_is_requested_as_a_step_while_training() -> None:
-    seen = running_job(4, replicas=6)
-    result = plan(queued_job(seen, workload(0, 4)), READY)
-    assert asked(result) == {"demo-quota-1": {WORKERS: 2}}
+    observed = running_job(4, replicas=6)
+    result = plan(queued_job(observed, workload(0, 4)), READY)
+    assert requested_counts(result) == {"demo-quota-1": {WORKERS: 2}}
     assert result.status.desired == 4
-    assert deleted(result) == {}
-    assert created(result) == []
+    assert deleted_pods(result) == {}
+    assert created_pods(result) == []
 
 
 def test_a_smaller_size_releases_the_steps_that_it_does_not_need() -> None:
-    seen = running_job(2, replicas=2, minReplicas=2)
-    result = plan(queued_job(seen, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
-    assert [each.name for each in of(result, DeleteWorkload)] == ["demo-quota-2"]
+    observed = running_job(2, replicas=2, minReplicas=2)
+    result = plan(queued_job(observed, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
+    assert [action.name for action in actions_of_type(result, DeleteWorkload)] == ["demo-quota-2"]
     for pods, names in ((4, ["demo-quota-2"]), (5, [])):
-        seen = running_job(pods, replicas=2, minReplicas=2, spares=1)
-        result = plan(queued_job(seen, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
-        assert [each.name for each in of(result, DeleteWorkload)] == names, "what is left is for four pods, one a spare"
+        observed = running_job(pods, replicas=2, minReplicas=2, spares=1)
+        result = plan(queued_job(observed, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
+        assert [action.name for action in actions_of_type(result, DeleteWorkload)] == names, (
+            "what is left is for four pods, one a spare"
+        )
 
 
 @pytest.mark.parametrize(
@@ -392,35 +391,40 @@ def test_a_smaller_size_releases_the_steps_that_it_does_not_need() -> None:
 )
 def test_without_kueue_a_queued_job_waits_and_a_running_one_continues(state: ApiState, words: str) -> None:
     settings = replace(SETTINGS, kueue=state)
-    result = plan(new(), settings)
+    result = plan(new_job(), settings)
     assert result.actions == ()
     assert words in condition(result).message
     result = plan(running_job(), settings)
-    assert deleted(result) == {}
+    assert deleted_pods(result) == {}
     assert result.status.membership.size == 4
 
 
 def test_a_job_whose_queue_was_cleared_trains_on_and_holds_no_quota() -> None:
-    seen = queued_job(running(4), workload(0, 4))
-    result = plan(seen, READY)
-    assert of(result, DeleteWorkload) == [DeleteWorkload("demo-quota-0", "workload-0")]
-    assert deleted(result) == {}
+    observed = queued_job(build.running_job(4), workload(0, 4))
+    result = plan(observed, READY)
+    assert actions_of_type(result, DeleteWorkload) == [DeleteWorkload("demo-quota-0", "workload-0")]
+    assert deleted_pods(result) == {}
 
 
 def test_nothing_changes_while_a_workload_is_being_deleted() -> None:
-    result = plan(queued_job(new(), workload(0, 4, 1, deleting=True)), READY)
-    assert of(result, ApplyWorkload) == of(result, DeleteWorkload) == of(result, SetQuotaConditions) == []
+    result = plan(queued_job(new_job(), workload(0, 4, 1, deleting=True)), READY)
+    assert (
+        actions_of_type(result, ApplyWorkload)
+        == actions_of_type(result, DeleteWorkload)
+        == actions_of_type(result, SetQuotaConditions)
+        == []
+    )
     assert "is being deleted" in condition(result).message
 
 
 @pytest.mark.parametrize(("floor", "replicas"), [(1, 1), (1, 24), (7, 24), (1, 400)])
 def test_steps_lead_to_the_desired_size_and_are_few(floor: int, replicas: int) -> None:
     size = decide_size(
-        spec(workers={"replicas": replicas, "minReplicas": floor}, trainer={"batch": {"globalSize": 400}})
+        build.spec(workers={"replicas": replicas, "minReplicas": floor}, trainer={"batch": {"globalSize": 400}})
     )
     steps = remaining_steps(size, floor)
     assert floor + sum(steps) == size.desired
-    assert all(each > 0 for each in steps)
+    assert all(step > 0 for step in steps)
     assert len(steps) <= MOST_STEPS
 
 
@@ -428,10 +432,12 @@ def test_steps_lead_to_the_desired_size_and_are_few(floor: int, replicas: int) -
 def test_time_without_quota_does_not_count_towards_a_deadline(
     answer: tuple[WorkloadConditionView, ...], ends: bool
 ) -> None:
-    asked_for = spec(workers={"replicas": 4, "spares": 0}, scheduling=QUEUE, activeDeadlineSeconds=40)
-    seen = running(4, job_spec=asked_for, status={"activity": ActivityStatus(since=NOW - 50, stepped=True)})
-    seen = replace(seen, pods=tuple(replace(each, pod_set=WORKERS) for each in seen.pods))
-    result = plan(queued_job(seen, workload(0, 4, conditions=answer)), READY)
+    job_spec = build.spec(workers={"replicas": 4, "spares": 0}, scheduling=QUEUE, activeDeadlineSeconds=40)
+    observed = build.running_job(
+        4, job_spec=job_spec, status={"activity": ActivityStatus(since=NOW - 50, stepped=True)}
+    )
+    observed = replace(observed, pods=tuple(replace(pod, pod_set=WORKERS) for pod in observed.pods))
+    result = plan(queued_job(observed, workload(0, 4, conditions=answer)), READY)
     target = find_condition(result.status, ConditionType.FAILURE_TARGET)
     assert (target is not None and target.status is ConditionStatus.TRUE) == ends
     assert (result.status.activity.since is None) == (not ends), "it starts again with the next admission"
@@ -442,32 +448,34 @@ TAKES = {"elasticity": {"idleNodes": "Take"}}
 
 def beyond(members: int, *workloads: WorkloadView, wanted: int = 0, extras: int = 0, **changes: Any) -> Observed:
     """Return a job of two to four nodes that trains on `members`, the last `extras` of them idle ones."""
-    made = spec(workers={"replicas": 2, "maxReplicas": 4}, scheduling=QUEUE, trainer={"steps": 10**6}, **TAKES)
+    job_spec = build.spec(
+        workers={"replicas": 2, "maxReplicas": 4}, scheduling=QUEUE, trainer={"steps": 10**6}, **TAKES
+    )
     status = {"idle_nodes": {"wanted": wanted, "taken": extras}, "desired": members}
-    seen = running(members, job_spec=made, status=status, **changes)
-    placed = tuple(replace(each, pod_set=WORKERS, extra=each.ordinal >= members - extras) for each in seen.pods)
-    return queued_job(replace(seen, pods=placed), *workloads)
+    observed = build.running_job(members, job_spec=job_spec, status=status, **changes)
+    placed = tuple(replace(pod, pod_set=WORKERS, extra=pod.ordinal >= members - extras) for pod in observed.pods)
+    return queued_job(replace(observed, pods=placed), *workloads)
 
 
 def test_idle_nodes_take_requests_steps_beyond_the_request() -> None:
     result = plan(beyond(2, workload(0, 2)), READY)
     assert result.status.idle_nodes.wanted == 2
-    assert asked(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
-    assert created(result) == [], "no pod before it is granted"
+    assert requested_counts(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
+    assert created_pods(result) == [], "no pod before it is granted"
 
 
 def test_a_granted_step_beyond_the_request_creates_an_extra() -> None:
-    seen = beyond(2, workload(0, 2), workload(1, 1), pending(workload(2, 1)), wanted=2)
-    result = plan(seen, READY)
-    (made,) = of(result, CreatePod)
-    assert made.manifest["metadata"]["labels"]["trainium.dev/extra"] == "true"
+    observed = beyond(2, workload(0, 2), workload(1, 1), pending(workload(2, 1)), wanted=2)
+    result = plan(observed, READY)
+    (action,) = actions_of_type(result, CreatePod)
+    assert action.manifest["metadata"]["labels"]["trainium.dev/extra"] == "true"
     assert result.status.desired == 2, "it grows when the extra is warm"
 
 
 def test_a_revoked_step_shrinks_the_job_to_its_request() -> None:
     held = (workload(0, 2), workload(1, 1, conditions=EVICTED), workload(2, 1, conditions=EVICTED))
     result = plan(beyond(4, *held, wanted=2, extras=2), READY)
-    (published,) = of(result, PublishMembership)
+    (published,) = actions_of_type(result, PublishMembership)
     assert [member.pod_name for member in published.membership.members] == ["demo-w-0", "demo-w-1"]
     assert published.membership.transition.value == "Graceful"
     assert result.status.desired == 2

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import NOW, check_ledger, interruption, planned, pod, running, spec, training
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import check_ledger, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.sizes import BatchShape, SizeRule
@@ -23,7 +25,8 @@ from trainium_operator.plan.report.step_time import reference_seconds
 
 def long_job(**workers: Any) -> FakeCluster:
     return FakeCluster(
-        spec(workers={"replicas": 4, "spares": 1, "minReplicas": 2, **workers}, trainer={"steps": 100_000}), nodes=7
+        build.spec(workers={"replicas": 4, "spares": 1, "minReplicas": 2, **workers}, trainer={"steps": 100_000}),
+        nodes=7,
     )
 
 
@@ -35,7 +38,7 @@ def test_stage_decide_is_the_wait_for_a_worker() -> None:
     entry = beside_a_spare.status.history[-1]
     assert (entry.rung, entry.stages and entry.stages.decide) == (Rung.SPARE, 0.0)
 
-    alone = FakeCluster(spec(workers={"replicas": 4, "spares": 0}, trainer={"steps": 100_000}), nodes=4)
+    alone = FakeCluster(build.spec(workers={"replicas": 4, "spares": 0}, trainer={"steps": 100_000}), nodes=4)
     alone.run(30)
     node = alone.members()[1].view.node
     alone.lose_node(node)
@@ -43,15 +46,15 @@ def test_stage_decide_is_the_wait_for_a_worker() -> None:
     assert alone.status.history[-1].decided_at is None, "there is no place for a fourth worker"
     alone.restore_node(node)
     before_restart = alone.status.membership.generation
-    there = 0.0
+    seconds = 0.0
     while alone.status.membership.generation == before_restart:
         alone.run(1)
-        there += 1
+        seconds += 1
     alone.run(60)
     entry = alone.status.history[-1]
     assert entry.stages is not None
     assert entry.rung is Rung.REPLACE
-    waited = 300 + there - (entry.detected_seconds or 0.0)
+    waited = 300 + seconds - (entry.detected_seconds or 0.0)
     assert entry.stages.decide == pytest.approx(waited, abs=3), "until the worker was there, and no longer"
 
 
@@ -59,22 +62,17 @@ def resumed_at(resume_step: int, entry: Interruption) -> TrainingJobStatus:
     """Return the status when ranks that have resumed from this step have made 19 steps of a second, after 5 s."""
     step = resume_step + 19
     progress = Progress(step=step, resume_step=resume_step, updated=NOW, started=NOW - 20, loaded=NOW - 19)
-    seen = steady(step, history=(entry,), membership=MembershipStatus(generation=2, size=4))
+    observed = steady(step, history=(entry,), membership=MembershipStatus(generation=2, size=4))
     timing = StepTiming(steps=20, step_seconds=1.0, own_seconds=1.0)
-    changes = {"generation": 2, "progress": progress, "timing": timing}
-    agents = {
-        uid: replace(each, heartbeat=each.heartbeat.model_copy(update=changes))
-        for uid, each in seen.agents.items()
-        if each.heartbeat is not None
-    }
-    assert seen.membership is not None
-    moved = seen.membership.model_copy(update={"generation": 2})
-    return after(replace(seen, agents=agents, membership=moved, published=2))
+    observed = build.with_heartbeats(observed, generation=2, progress=progress, timing=timing)
+    assert observed.membership is not None
+    moved = observed.membership.model_copy(update={"generation": 2})
+    return after(replace(observed, membership=moved, published=2))
 
 
 def test_a_resize_is_charged_the_time_measured_by_the_ranks() -> None:
     """Decided 40 s ago; the API server stalled, so the ranks trained on, stopped for 5 s, and trained again."""
-    entry = interruption(
+    entry = build.interruption(
         Rung.RESIZE, ago=0, took=None, failed_at=NOW - 40, cause=Cause.RESIZE, detected_seconds=0.0, step_before=100
     )
     # 17 more steps of a second, then 5 s until the first new step, and 18 s without writes.
@@ -88,7 +86,7 @@ def test_a_resize_is_charged_the_time_measured_by_the_ranks() -> None:
 @pytest.mark.parametrize(("resume_step", "lost"), [(1000, 82.0), (103, 982.0)])
 def test_steps_on_a_bad_node_without_a_replacement_are_not_lost(resume_step: int, lost: float) -> None:
     """The condition is 1,000 s old. Three steps may be missing in a heartbeat; 900 steps were made after it."""
-    entry = interruption(
+    entry = build.interruption(
         Rung.REPLACE, ago=0, took=None, failed_at=NOW - 1000, cause=Cause.DEVICE, detected_seconds=0.0, step_before=100
     )
     closed = resumed_at(resume_step, entry).history[-1]
@@ -117,7 +115,7 @@ def test_a_size_without_a_sample_is_taken_by_the_passes_of_its_steps() -> None:
 
 
 def test_a_restarted_operator_continues_the_ledger() -> None:
-    def goodput_of(cluster: FakeCluster, *, restarts: bool) -> GoodputStatus:
+    def run_to_goodput(cluster: FakeCluster, *, restarts: bool) -> GoodputStatus:
         cluster.run(60)
         cluster.crash_process(1)
         cluster.run(30)
@@ -126,7 +124,7 @@ def test_a_restarted_operator_continues_the_ledger() -> None:
         cluster.run(60)
         return cluster.status.goodput
 
-    undisturbed, restarted = goodput_of(long_job(), restarts=False), goodput_of(long_job(), restarts=True)
+    undisturbed, restarted = run_to_goodput(long_job(), restarts=False), run_to_goodput(long_job(), restarts=True)
     assert restarted.lost_seconds == pytest.approx(undisturbed.lost_seconds)
     assert restarted.lost_by_stage == pytest.approx(undisturbed.lost_by_stage)
     assert restarted.productive_seconds == pytest.approx(undisturbed.productive_seconds, abs=15)
@@ -171,12 +169,12 @@ STEADY = GoodputStatus(
 
 def steady(step: int, goodput: GoodputStatus = STEADY, *, updated: float = NOW - 0.5, **status: Any) -> Observed:
     progress = Progress(step=step, resume_step=0, updated=updated)
-    agents = {at: training(at, progress=progress) for at in range(4)}
-    return running(4, agents=agents, status={"start_time": rfc3339(NOW - 100), "goodput": goodput, **status})
+    agents = build.training_agents(range(4), progress=progress)
+    return build.running_job(4, agents=agents, status={"start_time": rfc3339(NOW - 100), "goodput": goodput, **status})
 
 
-def after(seen: Observed) -> TrainingJobStatus:
-    return planned(replace(seen, job=replace(seen.job, created=NOW - 1000))).status
+def after(observed: Observed) -> TrainingJobStatus:
+    return make_plan(build.with_job(observed, created=NOW - 1000)).status
 
 
 def test_slow_steps_are_overhead() -> None:
@@ -196,8 +194,8 @@ def test_steps_that_are_computed_again_do_not_count_twice() -> None:
 def test_the_reference_falls_only_for_a_clearly_faster_window() -> None:
     def reference(seconds: float, samples: int) -> float | None:
         window = StepWindow(size=4, step=100, at=NOW - 0.5 - 10 * seconds, samples=(seconds,) * samples)
-        seen = steady(110, STEADY.model_copy(update={"window": window}))
-        return after(seen).goodput.sizes[0].step_seconds
+        observed = steady(110, STEADY.model_copy(update={"window": window}))
+        return after(observed).goodput.sizes[0].step_seconds
 
     assert reference(0.98, WINDOW - 1) == 1.0, "noise"
     assert reference(0.9, WINDOW - 2) == 1.0, "the window is not full"
@@ -206,61 +204,39 @@ def test_the_reference_falls_only_for_a_clearly_faster_window() -> None:
 
 
 def test_a_pod_without_a_node_and_one_that_ended_hold_none() -> None:
-    seen = steady(110)
-    waiting = pod(4, phase=PodPhase.PENDING, node="", scheduled=False)
-    ended = pod(5, phase=PodPhase.FAILED, reason="Error", exit_code=1)
-    for pods in (seen.pods, (*seen.pods, waiting), (*seen.pods, ended)):
-        assert after(replace(seen, pods=pods)).goodput.node_seconds == 440.0
+    observed = steady(110)
+    waiting = build.pod(4, phase=PodPhase.PENDING, node="", scheduled=False)
+    ended = build.pod(5, phase=PodPhase.FAILED, reason="Error", exit_code=1)
+    for pods in (observed.pods, (*observed.pods, waiting), (*observed.pods, ended)):
+        assert after(replace(observed, pods=pods)).goodput.node_seconds == 440.0
 
 
 def test_no_sample_spans_an_interruption() -> None:
-    seen = steady(
-        110,
-        history=(
-            Interruption(
-                generation=1,
-                time=rfc3339(NOW - 5),
-                cause=Cause.CRASH,
-                rung=Rung.IN_PLACE,
-                failed_at=NOW - 5,
-                detected_seconds=0.0,
-                step_before=105,
-            ),
-        ),
-        membership=MembershipStatus(generation=1, attempt=1, size=4),
-    )
-    beats = {
-        uid: replace(each, heartbeat=each.heartbeat.model_copy(update={"attempt": 1}))
-        for uid, each in seen.agents.items()
-        if each.heartbeat is not None
-    }
-    status = after(replace(seen, agents=beats))
+    crash = build.interruption(Rung.IN_PLACE, ago=5, took=None, decided_at=None, detected_seconds=0.0, step_before=105)
+    observed = steady(110, history=(crash,), membership=MembershipStatus(generation=1, attempt=1, size=4))
+    observed = build.with_heartbeats(observed, attempt=1)
+    status = after(observed)
     assert status.history[-1].recovered_seconds is not None
     assert status.goodput.window.samples == STEADY.window.samples
     assert status.goodput.window.at is None
 
 
 def test_the_stages_follow_what_the_agents_report() -> None:
-    entry = Interruption(
-        generation=1,
-        time=rfc3339(NOW - 19),
+    entry = build.interruption(
+        Rung.SPARE,
+        ago=20,
+        took=None,
         cause=Cause.NODE_LOST,
-        rung=Rung.SPARE,
-        failed_at=NOW - 20,
         detected_seconds=4.004,
         decided_at=NOW - 15,
         step_before=100,
     )
     progress = Progress(step=101, resume_step=98, updated=NOW - 1, started=NOW - 12, loaded=NOW - 9)
-    seen = steady(104, history=(entry,), membership=MembershipStatus(generation=2, size=4))
-    agents = {
-        uid: replace(each, heartbeat=each.heartbeat.model_copy(update={"generation": 2, "progress": progress}))
-        for uid, each in seen.agents.items()
-        if each.heartbeat is not None
-    }
-    assert seen.membership is not None
-    moved = seen.membership.model_copy(update={"generation": 2})
-    closed = after(replace(seen, agents=agents, membership=moved, published=2)).history[-1]
+    observed = steady(104, history=(entry,), membership=MembershipStatus(generation=2, size=4))
+    observed = build.with_heartbeats(observed, generation=2, progress=progress)
+    assert observed.membership is not None
+    moved = observed.membership.model_copy(update={"generation": 2})
+    closed = after(replace(observed, membership=moved, published=2)).history[-1]
     assert closed.stages is not None
     stages = (closed.stages.detect, closed.stages.decide, closed.stages.restart, closed.stages.load)
     assert stages == pytest.approx((4.004, 0.996, 3.0, 3.0))
@@ -269,34 +245,32 @@ def test_the_stages_follow_what_the_agents_report() -> None:
 
 def test_overlapping_interruptions_are_charged_once() -> None:
     entries = tuple(
-        Interruption(
-            generation=1,
-            attempt=at,
-            time=rfc3339(NOW - 9 + at),
+        build.interruption(
+            Rung.IN_PLACE,
+            ago=9 - number,
+            took=None,
+            attempt=number,
             cause=cause,
-            rung=Rung.IN_PLACE,
-            failed_at=NOW - 9 + at,
+            decided_at=None,
             detected_seconds=0.0,
             step_before=100,
         )
-        for at, cause in enumerate((Cause.CRASH, Cause.DEVICE))
+        for number, cause in enumerate((Cause.CRASH, Cause.DEVICE))
     )
-    seen = steady(100, history=entries, membership=MembershipStatus(generation=1, attempt=2, size=4))
-    waiting = {
-        uid: replace(each, heartbeat=each.heartbeat.model_copy(update={"attempt": 2, "phase": WorkerPhase.JOINING}))
-        for uid, each in seen.agents.items()
-        if each.heartbeat is not None
-    }
-    goodput = after(replace(seen, agents=waiting)).goodput
+    observed = steady(100, history=entries, membership=MembershipStatus(generation=1, attempt=2, size=4))
+    observed = build.with_heartbeats(observed, attempt=2, phase=WorkerPhase.JOINING)
+    goodput = after(observed).goodput
     assert goodput.lost_seconds["Crash"] == pytest.approx(9.0)
     assert "Device" not in goodput.lost_seconds
     check_ledger(goodput)
 
 
 def test_accounts_of_sizes_are_bounded_without_losing_time() -> None:
-    sizes = tuple(SizeAccount(size=at, steps=10, step_seconds=1.0, settled=True) for at in range(10, 10 + MAX_SIZES))
+    sizes = tuple(
+        SizeAccount(size=size, steps=10, step_seconds=1.0, settled=True) for size in range(10, 10 + MAX_SIZES)
+    )
     goodput = after(steady(110, STEADY.model_copy(update={"sizes": sizes, "wall_seconds": 1000.0}))).goodput
     assert len(goodput.sizes) == MAX_SIZES
-    assert [each.size for each in goodput.sizes][-1] == 4
+    assert [account.size for account in goodput.sizes][-1] == 4
     assert goodput.earlier_seconds == pytest.approx(10.0)
     assert [a.size < b.size for a, b in pairwise(goodput.sizes[:-1])] == [True] * (MAX_SIZES - 2)

@@ -8,18 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from tests.unit.plan.plan_builders import (
-    NOW,
-    check_ledger,
-    condition_of,
-    planned,
-    running,
-    spec,
-    training,
-    with_status,
-    written,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_results import check_ledger, event_notes, get_condition, make_plan, with_written_status
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
@@ -36,22 +28,22 @@ STEPS = 40
 
 def tuning(export: float = 60, evaluate: float = 40, **workers: Any) -> FakeCluster:
     cluster = FakeCluster(
-        spec(workers={"replicas": 3, "spares": 1, "minReplicas": 2, **workers}, trainer={"steps": STEPS}), nodes=6
+        build.spec(workers={"replicas": 3, "spares": 1, "minReplicas": 2, **workers}, trainer={"steps": STEPS}), nodes=6
     )
     cluster.stages = (("Export", export), ("Evaluate", evaluate))
     return cluster
 
 
-def until(cluster: FakeCluster, stage: str, most: int = 300) -> None:
-    for _ in range(most):
+def run_until_stage(cluster: FakeCluster, stage: str, max_seconds: int = 300) -> None:
+    for _ in range(max_seconds):
         cluster.run(1)
         if cluster.status.stage == stage:
             return
     pytest.fail(f"{stage} never came: {cluster.status.stage}, {cluster.status.phase}")
 
 
-def run_until_end(cluster: FakeCluster, most: int = 1000) -> None:
-    for _ in range(most):
+def run_until_end(cluster: FakeCluster, max_seconds: int = 1000) -> None:
+    for _ in range(max_seconds):
         if cluster.status.phase is Phase.COMPLETED:
             return
         cluster.run(1)
@@ -60,16 +52,16 @@ def run_until_end(cluster: FakeCluster, most: int = 1000) -> None:
 
 def test_each_stage_shows_and_its_seconds_are_kept_apart_from_training() -> None:
     cluster = tuning()
-    until(cluster, "Export")
+    run_until_stage(cluster, "Export")
     export_since = cluster.now
     assert cluster.status.progress.step == STEPS
-    message = condition_of(cluster.status, ConditionType.RUNNING)
+    message = get_condition(cluster.status, ConditionType.RUNNING)
     assert message.message == "writing artifacts on 3 nodes"
     trained = cluster.status.goodput.wall_seconds
     cluster.run(40)
     assert cluster.status.stage_progress == pytest.approx(0.5, abs=0.3)
     assert (cluster.status.phase, cluster.status.history) == (Phase.RUNNING, ())
-    until(cluster, "Evaluate")
+    run_until_stage(cluster, "Evaluate")
     assert [artifact.path for artifact in cluster.status.artifacts] == ["/out"]
     run_until_end(cluster)
     goodput = cluster.status.goodput
@@ -85,7 +77,7 @@ def test_each_stage_shows_and_its_seconds_are_kept_apart_from_training() -> None
 @pytest.mark.parametrize("stage", ["Export", "Evaluate"])
 def test_a_crash_in_a_stage_recovers_when_the_stage_continues(stage: str) -> None:
     cluster = tuning()
-    until(cluster, stage)
+    run_until_stage(cluster, stage)
     cluster.run(20)
     assert cluster.crash_process(1)
     cluster.run(2)
@@ -107,7 +99,7 @@ def test_a_crash_in_a_stage_recovers_when_the_stage_continues(stage: str) -> Non
 
 def test_a_node_that_is_lost_in_a_stage_is_replaced_and_the_stage_goes_on() -> None:
     cluster = tuning()
-    until(cluster, "Export")
+    run_until_stage(cluster, "Export")
     cluster.run(20)
     lost = cluster.members()[1].view.node
     cluster.lose_node(lost)
@@ -123,7 +115,7 @@ def test_a_node_that_is_lost_in_a_stage_is_replaced_and_the_stage_goes_on() -> N
 
 def test_a_loss_in_a_stage_during_an_operator_outage_is_not_dated_to_the_last_step() -> None:
     cluster = tuning(export=300)
-    until(cluster, "Export")
+    run_until_stage(cluster, "Export")
     cluster.run(100)
     failed = cluster.now
     cluster.lose_node(cluster.members()[1].view.node)
@@ -136,13 +128,13 @@ def test_a_loss_in_a_stage_during_an_operator_outage_is_not_dated_to_the_last_st
 
 def test_a_job_that_is_suspended_in_a_stage_goes_on_with_it() -> None:
     cluster = tuning()
-    until(cluster, "Export")
+    run_until_stage(cluster, "Export")
     cluster.run(10)
     cluster.suspend(value=True)
     cluster.run(60)
     assert cluster.status.phase is Phase.SUSPENDED
     cluster.suspend(value=False)
-    until(cluster, "Evaluate")
+    run_until_stage(cluster, "Evaluate")
     assert cluster.status.phase is Phase.RUNNING
     assert not cluster.status.goodput.starting
     run_until_end(cluster)
@@ -152,7 +144,7 @@ def test_a_job_that_is_suspended_in_a_stage_goes_on_with_it() -> None:
 
 def test_a_silent_member_in_a_stage_is_not_lost() -> None:
     cluster = tuning(export=200)
-    until(cluster, "Export")
+    run_until_stage(cluster, "Export")
     cluster.run(20)
     cluster.nodes[cluster.members()[1].view.node].partitioned = True
     cluster.run(60)
@@ -171,7 +163,7 @@ def test_a_silent_member_in_a_stage_is_not_lost() -> None:
 @settings(max_examples=trials(10))
 def test_after_any_faults_in_stages_the_job_ends_and_the_ledger_adds_up(faults: list[tuple[str, int]]) -> None:
     cluster = tuning()
-    until(cluster, "Export")
+    run_until_stage(cluster, "Export")
     for fault, seconds in faults:
         members = cluster.members()
         match fault:
@@ -209,66 +201,69 @@ FIGURES = (
 )
 
 
-def reporting(seen: Observed, *, now: float = NOW + 60, **fields: Any) -> Observed:
+def reporting(observed: Observed, *, now: float = NOW + 60, **fields: Any) -> Observed:
     """Return the observation later, with the progress of the first rank."""
     progress = Progress(**{"step": 100, "durable_step": 100, "updated": NOW, **fields})
     beats = {
-        uid: replace(known, last_seen=now - 0.5, heartbeat=known.heartbeat.model_copy(update={"progress": progress}))
-        if known.heartbeat is not None and (uid == "uid-0" or "stage" in fields)
-        else replace(known, last_seen=now - 0.5)
-        for uid, known in seen.agents.items()
+        uid: replace(agent, last_seen=now - 0.5, heartbeat=agent.heartbeat.model_copy(update={"progress": progress}))
+        if agent.heartbeat is not None and (uid == "uid-0" or "stage" in fields)
+        else replace(agent, last_seen=now - 0.5)
+        for uid, agent in observed.agents.items()
     }
-    return replace(seen, now=now, agents=beats)
-
-
-def events(result: Any, reason: str) -> list[str]:
-    return [event.note for event in result.events if event.reason == reason]
+    return replace(observed, now=now, agents=beats)
 
 
 def test_an_artifact_is_reported_once_and_the_newest_stay_in_the_status() -> None:
-    seen = reporting(written(running(4)), artifacts=(MODEL,))
-    result = planned(seen)
-    assert events(result, "ArtifactWritten") == [
+    observed = reporting(with_written_status(build.running_job(4)), artifacts=(MODEL,))
+    result = make_plan(observed)
+    assert event_notes(result, "ArtifactWritten") == [
         "Model of step 100 is complete: /checkpoints/artifacts/model (13,476,839,424 bytes)."
     ]
     assert result.status.artifacts == (MODEL,)
     again = MODEL.model_copy(update={"digest": "cd"})
-    later = planned(reporting(written(seen), now=NOW + 120, artifacts=(again,)))
-    assert events(later, "ArtifactWritten") == []
+    later = make_plan(reporting(with_written_status(observed), now=NOW + 120, artifacts=(again,)))
+    assert event_notes(later, "ArtifactWritten") == []
     assert later.status.artifacts == (again,), "written again after a fault"
-    silent = planned(reporting(written(seen), now=NOW + 120))
+    silent = make_plan(reporting(with_written_status(observed), now=NOW + 120))
     assert silent.status.artifacts == (MODEL,), "another rank reports none"
     many = tuple(MODEL.model_copy(update={"step": step}) for step in range(200, 200 + MAX_ARTIFACTS))
-    newest = planned(reporting(written(seen), now=NOW + 120, artifacts=many))
+    newest = make_plan(reporting(with_written_status(observed), now=NOW + 120, artifacts=many))
     assert [artifact.step for artifact in newest.status.artifacts] == list(range(200, 200 + MAX_ARTIFACTS))
 
 
 def test_an_evaluation_is_reported_once_with_the_figures_before() -> None:
-    seen = reporting(written(running(4)), evaluation=FIGURES, stage="Evaluate")
-    result = planned(seen)
-    assert events(result, "Evaluated") == [
+    observed = reporting(with_written_status(build.running_job(4)), evaluation=FIGURES, stage="Evaluate")
+    result = make_plan(observed)
+    assert event_notes(result, "Evaluated") == [
         "The result was measured: perplexity 12.35 -> 5.1, rougeL 0.375, accuracy 0.5 -> none."
     ]
     assert result.status.evaluation == FIGURES
-    assert events(planned(reporting(written(seen), now=NOW + 120, evaluation=FIGURES)), "Evaluated") == []
+    assert (
+        event_notes(make_plan(reporting(with_written_status(observed), now=NOW + 120, evaluation=FIGURES)), "Evaluated")
+        == []
+    )
 
 
 def test_a_stage_is_written_at_once_and_its_progress_like_that_of_steps() -> None:
-    seen = written(reporting(running(4), stage="Export", stage_progress=0.1, stage_since=NOW + 50))
-    assert (seen.job.status.stage, seen.job.status.stage_progress) == ("Export", 0.1)
-    moved = reporting(seen, now=NOW + 62, stage="Export", stage_progress=0.4, stage_since=NOW + 50)
-    result = planned(moved)
-    assert result.status == seen.job.status, "not yet"
+    observed = with_written_status(
+        reporting(build.running_job(4), stage="Export", stage_progress=0.1, stage_since=NOW + 50)
+    )
+    assert (observed.job.status.stage, observed.job.status.stage_progress) == ("Export", 0.1)
+    moved = reporting(observed, now=NOW + 62, stage="Export", stage_progress=0.4, stage_since=NOW + 50)
+    result = make_plan(moved)
+    assert result.status == observed.job.status, "not yet"
     assert result.requeue_after is not None
-    assert planned(replace(moved, now=NOW + 90)).status.stage_progress == 0.4
-    other = planned(reporting(seen, now=NOW + 62, stage="Evaluate", stage_progress=0.0, stage_since=NOW + 61))
+    assert make_plan(replace(moved, now=NOW + 90)).status.stage_progress == 0.4
+    other = make_plan(reporting(observed, now=NOW + 62, stage="Evaluate", stage_progress=0.0, stage_since=NOW + 61))
     assert other.status.stage == "Evaluate"
 
 
 def test_a_stage_of_a_newer_trainer_shows_and_is_no_step() -> None:
-    seen = written(reporting(running(4), stage="Distil", stage_progress=7.0, stage_since=NOW + 50))
-    assert (seen.job.status.stage, seen.job.status.stage_progress) == ("Distil", 1.0)
-    assert planned(reporting(seen, now=NOW + 100, stage="Distil")).status.goodput.stage_seconds["Distil"] > 30
+    observed = with_written_status(
+        reporting(build.running_job(4), stage="Distil", stage_progress=7.0, stage_since=NOW + 50)
+    )
+    assert (observed.job.status.stage, observed.job.status.stage_progress) == ("Distil", 1.0)
+    assert make_plan(reporting(observed, now=NOW + 100, stage="Distil")).status.goodput.stage_seconds["Distil"] > 30
 
 
 @pytest.mark.parametrize(
@@ -285,27 +280,27 @@ def test_a_stage_of_a_newer_trainer_shows_and_is_no_step() -> None:
 def test_the_trainer_reports_total_steps_of_epochs_and_samples(
     trainer: dict[str, Any], reported: int, total: int
 ) -> None:
-    seen = written(reporting(running(4, job_spec=spec(trainer=trainer)), step=20, total_steps=reported))
-    assert seen.job.status.progress.total_steps == total
-    later = planned(reporting(seen, now=NOW + 120, step=21))
+    observed = with_written_status(
+        reporting(build.running_job(4, job_spec=build.spec(trainer=trainer)), step=20, total_steps=reported)
+    )
+    assert observed.job.status.progress.total_steps == total
+    later = make_plan(reporting(observed, now=NOW + 120, step=21))
     assert later.status.progress.total_steps == total, "an attempt that has not read its data yet takes nothing back"
 
 
 def test_the_end_names_the_steps_that_were_made() -> None:
-    seen = reporting(
-        running(2, job_spec=spec(workers={"replicas": 2}, trainer={"epochs": 3})), step=375, total_steps=375
+    observed = reporting(
+        build.running_job(2, job_spec=build.spec(workers={"replicas": 2}, trainer={"epochs": 3})),
+        step=375,
+        total_steps=375,
     )
-    agents = {
-        uid: replace(known, heartbeat=known.heartbeat.model_copy(update={"phase": WorkerPhase.FINISHED}))
-        for uid, known in seen.agents.items()
-        if known.heartbeat is not None
-    }
-    complete = condition_of(planned(replace(seen, agents=agents)).status, ConditionType.COMPLETE)
+    observed = build.with_heartbeats(observed, phase=WorkerPhase.FINISHED)
+    complete = get_condition(make_plan(observed).status, ConditionType.COMPLETE)
     assert complete.message == "all 375 steps are done"
 
 
 def test_no_save_is_overdue_after_the_last_step() -> None:
-    job_spec = spec(
+    job_spec = build.spec(
         checkpoint={"storage": {"hostPath": {"path": "/data"}}, "durable": {"everySeconds": 60}},
         recovery={"disruption": {"maxDurableAgeSeconds": 600}},
     )
@@ -317,14 +312,14 @@ def test_no_save_is_overdue_after_the_last_step() -> None:
     )
     fields = {"start_time": rfc3339(NOW - 5000), "conditions": (trained,)}
     old = {"durable_step": 100, "durable_time": rfc3339(NOW - 4000)}
-    seen = running(4, job_spec=job_spec, status={**fields, "checkpoint": old})
+    observed = build.running_job(4, job_spec=job_spec, status={**fields, "checkpoint": old})
 
-    def state(seen: Observed, kind: ConditionType) -> ConditionStatus | None:
-        condition = find_condition(planned(seen).status, kind)
+    def state(observed: Observed, kind: ConditionType) -> ConditionStatus | None:
+        condition = find_condition(make_plan(observed).status, kind)
         return None if condition is None else condition.status
 
     for stage, fine in (("Train", ConditionStatus.FALSE), ("Export", ConditionStatus.TRUE)):
-        reported = reporting(seen, stage=stage)
+        reported = reporting(observed, stage=stage)
         assert state(reported, ConditionType.CHECKPOINT_HEALTHY) is fine
         assert state(reported, ConditionType.DISRUPTION_ALLOWED) is fine
 
@@ -343,15 +338,17 @@ def open_interruption(rung: Rung, *, ago: float, step_before: int, generation: i
 
 def test_a_returning_member_in_a_stage_closes_the_interruption() -> None:
     entry = open_interruption(Rung.REPLACE, ago=5, step_before=100)
-    seen = with_status(reporting(running(4), now=NOW, stage="Export", stage_since=NOW - 100), history=(entry,))
-    assert planned(seen).status.history[0].recovered_seconds == 5.0
+    observed = build.with_status(
+        reporting(build.running_job(4), now=NOW, stage="Export", stage_since=NOW - 100), history=(entry,)
+    )
+    assert make_plan(observed).status.history[0].recovered_seconds == 5.0
 
 
 def test_a_member_that_reports_again_in_training_is_recovered_with_the_next_step() -> None:
     entry = open_interruption(Rung.REPLACE, ago=5, step_before=20)
     for step, recovered in ((20, None), (21, 5.0)):
-        seen = running(4, agents={at: training(at, step=step) for at in range(4)}, status={"history": (entry,)})
-        assert planned(seen).status.history[0].recovered_seconds == recovered
+        observed = build.running_job(4, agents=build.training_agents(range(4), step=step), status={"history": (entry,)})
+        assert make_plan(observed).status.history[0].recovered_seconds == recovered
 
 
 def test_another_generation_in_a_stage_ends_the_interruption_without_a_step() -> None:
@@ -359,8 +356,9 @@ def test_another_generation_in_a_stage_ends_the_interruption_without_a_step() ->
 
     def recovered(**fields: Any) -> float | None:
         progress = Progress(step=100, resume_step=100, updated=NOW - 300, **fields)
-        agents = {at: training(at, progress=progress) for at in range(4)}
-        return planned(running(4, agents=agents, status={"history": (entry,)})).status.history[0].recovered_seconds
+        agents = build.training_agents(range(4), progress=progress)
+        observed = build.running_job(4, agents=agents, status={"history": (entry,)})
+        return make_plan(observed).status.history[0].recovered_seconds
 
     assert recovered() is None
     assert recovered(stage="Export", stage_since=NOW - 10) == 20.0

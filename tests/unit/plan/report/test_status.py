@@ -3,25 +3,15 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    SETTINGS,
-    agent,
-    condition_of,
-    deleted,
-    job,
-    membership,
-    observed,
-    planned,
-    pod,
-    restart,
-    running,
-    spec,
-    training,
-    with_pod,
-    with_status,
-    without,
-    written,
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW, SETTINGS
+from tests.unit.plan.plan_results import (
+    deleted_pods,
+    event_notes,
+    get_condition,
+    make_plan,
+    newest_entry,
+    with_written_status,
 )
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
@@ -39,16 +29,16 @@ from trainium_operator.plan.report.summary import SLOW_INIT_SECONDS
 
 
 def starting(*pods: Any, **observed_fields: Any) -> Any:
-    one = job(spec(), status=TrainingJobStatus(desired=4, next_pod_ordinal=4))
-    return replace(observed(one, pods, {}), **observed_fields)
+    view = build.job(build.spec(), status=TrainingJobStatus(desired=4, next_pod_ordinal=4))
+    return replace(build.observation(view, pods, {}), **observed_fields)
 
 
-def conditions_of(seen: Any) -> dict[str, Any]:
-    return {each.type: each for each in planned(seen).status.conditions}
+def conditions_by_type(observed: Any) -> dict[str, Any]:
+    return {condition.type: condition for condition in make_plan(observed).status.conditions}
 
 
 def test_a_refused_creation_is_shown_in_both_conditions() -> None:
-    conditions = conditions_of(starting(creation_refusal="exceeded quota: team.", create_after=NOW + 60))
+    conditions = conditions_by_type(starting(creation_refusal="exceeded quota: team.", create_after=NOW + 60))
     for kind in (ConditionType.PODS_READY, ConditionType.ADMITTED):
         assert conditions[kind].reason == "CreationRefused"
         assert "exceeded quota: team. Correct what it names" in conditions[kind].message
@@ -63,9 +53,9 @@ def test_a_refused_creation_is_shown_in_both_conditions() -> None:
     ],
 )
 def test_a_blocking_init_container_is_named(name: str, seconds: float, reason: str, words: str) -> None:
-    held = pod(0, phase=PodPhase.PENDING, reason="PodInitializing")
-    seen = starting(replace(held, init_container=name, init_since=NOW - seconds))
-    condition = conditions_of(seen)[ConditionType.PODS_READY]
+    held = build.pod(0, phase=PodPhase.PENDING, reason="PodInitializing")
+    observed = starting(replace(held, init_container=name, init_since=NOW - seconds))
+    condition = conditions_by_type(observed)[ConditionType.PODS_READY]
     assert condition.reason == reason
     assert words in condition.message
 
@@ -73,22 +63,22 @@ def test_a_blocking_init_container_is_named(name: str, seconds: float, reason: s
 def test_an_init_container_that_fails_is_reported_with_its_code_and_blames_no_node() -> None:
     message = "init container fetch ended with exit code 7: no route to the bucket"
     failed = replace(
-        pod(0, phase=PodPhase.FAILED, reason="Error", message=message), init_container="fetch", init_exit_code=7
+        build.pod(0, phase=PodPhase.FAILED, reason="Error", message=message), init_container="fetch", init_exit_code=7
     )
-    result = planned(starting(failed))
+    result = make_plan(starting(failed))
     assert message in find_condition(result.status, ConditionType.PODS_READY).message
-    (note,) = [each.note for each in result.events if each.reason == "WorkerFailed"]
+    (note,) = event_notes(result, "WorkerFailed")
     assert note.endswith(f"ended before it could join: {message}")
     assert not result.status.start_failures.nodes
     assert not result.status.avoided_nodes
 
 
 def test_equal_failures_of_successive_workers_are_one_event_series() -> None:
-    def series(at: int, code: int, words: str, node: str = "node-1") -> set[str]:
+    def series(ordinal: int, code: int, words: str, node: str = "node-1") -> set[str]:
         message = f"init container fetch ended with exit code {code}: {words}"
-        failed = pod(at, phase=PodPhase.FAILED, reason="Error", message=message, node=node)
-        result = planned(starting(replace(failed, init_container="fetch", init_exit_code=code)))
-        return {each.series for each in result.events if each.reason == "WorkerFailed"}
+        failed = build.pod(ordinal, phase=PodPhase.FAILED, reason="Error", message=message, node=node)
+        result = make_plan(starting(replace(failed, init_container="fetch", init_exit_code=code)))
+        return {event.series for event in result.events if event.reason == "WorkerFailed"}
 
     first = series(0, 7, "12:30:01 no route to the bucket")
     assert len(first) == 1
@@ -98,13 +88,16 @@ def test_equal_failures_of_successive_workers_are_one_event_series() -> None:
 
 
 def test_pods_that_wait_after_failed_starts_are_not_reported_as_missing_nodes() -> None:
-    seen = starting()
+    observed = starting()
     failures = StartFailuresStatus(
         rounds=6, at=NOW, next_ordinal=4, batch=4, message="demo-w-1 ended (Error): no route\n"
     )
-    conditions = conditions_of(
+    conditions = conditions_by_type(
         replace(
-            seen, job=replace(seen.job, status=seen.job.status.replaced(observed_generation=1, start_failures=failures))
+            observed,
+            job=replace(
+                observed.job, status=observed.job.status.replaced(observed_generation=1, start_failures=failures)
+            ),
         )
     )
     for kind in (ConditionType.PODS_READY, ConditionType.ADMITTED):
@@ -128,8 +121,10 @@ def test_a_training_job_shows_its_step_its_speed_and_its_checkpoints() -> None:
         updated=NOW,
     )
     behind = progress.model_copy(update={"memory_step": 18, "durable_step": 12})
-    seen = running(4, agents={0: training(0, progress=progress), 3: training(3, progress=behind)})
-    status = planned(seen).status
+    observed = build.running_job(
+        4, agents={0: build.training_agent(0, progress=progress), 3: build.training_agent(3, progress=behind)}
+    )
+    status = make_plan(observed).status
     assert status.phase is Phase.RUNNING
     assert (status.progress.step, status.progress.total_steps, status.progress.loss) == (20, 100, 2.123457)
     assert (status.progress.tokens_per_second, status.progress.samples_per_second) == (1000.0, 0.977)
@@ -142,35 +137,39 @@ def test_a_training_job_shows_its_step_its_speed_and_its_checkpoints() -> None:
 
 
 def test_committed_steps_never_go_back() -> None:
-    seen = written(running(4))
-    agents = {f"uid-{at}": training(at, progress=Progress(step=30, durable_step=-1)) for at in range(4)}
-    later = planned(replace(seen, agents=agents, now=NOW + 60)).status
+    observed = with_written_status(build.running_job(4))
+    agents = build.by_pod_uid(build.training_agents(range(4), progress=Progress(step=30, durable_step=-1)))
+    later = make_plan(replace(observed, agents=agents, now=NOW + 60)).status
     assert later.checkpoint.durable_step == 10
 
 
 def test_progress_alone_is_written_only_once_per_interval() -> None:
-    seen = written(running(4))
-    agents = {f"uid-{at}": training(at, step=30) for at in range(4)}
-    soon = planned(replace(seen, agents=agents, now=NOW + 2))
-    assert soon.status == seen.job.status
+    observed = with_written_status(build.running_job(4))
+    agents = build.by_pod_uid(build.training_agents(range(4), step=30))
+    soon = make_plan(replace(observed, agents=agents, now=NOW + 2))
+    assert soon.status == observed.job.status
     assert soon.requeue_after <= 13
-    late = planned(replace(seen, agents={u: replace(a, last_seen=NOW + 15) for u, a in agents.items()}, now=NOW + 15.5))
+    late = make_plan(
+        replace(observed, agents={u: replace(a, last_seen=NOW + 15) for u, a in agents.items()}, now=NOW + 15.5)
+    )
     assert late.status.progress.step == 30
 
 
 def test_progress_of_a_large_job_is_written_in_proportion_less_often() -> None:
-    large = spec(workers={"replicas": 512}, trainer={"batch": {"globalSize": 512}})
-    seen = written(running(512, job_spec=large))
+    large = build.spec(workers={"replicas": 512}, trainer={"batch": {"globalSize": 512}})
+    observed = with_written_status(build.running_job(512, job_spec=large))
 
-    def at(seconds: float) -> Any:
+    def plan_after(seconds: float) -> Any:
         agents = {
-            f"uid-{each}": replace(training(each, step=30), last_seen=NOW + seconds, progressed=NOW + seconds)
-            for each in range(512)
+            f"uid-{ordinal}": replace(
+                build.training_agent(ordinal, step=30), last_seen=NOW + seconds, progressed=NOW + seconds
+            )
+            for ordinal in range(512)
         }
-        return planned(replace(seen, agents=agents, now=NOW + seconds))
+        return make_plan(replace(observed, agents=agents, now=NOW + seconds))
 
-    assert at(29).status == seen.job.status
-    assert at(30.5).status.progress.step == 30
+    assert plan_after(29).status == observed.job.status
+    assert plan_after(30.5).status.progress.step == 30
 
 
 @pytest.mark.parametrize(("workers", "seconds"), [(0, 5), (256, 5), (1024, 20), (5000, 30)])
@@ -179,100 +178,108 @@ def test_the_interval_grows_with_the_job_up_to_six_times(workers: int, seconds: 
 
 
 def test_other_changes_are_written_at_once_with_the_newest_progress() -> None:
-    seen = written(running(4, spares=1))
-    agents = {f"uid-{at}": training(at, step=30) for at in range(4)}
-    result = planned(replace(without(replace(seen, agents={**seen.agents, **agents}), 1), now=NOW + 1))
+    observed = with_written_status(build.running_job(4, spares=1))
+    agents = build.by_pod_uid(build.training_agents(range(4), step=30))
+    result = make_plan(
+        replace(build.without_pods(replace(observed, agents={**observed.agents, **agents}), 1), now=NOW + 1)
+    )
     assert result.status.progress.step == 30
     assert result.status.phase is Phase.RECOVERING
 
 
 def test_a_condition_keeps_its_transition_time_while_its_status_stays() -> None:
-    seen = written(running(4))
-    agents = {f"uid-{at}": replace(training(at, step=40), last_seen=NOW + 100) for at in range(4)}
-    later = planned(replace(seen, agents=agents, now=NOW + 100)).status
-    before = find_condition(seen.job.status, ConditionType.RUNNING)
+    observed = with_written_status(build.running_job(4))
+    agents = {
+        f"uid-{ordinal}": replace(build.training_agent(ordinal, step=40), last_seen=NOW + 100) for ordinal in range(4)
+    }
+    later = make_plan(replace(observed, agents=agents, now=NOW + 100)).status
+    before = find_condition(observed.job.status, ConditionType.RUNNING)
     assert find_condition(later, ConditionType.RUNNING) == before
 
 
 def test_a_restarted_operator_keeps_the_status_until_the_members_have_reported() -> None:
-    seen = written(running(4))
-    result = planned(replace(seen, agents={}, published=0, coordinator_since=NOW - 1))
-    assert result.status == seen.job.status
+    observed = with_written_status(build.running_job(4))
+    result = make_plan(replace(observed, agents={}, published=0, coordinator_since=NOW - 1))
+    assert result.status == observed.job.status
     assert [type(action).__name__ for action in result.actions] == ["PublishMembership"]
 
 
 def test_the_phase_before_the_first_generation_is_pending() -> None:
-    unschedulable = pod(0, phase=PodPhase.PENDING, node="", scheduled=False, unschedulable_message="0/3 nodes: taint")
-    status = planned(observed(job(status=TrainingJobStatus(next_pod_ordinal=4, desired=4)), (unschedulable,))).status
+    unschedulable = build.pod(
+        0, phase=PodPhase.PENDING, node="", scheduled=False, unschedulable_message="0/3 nodes: taint"
+    )
+    status = make_plan(
+        build.observation(build.job(status=TrainingJobStatus(next_pod_ordinal=4, desired=4)), (unschedulable,))
+    ).status
     assert status.phase is Phase.PENDING
     condition = find_condition(status, ConditionType.PODS_READY)
     assert (condition.reason, "0/3 nodes: taint" in condition.message) == ("Unschedulable", True)
 
 
 def test_pods_ready_counts_registered_workers() -> None:
-    condition = condition_of(planned(running(4)).status, ConditionType.PODS_READY)
+    condition = get_condition(make_plan(build.running_job(4)).status, ConditionType.PODS_READY)
     assert (condition.status, condition.message) == (ConditionStatus.TRUE, "4 workers are registered")
-    condition = condition_of(planned(without(running(4), 3)).status, ConditionType.PODS_READY)
+    condition = get_condition(make_plan(build.without_pods(build.running_job(4), 3)).status, ConditionType.PODS_READY)
     assert condition.status is ConditionStatus.FALSE
     assert condition.message.startswith("3 of 4 workers are registered")
 
 
 def test_a_job_completes_when_all_members_finished_and_deletes_its_spares() -> None:
-    agents = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(3)}
-    seen = running(4, spares=1, agents=agents)
-    assert planned(seen).status.phase is not Phase.COMPLETED
-    done = with_pod(seen, pod(3, phase=PodPhase.SUCCEEDED, exit_code=0))
-    result = planned(done)
+    agents = build.agents(range(3), WorkerPhase.FINISHED, generation=1)
+    observed = build.running_job(4, spares=1, agents=agents)
+    assert make_plan(observed).status.phase is not Phase.COMPLETED
+    done = build.with_pod(observed, build.pod(3, phase=PodPhase.SUCCEEDED, exit_code=0))
+    result = make_plan(done)
     assert result.status.phase is Phase.COMPLETED
     assert is_true(result.status, ConditionType.COMPLETE)
     assert result.status.completion_time == rfc3339(NOW)
-    assert deleted(result) == {"demo-w-4": None}
+    assert deleted_pods(result) == {"demo-w-4": None}
     assert "Completed" in {event.reason for event in result.events}
-    again = planned(replace(without(done, 4), job=replace(done.job, status=result.status)))
+    again = make_plan(replace(build.without_pods(done, 4), job=replace(done.job, status=result.status)))
     assert (again.status, again.actions, again.requeue_after) == (result.status, (), None)
 
 
 def test_a_loss_before_the_end_replaces_finished_members_too() -> None:
-    agents = {at: agent(at, WorkerPhase.FINISHED, generation=1) for at in range(3)}
-    result = planned(without(running(4, agents=agents), 3))
+    agents = build.agents(range(3), WorkerPhase.FINISHED, generation=1)
+    result = make_plan(build.without_pods(build.running_job(4, agents=agents), 3))
     assert result.status.phase is Phase.RECOVERING
-    assert result.status.history[-1].cause is Cause.POD_LOST
-    assert set(deleted(result)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
+    assert newest_entry(result).cause is Cause.POD_LOST
+    assert set(deleted_pods(result)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
 
 
 def test_a_suspension_deletes_all_pods_gracefully_and_is_no_loss() -> None:
-    seen = running(4, spares=1)
-    spec = seen.job.spec.model_copy(update={"suspend": True})
-    seen = replace(seen, job=replace(seen.job, spec=spec))
-    first = planned(seen)
-    assert deleted(first) == {f"demo-w-{at}": None for at in range(5)}
+    observed = build.running_job(4, spares=1)
+    spec = observed.job.spec.model_copy(update={"suspend": True})
+    observed = build.with_job(observed, spec=spec)
+    first = make_plan(observed)
+    assert deleted_pods(first) == {f"demo-w-{ordinal}": None for ordinal in range(5)}
     assert first.status.phase is Phase.SUSPENDING
     assert first.status.membership.size == 0
-    leaving = tuple(replace(each, deleting=True) for each in seen.pods)
-    second = planned(replace(with_status(seen, first.status), pods=leaving))
+    leaving = tuple(replace(pod, deleting=True) for pod in observed.pods)
+    second = make_plan(replace(build.with_status(observed, first.status), pods=leaving))
     assert (second.actions, second.status.history) == ((), ())
-    last = planned(replace(with_status(seen, first.status), pods=(), agents={}))
+    last = make_plan(replace(build.with_status(observed, first.status), pods=(), agents={}))
     assert last.status.phase is Phase.SUSPENDED
     assert last.status.replicas == 0
     assert [event.reason for event in last.events] == ["Suspended"]
 
 
-OPEN = Interruption(
-    generation=1,
-    time=rfc3339(NOW - 8),
+OPEN = build.interruption(
+    Rung.SPARE,
+    ago=8,
+    took=None,
     cause=Cause.NODE_LOST,
-    rung=Rung.SPARE,
     pod="demo-w-1",
     node="node-1",
     detected_seconds=4.0,
+    decided_at=None,
     step_before=20,
     pods_replaced=1,
-    failed_at=NOW - 8,
 )
 
 
 def second_generation(step: Any, phase: Any = WorkerPhase.TRAINING, restarts: Any = ()) -> Any:
-    seen = running(
+    observed = build.running_job(
         4,
         status={
             "membership": MembershipStatus(generation=2, size=4, data_parallel=4),
@@ -290,13 +297,10 @@ def second_generation(step: Any, phase: Any = WorkerPhase.TRAINING, restarts: An
             ),
         },
     )
-    agents = {
-        f"uid-{at}": agent(
-            at, phase, generation=2, restarts=restarts, progress=Progress(step=step, updated=NOW - 1, durable_step=10)
-        )
-        for at in range(4)
-    }
-    return replace(seen, membership=membership(0, 1, 2, 3, generation=2), published=2, agents=agents)
+    progress = Progress(step=step, updated=NOW - 1, durable_step=10)
+    agents = build.agents(range(4), phase, generation=2, restarts=restarts, progress=progress)
+    observed = build.with_agents(observed, agents)
+    return replace(observed, membership=build.membership(0, 1, 2, 3, generation=2), published=2)
 
 
 def test_an_interruption_ends_at_the_first_new_step() -> None:
@@ -305,10 +309,10 @@ def test_an_interruption_ends_at_the_first_new_step() -> None:
         (21, WorkerPhase.LOADING, False),
         (21, WorkerPhase.TRAINING, True),
     ):
-        result = planned(second_generation(step, phase))
-        assert (result.status.history[-1].recovered_seconds is not None) is over
+        result = make_plan(second_generation(step, phase))
+        assert (newest_entry(result).recovered_seconds is not None) is over
         assert (result.status.phase is Phase.RUNNING) is over
-    assert result.status.history[-1].recovered_seconds == pytest.approx(7.0)
+    assert newest_entry(result).recovered_seconds == pytest.approx(7.0)
     assert result.status.goodput.lost_seconds == {"NodeLost": 7.0}
     assert result.status.goodput.wall_seconds == pytest.approx(100.0)
     assert result.status.goodput.ratio == pytest.approx(0.93)
@@ -316,15 +320,15 @@ def test_an_interruption_ends_at_the_first_new_step() -> None:
 
 def resumed_at_step(resume_step: int, *, step_before: int = 21) -> Any:
     """Return the second generation after its agents recorded from which step it resumed."""
-    record = restart(
+    record = build.restart_record(
         0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=step_before, resume_step=resume_step
     )
     return second_generation(22, restarts=(record,))
 
 
 def test_the_agents_record_shows_from_which_step_training_resumed() -> None:
-    result = planned(resumed_at_step(19))
-    entry = result.status.history[-1]
+    result = make_plan(resumed_at_step(19))
+    entry = newest_entry(result)
     assert entry.recovered_seconds == pytest.approx(6.0)
     assert (entry.step_before, entry.resume_step, entry.steps_lost) == (21, 19, 2)
     assert "Recovered" in {event.reason for event in result.events}
@@ -332,13 +336,8 @@ def test_the_agents_record_shows_from_which_step_training_resumed() -> None:
 
 def test_heartbeats_alone_show_from_which_step_a_new_generation_resumed() -> None:
     def resumed(step: int, resume_step: int) -> Interruption:
-        seen = second_generation(step)
         progress = Progress(step=step, resume_step=resume_step, updated=NOW - 1)
-        agents = {
-            uid: replace(a, heartbeat=a.heartbeat.model_copy(update={"progress": progress}))
-            for uid, a in seen.agents.items()
-        }
-        return planned(replace(seen, agents=agents)).status.history[-1]
+        return newest_entry(make_plan(build.with_heartbeats(second_generation(step), progress=progress)))
 
     assert resumed(22, 22).recovered_seconds is None, "a step that was made before the change is not a new one"
     assert (resumed(23, 22).steps_lost, resumed(23, 22).resume_step) == (0, 22)
@@ -346,67 +345,72 @@ def test_heartbeats_alone_show_from_which_step_a_new_generation_resumed() -> Non
 
 
 def test_records_of_an_older_generation_do_not_keep_an_interruption_open() -> None:
-    stale = restart(1, Cause.PEER_LOST, generation=1)
-    assert planned(second_generation(21, restarts=(stale,))).status.history[-1].recovered_seconds is not None
+    stale = build.restart_record(1, Cause.PEER_LOST, generation=1)
+    assert newest_entry(make_plan(second_generation(21, restarts=(stale,)))).recovered_seconds is not None
 
 
 def test_a_resume_below_the_newest_committed_step_is_reported() -> None:
-    seen = resumed_at_step(5, step_before=20)
-    seen = with_status(seen, checkpoint=seen.job.status.checkpoint.model_copy(update={"durable_step": 10}))
-    assert "CheckpointSkipped" in {event.reason for event in planned(seen).events}
+    observed = resumed_at_step(5, step_before=20)
+    observed = build.with_status(
+        observed, checkpoint=observed.job.status.checkpoint.model_copy(update={"durable_step": 10})
+    )
+    assert "CheckpointSkipped" in {event.reason for event in make_plan(observed).events}
 
 
 @pytest.mark.parametrize(
-    ("seen", "reason"), [(without(running(4), 1), "Interrupted"), (resumed_at_step(19), "Recovered")]
+    ("observed", "reason"),
+    [(build.without_pods(build.running_job(4), 1), "Interrupted"), (resumed_at_step(19), "Recovered")],
 )
-def test_an_interruption_and_its_end_are_reported_once(seen: Any, reason: str) -> None:
-    first = planned(seen)
+def test_an_interruption_and_its_end_are_reported_once(observed: Any, reason: str) -> None:
+    first = make_plan(observed)
     assert {"Interrupted", "Recovered"} & {event.reason for event in first.events} == {reason}
-    assert reason not in {event.reason for event in planned(with_status(seen, first.status)).events}
+    assert reason not in {event.reason for event in make_plan(build.with_status(observed, first.status)).events}
 
 
 def test_lost_time_is_not_productive_while_it_lasts() -> None:
-    result = planned(second_generation(20, WorkerPhase.JOINING))
+    result = make_plan(second_generation(20, WorkerPhase.JOINING))
     assert result.status.goodput.productive_seconds == pytest.approx(92.0)
     assert result.status.goodput.lost_seconds == {"NodeLost": 8.0}
 
 
 def test_the_history_keeps_the_last_ten() -> None:
-    old = tuple(OPEN.model_copy(update={"generation": at, "recovered_seconds": 1.0}) for at in range(-9, 1))
-    result = planned(with_status(without(running(4), 1), history=old))
+    old = tuple(
+        OPEN.model_copy(update={"generation": generation, "recovered_seconds": 1.0}) for generation in range(-9, 1)
+    )
+    result = make_plan(build.with_status(build.without_pods(build.running_job(4), 1), history=old))
     assert len(result.status.history) == 10
-    assert result.status.history[-1].cause is Cause.POD_LOST
+    assert newest_entry(result).cause is Cause.POD_LOST
 
 
-def alerting(seen: Any, *alerts: Alert, now: float = NOW + 2) -> Any:
+def alerting(observed: Any, *alerts: Alert, now: float = NOW + 2) -> Any:
     progress = Progress(step=30, alerts=alerts, durable_step=10, updated=now)
-    return replace(seen, now=now, agents={**seen.agents, "uid-0": training(0, progress=progress)})
+    return replace(observed, now=now, agents={**observed.agents, "uid-0": build.training_agent(0, progress=progress)})
 
 
 def test_an_alert_of_the_trainer_becomes_one_event() -> None:
     spike = Alert(kind="LossSpike", step=29, message="Step 29: the gradient norm is high")
-    seen = alerting(written(running(4)), spike)
-    result = planned(seen)
+    observed = alerting(with_written_status(build.running_job(4)), spike)
+    result = make_plan(observed)
     (event,) = [event for event in result.events if event.reason == "LossSpike"]
     assert (event.type.value, event.note) == ("Warning", "Step 29: the gradient norm is high")
     assert [(alert.kind, alert.step) for alert in result.status.alerts] == [("LossSpike", 29)]
     resumed = spike.model_copy(update={"message": "Step 29 again, after a resume"})
-    later = alerting(written(seen), resumed, now=NOW + 60)
-    assert not [event for event in planned(later).events if event.reason == "LossSpike"]
-    silent = alerting(written(seen), now=NOW + 60)
-    assert planned(silent).status.alerts == result.status.alerts
+    later = alerting(with_written_status(observed), resumed, now=NOW + 60)
+    assert event_notes(make_plan(later), "LossSpike") == []
+    silent = alerting(with_written_status(observed), now=NOW + 60)
+    assert make_plan(silent).status.alerts == result.status.alerts
 
 
 def test_later_and_other_alerts_are_events_and_unknown_kinds_are_not() -> None:
     first = Alert(kind="LossSpike", step=29, message="One")
-    seen = written(alerting(written(running(4)), first))
+    observed = with_written_status(alerting(with_written_status(build.running_job(4)), first))
     others = (
         first.model_copy(update={"step": 70, "message": "Two"}),
         Alert(kind="LossAlarm", step=71, message="Three"),
         Alert(kind="OfANewerTrainer", step=1, message="Four"),
         Alert(kind="StepSkipped", step=72, message="Five"),
     )
-    result = planned(alerting(seen, *others, now=NOW + 60))
+    result = make_plan(alerting(observed, *others, now=NOW + 60))
     assert [event.note for event in result.events if event.reason in set(AlertKind)] == ["Two", "Three", "Five"]
     assert len(result.status.alerts) == 3
 
@@ -419,18 +423,18 @@ def test_lines_of_output_are_separated_in_a_message() -> None:
 def test_a_suspended_job_shows_its_last_save() -> None:
     before = Progress(step=20, loss=2.5, memory_step=20, durable_step=10, updated=NOW)
     after = Progress(step=26, loss=2.25, memory_step=26, durable_step=26, updated=NOW)
-    rests = spec(workers={"replicas": 2}, suspend=True)
-    seen = running(2, job_spec=rests, agents={at: training(at, progress=before) for at in range(2)})
-    leaving = written(seen)
+    rests = build.spec(workers={"replicas": 2}, suspend=True)
+    observed = build.running_job(2, job_spec=rests, agents=build.training_agents(range(2), progress=before))
+    leaving = with_written_status(observed)
     assert leaving.job.status.membership.size == 0
     assert leaving.job.status.checkpoint.durable_step == 10
-    reported = {f"uid-{at}": training(at, progress=after) for at in range(2)}
-    empty = written(replace(leaving, pods=(), agents=reported))
+    reported = build.by_pod_uid(build.training_agents(range(2), progress=after))
+    empty = with_written_status(replace(leaving, pods=(), agents=reported))
     status = empty.job.status
     assert (status.checkpoint.durable_step, status.progress.step, status.progress.loss) == (26, 26, 2.25)
     assert status.checkpoint.memory_step == 20, "checkpoints in memory are deleted with the pods"
     silent = replace(empty, agents={})
-    assert planned(silent).status.checkpoint.durable_step == 26
+    assert make_plan(silent).status.checkpoint.durable_step == 26
 
 
 @pytest.mark.parametrize("limit", [SENTENCE_LIMIT, 101, 20])

@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.unit.plan.plan_builders import NOW, condition_of, job, observed, planned, running, training
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
+from tests.unit.plan.plan_results import get_condition, make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.public import CheckpointStatus
@@ -14,16 +16,20 @@ from trainium_operator.plan.report.summary import set_standard_conditions
 def summary(status: TrainingJobStatus) -> dict[str, tuple[str, str]]:
     kinds = (ConditionType.READY, ConditionType.STALLED, ConditionType.FINISHED)
     conditions = [find_condition(status, kind) for kind in kinds]
-    return {each.type.value: (each.status.value, each.reason) for each in conditions if each is not None}
+    return {
+        condition.type.value: (condition.status.value, condition.reason)
+        for condition in conditions
+        if condition is not None
+    }
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in (Phase.COMPLETED, Phase.FAILED)])
 def test_a_job_is_ready_only_while_it_trains(phase: Phase) -> None:
-    found = summary(set_standard_conditions(TrainingJobStatus(phase=phase), NOW))
+    conditions = summary(set_standard_conditions(TrainingJobStatus(phase=phase), NOW))
 
-    assert (found["Ready"][0] == "True") is (phase is Phase.RUNNING)
-    assert found["Stalled"] == ("False", "Progressing")
-    assert found["Finished"] == ("False", "Progressing")
+    assert (conditions["Ready"][0] == "True") is (phase is Phase.RUNNING)
+    assert conditions["Stalled"] == ("False", "Progressing")
+    assert conditions["Finished"] == ("False", "Progressing")
 
 
 @pytest.mark.parametrize(
@@ -33,9 +39,9 @@ def test_complete_and_failed_are_finished(kind: ConditionType, ready: str, stall
     reason = Reason.COMPLETED if kind is ConditionType.COMPLETE else Reason.USER_ERROR
     status = with_condition(TrainingJobStatus(), kind, True, reason, "why", now=NOW)
 
-    found = summary(set_standard_conditions(status, NOW))
+    conditions = summary(set_standard_conditions(status, NOW))
 
-    assert found == {"Ready": (ready, reason), "Stalled": (stalled, reason), "Finished": ("True", reason)}
+    assert conditions == {"Ready": (ready, reason), "Stalled": (stalled, reason), "Finished": ("True", reason)}
 
 
 def test_stalled_means_that_only_a_person_can_fix_it() -> None:
@@ -49,15 +55,15 @@ def test_stalled_means_that_only_a_person_can_fix_it() -> None:
 
 
 def test_the_first_status_of_a_job_shows_that_it_is_not_ready() -> None:
-    result = planned(observed(job()))
+    result = make_plan(build.observation(build.job()))
 
-    ready = condition_of(result.status, ConditionType.READY)
+    ready = get_condition(result.status, ConditionType.READY)
     assert ready.status is ConditionStatus.FALSE
 
 
 def test_standard_conditions_of_a_training_job_are_stable() -> None:
-    seen = running(2, agents={each: training(each) for each in range(2)})
-    first = planned(seen)
+    observed = build.running_job(2, agents=build.training_agents(range(2)))
+    first = make_plan(observed)
 
     assert summary(first.status)["Ready"] == ("True", "Training")
     assert set_standard_conditions(first.status, NOW + 100) == first.status

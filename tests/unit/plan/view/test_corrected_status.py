@@ -5,18 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    created,
-    interruption,
-    job,
-    observed,
-    planned,
-    published,
-    running,
-    with_status,
-    without,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW
+from tests.unit.plan.plan_results import created_pods, make_plan, published_membership, with_written_status
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
 from trainium_contract.status.internal import FailureRecord, GangStatus
@@ -32,44 +23,44 @@ from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.size import decide_size
 
 
-def written(at: float) -> TrainingJobStatus:
+def written(time: float) -> TrainingJobStatus:
     """Return a status in which every time is `at`."""
-    entry = interruption(Rung.REPLACE, ago=0.0, failed_at=at, decided_at=at)
+    entry = build.interruption(Rung.REPLACE, ago=0.0, failed_at=time, decided_at=time)
     return TrainingJobStatus(
-        waiting_since=at,
-        leaving_since=at,
-        failures=(FailureRecord(cause=Cause.CRASH, at=at), FailureRecord(cause=Cause.CRASH, at=NOW - 50)),
-        history=(interruption(Rung.GROW, ago=500), entry),
-        goodput=GoodputStatus(accounted_until=at),
-        progress=ProgressStatus(updated=rfc3339(at)),
-        idle_nodes=IdleNodesStatus(wanted=1, asked_at=at),
-        gang=GangStatus(holding_since=at),
+        waiting_since=time,
+        leaving_since=time,
+        failures=(FailureRecord(cause=Cause.CRASH, at=time), FailureRecord(cause=Cause.CRASH, at=NOW - 50)),
+        history=(build.interruption(Rung.GROW, ago=500), entry),
+        goodput=GoodputStatus(accounted_until=time),
+        progress=ProgressStatus(updated=rfc3339(time)),
+        idle_nodes=IdleNodesStatus(wanted=1, asked_at=time),
+        gang=GangStatus(holding_since=time),
     )
 
 
-def corrected(seen: Observed) -> TrainingJobStatus:
-    return correct_status(seen, decide_size(seen.job.spec)).job.status
+def corrected_status(observed: Observed) -> TrainingJobStatus:
+    return correct_status(observed, decide_size(observed.job.spec)).job.status
 
 
-def seen(status: TrainingJobStatus) -> TrainingJobStatus:
-    base = replace(running(4), membership=None)
-    return corrected(with_status(base, status))
+def correct(status: TrainingJobStatus) -> TrainingJobStatus:
+    base = replace(build.running_job(4), membership=None)
+    return corrected_status(build.with_status(base, status))
 
 
 @pytest.mark.parametrize("ahead", [3.0, 3600.0, 1e8])
 def test_times_in_the_future_are_clamped_to_now(ahead: float) -> None:
-    assert seen(written(NOW + ahead)) == written(NOW)
+    assert correct(written(NOW + ahead)) == written(NOW)
 
 
 @pytest.mark.parametrize("ahead", [2.0, 0.0, -3600.0])
 def test_past_and_rounded_times_are_unchanged(ahead: float) -> None:
     status = written(NOW + ahead)
-    assert seen(status) is status
+    assert correct(status) is status
 
 
 def test_only_the_future_time_of_an_interruption_is_clamped() -> None:
-    entry = interruption(Rung.REPLACE, ago=100, decided_at=NOW + 100)
-    mended = seen(TrainingJobStatus(history=(entry,))).history[0]
+    entry = build.interruption(Rung.REPLACE, ago=100, decided_at=NOW + 100)
+    mended = correct(TrainingJobStatus(history=(entry,))).history[0]
     assert (mended.failed_at, mended.decided_at) == (entry.failed_at, NOW)
 
 
@@ -80,36 +71,36 @@ def pausing(until: float) -> TrainingJobStatus:
 def test_a_pause_longer_than_any_policy_is_ended() -> None:
     for longest in (
         idle_nodes._LONGEST_PAUSE_SECONDS,
-        max(gang_policy.pause_seconds(f"job-{at}", 40) for at in range(500)),
+        max(gang_policy.pause_seconds(f"job-{number}", 40) for number in range(500)),
     ):
         status = pausing(NOW + longest)
-        assert seen(status) is status
-    assert seen(pausing(NOW + 3600)) == pausing(NOW)
+        assert correct(status) is status
+    assert correct(pausing(NOW + 3600)) == pausing(NOW)
 
 
 def test_a_gang_pause_written_by_a_fast_clock_ends() -> None:
-    waits = observed(job(status=pausing(NOW + 60)))
-    assert created(planned(waits)) == []
-    ahead = observed(job(status=pausing(NOW + 3600)))
-    assert len(created(planned(ahead))) == 4
+    waits = build.observation(build.job(status=pausing(NOW + 60)))
+    assert created_pods(make_plan(waits)) == []
+    ahead = build.observation(build.job(status=pausing(NOW + 3600)))
+    assert len(created_pods(make_plan(ahead))) == 4
 
 
 def test_a_creation_backoff_written_by_a_fast_clock_ends() -> None:
-    def refused(at: float) -> TrainingJobStatus:
+    def refused(time: float) -> TrainingJobStatus:
         return TrainingJobStatus(
-            observed_generation=job().generation, start_failures=StartFailuresStatus(rounds=9, at=at)
+            observed_generation=build.job().generation, start_failures=StartFailuresStatus(rounds=9, at=time)
         )
 
-    assert created(planned(observed(job(status=refused(NOW - 1))))) == []
-    assert len(created(planned(observed(job(status=refused(NOW + 3600)))))) == 4
+    assert created_pods(make_plan(build.observation(build.job(status=refused(NOW - 1))))) == []
+    assert len(created_pods(make_plan(build.observation(build.job(status=refused(NOW + 3600)))))) == 4
 
 
 RECORDED = MembershipStatus(generation=1, attempt=0, size=4, data_parallel=4)
 
 
 def with_membership(membership: MembershipStatus, *missing: int, **status: Any) -> Observed:
-    base = without(running(4), *missing)
-    return with_status(base, base.job.status.replaced(membership=membership, **status))
+    base = build.without_pods(build.running_job(4), *missing)
+    return build.with_status(base, base.job.status.replaced(membership=membership, **status))
 
 
 @pytest.mark.parametrize(
@@ -123,51 +114,51 @@ def with_membership(membership: MembershipStatus, *missing: int, **status: Any) 
         MembershipStatus(generation=1, size=0),
         MembershipStatus(),
     ],
-    ids=lambda each: f"generation {each.generation} of {each.size}, attempt {each.attempt}",
+    ids=lambda membership: f"generation {membership.generation} of {membership.size}, attempt {membership.attempt}",
 )
 def test_an_edited_membership_is_replaced_by_the_recorded_one(edited: MembershipStatus) -> None:
     changed = with_membership(edited)
-    assert corrected(changed) == changed.job.status.replaced(membership=RECORDED)
-    result = planned(changed)
+    assert corrected_status(changed) == changed.job.status.replaced(membership=RECORDED)
+    result = make_plan(changed)
     assert (result.status.membership.generation, result.status.membership.size) == (1, 4)
-    assert published(result) is None, "training continues in the current generation"
+    assert published_membership(result) is None, "training continues in the current generation"
 
 
 def test_unrecorded_decisions_and_abandoned_generations_are_kept() -> None:
-    decided = interruption(Rung.REPLACE, ago=5, took=None, decided_at=NOW - 4)
+    decided = build.interruption(Rung.REPLACE, ago=5, took=None, decided_at=NOW - 4)
     next_one = MembershipStatus(generation=2, size=4, data_parallel=4)
     waiting = with_membership(next_one, history=(decided,))
-    assert corrected(waiting) is waiting.job.status
+    assert corrected_status(waiting) is waiting.job.status
     resumed = with_membership(next_one, 0, 1, 2, 3)
-    assert corrected(resumed) is resumed.job.status, "the first generation after a suspension is in no history"
+    assert corrected_status(resumed) is resumed.job.status, "the first generation after a suspension is in no history"
     given_up = with_membership(MembershipStatus(generation=1, size=0), 2)
-    assert corrected(given_up) is given_up.job.status
+    assert corrected_status(given_up) is given_up.job.status
 
 
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("edited", [-1, 3, 15])
 def test_an_edited_checkpoint_is_restored_and_is_no_commit(edited: int, silent: bool) -> None:
-    seen = running(2)
-    known = planned(seen).status
-    assert known.checkpoint.durable_step == 10
+    observed = build.running_job(2)
+    status = make_plan(observed).status
+    assert status.checkpoint.durable_step == 10
     before = rfc3339(NOW - 500)
-    checkpoint = known.checkpoint.replaced(durable_step=edited, durable_time=before)
-    seen = with_status(seen, known.replaced(checkpoint=checkpoint))
-    status = planned(replace(seen, agents={}) if silent else seen).status
+    checkpoint = status.checkpoint.replaced(durable_step=edited, durable_time=before)
+    observed = build.with_status(observed, status.replaced(checkpoint=checkpoint))
+    status = make_plan(replace(observed, agents={}) if silent else observed).status
     assert (status.checkpoint.durable_step, status.checkpoint.durable_time) == (10, before)
 
 
 def test_a_commit_is_throttled_like_progress() -> None:
-    before = planned(running(2)).status
+    before = make_plan(build.running_job(2)).status
     after = before.replaced(checkpoint=before.checkpoint.replaced(durable_step=20), committed_step=20)
     assert only_progress_differs(before, after)
 
 
 def test_edited_steps_and_checkpoints_are_corrected_at_once() -> None:
-    seen = running(2)
-    seen = with_status(seen, planned(seen).status)
-    progress = seen.job.status.progress.replaced(step=10**6, updated=rfc3339(NOW))
-    checkpoint = seen.job.status.checkpoint.replaced(durable_step=10**6)
-    edited = seen.job.status.replaced(progress=progress, checkpoint=checkpoint)
-    status = planned(with_status(seen, edited)).status
+    observed = build.running_job(2)
+    observed = with_written_status(observed)
+    progress = observed.job.status.progress.replaced(step=10**6, updated=rfc3339(NOW))
+    checkpoint = observed.job.status.checkpoint.replaced(durable_step=10**6)
+    edited = observed.job.status.replaced(progress=progress, checkpoint=checkpoint)
+    status = make_plan(build.with_status(observed, edited)).status
     assert (status.progress.step, status.checkpoint.durable_step) == (20, 10)

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import SETTINGS, created, job, membership, observed, pod, running, spec, without
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import SETTINGS
+from tests.unit.plan.plan_results import created_pods, deleted_pods
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.cluster.cache.views import pod_view
 from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
@@ -18,22 +20,26 @@ NEWER = replace(SETTINGS, image="trainer:2")
 OLD, NEW = "trainer:1", "trainer:2"
 
 
-def chosen(*pods: Any, ranks: tuple[int, ...] = (), **changes: Any) -> str:
-    seen = observed(job(spec(**changes)), pods, {})
-    seen = replace(seen, membership=membership(*ranks) if ranks else None)
-    return pin_running_image(seen, NEWER).image
+def pinned_image(*pods: Any, ranks: tuple[int, ...] = (), **changes: Any) -> str:
+    observed = build.observation(build.job(build.spec(**changes)), pods, {})
+    observed = replace(observed, membership=build.membership(*ranks) if ranks else None)
+    return pin_running_image(observed, NEWER).image
 
 
 def test_the_running_workers_decide_which_image_new_ones_get() -> None:
-    assert chosen() == NEW
-    assert chosen(pod(0, image=OLD), pod(1, image=NEW)) == OLD
-    assert chosen(pod(0, image=NEW), pod(1, image=OLD), ranks=(1,)) == OLD, "those that train before those that wait"
-    assert chosen(pod(0, image=OLD), pod(1, image=NEW), ranks=(7, 1)) == NEW, "of members those whose pods are there"
+    assert pinned_image() == NEW
+    assert pinned_image(build.pod(0, image=OLD), build.pod(1, image=NEW)) == OLD
+    assert pinned_image(build.pod(0, image=NEW), build.pod(1, image=OLD), ranks=(1,)) == OLD, (
+        "those that train before those that wait"
+    )
+    assert pinned_image(build.pod(0, image=OLD), build.pod(1, image=NEW), ranks=(7, 1)) == NEW, (
+        "of members those whose pods are there"
+    )
 
 
 @pytest.mark.parametrize("phase", [PodPhase.PENDING, PodPhase.FAILED, PodPhase.SUCCEEDED])
 def test_an_image_without_running_pods_is_not_pinned(phase: PodPhase) -> None:
-    assert chosen(pod(0, image=OLD, phase=phase)) == NEW
+    assert pinned_image(build.pod(0, image=OLD, phase=phase)) == NEW
 
 
 @pytest.mark.parametrize(
@@ -45,36 +51,38 @@ def test_an_image_without_running_pods_is_not_pinned(phase: PodPhase) -> None:
     ],
 )
 def test_an_image_that_the_job_names_is_not_pinned(changes: dict[str, Any]) -> None:
-    assert chosen(pod(0, image="mine:0"), **changes) == NEW
+    assert pinned_image(build.pod(0, image="mine:0"), **changes) == NEW
 
 
 def test_the_image_of_a_sidecar_is_not_the_worker_s() -> None:
     template = {"spec": {"containers": [{"name": "aside", "image": "mine:1"}, {"name": "worker", "env": []}]}}
-    assert chosen(pod(0, image=OLD), workers={"template": template}) == OLD
+    assert pinned_image(build.pod(0, image=OLD), workers={"template": template}) == OLD
 
 
 def test_the_requested_image_is_read_back_despite_admission_changes() -> None:
-    one = job(spec(workers={"template": {"spec": {"containers": [{"name": "aside", "image": "mine:1"}]}}}))
-    (raw,) = worker_pods(one, SETTINGS, range(1), Avoided())
+    view = build.job(build.spec(workers={"template": {"spec": {"containers": [{"name": "aside", "image": "mine:1"}]}}}))
+    (raw,) = worker_pods(view, SETTINGS, range(1), Avoided())
     raw = {**raw, "metadata": {**raw["metadata"], "uid": "u"}, "spec": {**raw["spec"], "containers": []}}
-    seen = replace(pod_view(raw), phase=PodPhase.RUNNING)
-    assert seen.image == SETTINGS.image
-    assert pin_running_image(observed(one, (seen,), {}), SETTINGS) is SETTINGS
+    pod = replace(pod_view(raw), phase=PodPhase.RUNNING)
+    assert pod.image == SETTINGS.image
+    assert pin_running_image(build.observation(view, (pod,), {}), SETTINGS) is SETTINGS
 
 
 def test_a_replacement_after_an_upgrade_has_the_running_version() -> None:
-    seen = running()
-    seen = replace(seen, pods=tuple(replace(each, image=OLD) for each in seen.pods))
-    made = plan(without(seen, 2), NEWER)
-    (manifest,) = (action.manifest for action in made.actions if isinstance(action, CreatePod))
+    observed = build.running_job()
+    observed = replace(observed, pods=tuple(replace(pod, image=OLD) for pod in observed.pods))
+    digest = plan(build.without_pods(observed, 2), NEWER)
+    (manifest,) = (action.manifest for action in digest.actions if isinstance(action, CreatePod))
     assert manifest["spec"]["containers"][0]["image"] == OLD
-    assert plan(seen, NEWER).status.outdated_pods == 0
+    assert plan(observed, NEWER).status.outdated_pods == 0
 
 
 def test_pending_pods_follow_a_new_default_image() -> None:
-    one = job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4))
-    made = template_hash(one, SETTINGS)
-    pods = tuple(pod(at, phase=PodPhase.PENDING, image=OLD, template_hash=made, node="") for at in range(4))
-    result = plan(observed(one, pods, {}), NEWER)
-    assert len([action for action in result.actions if type(action).__name__ == "DeletePod"]) == 4
-    assert len(created(result)) == 4
+    view = build.job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4))
+    digest = template_hash(view, SETTINGS)
+    pods = tuple(
+        build.pod(ordinal, phase=PodPhase.PENDING, image=OLD, template_hash=digest, node="") for ordinal in range(4)
+    )
+    result = plan(build.observation(view, pods, {}), NEWER)
+    assert len(deleted_pods(result)) == 4
+    assert len(created_pods(result)) == 4

@@ -3,17 +3,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.plan.plan_builders import (
-    condition_of,
-    created,
-    deleted,
-    job,
-    observed,
-    planned,
-    running,
-    spec,
-    with_status,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_results import created_pods, deleted_pods, get_condition, make_plan
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.reasons import Reason
@@ -35,14 +26,14 @@ EVEN: Any = {"elasticity": {"sizes": "Even"}}
     ],
 )
 def test_only_nodes_that_save_a_pass_train(workers: Any, desired: int, reserve: int, reason: Reason) -> None:
-    decision = decide_size(spec(workers=workers))
+    decision = decide_size(build.spec(workers=workers))
     assert (decision.desired, decision.reserve, decision.reason) == (desired, reserve, reason)
     assert decision.legal_at_most(decision.desired) == desired
 
 
 def test_a_near_batch_is_reported_and_counts_in_the_value_of_a_size() -> None:
     batch: Any = {"trainer": {"batch": {"globalSize": 24, "tolerance": 0.1}}}
-    decision = decide_size(spec(workers={"replicas": 11, "minReplicas": 1}, **batch))
+    decision = decide_size(build.spec(workers={"replicas": 11, "minReplicas": 1}, **batch))
     assert (decision.desired, decision.reserve, decision.reason) == (11, 0, Reason.AS_REQUESTED)
     assert decision.message == "11 nodes: 2 passes a step of 22 samples, 100% of their rows filled"
     assert [decision.legal_at_most(nodes) for nodes in (11, 10, 9, 8, 7, 6)] == [11, 8, 8, 8, 6, 6]
@@ -52,7 +43,7 @@ def test_a_near_batch_is_reported_and_counts_in_the_value_of_a_size() -> None:
 def test_a_batch_below_the_data_parallel_degree_is_reported_with_the_share_of_speed() -> None:
     accelerator: Any = {"coresPerNode": 4}
     decision = decide_size(
-        spec(
+        build.spec(
             workers={"replicas": 2, "accelerator": accelerator},
             trainer={"batch": {"globalSize": 3, "microSize": 1}},
             elasticity={"sizes": "Any"},
@@ -67,22 +58,22 @@ def test_a_batch_below_the_data_parallel_degree_is_reported_with_the_share_of_sp
 
 
 def test_a_size_that_leaves_model_parallel_groups_incomplete_is_floored_to_whole_ones() -> None:
-    decision = decide_size(spec(workers={"replicas": 5}, parallelism={"tensor": 2}))
+    decision = decide_size(build.spec(workers={"replicas": 5}, parallelism={"tensor": 2}))
     assert (decision.desired, decision.reserve, decision.reason) == (4, 0, Reason.FLOORED)
     assert decision.message.startswith("5 nodes were requested; 4 is the largest legal size. A size is legal when")
 
 
 def test_nodes_in_reserve_are_reported_in_the_status_and_in_an_event_and_get_pods() -> None:
-    seen = observed(job(spec(workers={"replicas": 7})))
-    result = planned(seen)
-    condition = condition_of(result.status, ConditionType.SIZE_LEGAL)
+    observed = build.observation(build.job(build.spec(workers={"replicas": 7})))
+    result = make_plan(observed)
+    condition = get_condition(result.status, ConditionType.SIZE_LEGAL)
     assert is_true(result.status, ConditionType.SIZE_LEGAL)
     assert condition.message == (
         "7 nodes were requested; 6 of them train: 4 passes a step, 100% of their rows filled. 1 in reserve: more would "
         "save no pass."
     )
     assert [event.reason for event in result.events] == ["NodesInReserve"]
-    assert planned(with_status(seen, result.status)).events == (), "once"
+    assert make_plan(build.with_status(observed, result.status)).events == (), "once"
     assert (result.status.desired, result.status.next_pod_ordinal) == (6, 7)
 
 
@@ -101,14 +92,14 @@ def test_nodes_in_reserve_are_reported_in_the_status_and_in_an_event_and_get_pod
 def test_even_sizes_floors_a_requested_size_within_the_bounds(
     workers: Any, desired: Any, floor: Any, reason: Any
 ) -> None:
-    decision = decide_size(spec(workers=workers, **EVEN))
+    decision = decide_size(build.spec(workers=workers, **EVEN))
     assert decision.reserve == 0
     assert (decision.desired, decision.floor, decision.reason) == (desired, floor, reason)
 
 
 def test_a_floored_size_is_explained_in_the_status_and_in_an_event() -> None:
-    result = planned(observed(job(spec(workers={"replicas": 5}, **EVEN))))
-    condition = condition_of(result.status, ConditionType.SIZE_LEGAL)
+    result = make_plan(build.observation(build.job(build.spec(workers={"replicas": 5}, **EVEN))))
+    condition = get_condition(result.status, ConditionType.SIZE_LEGAL)
     assert condition.reason == "FlooredToLegalSize"
     assert condition.message.startswith("5 nodes were requested; 4 is the largest legal size.")
     assert result.status.desired == 4
@@ -116,7 +107,7 @@ def test_a_floored_size_is_explained_in_the_status_and_in_an_event() -> None:
 
 
 def test_a_job_without_a_legal_size_fails_with_advice() -> None:
-    result = planned(observed(job(spec(workers={"replicas": 5, "minReplicas": 5}, **EVEN))))
+    result = make_plan(build.observation(build.job(build.spec(workers={"replicas": 5, "minReplicas": 5}, **EVEN))))
     assert result.status.phase is Phase.FAILED
     assert "No size from 5 to 5 nodes is legal" in result.status.verdict
     assert "Change spec.workers.replicas" in result.status.verdict
@@ -124,15 +115,15 @@ def test_a_job_without_a_legal_size_fails_with_advice() -> None:
 
 
 def test_a_running_job_that_is_scaled_to_an_impossible_size_keeps_its_size() -> None:
-    result = planned(running(4, job_spec=spec(workers={"replicas": 5, "minReplicas": 5}, **EVEN)))
+    result = make_plan(build.running_job(4, job_spec=build.spec(workers={"replicas": 5, "minReplicas": 5}, **EVEN)))
     assert result.status.desired == 4
     assert result.status.phase is Phase.RUNNING
     assert not is_true(result.status, ConditionType.SIZE_LEGAL)
 
 
 def test_a_contradictory_configuration_fails_with_a_sentence() -> None:
-    broken = spec(trainer={"steps": 5, "schedule": {"warmupSteps": 10}})
-    result = planned(replace(observed(job()), job=job(broken)))
+    broken = build.spec(trainer={"steps": 5, "schedule": {"warmupSteps": 10}})
+    result = make_plan(replace(build.observation(build.job()), job=build.job(broken)))
     assert result.status.phase is Phase.FAILED
     assert "warmupSteps" in result.status.verdict
 
@@ -145,27 +136,27 @@ TOO_LARGE: Any = {
 
 
 def test_a_model_that_fits_no_core_is_refused_before_a_pod_is_made() -> None:
-    decision = decide_size(spec(**TOO_LARGE))
+    decision = decide_size(build.spec(**TOO_LARGE))
     assert (decision.desired, decision.reason) == (0, Reason.INVALID_SPEC)
     assert decision.message.startswith("A core of trn1.32xlarge has 16.0 GiB, but on 4 nodes a process needs 100.4 GiB")
-    result = planned(observed(job(spec(**TOO_LARGE)), ()))
-    assert created(result) == []
-    condition = condition_of(result.status, ConditionType.SIZE_LEGAL)
+    result = make_plan(build.observation(build.job(build.spec(**TOO_LARGE)), ()))
+    assert created_pods(result) == []
+    condition = get_condition(result.status, ConditionType.SIZE_LEGAL)
     assert condition.message == decision.message
 
 
 def test_a_running_job_that_should_not_fit_continues() -> None:
     """An estimate that a later version corrects must not end what runs."""
-    seen = running()
-    trains = replace(seen, job=replace(seen.job, spec=spec(**TOO_LARGE)))
-    result = planned(trains)
-    assert deleted(result) == {}
+    observed = build.running_job()
+    trains = build.with_job(observed, spec=build.spec(**TOO_LARGE))
+    result = make_plan(trains)
+    assert deleted_pods(result) == {}
     assert result.status.phase is Phase.RUNNING
 
 
 def sharded(**workers: Any) -> Any:
     """Return a job of 13 billion parameters whose sharded state needs three nodes."""
-    return spec(
+    return build.spec(
         workers={"accelerator": {"instanceType": "trn2.3xlarge"}, **workers},
         parallelism={"tensor": 1},
         trainer={"model": {"preset": "Llama2-13B"}, "batch": {"globalSize": 96}, "dataParallel": "FullySharded"},
@@ -180,9 +171,9 @@ def test_an_elastic_job_does_not_shrink_to_where_its_divided_state_fits_no_core(
         "core of trn2.3xlarge has for weights, gradients and optimizer alone."
     )
     assert [decision.legal_at_most(nodes) for nodes in (4, 3, 2, 1)] == [4, 3, 0, 0]
-    seen = planned(observed(job(sharded(replicas=8, minReplicas=1)), ()))
-    condition = condition_of(seen.status, ConditionType.SIZE_LEGAL)
-    assert (is_true(seen.status, ConditionType.SIZE_LEGAL), condition.message) == (True, decision.message)
+    result = make_plan(build.observation(build.job(sharded(replicas=8, minReplicas=1)), ()))
+    condition = get_condition(result.status, ConditionType.SIZE_LEGAL)
+    assert (is_true(result.status, ConditionType.SIZE_LEGAL), condition.message) == (True, decision.message)
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plan.plan_builders import (
-    NOW,
-    SETTINGS,
-    agent,
-    job,
-    membership,
-    observed,
-    pod,
-    published,
-    ranks,
-    running,
-    spec,
-)
+from tests.unit.plan import plan_builders as build
+from tests.unit.plan.plan_builders import NOW, SETTINGS
+from tests.unit.plan.plan_results import created_manifests, make_plan, published_members
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.plan.membership.ranks import (
     RankContext,
@@ -31,7 +21,6 @@ from trainium_operator.plan.membership.ranks import (
     network_path,
     order_first_ranks,
 )
-from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import NodeView, Observed
 from trainium_operator.plan.plan import plan
@@ -47,18 +36,21 @@ def racks(count: int, per_rack: int, *, shuffle: int = 0) -> dict[str, NodeView]
     """Return nodes in racks below two spines, in an order that depends on `shuffle`."""
     order = list(range(count))
     random.Random(shuffle).shuffle(order)
-    places = {node: at // per_rack for at, node in enumerate(order)}
-    return {f"node-{at}": labelled(f"node-{at}", f"s{places[at] % 2}", "a", f"r{places[at]}") for at in range(count)}
+    places = {node: place // per_rack for place, node in enumerate(order)}
+    return {
+        f"node-{number}": labelled(f"node-{number}", f"s{places[number] % 2}", "a", f"r{places[number]}")
+        for number in range(count)
+    }
 
 
-def warm(seen: Observed) -> Any:
-    return tuple(build_workers(seen).values())
+def warm(observed: Observed) -> Any:
+    return tuple(build_workers(observed).values())
 
 
 def starting(count: int, nodes: dict[str, NodeView], **workers: Any) -> Observed:
-    view = job(spec(workers={"replicas": 4, **workers}), TrainingJobStatus(next_pod_ordinal=count))
-    pods = tuple(pod(at) for at in range(count))
-    return observed(view, pods, {at: agent(at) for at in range(count)}, nodes=nodes)
+    view = build.job(build.spec(workers={"replicas": 4, **workers}), TrainingJobStatus(next_pod_ordinal=count))
+    pods = tuple(build.pod(ordinal) for ordinal in range(count))
+    return build.observation(view, pods, build.agents(range(count)), nodes=nodes)
 
 
 @given(st.integers(0, 1000))
@@ -74,31 +66,38 @@ def test_the_ranks_of_a_domain_are_contiguous_at_every_layer(shuffle: int) -> No
 def test_the_worker_outside_of_the_largest_domain_is_the_spare() -> None:
     nodes = {
         "node-0": labelled("node-0", "s", "a", "r1"),
-        **{f"node-{at}": labelled(f"node-{at}", "s", "a", "r2") for at in range(1, 5)},
+        **{f"node-{number}": labelled(f"node-{number}", "s", "a", "r2") for number in range(1, 5)},
     }
-    result = plan(starting(5, nodes, spares=1), SETTINGS)
-    assert ranks(published(result)) == ["demo-w-1", "demo-w-2", "demo-w-3", "demo-w-4"]
+    result = make_plan(starting(5, nodes, spares=1))
+    assert published_members(result) == ["demo-w-1", "demo-w-2", "demo-w-3", "demo-w-4"]
 
 
 def test_without_labels_the_oldest_workers_start_in_the_order_of_their_nodes() -> None:
-    nodes = {f"node-{at}": NodeView(name=f"node-{at}") for at in range(5)}
-    assert ranks(published(plan(starting(5, nodes, spares=1), SETTINGS))) == [f"demo-w-{at}" for at in range(4)]
+    nodes = {f"node-{number}": NodeView(name=f"node-{number}") for number in range(5)}
+    assert published_members(make_plan(starting(5, nodes, spares=1))) == [f"demo-w-{ordinal}" for ordinal in range(4)]
 
 
 def test_the_newcomer_nearest_to_the_lost_rank_s_neighbours_takes_it() -> None:
     nodes = {
-        **{f"node-{at}": labelled(f"node-{at}", "s", "a", f"r{at // 2}") for at in range(4)},
+        **{f"node-{number}": labelled(f"node-{number}", "s", "a", f"r{number // 2}") for number in range(4)},
         "node-4": labelled("node-4", "s", "a", "r0"),
         "node-5": labelled("node-5", "s", "a", "r1"),
     }
-    seen = running(4, spares=2, nodes=nodes)
-    seen = replace(seen, pods=tuple(each for each in seen.pods if each.ordinal != 3))
-    assert ranks(published(plan(seen, SETTINGS))) == ["demo-w-0", "demo-w-1", "demo-w-2", "demo-w-5"]
+    observed = build.running_job(4, spares=2, nodes=nodes)
+    observed = build.without_pods(observed, 3, keep_agents=True)
+    assert published_members(make_plan(observed)) == [
+        "demo-w-0",
+        "demo-w-1",
+        "demo-w-2",
+        "demo-w-5",
+    ]
 
 
 def test_newcomers_are_placed_near_both_neighbour_ranks() -> None:
-    nodes = {f"node-{at}": labelled(f"node-{at}", "s", "a", rack) for at, rack in enumerate(("x", "y", "y", "x"))}
-    members = membership(9, 0, 1).members[1:]  # ranks 1 and 2 stay, in racks x and y
+    nodes = {
+        f"node-{number}": labelled(f"node-{number}", "s", "a", rack) for number, rack in enumerate(("x", "y", "y", "x"))
+    }
+    members = build.membership(9, 0, 1).members[1:]  # ranks 1 and 2 stay, in racks x and y
     newcomers = [worker for worker in warm(starting(4, nodes)) if worker.pod.ordinal in (2, 3)]
     first, *_ = assign_ranks(members, newcomers, 3, RankContext(nodes))
     assert first.pod_name == "demo-w-3"
@@ -106,21 +105,21 @@ def test_newcomers_are_placed_near_both_neighbour_ranks() -> None:
 
 def test_a_near_newcomer_on_a_suspected_node_is_taken_only_when_no_other_is_left() -> None:
     nodes = {
-        **{f"node-{at}": labelled(f"node-{at}", "s", "a", "r0") for at in range(5)},
+        **{f"node-{number}": labelled(f"node-{number}", "s", "a", "r0") for number in range(5)},
         "node-5": labelled("node-5", "s", "a", "r9"),
     }
     workers = warm(starting(6, nodes))[4:]
-    members = membership(0, 1, 2, 3).members[:3]
+    members = build.membership(0, 1, 2, 3).members[:3]
     suspected = RankContext(nodes, frozenset({"uid-4"}))
     assert assign_ranks(members, workers, 4, RankContext(nodes))[3].pod_uid == "uid-4"
     assert assign_ranks(members, workers, 4, suspected)[3].pod_uid == "uid-5"
-    assert [each.pod_uid for each in assign_ranks(members, workers, 5, suspected)[3:]] == ["uid-5", "uid-4"]
+    assert [member.pod_uid for member in assign_ranks(members, workers, 5, suspected)[3:]] == ["uid-5", "uid-4"]
 
 
 @given(st.sets(st.integers(0, 11), max_size=6), st.integers(0, 50))
 def test_survivors_keep_their_ranks(lost: set[int], shuffle: int) -> None:
     nodes = racks(20, 4, shuffle=shuffle)
-    before = membership(*range(12)).members
+    before = build.membership(*range(12)).members
     survivors = [member for member in before if member.node_rank not in lost]
     after = assign_ranks(survivors, warm(starting(20, nodes))[12:], 12, RankContext(nodes))
     assert [member.node_rank for member in after] == list(range(12))
@@ -136,16 +135,15 @@ def test_ordering_five_thousand_nodes_is_fast() -> None:
     around = RankContext(nodes)
     began = time.process_time()
     order_first_ranks(workers, 4990, around)
-    members = membership(*range(2500)).members
+    members = build.membership(*range(2500)).members
     assign_ranks(members, workers[2500:], 5000, around)
     assert time.process_time() - began < 5.0, "a quadratic search would take minutes"
 
 
 def affinity(topology: str, layers: frozenset[str] = frozenset(LAYERS[:3]), **changes: Any) -> Any:
-    view = job(spec(scheduling={"topology": topology}, **changes))
-    result = plan(observed(view), replace(SETTINGS, topology_layers=layers))
-    made = next(action.manifest for action in result.actions if isinstance(action, CreatePod))
-    return made["spec"].get("affinity", {}).get("podAffinity")
+    view = build.job(build.spec(scheduling={"topology": topology}, **changes))
+    result = plan(build.observation(view), replace(SETTINGS, topology_layers=layers))
+    return created_manifests(result)[0]["spec"].get("affinity", {}).get("podAffinity")
 
 
 def test_pods_prefer_near_domains() -> None:
@@ -178,11 +176,15 @@ def test_the_user_s_own_affinity_stays() -> None:
 
 
 def test_the_priority_class_reaches_the_pods() -> None:
-    view = job(spec(scheduling={"priorityClassName": "research"}), created=NOW)
-    made = next(a.manifest for a in plan(observed(view), SETTINGS).actions if isinstance(a, CreatePod))
-    assert made["spec"]["priorityClassName"] == "research"
+    view = build.job(build.spec(scheduling={"priorityClassName": "research"}), created=NOW)
+    manifest, *_ = created_manifests(make_plan(build.observation(view)))
+    assert manifest["spec"]["priorityClassName"] == "research"
 
 
 def test_nodes_without_labels_are_not_near() -> None:
     nodes = {"node-0": labelled("node-0"), "node-1": labelled("node-1"), "node-2": labelled("node-2", zone="a")}
-    assert [each.pod.node for each in nearest_first(warm(starting(3, nodes)), nodes)] == ["node-0", "node-1", "node-2"]
+    assert [worker.pod.node for worker in nearest_first(warm(starting(3, nodes)), nodes)] == [
+        "node-0",
+        "node-1",
+        "node-2",
+    ]
