@@ -34,7 +34,7 @@ def create_rank_state(
         if half:
             model.to(torch.bfloat16)
         if grid.tensor > 1:
-            apply_tensor_parallel(model, mesh["tp"], sequence=False)
+            apply_tensor_parallel(model, mesh["tp"], sequence_parallel=False)
         coordinates = mesh_coordinates(grid, rank, mode)
         if mode.is_sharded:
             precision = Precision.BFLOAT16_STOCHASTIC if half else Precision.FLOAT32
@@ -42,10 +42,8 @@ def create_rank_state(
             store: Any = ShardedStore(
                 [model],
                 torch.device(device),
-                dp=(grid.data, coordinates.dp_rank),
-                tp=(grid.tensor, coordinates.tp_rank),
+                mesh=coordinates,
                 moments=("expAvg", "expAvgSq"),
-                once=False,
             )
         else:
             store = ReplicatedStore(

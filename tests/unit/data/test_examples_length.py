@@ -134,7 +134,7 @@ def test_packed_examples_begin_at_position_0_and_have_their_own_labels(tmp_path:
         assert (batch.labels[row, end:] == -100).all()
         assert batch.positions[row, end:].tolist() == list(range(160 - end))
     assert sorted(seen) == list(range(40)), "each example exactly once"
-    assert data.report.used == tokens / (count * 160) > 0.9
+    assert data.report.occupancy == tokens / (count * 160) > 0.9
 
 
 def test_examples_joined_without_a_mask_keep_their_end_tokens_and_labels(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_held_out_examples_are_never_trained_on_also_after_records_are_added(
     assert data.report.held_back == source.held_back.sum() == data.validation.num_samples
     assert 10 < data.report.held_back < 40
     trained = {tuple(sample.examples[0][0].tolist()) for sample in data.training.at(0, data.training.num_samples)}
-    held_back = {tuple(sample.examples[0][0].tolist()) for sample in data.validation.share(0, 1) if sample is not None}
+    held_back = {tuple(sample.examples[0][0].tolist()) for sample in data.validation.samples_of_rank(0, 1) if sample is not None}
     assert not trained & held_back
     assert len(trained) + len(held_back) == 120
     write_records(tmp_path / "d.jsonl", [*make_records(40, seed=7), *make_records(120)])
@@ -283,7 +283,7 @@ def test_open_data_reports_counts_and_has_the_same_identity(settings: DataConfig
     data = open_data(settings, 8, epochs=1)
     assert data.report.line() == (
         f"120 examples of 120 records, {data.report.held_back} held back, "
-        f"{120 - data.report.held_back} sequences with {data.report.used:.1%} of their positions used"
+        f"{120 - data.report.held_back} sequences with {data.report.occupancy:.1%} of their positions used"
     )
     assert data.epoch_samples == -(-data.training.num_samples // 8) * 8
     assert data.identity == open_encoded(settings, epochs=5).identity

@@ -170,7 +170,7 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path, tokenizer: Path
     validation = {"fraction": 0.2, "split": split, "samples": 1000}
     data = open_online(tmp_path, tokenizer, validation=validation)
     reader = load_tokenizer(tokenizer)
-    samples = [sample for sample in data.validation.share(0, 1) if sample is not None]
+    samples = [sample for sample in data.validation.samples_of_rank(0, 1) if sample is not None]
     tokens = [token for sample in samples for token in sample.tokens[:-1].tolist()] + samples[-1].tokens[-1:].tolist()
     texts = set(reader.decode(tokens, skip_special_tokens=False).split(END)[:-1])
     assert texts <= set(DOCUMENTS)

@@ -177,7 +177,7 @@ def test_the_end_of_a_single_document_can_be_held_back_but_not_its_hash(tmp_path
     path.write_text("a document much longer than a sequence, and the only one " * 40)
     data = open_text(data_config(tmp_path, path, validation={"fraction": 0.25, "split": "Tail"}))
     assert isinstance(data.training, Samples)
-    held_back = sum(len(sample.tokens) - 1 for sample in data.validation.share(0, 1) if sample is not None)
+    held_back = sum(len(sample.tokens) - 1 for sample in data.validation.samples_of_rank(0, 1) if sample is not None)
     kept = data.training.parts[0].sequence.tokens
     assert held_back + 1 == pytest.approx((kept + held_back + 1) / 4, abs=1)
     with pytest.raises(UserError, match=r"no document to hold back: .* set data.validation.split to Tail"):

@@ -27,7 +27,6 @@ from trainium_trainer.backends.nonfinite_origins import NonfiniteOrigins
 from trainium_trainer.backends.optimizers import Rounding, find_update
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.backends.replicated_store import ReplicatedStore
-from trainium_trainer.backends.state_store import box, cut
 from trainium_trainer.backends.torch_compile import compile_layers
 from trainium_trainer.checkpoint.format.live_state import is_dtensor, to_local
 from trainium_trainer.data.batches.micro_batches import trim_padding
@@ -106,7 +105,7 @@ class NativeBackend:
 
             assert mesh is not None
             for model in self._models:
-                apply_tensor_parallel(model, mesh["tp"], sequence=parallelism.sequence)
+                apply_tensor_parallel(model, mesh["tp"], sequence_parallel=parallelism.sequence)
         if self.mesh.cp is not None:
             from trainium_trainer.models.context_parallel import (  # noqa: PLC0415 - functional collectives
                 SequenceDivision,
@@ -134,10 +133,9 @@ class NativeBackend:
             self._store = ShardedStore(
                 self._models,
                 self._device,
-                dp=(self.mesh.dp_size, self.mesh.dp_rank),
-                tp=(self.mesh.tp_size, self.mesh.tp_rank),
+                mesh=self.mesh,
                 moments=moments,
-                once=self.mesh.dp_mode is DataParallelMode.SHARDED_OPTIMIZER,
+                keep_gathered=self.mesh.dp_mode is DataParallelMode.SHARDED_OPTIMIZER,
             )
         else:
             half = self._config.precision.keeps_half
@@ -209,25 +207,25 @@ class NativeBackend:
     @torch.no_grad()
     def load_frozen(self, base: BaseWeights) -> None:
         """See `Backend.load_frozen`; only this rank's boxes are read."""
-        for name, size, local, cuts in self._store.frozen():
-            base.fill(name, box(size, cuts)[0], local)
+        for parameter in self._store.frozen():
+            base.fill(parameter.name, parameter.box.offsets, parameter.local)
 
     @torch.no_grad()
     def initialize(self, seed: int, base: BaseWeights | None = None, adapter: AdapterWeights | None = None) -> None:
         """See `Backend.initialize`; the CPU draws this rank's part of the initial values."""
-        for name, size, local, cuts in self._store.parameters():
+        for parameter in self._store.parameters():
+            name, local, box = parameter.name, parameter.local, parameter.box
             if adapter is not None and name in adapter.names:
-                adapter.fill(name, box(size, cuts)[0], local)
+                adapter.fill(name, box.offsets, local)
             elif name.endswith(f".{MAGNITUDE}.weight"):
                 assert base is not None
-                (first,), (count,) = box(size, cuts)
-                local.copy_(base.row_norms(f"{adapted_module(name)}.weight", first, count))
+                local.copy_(base.row_norms(f"{adapted_module(name)}.weight", box.offsets[0], box.sizes[0]))
             elif is_adapter(name):
-                local.copy_(cut(initial_adapter(name, size, seed), cuts))
+                local.copy_(parameter.slice_whole(initial_adapter(name, parameter.size, seed)))
             elif base is not None:
-                base.fill(name, box(size, cuts)[0], local)
+                base.fill(name, box.offsets, local)
             else:
-                local.copy_(initial_slice(name, *box(size, cuts), seed=seed, shape=self._shape))
+                local.copy_(initial_slice(name, box.offsets, box.sizes, seed=seed, shape=self._shape))
 
     def is_equal_on_all_ranks(self, value: int) -> bool:
         """Return whether all ranks passed the same number, by the maxima of it and of its negative. Collective."""

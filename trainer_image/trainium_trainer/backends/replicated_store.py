@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainium_trainer.backends.optimizers import Slot
-from trainium_trainer.backends.state_store import square_sum
+from trainium_trainer.backends.state_store import LocalParameter, Split, square_sum
 from trainium_trainer.checkpoint.format.live_state import is_dtensor, to_local
 from trainium_trainer.models.stages import canonical_parameters, shared_with_first
 from trainium_trainer.models.state_dict import WEIGHT, moment, state_name
@@ -43,8 +43,8 @@ class _Entry:
     size: torch.Size
     local_size: torch.Size
     offset: int
-    divided: bool
-    cuts: tuple[tuple[int, int, int], ...]
+    is_divided: bool
+    splits: tuple[Split, ...]
 
 
 class ReplicatedStore:
@@ -75,7 +75,7 @@ class ReplicatedStore:
         self._gradients = torch.zeros(total, device=device)
         self._adopt(models, device)
         self._bounds = self._bucket_bounds(total)
-        self._slot_bounds = self._cut_by_kind(total)
+        self._slot_bounds = self._split_by_kind(total)
         self._pending = [0] * len(self._bounds)
         self._passes = [0] * len(self._entries)
         self._next_bucket = 0
@@ -120,14 +120,14 @@ class ReplicatedStore:
         bounds.append((start, total))
         return bounds
 
-    def _cut_by_kind(self, total: int) -> list[tuple[int, int, bool]]:
+    def _split_by_kind(self, total: int) -> list[tuple[int, int, bool]]:
         """Return the buckets, split between matrices and vectors: (start, end, has matrices)."""
         kinds = {entry.offset: len(entry.size) > 1 for entry in self._entries}
         if not kinds:
             return []
-        changes = [after for before, after in itertools.pairwise(kinds) if kinds[before] != kinds[after]]
-        cuts = sorted({start for start, _ in self._bounds} | set(changes))
-        return [(start, end, kinds[start]) for start, end in itertools.pairwise([*cuts, total])]
+        kind_changes = [after for before, after in itertools.pairwise(kinds) if kinds[before] != kinds[after]]
+        starts = sorted({start for start, _ in self._bounds} | set(kind_changes))
+        return [(start, end, kinds[start]) for start, end in itertools.pairwise([*starts, total])]
 
     def begin_backward(self, passes: int) -> None:
         """Arm the buckets: each is reduced after this many more backward passes of its parameters."""
@@ -163,7 +163,7 @@ class ReplicatedStore:
         self._works.append(work)
 
     def accumulate(self) -> None:
-        """Do nothing: hooks have counted every gradient."""
+        """Do nothing: hooks count every gradient."""
 
     def reduce(self) -> None:
         """Launch the remaining reductions and wait for all buckets."""
@@ -193,7 +193,7 @@ class ReplicatedStore:
         return square_sum(_split_ranges(flat[:divided])), square_sum(_split_ranges(flat[divided:repeated]))
 
     def gradient(self, name: str) -> Tensor:
-        """See `Store.gradient`."""
+        """See `StateStore.gradient`."""
         entry = next(entry for entry in self._entries if entry.name == name)
         return self._gradients[entry.offset : entry.offset + entry.local_size.numel()]
 
@@ -205,16 +205,16 @@ class ReplicatedStore:
         """
         if self._half:
             for entry in self._entries:
-                at = slice(entry.offset, entry.offset + entry.local_size.numel())
-                key = f"{entry.name}:{self._tp_rank if entry.divided else 0}"
-                yield self._slot(at, is_matrix=len(entry.size) > 1, key=key)
+                values = slice(entry.offset, entry.offset + entry.local_size.numel())
+                key = f"{entry.name}:{self._tp_rank if entry.is_divided else 0}"
+                yield self._slot(values, is_matrix=len(entry.size) > 1, key=key)
             return
         for start, end, is_matrix in self._slot_bounds:
             yield self._slot(slice(start, end), is_matrix=is_matrix)
 
-    def _slot(self, at: slice, *, is_matrix: bool, key: str = "") -> Slot:
-        weight, *moments = (flat[at] for flat in self._flat.values())
-        return Slot(weight, self._gradients[at], tuple(moments), is_matrix, key)
+    def _slot(self, values: slice, *, is_matrix: bool, key: str = "") -> Slot:
+        weight, *moments = (flat[values] for flat in self._flat.values())
+        return Slot(weight, self._gradients[values], tuple(moments), is_matrix, key)
 
     def zero_grad(self) -> None:
         """Set the gradients to zero; they keep their memory."""
@@ -224,17 +224,17 @@ class ReplicatedStore:
     def after_evaluation(self) -> None:
         """Do nothing: nothing was gathered."""
 
-    def parameters(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
-        """See `Store.parameters`."""
+    def parameters(self) -> Iterator[LocalParameter]:
+        """See `StateStore.parameters`."""
         for entry in self._entries:
             end = entry.offset + entry.local_size.numel()
             local = self._flat[WEIGHT][entry.offset : end].view(entry.local_size)
-            yield entry.name, entry.size, local, entry.cuts
+            yield LocalParameter(entry.name, entry.size, local, entry.splits)
 
-    def frozen(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
-        """See `Store.frozen`."""
+    def frozen(self) -> Iterator[LocalParameter]:
+        """See `StateStore.frozen`."""
         for entry, local in zip(self._frozen, self._frozen_locals, strict=True):
-            yield entry.name, entry.size, local, entry.cuts
+            yield LocalParameter(entry.name, entry.size, local, entry.splits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return one view per parameter and kind of value."""
@@ -267,17 +267,17 @@ def _plan_buffers(models: Sequence[Llama], tp_rank: int) -> tuple[list[_Entry], 
     placed = []
     for name, parameter in named:
         if parameter.requires_grad:
-            cuts = _cuts(parameter, tp_rank)
-            divided = bool(cuts) or not tensor_parallel
-            placed.append((name, parameter, to_local(parameter).shape, cuts, divided))
-    placed.sort(key=lambda item: (item[0] in shared, not item[4], len(item[1].shape) == 1))
+            splits = _splits(parameter, tp_rank)
+            placed.append((name, parameter, splits, bool(splits) or not tensor_parallel))
+    placed.sort(key=lambda item: (item[0] in shared, not item[3], len(item[1].shape) == 1))
     entries: list[_Entry] = []
     offset = divided_end = repeated_end = 0
-    for name, parameter, local, cuts, divided in placed:
-        entries.append(_Entry(name, parameter, parameter.shape, local, offset, divided, cuts))
-        offset += -(-local.numel() // _ALIGNMENT) * _ALIGNMENT
+    for name, parameter, splits, is_divided in placed:
+        local_size = to_local(parameter).shape
+        entries.append(_Entry(name, parameter, parameter.shape, local_size, offset, is_divided, splits))
+        offset += -(-local_size.numel() // _ALIGNMENT) * _ALIGNMENT
         if name not in shared:
-            divided_end = offset if divided else divided_end
+            divided_end = offset if is_divided else divided_end
             repeated_end = offset
     return entries, (divided_end, repeated_end), offset
 
@@ -285,20 +285,20 @@ def _plan_buffers(models: Sequence[Llama], tp_rank: int) -> tuple[list[_Entry], 
 def _frozen_entries(models: Sequence[Llama], tp_rank: int) -> list[_Entry]:
     """Return the entries of frozen parameters, which are not in the buffers."""
     return [
-        _Entry(name, parameter, parameter.shape, to_local(parameter).shape, -1, bool(cuts), cuts)
+        _Entry(name, parameter, parameter.shape, to_local(parameter).shape, -1, bool(splits), splits)
         for model in models
         for name, parameter in canonical_parameters(model)
         if not parameter.requires_grad
-        for cuts in (_cuts(parameter, tp_rank),)
+        for splits in (_splits(parameter, tp_rank),)
     ]
 
 
-def _cuts(parameter: nn.Parameter, tp_rank: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the cuts by which tensor parallelism takes this rank's part from the whole."""
+def _splits(parameter: nn.Parameter, tp_rank: int) -> tuple[Split, ...]:
+    """Return the splits by which tensor parallelism takes this rank's part from the whole."""
     if not is_dtensor(parameter):
         return ()
     placement = _dtensor(parameter).placements[0]
-    return ((placement.dim, _dtensor(parameter).device_mesh.size(), tp_rank),) if placement.is_shard() else ()
+    return (Split(placement.dim, _dtensor(parameter).device_mesh.size(), tp_rank),) if placement.is_shard() else ()
 
 
 def _wrap_like(parameter: nn.Parameter, local: Tensor) -> Tensor:

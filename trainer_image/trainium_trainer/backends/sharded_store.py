@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from trainium_contract.models.parameters import EMBEDDING
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.optimizers import Slot
-from trainium_trainer.backends.state_store import square_sum
+from trainium_trainer.backends.state_store import LocalParameter, Split, square_sum
 from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.models.llama import RMSNorm
 from trainium_trainer.models.stages import canonical_parameters, present_layers, shared_with_first
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from trainium_trainer.checkpoint.interfaces import MeshCoordinates
     from trainium_trainer.models.llama import Llama
 
 
@@ -43,14 +44,14 @@ def apply_sharding(model: Llama, mesh: DeviceMesh, precision: Precision, mode: D
     master weights the layers' projections are gathered in bfloat16. Normalisations and the embedding stay in float32,
     as in the replicated layout, and inputs are not converted, because the rotary table is float32.
     """
-    again = mode is DataParallelMode.FULLY_SHARDED
+    reshard = mode is DataParallelMode.FULLY_SHARDED
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     mixed = policy if precision is Precision.FLOAT32 else replace(policy, param_dtype=torch.bfloat16)
     for layer in present_layers(model):
         if precision is Precision.BFLOAT16:
             for norm in (module for module in layer.modules() if isinstance(module, RMSNorm)):
-                fully_shard(norm, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
-        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=again)
+                fully_shard(norm, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     whole = mixed if precision.keeps_half else policy
     fully_shard(model, mesh=mesh, mp_policy=whole, reshard_after_forward=False)
     for module in model.modules():
@@ -80,11 +81,13 @@ class _Entry:
     gradient: Tensor | None
     """The float32 sum of FSDP's gradients, if these are in bfloat16 like the parameter."""
     key: str
-    shared: bool
+    is_shared: bool
     """Whether other ranks of the tensor-parallel group or of other stages hold the same values."""
-    divided: bool
-    counted: bool
-    cuts: tuple[tuple[int, int, int], ...]
+    is_divided: bool
+    """Whether tensor parallelism divides the parameter."""
+    is_counted: bool
+    """Whether this stage counts the parameter in norms."""
+    splits: tuple[Split, ...]
 
     def sum(self) -> Tensor:
         """Return this rank's part of the step's gradient, float32."""
@@ -99,17 +102,16 @@ class ShardedStore:
         models: Sequence[Llama],
         device: torch.device,
         *,
-        dp: tuple[int, int],
-        tp: tuple[int, int],
+        mesh: MeshCoordinates,
         moments: Sequence[str],
-        once: bool = False,
+        keep_gathered: bool = False,
     ) -> None:
-        """Create the state of `models`, the whole or this rank's stages; `dp` and `tp` are (size, rank).
+        """Create the state of `models`, the whole or this rank's stages.
 
-        `moments` are those of the optimizer by name; `once`: gather and reduce once per step, and keep gathered weights
-        in between.
+        `moments` are those of the optimizer by name. With `keep_gathered` a step gathers the weights once, keeps them
+        and reduces once.
         """
-        self._roots = [model for model in models if isinstance(model, FSDPModule)] if once else []
+        self._roots = [model for model in models if isinstance(model, FSDPModule)] if keep_gathered else []
         self._own_sums: list[Tensor] = []
         """The sums before the reductions of this step."""
         for model in models:
@@ -119,7 +121,7 @@ class ShardedStore:
                     module.set_custom_reduce_scatter(_WatchedReduceScatter(self._own_sums))
         self._models = models
         self._frozen = [
-            (name, parameter.shape, to_local(parameter), _cuts(parameter, dp, tp))
+            LocalParameter(name, parameter.shape, to_local(parameter), _splits(parameter, mesh))
             for model in models
             for name, parameter in canonical_parameters(model)
             if not parameter.requires_grad
@@ -128,11 +130,10 @@ class ShardedStore:
             _entry(
                 name,
                 parameter,
-                dp=dp,
-                tp=tp,
-                moments=moments,
-                counted=name not in shared_with_first(model),
-                tied=name == EMBEDDING and model.shape.tie_embeddings,
+                mesh,
+                moments,
+                is_counted=name not in shared_with_first(model),
+                is_tied=name == EMBEDDING and model.shape.tie_embeddings,
             )
             for model in models
             for name, parameter in canonical_parameters(model)
@@ -140,7 +141,7 @@ class ShardedStore:
         ]
 
     def begin_backward(self, passes: int) -> None:
-        """Configure FSDP to reduce in every backward pass, or with `once` only in the last."""
+        """Configure FSDP to reduce in every backward pass, or with `keep_gathered` only in the last."""
         for root in self._roots:
             root.set_requires_gradient_sync(passes > 0)
             root.set_reshard_after_backward(passes > 0)
@@ -165,9 +166,9 @@ class ShardedStore:
         return self._square_sums(lambda entry: to_local(entry.parameter))
 
     def _square_sums(self, values: Callable[[_Entry], Tensor]) -> tuple[float, float]:
-        counted = [entry for entry in self._entries if entry.counted]
-        divided = [values(entry) for entry in counted if entry.divided]
-        repeated = [values(entry) for entry in counted if not entry.divided]
+        counted = [entry for entry in self._entries if entry.is_counted]
+        divided = [values(entry) for entry in counted if entry.is_divided]
+        repeated = [values(entry) for entry in counted if not entry.is_divided]
         return square_sum(divided), square_sum(repeated)
 
     def has_finite_own_gradients(self) -> bool:
@@ -176,7 +177,7 @@ class ShardedStore:
         return bool(torch.stack(sums).isfinite().all())
 
     def gradient(self, name: str) -> Tensor:
-        """See `Store.gradient`."""
+        """See `StateStore.gradient`."""
         return next(entry.sum() for entry in self._entries if entry.name == name)
 
     def slots(self) -> Iterator[Slot]:
@@ -188,7 +189,7 @@ class ShardedStore:
                 tuple(map(to_local, entry.moments.values())),
                 len(entry.parameter.shape) > 1,
                 entry.key,
-                shared=entry.shared,
+                shared=entry.is_shared,
             )
 
     def zero_grad(self) -> None:
@@ -205,13 +206,13 @@ class ShardedStore:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def parameters(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
-        """See `Store.parameters`."""
+    def parameters(self) -> Iterator[LocalParameter]:
+        """See `StateStore.parameters`."""
         for entry in self._entries:
-            yield entry.name, entry.parameter.shape, to_local(entry.parameter), entry.cuts
+            yield LocalParameter(entry.name, entry.parameter.shape, to_local(entry.parameter), entry.splits)
 
-    def frozen(self) -> Iterator[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
-        """See `Store.frozen`."""
+    def frozen(self) -> Iterator[LocalParameter]:
+        """See `StateStore.frozen`."""
         yield from self._frozen
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,34 +231,33 @@ class ShardedStore:
 def _entry(
     name: str,
     parameter: nn.Parameter,
-    *,
-    dp: tuple[int, int],
-    tp: tuple[int, int],
+    mesh: MeshCoordinates,
     moments: Sequence[str],
-    counted: bool,
-    tied: bool,
+    *,
+    is_counted: bool,
+    is_tied: bool,
 ) -> _Entry:
-    """Create the entry of a parameter; `dp` and `tp` are (size, rank). Tensor parallelism divides first, then FSDP."""
-    cuts = _cuts(parameter, dp, tp)
-    divided = len(cuts) == 2
+    """Create the entry of a parameter."""
+    splits = _splits(parameter, mesh)
+    is_divided = len(splits) == 2
     local = to_local(parameter)
     return _Entry(
         name=name,
         parameter=parameter,
         gradient=None if local.dtype is torch.float32 else torch.zeros_like(local, dtype=torch.float32),
-        key=f"{name}:{dp[1]}:{tp[1] if divided else 0}",
-        shared=tied or (tp[0] > 1 and not divided),
+        key=f"{name}:{mesh.dp_rank}:{mesh.tp_rank if is_divided else 0}",
+        is_shared=is_tied or (mesh.tp_size > 1 and not is_divided),
         moments={moment(moment_name): torch.zeros_like(parameter.detach()) for moment_name in moments},
-        divided=divided,
-        counted=counted,
-        cuts=cuts,
+        is_divided=is_divided,
+        is_counted=is_counted,
+        splits=splits,
     )
 
 
-def _cuts(parameter: nn.Parameter, dp: tuple[int, int], tp: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Return the cuts by which this rank's part is taken from the whole."""
+def _splits(parameter: nn.Parameter, mesh: MeshCoordinates) -> tuple[Split, ...]:
+    """Return the splits that leave this rank's part: those of tensor parallelism come first, then those of FSDP."""
     placements: tuple[Any, ...] = parameter.placements  # type: ignore[attr-defined]
-    by_data = (placements[0].dim, *dp)
+    data_split = Split(placements[0].dim, mesh.dp_size, mesh.dp_rank)
     if len(placements) == 2 and placements[1].is_shard():
-        return (placements[1].dim, *tp), by_data
-    return (by_data,)
+        return Split(placements[1].dim, mesh.tp_size, mesh.tp_rank), data_split
+    return (data_split,)

@@ -8,9 +8,12 @@ Guarantees:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+from trainium_trainer.checkpoint.sharding import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,8 +22,47 @@ if TYPE_CHECKING:
 
     from trainium_trainer.backends.optimizers import Slot
 
-_PIECE = 1 << 14
+_FLOAT32_SUM_VALUES = 1 << 14
 """The number of values that are summed in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A division of one dimension into equal pieces, as DTensor divides it; a rank keeps the piece `index`."""
+
+    dimension: int
+    pieces: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """This rank's part of a parameter."""
+
+    name: str
+    size: torch.Size
+    """The size of the whole parameter."""
+    local: Tensor
+    splits: tuple[Split, ...]
+    """The divisions that leave this rank's part, in their order."""
+
+    @property
+    def box(self) -> Box:
+        """The box of the whole parameter that this rank holds; empty where there are fewer rows than pieces."""
+        offsets, sizes = [0] * len(self.size), list(self.size)
+        for split in self.splits:
+            extent = sizes[split.dimension]
+            length = -(-extent // split.pieces)
+            begin = min(split.index * length, extent)
+            offsets[split.dimension] += begin
+            sizes[split.dimension] = min(length, extent - begin)
+        return Box(tuple(offsets), tuple(sizes))
+
+    def slice_whole(self, whole: Tensor) -> Tensor:
+        """Return the values of a whole tensor that this rank holds."""
+        for dimension, (offset, size) in enumerate(zip(self.box.offsets, self.box.sizes, strict=True)):
+            whole = whole.narrow(dimension, offset, size)
+        return whole
 
 
 class StateStore(Protocol):
@@ -69,12 +111,12 @@ class StateStore(Protocol):
         """Release the memory that only passes without gradients needed."""
         ...
 
-    def parameters(self) -> Iterable[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
-        """Yield name, full size, this rank's part and its cuts (see `cut`) of each trained parameter."""
+    def parameters(self) -> Iterable[LocalParameter]:
+        """Yield this rank's part of each trained parameter."""
         ...
 
-    def frozen(self) -> Iterable[tuple[str, torch.Size, Tensor, tuple[tuple[int, int, int], ...]]]:
-        """Yield the same for frozen parameters, which are neither in the state nor in the slots."""
+    def frozen(self) -> Iterable[LocalParameter]:
+        """Yield this rank's part of each frozen parameter, which is neither in the state nor in the slots."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,26 +126,6 @@ class StateStore(Protocol):
     def local_tensors(self) -> dict[str, Tensor]:
         """See `TrainingState.local_tensors`."""
         ...
-
-
-def cut(whole: Tensor, cuts: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """Return a rank's part of a whole tensor as DTensor does: keep one piece for each (dimension, pieces, index)."""
-    for dimension, pieces, index in cuts:
-        chunks = whole.chunk(pieces, dim=dimension)
-        # As in DTensor, the last ranks hold nothing if there are fewer rows than pieces.
-        whole = chunks[index] if index < len(chunks) else whole.narrow(dimension, 0, 0)
-    return whole
-
-
-def box(size: torch.Size, cuts: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets in the whole and the size of the part that `cut` keeps."""
-    offsets, sizes = [0] * len(size), list(size)
-    for dimension, pieces, index in cuts:
-        length = -(-sizes[dimension] // pieces)
-        begin = min(index * length, sizes[dimension])
-        offsets[dimension] += begin
-        sizes[dimension] = min(length, sizes[dimension] - begin)
-    return tuple(offsets), tuple(sizes)
 
 
 def square_sum(tensors: Iterable[Tensor]) -> float:
@@ -118,10 +140,10 @@ def square_sum(tensors: Iterable[Tensor]) -> float:
 
 def _norms(flat: Tensor) -> list[Tensor]:
     """Return the norms of the pieces of a flat tensor, float32."""
-    whole = flat.numel() // _PIECE * _PIECE
+    whole = flat.numel() // _FLOAT32_SUM_VALUES * _FLOAT32_SUM_VALUES
     norms = []
     if whole:
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE), dim=1, dtype=torch.float32))
+        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _FLOAT32_SUM_VALUES), dim=1, dtype=torch.float32))
     if whole < flat.numel():
         norms.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))
     return norms

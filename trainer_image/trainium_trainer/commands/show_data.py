@@ -209,7 +209,7 @@ def _format_counts(config: TrainingConfig, report: DataReport) -> list[tuple[str
         ("held back", f"{report.held_back:,}"),
         ("examples", f"{report.examples - report.held_back:,} to train on"),
         ("sequences", f"{report.sequences:,}{', packed' if examples.packing else ''}"),
-        ("positions", f"{report.used:.1%} used"),
+        ("positions", f"{report.occupancy:.1%} used"),
     ]
     zero = {"filtered", "left out", "skipped", "held back", "not used"}  # omit counts of zero
     return [(name, value) for name, value in lines if name not in zero or not value.startswith("0")]

@@ -72,7 +72,7 @@ def _running_text(config: DataConfig, samples: int) -> QuestionSet:
     data = open_data(config.model_copy(update={"validation": validation}), 1)
     assert data.validation is not None
     rules = data.validation.rules
-    rows = [sample.rows(rules)[0] for sample in data.validation.share(0, 1) if sample is not None]
+    rows = [sample.rows(rules)[0] for sample in data.validation.samples_of_rank(0, 1) if sample is not None]
     texts = [[*row.inputs.tolist(), int(row.targets[-1])] for row in rows]
     pieces = [piece for text in texts for piece in _documents(text, rules.end_of_document) if len(piece) > 1]
     if not pieces:

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from trainium_trainer.models.llama import Llama
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence: bool) -> None:
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Divide a model or a stage, before its values are set, over the one-dimensional `mesh`."""
-    region = FunctionalRegion(mesh.get_group(), sequence)
+    region = FunctionalRegion(mesh.get_group(), sequence_parallel)
     heads = model.shape.num_key_value_heads
     for layer in present_layers(model):
         for parameter in layer_parameters(model.shape).values():
@@ -69,7 +69,7 @@ def _divide(
     if parameter.dimension is None:
         # A bias after a sum over the ranks is added on one rank only.
         counts = leaf != "bias" or mesh.get_local_rank() == 0
-        _repeat(module, mesh, leaf, partial=parameter.summed or region.sequence, counts=counts)
+        _repeat(module, mesh, leaf, partial=parameter.summed or region.sequence_parallel, counts=counts)
         return
     if isinstance(module, RMSNorm):
         ranks = mesh.size()

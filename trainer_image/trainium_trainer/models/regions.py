@@ -25,7 +25,7 @@ _SEQUENCE_DIMENSION = 1
 class Region(ABC):
     """The entry and exit of the divided regions of a model; a subclass has the collectives."""
 
-    sequence: bool
+    sequence_parallel: bool
     """Whether the sequence is divided outside the regions."""
 
     def enter(self, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class FunctionalRegion(Region):
     """A region of [batch, sequence, hidden] activations, with functional collectives."""
 
     group: ProcessGroup
-    sequence: bool
+    sequence_parallel: bool
 
     def enter(self, x: Tensor) -> Tensor:
         """See `Region.enter`."""
@@ -63,11 +63,11 @@ class FunctionalRegion(Region):
 
     def gather(self, x: Tensor) -> Tensor:
         """See `Region.gather`."""
-        return self.all_gather(x) if self.sequence else x.view_as(x)
+        return self.all_gather(x) if self.sequence_parallel else x.view_as(x)
 
     def reduce(self, x: Tensor) -> Tensor:
         """See `Region.reduce`."""
-        return self.reduce_scatter(x) if self.sequence else self.all_reduce(x)
+        return self.reduce_scatter(x) if self.sequence_parallel else self.all_reduce(x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over the group."""

@@ -59,8 +59,8 @@ def test_buckets_are_reduced_in_order_during_the_last_backward_pass(
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     with torch.no_grad():
-        for name, size, local, _ in store.parameters():
-            local.copy_(initial_tensor(name, size, seed=0, shape=shape))
+        for part in store.parameters():
+            part.local.copy_(initial_tensor(part.name, part.size, seed=0, shape=shape))
     tokens = torch.randint(0, 64, (2, 3, 10), generator=torch.Generator().manual_seed(0))
     for number, micro_batch in enumerate(tokens):
         store.begin_backward(int(number == 1))
@@ -95,8 +95,8 @@ def test_updates_equal_those_of_torch(
     plain, model = initial_model(shape), Llama(shape)
     store = ReplicatedStore([model], torch.device("cpu"), None, 0, moments=config.kind.moments)
     with torch.no_grad():
-        for name, size, local, _ in store.parameters():
-            local.copy_(initial_tensor(name, size, seed=0, shape=shape))
+        for part in store.parameters():
+            part.local.copy_(initial_tensor(part.name, part.size, seed=0, shape=shape))
     vectors = [parameter for parameter in plain.parameters() if parameter.ndim == 1]
     matrices = [parameter for parameter in plain.parameters() if parameter.ndim == 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors}]

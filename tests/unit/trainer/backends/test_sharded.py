@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainium_contract.trainer.model import ModelConfig
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.sharded_store import ShardedStore, apply_sharding
+from trainium_trainer.checkpoint.interfaces import MeshCoordinates
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
@@ -57,10 +58,17 @@ def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
     with torch.device("meta"):
         model = Llama(shape)
     apply_sharding(model, init_device_mesh("cpu", (2,)), Precision.FLOAT32, mode)
-    once = mode is DataParallelMode.SHARDED_OPTIMIZER
-    store = ShardedStore([model], torch.device("cpu"), dp=(2, 0), tp=(1, 0), moments=("expAvg", "expAvgSq"), once=once)
-    for _, _, local, _ in store.parameters():
-        local.zero_()
+    keep_gathered = mode is DataParallelMode.SHARDED_OPTIMIZER
+    coordinates = MeshCoordinates(rank=0, world_size=2, dp_rank=0, dp_size=2, tp_rank=0, tp_size=1, dp_mode=mode)
+    store = ShardedStore(
+        [model],
+        torch.device("cpu"),
+        mesh=coordinates,
+        moments=("expAvg", "expAvgSq"),
+        keep_gathered=keep_gathered,
+    )
+    for parameter in store.parameters():
+        parameter.local.zero_()
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     for step in range(2):
         found = []
@@ -71,6 +79,6 @@ def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
             store.accumulate()
             found.append(gathers.count)
             reduced = all(entry.parameter.grad is not None for entry in store._entries)
-            assert reduced == (not once or number == 2)
+            assert reduced == (not keep_gathered or number == 2)
         assert found == passes, step
         store.zero_grad()

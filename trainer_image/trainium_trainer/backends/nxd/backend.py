@@ -77,10 +77,10 @@ class NxdBackend:
         with self._pulse.peers:
             self._groups = create_groups(settings, self._device.device)
         self.mesh = self._groups.mesh
-        self._sequence = settings.config.parallelism.sequence and self.mesh.tp_size > 1
-        share = self._shape.vocab_size // self.mesh.tp_size
-        known = self._shape.vocab_size - self._shape.vocab_padding - self.mesh.tp_rank * share
-        self._columns = None if known >= share else max(0, known)
+        self._sequence_parallel = settings.config.parallelism.sequence and self.mesh.tp_size > 1
+        rows = self._shape.vocab_size // self.mesh.tp_size
+        unpadded_rows = self._shape.vocab_size - self._shape.vocab_padding - self.mesh.tp_rank * rows
+        self._columns = None if unpadded_rows >= rows else max(0, unpadded_rows)
         """The number of this rank's rows of the vocabulary without padding; None for all."""
         self._tokens = 0
         self._values: list[float] = []
@@ -97,15 +97,18 @@ class NxdBackend:
         # Done now, because otherwise the first micro-batch would be a separate graph.
         self._model.rotary_table(self._config.data.sequence_length, self._device.device)
         parts = [self._named_parameter(name, parameter) for name, parameter in self._model.named_parameters()]
-        named = [entry for entry in parts if entry.parameter.requires_grad]
+        trained = [entry for entry in parts if entry.parameter.requires_grad]
         self._frozen = [entry for entry in parts if not entry.parameter.requires_grad]
         apply_recompute(self._model, self._config.recompute)
-        layout = NxdReplicatedStore if self.mesh.dp_mode is DataParallelMode.REPLICATED else Zero1Store
-        self._store: NxdStateStore = layout(named, self._config.optimizer, weight_dtype)
+        store_class = NxdReplicatedStore if self.mesh.dp_mode is DataParallelMode.REPLICATED else Zero1Store
+        self._store: NxdStateStore = store_class(trained, self._config.optimizer, weight_dtype)
         if precision.keeps_half:
             self._store.inner.after_update = SharedRowSync(self._store.states, self._groups.tensor).agree
         self._partial_gradients = PartialGradients(
-            named, self._groups.tensor, sequence=self._sequence, own_regions=self._config.tuning.freezes
+            trained,
+            self._groups.tensor,
+            sequence_parallel=self._sequence_parallel,
+            own_regions=self._config.tuning.freezes,
         )
         self._loss = torch.zeros((), device=self._device.device)
         self.state = NxdState(self._store.states, self._device)
@@ -133,8 +136,8 @@ class NxdBackend:
         """Create the divided model, of NxD's layers unless weights are frozen."""
         rank, tuning, flash = self._groups.tensor_rank, self._config.tuning, self._device.is_neuron
         if not tuning.freezes:
-            return build_llama(rank, sequence=self._sequence, flash=flash, dtype=dtype)
-        region = NxdRegion(self._groups.tensor, sequence=self._sequence)
+            return build_llama(rank, sequence_parallel=self._sequence_parallel, flash=flash, dtype=dtype)
+        region = NxdRegion(self._groups.tensor, sequence_parallel=self._sequence_parallel)
         return build_finetune_llama(rank, region, self._trainable, tuning.lora, flash=flash, dtype=dtype)
 
     def _named_parameter(self, name: str, parameter: nn.Parameter) -> NamedParameter:
@@ -200,14 +203,14 @@ class NxdBackend:
             self._model,
             batch.inputs.to(device),
             batch.labels.to(device),
-            sequence=self._sequence,
+            sequence_parallel=self._sequence_parallel,
             columns=self._columns,
             positions=None if batch.positions is None else batch.positions.to(device),
             samples=samples,
         )
 
     def _dropout_keys(self, batch: MicroBatch) -> Tensor | None:
-        """Return what names the samples for dropout; None where nothing is dropped."""
+        """Return the keys of the samples for dropout; None without dropout."""
         return (
             sample_keys(batch.sample_positions, self._config.seed).to(self._device.device)
             if self._uses_dropout

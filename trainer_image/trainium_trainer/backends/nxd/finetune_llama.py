@@ -61,7 +61,7 @@ def build_finetune_llama(
             if not is_adapter(name):  # a projection with an adapter is a new module
                 parameter.data = parameter.data.to(dtype)
         model.model.embed_tokens = ParallelEmbedding(
-            shape.vocab_size, shape.hidden_size, dtype=dtype, sequence_parallel_enabled=region.sequence
+            shape.vocab_size, shape.hidden_size, dtype=dtype, sequence_parallel_enabled=region.sequence_parallel
         )
         model.model.embed_tokens.weight.requires_grad_(EMBEDDING in trainable.weights)
         for block in model.model.layers:
@@ -135,14 +135,14 @@ class FinetuneAttention(nn.Module):
         )
         mask = build_mask(context, self._window)
         mixed = self.core(rotate(query, context), rotate(key, context), value, mask)
-        joined = mixed.permute(2, 0, 1, 3) if self._region.sequence else mixed.transpose(1, 2)
+        joined = mixed.permute(2, 0, 1, 3) if self._region.sequence_parallel else mixed.transpose(1, 2)
         return self._region.leave(self.o_proj(joined.flatten(2), context))
 
     def _heads(self, projected: Tensor, norm: RMSNorm | None) -> Tensor:
         """To [batch, heads, sequence, width]."""
         heads = projected.reshape(*projected.shape[:2], -1, self._head_dim)
         heads = heads if norm is None else norm(heads)
-        return heads.permute(1, 2, 0, 3) if self._region.sequence else heads.transpose(1, 2)
+        return heads.permute(1, 2, 0, 3) if self._region.sequence_parallel else heads.transpose(1, 2)
 
 
 class FinetuneMLP(nn.Module):
@@ -171,7 +171,7 @@ def _shard_projection(projection: Linear, name: str, rank: TensorRank, region: N
         half.weight = _empty_chunk(half.weight, cut.dimension, cut.length)
         projection.lora_A.part = projection.lora_B.part = functools.partial(_as_type, dtype=dtype)
         projection.first_feature = cut.offset if cut.dimension else 0
-        projection.sequence_dimension = 0 if region.sequence else 1
+        projection.sequence_dimension = 0 if region.sequence_parallel else 1
     projection.weight = _empty_chunk(projection.weight, cut.dimension, cut.length)
     if projection.bias is not None:  # of outputs, which are divided
         projection.bias = _empty_chunk(projection.bias, 0, cut.length)

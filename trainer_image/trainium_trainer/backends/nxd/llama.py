@@ -80,19 +80,25 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 class NxdAttention(nn.Module):
     """Grouped-query attention over this rank's heads."""
 
-    def __init__(self, rank: TensorRank, number: int, *, sequence: bool, flash: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rank: TensorRank, number: int, *, sequence_parallel: bool, flash: bool, dtype: torch.dtype
+    ) -> None:
         """Create the attention of layer `number`."""
         super().__init__()
         shape = rank.shape
         query = shape.num_attention_heads * shape.head_dim
-        self._head_dim, self._sequence, self._window = shape.head_dim, sequence, shape.window_of(number)
+        self._head_dim, self._sequence_parallel, self._window = (
+            shape.head_dim,
+            sequence_parallel,
+            shape.window_of(number),
+        )
         self.qkv_proj = GQAQKVColumnParallelLinear(
             shape.hidden_size,
             [query, shape.num_key_value_heads * shape.head_dim],
             bias=False,
             gather_output=False,
             dtype=dtype,
-            sequence_parallel_enabled=sequence,
+            sequence_parallel_enabled=sequence_parallel,
             kv_size_multiplier=rank.key_value_copies,
             fuse_qkv=True,
         )
@@ -101,7 +107,7 @@ class NxdAttention(nn.Module):
             outputs = self.qkv_proj.weight_qkv.shape[0]
             self.qkv_proj.bias_qkv = nn.Parameter(torch.empty(outputs, dtype=dtype))
         self.core = CoreAttention(flash=flash)
-        self.o_proj = _row(query, shape.hidden_size, sequence=sequence, dtype=dtype)
+        self.o_proj = _row(query, shape.hidden_size, sequence_parallel=sequence_parallel, dtype=dtype)
         self.q_norm, self.k_norm = head_norms(shape, dtype)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
@@ -112,7 +118,7 @@ class NxdAttention(nn.Module):
         )
         mask = build_mask(context, self._window)
         mixed = self.core(rotate(query, context), rotate(key, context), value, mask)
-        joined = mixed.permute(2, 0, 1, 3) if self._sequence else mixed.transpose(1, 2)
+        joined = mixed.permute(2, 0, 1, 3) if self._sequence_parallel else mixed.transpose(1, 2)
         out: Tensor = self.o_proj(joined.flatten(2).contiguous())
         return out
 
@@ -120,7 +126,7 @@ class NxdAttention(nn.Module):
         """Reshape to [batch, heads, sequence, width]."""
         heads = _ContiguousGradient.apply(projected).unflatten(-1, (-1, self._head_dim))  # type: ignore[no-untyped-call]
         heads = heads if norm is None else norm(heads)
-        turned: Tensor = heads.permute(1, 2, 0, 3) if self._sequence else heads.transpose(1, 2)
+        turned: Tensor = heads.permute(1, 2, 0, 3) if self._sequence_parallel else heads.transpose(1, 2)
         return turned
 
 
@@ -140,11 +146,13 @@ def build_mask(context: AttentionContext, window: int | None) -> Tensor | None:
 class NxdMLP(nn.Module):
     """The SwiGLU feed-forward layer over this rank's part of the inner width."""
 
-    def __init__(self, shape: ModelShape, *, sequence: bool, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
         super().__init__()
         width = shape.intermediate_size
-        self.gate_up_proj = _column(shape.hidden_size, 2 * width, sequence=sequence, dtype=dtype, stride=2)
-        self.down_proj = _row(width, shape.hidden_size, sequence=sequence, dtype=dtype)
+        self.gate_up_proj = _column(
+            shape.hidden_size, 2 * width, sequence_parallel=sequence_parallel, dtype=dtype, stride=2
+        )
+        self.down_proj = _row(width, shape.hidden_size, sequence_parallel=sequence_parallel, dtype=dtype)
 
     def forward(self, x: Tensor, _: AttentionContext) -> Tensor:
         """Return a tensor of the size of `x`."""
@@ -153,7 +161,7 @@ class NxdMLP(nn.Module):
         return out
 
 
-def _column(width: int, outputs: int, *, sequence: bool, dtype: torch.dtype, stride: int = 1) -> nn.Module:
+def _column(width: int, outputs: int, *, sequence_parallel: bool, dtype: torch.dtype, stride: int = 1) -> nn.Module:
     """Create a projection whose outputs are divided."""
     # Without sequence parallelism the gradient of the input is summed in `dtype`: for another type, NxD 0.18 sums a
     # copy and continues with this rank's part (`_linear_autograd_bwd_grad_reduce`).
@@ -164,21 +172,21 @@ def _column(width: int, outputs: int, *, sequence: bool, dtype: torch.dtype, str
         gather_output=False,
         dtype=dtype,
         stride=stride,
-        reduce_dtype=torch.float32 if sequence else dtype,
-        **_along_sequence(sequence),
+        reduce_dtype=torch.float32 if sequence_parallel else dtype,
+        **_along_sequence(sequence_parallel),
     )
     return layer
 
 
-def _row(width: int, outputs: int, *, sequence: bool, dtype: torch.dtype) -> nn.Module:
+def _row(width: int, outputs: int, *, sequence_parallel: bool, dtype: torch.dtype) -> nn.Module:
     layer: nn.Module = RowParallelLinear(
-        width, outputs, bias=False, input_is_parallel=True, dtype=dtype, **_along_sequence(sequence)
+        width, outputs, bias=False, input_is_parallel=True, dtype=dtype, **_along_sequence(sequence_parallel)
     )
     return layer
 
 
-def _along_sequence(sequence: bool) -> dict[str, Any]:
-    return {"sequence_parallel_enabled": True, "sequence_dimension": 0} if sequence else {}
+def _along_sequence(sequence_parallel: bool) -> dict[str, Any]:
+    return {"sequence_parallel_enabled": True, "sequence_dimension": 0} if sequence_parallel else {}
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -193,19 +201,19 @@ class _ContiguousGradient(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
-def build_llama(rank: TensorRank, *, sequence: bool, flash: bool, dtype: torch.dtype) -> Llama:
+def build_llama(rank: TensorRank, *, sequence_parallel: bool, flash: bool, dtype: torch.dtype) -> Llama:
     """Create this rank's part of the model on the meta device, with all parameters of type `dtype`."""
     shape = rank.shape
     with torch.device("meta"):
         model = Llama(shape).to(dtype)
         model.model.embed_tokens = ParallelEmbedding(
-            shape.vocab_size, shape.hidden_size, dtype=dtype, sequence_parallel_enabled=sequence
+            shape.vocab_size, shape.hidden_size, dtype=dtype, sequence_parallel_enabled=sequence_parallel
         )
         for number, block in enumerate(model.model.layers):
             assert isinstance(block, nn.Module)
-            block.self_attn = NxdAttention(rank, number, sequence=sequence, flash=flash, dtype=dtype)
-            block.mlp = NxdMLP(shape, sequence=sequence, dtype=dtype)
-        model.lm_head = _column(shape.hidden_size, shape.vocab_size, sequence=sequence, dtype=dtype)  # type: ignore[assignment]
+            block.self_attn = NxdAttention(rank, number, sequence_parallel=sequence_parallel, flash=flash, dtype=dtype)
+            block.mlp = NxdMLP(shape, sequence_parallel=sequence_parallel, dtype=dtype)
+        model.lm_head = _column(shape.hidden_size, shape.vocab_size, sequence_parallel=sequence_parallel, dtype=dtype)  # type: ignore[assignment]
         model.tie()
     return model
 
@@ -235,7 +243,7 @@ def loss_sum(
     tokens: Tensor,
     labels: Tensor,
     *,
-    sequence: bool,
+    sequence_parallel: bool,
     columns: int | None = None,
     positions: Tensor | None = None,
     samples: Tensor | None = None,
@@ -248,9 +256,9 @@ def loss_sum(
     out = model(tokens, positions=positions, samples=samples)
     logits = _ContiguousGradient.apply(out).float()  # type: ignore[no-untyped-call]
     if columns is not None:
-        known = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device) < columns
-        logits = torch.where(known, logits, torch.finfo(logits.dtype).min)
-    if sequence:
+        is_token = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device) < columns
+        logits = torch.where(is_token, logits, torch.finfo(logits.dtype).min)
+    if sequence_parallel:
         labels = labels.transpose(0, 1).contiguous()
     valid = labels != IGNORED_LABEL
     losses: Tensor = parallel_cross_entropy(logits, torch.where(valid, labels, 0)) * valid

@@ -37,7 +37,7 @@ class PartialGradients:
     """The rows of gradients to sum, and the ranks over which to sum them."""
 
     def __init__(
-        self, named: Sequence[NamedParameter], tensor: ProcessGroup, *, sequence: bool, own_regions: bool
+        self, named: Sequence[NamedParameter], tensor: ProcessGroup, *, sequence_parallel: bool, own_regions: bool
     ) -> None:
         """Find the summands; `own_regions`: projections are computed in `regions`, not by NxD's layers."""
         self._tensor = tensor
@@ -48,7 +48,7 @@ class PartialGradients:
                 if entry.name.endswith(_WITHIN_REGIONS):
                     is_summand = True
                 else:
-                    is_summand = sequence if entry.name.endswith(_NORMS) else own_regions
+                    is_summand = sequence_parallel if entry.name.endswith(_NORMS) else own_regions
                 if is_summand and piece.replicas > 1:
                     (repeated if piece.replicas < tensor.size() else everywhere).append((number, piece))
         self._everywhere, self._repeated = everywhere, repeated

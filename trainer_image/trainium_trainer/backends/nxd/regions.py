@@ -28,14 +28,14 @@ _SUM = "sum"
 class NxdRegion(Region):
     """A region with NxD's collectives."""
 
-    def __init__(self, group: ProcessGroup, *, sequence: bool) -> None:
-        """Create the region; `sequence`: whether the sequence is divided outside the regions."""
+    def __init__(self, group: ProcessGroup, *, sequence_parallel: bool) -> None:
+        """Create the region; `sequence_parallel`: whether the sequence is divided outside the regions."""
         self._group = group
-        self.sequence = sequence
+        self.sequence_parallel = sequence_parallel
 
     def gather(self, x: Tensor) -> Tensor:
         """See `Region.gather`."""
-        if not self.sequence:
+        if not self.sequence_parallel:
             return x.view_as(x)
         whole: Tensor = comm.all_gather(x.contiguous(), dim=_SEQUENCE_DIMENSION, groups=self._group, pin_layout=False)
         return whole
@@ -46,7 +46,7 @@ class NxdRegion(Region):
         wide = x.to(torch.float32, copy=True).contiguous()  # collectives work in place
         if size == 1:
             return wide.to(x.dtype)
-        if not self.sequence:
+        if not self.sequence_parallel:
             summed: Tensor = comm.all_reduce(_SUM, [wide], groups=self._group, pin_layout=False)[0]
             return summed.to(x.dtype)
         part = torch.empty((wide.shape[0] // size, *wide.shape[1:]), dtype=wide.dtype, device=wide.device)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainium_trainer.backends.nxd.layout.parameter_names import MOMENTS
-from trainium_trainer.checkpoint.format.live_state import TensorPart as Box
+from trainium_trainer.checkpoint.format.live_state import TensorPart
 from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, state_name
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class NxdState:
         self._host_copies: list[Tensor] = []
         self._is_uploaded = False
 
-    def _boxes(self) -> Iterator[tuple[str, tuple[str, str], StoredRows]]:
-        """Yield checkpoint name, key of the tensor and rows of every box, including boxes that are empty here."""
+    def _stored_rows(self) -> Iterator[tuple[str, tuple[str, str], StoredRows]]:
+        """Yield checkpoint name, tensor key and rows of every stacked tensor, including those without rows here."""
         for key in self._tensors:
             for stored in self._stored[key[1]]:
                 yield state_name(key[0], stored.piece.name), key, stored
@@ -54,17 +54,17 @@ class NxdState:
         """See `TrainingState.state_dict`; the values are fetched at the first use."""
 
         @functools.cache
-        def host() -> dict[tuple[str, str], Tensor]:
+        def host_copies() -> dict[tuple[str, str], Tensor]:
             return dict(zip(self._tensors, self._fetch(), strict=True))
 
-        def rows(key: tuple[str, str], piece: Piece) -> Callable[[], Tensor]:
-            return lambda: host()[key][piece.start : piece.end]
+        def load_rows(key: tuple[str, str], piece: Piece) -> Callable[[], Tensor]:
+            return lambda: host_copies()[key][piece.start : piece.end]
 
         state: dict[str, Any] = {OPTIMIZER_STEP: self.step}
-        for name, key, stored in self._boxes():
+        for name, key, stored in self._stored_rows():
             piece = stored.piece
-            state[name] = Box(
-                rows(key, piece),
+            state[name] = TensorPart(
+                load_rows(key, piece),
                 whole=piece.whole,
                 offsets=piece.offsets,
                 sizes=piece.sizes,
@@ -75,25 +75,25 @@ class NxdState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy every value; the names must be exactly this state's."""
-        expected = {name for name, _, _ in self._boxes()} | {OPTIMIZER_STEP}
+        expected = {name for name, _, _ in self._stored_rows()} | {OPTIMIZER_STEP}
         if expected != state.keys():
             raise KeyError(sorted(expected ^ state.keys()))
         if state[OPTIMIZER_STEP] is not self.step:
             self.step.copy_(state[OPTIMIZER_STEP])
 
-        def box(part: str, piece: Piece, target: Tensor) -> None:
+        def copy_loaded(part: str, piece: Piece, target: Tensor) -> None:
             target.copy_(state[state_name(part, piece.name)].local)
 
-        self._replace(box)
+        self._replace(copy_loaded)
 
     def fill(self, write: Callable[[Piece, Tensor], None]) -> None:
-        """Fill this rank's boxes of the weights with `write`, and zero the moments."""
+        """Fill this rank's rows of the weights with `write`, and zero the moments."""
 
-        def box(part: str, piece: Piece, target: Tensor) -> None:
+        def write_weights(part: str, piece: Piece, target: Tensor) -> None:
             if part == WEIGHT:
                 write(piece, target)
 
-        self._replace(box)
+        self._replace(write_weights)
 
     @torch.no_grad()
     def _replace(self, write: Callable[[str, Piece, Tensor], None]) -> None:

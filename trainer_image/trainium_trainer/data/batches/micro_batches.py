@@ -167,7 +167,7 @@ def divide_samples(
 
 def validation_batches(data: ValidationSet, *, dp_rank: int, dp_size: int, micro_size: int) -> Iterator[MicroBatch]:
     """Yield one rank's share of a validation: equally many micro-batches on every rank, some of them empty."""
-    return divide_samples(data.share(dp_rank, dp_size), data.rules, micro_size)
+    return divide_samples(data.samples_of_rank(dp_rank, dp_size), data.rules, micro_size)
 
 
 class BatchBuilder(Protocol):

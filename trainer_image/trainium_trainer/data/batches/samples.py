@@ -123,7 +123,7 @@ class SamplePart(Protocol):
         """The source, for messages."""
         ...
 
-    def size(self, rules: SampleRules) -> int:
+    def count_samples(self, rules: SampleRules) -> int:
         """Return the number of samples of one epoch."""
         ...
 
@@ -139,7 +139,7 @@ class TextPart:
     name: str
     sequence: TokenSequence
 
-    def size(self, rules: SampleRules) -> int:
+    def count_samples(self, rules: SampleRules) -> int:
         """Return the number of samples of one epoch; the last sample may be shorter than the others."""
         return -(-(self.sequence.tokens - 1) // rules.sequence_length)
 
@@ -167,9 +167,9 @@ class Samples:
         self.parts: list[Any] = list(parts)
         self._mixture = Mixture(weights, seed)
         self._seed = seed
-        self.sizes = [part.size(rules) for part in parts]
+        self.sizes = [part.count_samples(rules) for part in parts]
         """The number of samples of one epoch of each source."""
-        self._firsts = [sum(self.sizes[:number]) for number in range(len(parts))]
+        self._first_numbers = [sum(self.sizes[:number]) for number in range(len(parts))]
         self._epochs = EpochOrder(self.sizes, epoch_batch, seed) if epoch_batch is not None else None
 
     @property
@@ -180,7 +180,7 @@ class Samples:
     def numbers(self, position: int, count: int) -> list[int]:
         """Return the numbers of samples position .. position + count - 1, without the padding of an epoch."""
         locations = filter(None, map(self._locate, range(position, position + count)))
-        return [self._firsts[source] + index for source, index in locations]
+        return [self._first_numbers[source] + index for source, index in locations]
 
     @property
     def epoch_samples(self) -> int | None:
@@ -204,7 +204,7 @@ class Samples:
 
     def sample(self, source: int, index: int) -> Sample:
         """Return sample `index` of an unshuffled source."""
-        sample: Sample = self.parts[source].sample(self.rules, self._firsts[source] + index, index)
+        sample: Sample = self.parts[source].sample(self.rules, self._first_numbers[source] + index, index)
         return sample
 
     def _locate(self, position: int) -> tuple[int, int] | None:
@@ -219,20 +219,20 @@ class ValidationSet:
 
     def __init__(self, samples: Samples, max_samples: int) -> None:
         self._samples = samples
-        self._chosen = [location for _, location in zip(range(max_samples), samples.in_order(), strict=False)]
+        self._locations = [location for _, location in zip(range(max_samples), samples.in_order(), strict=False)]
         self.rules = samples.rules
         self.parts = samples.parts
 
     @property
     def num_samples(self) -> int:
         """The number of samples of one validation."""
-        return len(self._chosen)
+        return len(self._locations)
 
-    def share(self, dp_rank: int, dp_size: int) -> list[Sample | None]:
+    def samples_of_rank(self, dp_rank: int, dp_size: int) -> list[Sample | None]:
         """Return one rank's samples; None pads, so that all ranks make the same number of passes."""
-        count = -(-len(self._chosen) // dp_size)
-        mine = self._chosen[dp_rank * count : (dp_rank + 1) * count]
-        return [self._samples.sample(*location) for location in mine] + [None] * (count - len(mine))
+        count = -(-len(self._locations) // dp_size)
+        locations = self._locations[dp_rank * count : (dp_rank + 1) * count]
+        return [self._samples.sample(*location) for location in locations] + [None] * (count - len(locations))
 
 
 def refuse_weights(weights: Sequence[float]) -> None:
@@ -248,6 +248,6 @@ def document_positions(inputs: NDArray[Any], end: int) -> NDArray[np.int64]:
     """Return the position of each token of a sample within its document: 0 after each `end`."""
     indices = np.arange(len(inputs))
     starts = np.zeros(len(inputs), np.int64)
-    first = np.flatnonzero(inputs[:-1] == end) + 1
-    starts[first] = first
+    document_starts = np.flatnonzero(inputs[:-1] == end) + 1
+    starts[document_starts] = document_starts
     return indices - np.maximum.accumulate(starts)

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from trainium_trainer.data.prepared.build import BuildProgress
 
 
-_BARS = 12
-_USUAL = 0.98
+_HISTOGRAM_BARS = 12
+_REGULAR_QUANTILE = 0.98
+"""The part of the examples that the bars of one width hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class DataReport:
     """The tokens of each example before it was cut or dropped."""
 
     @property
-    def used(self) -> float:
+    def occupancy(self) -> float:
         """The fraction of the positions of an epoch that examples occupy."""
         return self.tokens / max(1, self.sequences * self.sequence_length)
 
@@ -78,7 +79,7 @@ class DataReport:
             (self.held_back, "held back"),
         )
         parts += [f"{count:,} {name}" for count, name in named if count]
-        parts.append(f"{self.sequences:,} sequences with {self.used:.1%} of their positions used")
+        parts.append(f"{self.sequences:,} sequences with {self.occupancy:.1%} of their positions used")
         return ", ".join(parts)
 
     def histogram(self) -> list[tuple[int, int, int]]:
@@ -88,8 +89,8 @@ class DataReport:
         """
         if not len(self.lengths):
             return []
-        width = max(1, -(-int(np.quantile(self.lengths, _USUAL)) // _BARS))
-        counts = np.bincount(np.minimum((self.lengths - 1) // width, _BARS))
+        width = max(1, -(-int(np.quantile(self.lengths, _REGULAR_QUANTILE)) // _HISTOGRAM_BARS))
+        counts = np.bincount(np.minimum((self.lengths - 1) // width, _HISTOGRAM_BARS))
         bars = [(number * width + 1, (number + 1) * width, int(count)) for number, count in enumerate(counts)]
         first, last, count = bars[-1]
         return [*bars[:-1], (first, max(last, int(self.lengths.max())), count)]
@@ -158,7 +159,7 @@ def open_examples(
     batch = global_size if epochs else None
     if batch is not None:
         refuse_weights(weights)
-    examples, pairs = config.examples, config.format is DataFormat.PREFERENCE
+    examples = config.examples
     rules = SampleRules(
         sequence_length=config.sequence_length,
         vocabulary=count_entries(tokenizer),
@@ -167,9 +168,10 @@ def open_examples(
         padding=sources[0].stored.manifest.end_of_document,
     )
 
-    def part(source: ExampleSource, chosen: NDArray[np.bool_]) -> ExamplePart | PairPart:
-        if pairs:
-            return PairPart(source.recipe.source, source.stored, chosen, whole=examples.loss is LossOn.ALL)
+    def build_part(source: ExampleSource, chosen: NDArray[np.bool_]) -> ExamplePart | PairPart:
+        if config.format is DataFormat.PREFERENCE:
+            learns_prompts = examples.loss is LossOn.ALL
+            return PairPart(source.recipe.source, source.stored, chosen, learns_prompts=learns_prompts)
         return ExamplePart(
             source.recipe.source,
             source.stored,
@@ -179,11 +181,11 @@ def open_examples(
             masked=config.masked,
         )
 
-    parts = [part(source, ~source.held_back) for source in sources]
-    for one in parts:
-        if not one.size(rules):
+    parts = [build_part(source, ~source.held_back) for source in sources]
+    for part in parts:
+        if not part.count_samples(rules):
             raise UserError(
-                f"data.source {one.name}: all of its examples are held back: lower data.validation.fraction"
+                f"data.source {part.name}: all of its examples are held back: lower data.validation.fraction"
             )
     training = Samples(parts, weights, seed=config.seed, rules=rules, epoch_batch=batch)
     validation = None
@@ -192,10 +194,10 @@ def open_examples(
             held_out, weights = [_validation_source(config, sources[0], cache)], [1.0]
         else:
             held_out = list(sources)
-        measured = Samples(
-            [part(source, source.held_back) for source in held_out], weights, seed=config.seed, rules=rules
+        held_back = Samples(
+            [build_part(source, source.held_back) for source in held_out], weights, seed=config.seed, rules=rules
         )
-        validation = ValidationSet(measured, config.validation.samples)
+        validation = ValidationSet(held_back, config.validation.samples)
     identity = _compute_identity(config, sources, tokenizer, batch)
     return ExampleDataset(training, validation, identity, tokenizer, _report(config, sources, training), tuple(sources))
 
@@ -306,15 +308,15 @@ def _compute_identity(config: DataConfig, sources: Sequence[ExampleSource], toke
 def _report(config: DataConfig, sources: Sequence[ExampleSource], training: Samples) -> DataReport:
     manifests, width = [source.stored.manifest for source in sources], config.rows_per_sample
     counts = RecordCounts()
-    for one in manifests:
-        counts.add(one.counts)
+    for manifest in manifests:
+        counts.add(manifest.counts)
     return DataReport(
         counts=counts,
-        examples=sum(one.documents for one in manifests) // width,
+        examples=sum(manifest.documents for manifest in manifests) // width,
         held_back=sum(int(source.held_back.sum()) for source in sources) // width,
-        skipped=sum(one.skipped for one in manifests),
+        skipped=sum(manifest.skipped for manifest in manifests),
         sequences=training.num_samples * width,
-        tokens=sum(int(part.used.sum()) for part in training.parts),
+        tokens=sum(int(part.input_lengths.sum()) for part in training.parts),
         sequence_length=config.sequence_length,
         lengths=np.concatenate([source.stored.original_lengths for source in sources]),
     )

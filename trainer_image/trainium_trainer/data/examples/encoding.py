@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from trainium_trainer.data.examples.recipe import Recipe
     from trainium_trainer.data.examples.templates import SpecialTokenGuard
 
-_AT_ONCE = 256
+_BATCH_EXAMPLES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +131,19 @@ class TextEncoder:
 
     def encode(self, examples: Sequence[Example], guard: SpecialTokenGuard, loss: LossOn) -> list[EncodedExample]:
         """Encode examples."""
-        pairs = [number for number, example in enumerate(examples) if not example.from_chat_template]
-        prompts = self._ids([examples[number].prompt for number in pairs], guard)
-        integers = self._ids([examples[number].text for number in pairs], guard)
-        encoded: dict[int, EncodedExample] = {}
-        for number, prompt, whole in zip(pairs, prompts, integers, strict=True):
-            encoded[number] = self._pair(examples[number], prompt, whole, guard)
-        for number, example in enumerate(examples):
-            if example.from_chat_template:
-                encoded[number] = self._conversation(example, guard)
-        results = [encoded[number] for number in range(len(examples))]
+        plain = [example for example in examples if not example.from_chat_template]
+        prompt_ids = iter(self._ids([example.prompt for example in plain], guard))
+        text_ids = iter(self._ids([example.text for example in plain], guard))
+        encoded = [
+            self._encode_conversation(example, guard)
+            if example.from_chat_template
+            else self._encode_pair(example, next(prompt_ids), next(text_ids), guard)
+            for example in examples
+        ]
         if loss is LossOn.ALL:
-            for result in results:
-                result.loss_mask[:] = True
-        return results
+            for example in encoded:
+                example.loss_mask[:] = True
+        return encoded
 
     def prompt_ids(self, prompt: str, guard: SpecialTokenGuard, *, from_chat_template: bool) -> list[int]:
         """Return the tokens of a prompt for inference."""
@@ -156,35 +155,42 @@ class TextEncoder:
         ending = next((name for name in self.specials if answer.endswith(name)), "")
         return len(answer) - len(ending)
 
-    def _pair(self, example: Example, prompt: list[int], whole: list[int], guard: SpecialTokenGuard) -> EncodedExample:
-        if whole[: len(prompt)] != prompt:  # a token crosses the border, or depends on the text after it
-            whole = prompt + self._encode_with_spans(example.answer, guard, continuing=True)[0].tolist()
-        ids, prefix = self._beginning.prepend_to(whole)
-        answer_start = max(0, len(prompt) + len(ids) - len(whole))
+    def _encode_pair(
+        self, example: Example, prompt_ids: list[int], text_ids: list[int], guard: SpecialTokenGuard
+    ) -> EncodedExample:
+        """Return the tokens of a prompt and its answer; `text_ids` are those of both encoded together."""
+        if text_ids[: len(prompt_ids)] != prompt_ids:  # a token crosses the border, or depends on the text after it
+            text_ids = prompt_ids + self._encode_with_spans(example.answer, guard, continuing=True)[0].tolist()
+        ids, prefix = self._beginning.prepend_to(text_ids)
+        answer_start = max(0, len(prompt_ids) + len(ids) - len(text_ids))
         if not ids or ids[-1] != self.end:
             ids = [*ids, self.end]
         loss_mask = np.arange(len(ids)) >= answer_start
         return EncodedExample(np.array(ids, np.int64), loss_mask, answer_start, prefix)
 
-    def _conversation(self, example: Example, guard: SpecialTokenGuard) -> EncodedExample:
-        written, starts, ends = self._encode_with_spans(example.text, guard)
-        prompt, *places = self._encode_with_spans(example.prompt, guard)
-        if not np.array_equal(written[: len(prompt)], prompt):  # as for a pair
+    def _encode_conversation(self, example: Example, guard: SpecialTokenGuard) -> EncodedExample:
+        """Return the tokens of a text from a chat template; those of all of its answers are learned."""
+        text_ids, starts, ends = self._encode_with_spans(example.text, guard)
+        prompt_ids, *prompt_spans = self._encode_with_spans(example.prompt, guard)
+        if not np.array_equal(text_ids[: len(prompt_ids)], prompt_ids):  # as for a pair
             border = len(example.prompt)
-            rest, *more = self._encode_with_spans(example.text[border:], guard, continuing=True)
-            written = np.concatenate([prompt, rest])
-            starts, ends = (np.concatenate([a, b + border]) for a, b in zip(places, more, strict=True))
-        ids_with_beginning, prefix = self._beginning.prepend_to(written.tolist(), from_chat_template=True)
-        ids, by = np.array(ids_with_beginning, np.int64), len(ids_with_beginning) - len(written)
-        starts, ends = _shift_spans(starts, by), _shift_spans(ends, by)
+            rest_ids, *rest_spans = self._encode_with_spans(example.text[border:], guard, continuing=True)
+            text_ids = np.concatenate([prompt_ids, rest_ids])
+            starts, ends = (
+                np.concatenate([before, after + border]) for before, after in zip(prompt_spans, rest_spans, strict=True)
+            )
+        prefixed_ids, prefix = self._beginning.prepend_to(text_ids.tolist(), from_chat_template=True)
+        ids, shift = np.array(prefixed_ids, np.int64), len(prefixed_ids) - len(text_ids)
+        starts, ends = _shift_spans(starts, shift), _shift_spans(ends, shift)
         loss_mask = np.zeros(len(ids), bool)
         for start, end in example.answers:
             loss_mask |= (starts < end) & (ends > start) & (ends > starts)
-        return EncodedExample(ids, loss_mask, max(0, len(prompt) + by), prefix)
+        return EncodedExample(ids, loss_mask, max(0, len(prompt_ids) + shift), prefix)
 
     def _ids(self, texts: Sequence[str], guard: SpecialTokenGuard) -> list[list[int]]:
         if not any(map(guard.has_escapes, texts)):
-            return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
         return [self._encode_with_spans(text, guard)[0].tolist() for text in texts]
 
     @cached_property
@@ -196,24 +202,27 @@ class TextEncoder:
     ) -> tuple[Spans, Spans, Spans]:
         """Return tokens with their start and end in the text, which may be `continuing` another."""
         ids: list[int] = []
-        places: list[tuple[int, int]] = []
-        at = 0
-        for piece, plain in guard.pieces(text):
-            tokenizer = self._continuation if continuing or at else self._tokenizer
-            tokenizer.encode_special_tokens = plain
+        spans: list[tuple[int, int]] = []
+        position = 0
+        for piece, is_plain in guard.pieces(text):
+            tokenizer = self._continuation if continuing or position else self._tokenizer
+            tokenizer.encode_special_tokens = is_plain
             encoding = tokenizer.encode(piece, add_special_tokens=False)
             tokenizer.encode_special_tokens = False
             ids += encoding.ids
-            # A mark is one character of the text, no matter what it represents.
-            places += [(at, at + 1)] * len(encoding.ids) if plain else [(at + a, at + b) for a, b in encoding.offsets]
-            at += 1 if plain else len(piece)
-        table = np.array(places, np.int64).reshape(-1, 2)
+            if is_plain:  # a mark is one character of the text, whatever token it stands for
+                spans += [(position, position + 1)] * len(encoding.ids)
+                position += 1
+            else:
+                spans += [(position + start, position + end) for start, end in encoding.offsets]
+                position += len(piece)
+        table = np.array(spans, np.int64).reshape(-1, 2)
         return np.array(ids, np.int64), table[:, 0], table[:, 1]
 
 
-def _shift_spans(places: Spans, by: int) -> Spans:
-    """Shift the positions of tokens after `by` tokens outside the text were added before them, or removed."""
-    return np.concatenate([np.full(by, -1, np.int64), places]) if by >= 0 else places[-by:]
+def _shift_spans(positions: Spans, shift: int) -> Spans:
+    """Shift the positions of tokens after `shift` tokens outside the text were added before them, or removed."""
+    return np.concatenate([np.full(shift, -1, np.int64), positions]) if shift >= 0 else positions[-shift:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +231,34 @@ class KeptExample:
 
     example: Example
     encoded: EncodedExample
-    record: int
+    record_hash: int
+
+
+@dataclass(slots=True)
+class EncodedBlock:
+    """The examples of a block of records, and what became of the other records and examples."""
+
+    kept: list[KeptExample] = field(default_factory=list)
+    counts: RecordCounts = field(default_factory=RecordCounts)
+    skipped: list[SkippedRecord] = field(default_factory=list)
+    original_lengths: list[int] = field(default_factory=list)
+    """The tokens of every example before it was cut or dropped."""
+
+    def to_token_block(self, dtype: np.dtype[Any]) -> TokenBlock:
+        """Return the examples as arrays, with an empty row for each dropped example."""
+        rows, dropped = [kept.encoded for kept in self.kept], [0] * (len(self.original_lengths) - len(self.kept))
+        return TokenBlock(
+            tokens=np.concatenate([row.ids for row in rows]).astype(dtype) if rows else np.empty(0, dtype),
+            lengths=np.array([len(row.ids) for row in rows] + dropped, np.int64),
+            documents=np.array([kept.record_hash for kept in self.kept] + dropped, np.uint64),
+            skipped=tuple(self.skipped),
+            examples=ExampleColumns(
+                loss_mask=np.concatenate([row.loss_mask for row in rows]) if rows else np.empty(0, np.bool_),
+                answers=np.array([row.answer for row in rows] + dropped, np.int64),
+                original_lengths=np.array(self.original_lengths, np.int64),
+            ),
+            counts=self.counts,
+        )
 
 
 class ExampleEncoder:
@@ -235,81 +271,58 @@ class ExampleEncoder:
         self.texts = TextEncoder(Path(recipe.tokenizer), recipe.special, recipe.bos)
         self.record_format = recipe.record_format(self.texts.specials)
 
-    def encode(
-        self,
-        items: Iterable[Record | SkippedRecord],
-        counts: RecordCounts,
-        skipped: list[SkippedRecord],
-        original_lengths: list[int],
-    ) -> Iterator[KeptExample]:
-        """Yield the examples that are kept, and count the others in the other arguments. Raises UserError."""
-        config = self._recipe.config
-        for batch in _batches(self._examples(items, counts, skipped)):
+    def encode(self, items: Iterable[Record | SkippedRecord]) -> EncodedBlock:
+        """Encode the examples of a block of records. Raises UserError."""
+        config, width, block = self._recipe.config, self.record_format.width, EncodedBlock()
+        for batch in _batches(self._examples(list(items), block)):
             encoded = self.texts.encode([example for example, _ in batch], self.record_format.guard, config.loss)
-            for start in range(0, len(batch), self.record_format.width):
-                group = encoded[start : start + self.record_format.width]
-                lengths = [len(one.ids) for one in group]
-                original_lengths += lengths
+            for start in range(0, len(batch), width):
+                group = encoded[start : start + width]
+                lengths = [len(example.ids) for example in group]
+                block.original_lengths += lengths
                 fitting = fit_together(group, self._recipe.max_tokens, config.too_long)
                 if fitting is None:
-                    counts.dropped += 1
-                    counts.shortest_dropped = min(counts.shortest_dropped or max(lengths), max(lengths))
+                    block.counts.dropped += 1
+                    shortest = block.counts.shortest_dropped or max(lengths)
+                    block.counts.shortest_dropped = min(shortest, max(lengths))
                     continue
-                counts.cut += any(len(one.ids) < length for one, length in zip(fitting, lengths, strict=True))
-                for (example, record), one in zip(batch[start:], fitting, strict=False):
-                    yield KeptExample(example, one, record)
+                block.counts.cut += any(
+                    len(example.ids) < length for example, length in zip(fitting, lengths, strict=True)
+                )
+                for (example, record_hash), fitted in zip(batch[start:], fitting, strict=False):
+                    block.kept.append(KeptExample(example, fitted, record_hash))
+        return block
 
-    def block(self, items: Iterable[Record | SkippedRecord]) -> TokenBlock:
-        """Encode a block, and return its examples as arrays."""
-        counts, skipped, original_lengths = RecordCounts(), list[SkippedRecord](), list[int]()
-        encoded = list(self.encode(items, counts, skipped, original_lengths))
-        dtype = token_type(self.texts.vocabulary)
-        rows, dropped = [one.encoded for one in encoded], [0] * (len(original_lengths) - len(encoded))
-        return TokenBlock(
-            tokens=np.concatenate([row.ids for row in rows]).astype(dtype) if rows else np.empty(0, dtype),
-            lengths=np.array([len(row.ids) for row in rows] + dropped, np.int64),
-            documents=np.array([one.record for one in encoded] + dropped, np.uint64),
-            skipped=tuple(skipped),
-            examples=ExampleColumns(
-                loss_mask=np.concatenate([row.loss_mask for row in rows]) if rows else np.empty(0, np.bool_),
-                answers=np.array([row.answer for row in rows] + dropped, np.int64),
-                original_lengths=np.array(original_lengths, np.int64),
-            ),
-            counts=counts,
-        )
-
-    def _examples(
-        self, items: Iterable[Record | SkippedRecord], counts: RecordCounts, skipped: list[SkippedRecord]
-    ) -> Iterator[tuple[Example, int]]:
-        chosen = RecordFilter(self._recipe.config.where)
-        counts.found = chosen.found
-        listed = list(items)
-        known = dict.fromkeys(name for item in listed if isinstance(item, Record) for name in item.fields)
-        for item in listed:
+    def _examples(self, items: list[Record | SkippedRecord], block: EncodedBlock) -> Iterator[tuple[Example, int]]:
+        """Yield each example with the hash of its record; count the other records in `block`."""
+        counts, matches = block.counts, RecordFilter(self._recipe.config.where)
+        counts.found = matches.found
+        all_fields = dict.fromkeys(name for item in items if isinstance(item, Record) for name in item.fields)
+        for item in items:
             if isinstance(item, SkippedRecord):
-                skipped.append(item)
+                block.skipped.append(item)
                 counts.unreadable += 1
                 continue
             counts.records += 1
             for name in self.record_format.unused(item.fields):
                 if item.fields.get(name, ...) is not None and name not in self._recipe.config.where:
                     counts.unused[name] = counts.unused.get(name, 0) + 1
-            if not chosen(known | item.fields if item.fields else {}):
+            if not matches(all_fields | item.fields if item.fields else {}):
                 counts.filtered += 1
                 continue
             try:
-                examples = self._build_examples(item, known)
+                examples = self._build_examples(item, all_fields)
             except BadRecordError as error:
-                skipped.append(item.skipped(str(error)))
+                block.skipped.append(item.skipped(str(error)))
                 continue
             counts.left_out += not examples
             yield from ((example, hash_record(item.fields)) for example in examples)
 
-    def _build_examples(self, record: Record, known: dict[str, None]) -> tuple[Example, ...]:
+    def _build_examples(self, record: Record, all_fields: dict[str, None]) -> tuple[Example, ...]:
         """Build the examples of a record; fields of other records are null, as in a table. Raises BadRecordError."""
-        if record.fields and len(record.fields) < len(known):
+        if record.fields and len(record.fields) < len(all_fields):
             try:
-                return self.record_format.examples(replace(record, fields=known | record.fields))
+                return self.record_format.examples(replace(record, fields=all_fields | record.fields))
             except BadRecordError:
                 pass  # the next call names the missing field
         return self.record_format.examples(record)
@@ -323,9 +336,9 @@ def hash_record(fields: Mapping[str, Any]) -> int:
 
 def _batches(examples: Iterator[tuple[Example, int]]) -> Iterator[list[tuple[Example, int]]]:
     batch: list[tuple[Example, int]] = []
-    for one in examples:
-        batch.append(one)
-        if len(batch) == _AT_ONCE:
+    for example in examples:
+        batch.append(example)
+        if len(batch) == _BATCH_EXAMPLES:
             yield batch
             batch = []
     if batch:
@@ -348,4 +361,5 @@ def encode_block(_: int, block: FileBlock) -> list[TokenBlock]:
     """Return the examples of a block of the installed source."""
     source: DocumentSource = _worker["source"]
     encoder: ExampleEncoder = _worker["encoder"]
-    return [read_with_retries(source.file_name_of(block), lambda: encoder.block(source.records(block)))]
+    encoded = read_with_retries(source.file_name_of(block), lambda: encoder.encode(source.records(block)))
+    return [encoded.to_token_block(token_type(encoder.texts.vocabulary))]

@@ -18,7 +18,6 @@ from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES
 from trainium_trainer.data.examples.templates import BadRecordError, SpecialTokenGuard, build_pair
 from trainium_trainer.data.prepared.cache import list_sources, with_cache
-from trainium_trainer.data.tokens.encoding import RecordCounts
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
@@ -73,8 +72,8 @@ def read_held_out(config: DataConfig, max_examples: int | None = None) -> HeldOu
     labels = config.examples.classification.labels if config.format is DataFormat.CLASSIFICATION else ()
     examples = tuple(itertools.islice(held_back, max_examples))
     texts = encoders[0].texts
-    ends = {one.answer_ids[-1] for one in examples if one.answer_ids[-1] in texts.special_ids} if examples else set()
-    end = ends.pop() if len(ends) == 1 else texts.end
+    ends = {question.answer_ids[-1] for question in examples} & texts.special_ids
+    end = next(iter(ends)) if len(ends) == 1 else texts.end
     return HeldOutExamples(examples, tuple(labels), _label_ids(encoders[0], examples, labels), end)
 
 
@@ -89,7 +88,7 @@ def _label_ids(
     space = first.answer.removesuffix(labels[first.label])
     pairs = [build_pair(first.prompt, f"{space}{label}") for label in labels]
     encoded = encoder.texts.encode(pairs, encoder.record_format.guard, LossOn.ANSWER)
-    return tuple(tuple(one.ids[one.answer : -1].tolist()) for one in encoded)
+    return tuple(tuple(example.ids[example.answer : -1].tolist()) for example in encoded)
 
 
 def build_prompts(config: DataConfig, prompts: Sequence[dict[str, Any] | str]) -> list[tuple[str, tuple[int, ...]]]:
@@ -100,10 +99,10 @@ def build_prompts(config: DataConfig, prompts: Sequence[dict[str, Any] | str]) -
     _refuse_text(config)
     tokenizer = with_cache(config, lambda cache: find_tokenizer(config, cache))
     encoder = ExampleEncoder(build_recipe(config, list_sources(config)[0][0], tokenizer))
-    return [_prompt(encoder, one) for one in prompts]
+    return [_encode_prompt(encoder, prompt) for prompt in prompts]
 
 
-def _prompt(encoder: ExampleEncoder, prompt: dict[str, Any] | str) -> tuple[str, tuple[int, ...]]:
+def _encode_prompt(encoder: ExampleEncoder, prompt: dict[str, Any] | str) -> tuple[str, tuple[int, ...]]:
     fields = encoder.record_format.record_of_prompt(prompt) if isinstance(prompt, str) else prompt
     try:
         text, from_chat_template = encoder.record_format.prompt(fields)
@@ -121,25 +120,27 @@ def _refuse_text(config: DataConfig) -> None:
 def _questions_of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[Question]:
     """Yield the held-back examples of a source by reading its records again."""
     guard = encoder.record_format.guard
-    opened = source.recipe.spec.source
+    documents = source.recipe.spec.source
     examples = itertools.chain.from_iterable(
-        encoder.encode(opened.all_records(block), RecordCounts(), [], []) for block in opened.blocks(BLOCK_BYTES)
+        encoder.encode(documents.all_records(block)).kept for block in documents.blocks(BLOCK_BYTES)
     )
     # The expected answer of a pair is the preferred one.
-    for one, held_back in itertools.islice(
+    for kept, is_held_back in itertools.islice(
         zip(examples, source.held_back, strict=False), 0, None, encoder.record_format.width
     ):
-        if held_back and one.encoded.answer < len(one.encoded.ids):
-            yield _question(one, guard, encoder.texts, source.recipe.config.classification.labels)
+        if is_held_back and kept.encoded.answer < len(kept.encoded.ids):
+            yield _build_question(kept, guard, encoder.texts, source.recipe.config.classification.labels)
 
 
-def _question(one: KeptExample, guard: SpecialTokenGuard, texts: TextEncoder, labels: Sequence[str]) -> Question:
-    example = one.example
+def _build_question(kept: KeptExample, guard: SpecialTokenGuard, texts: TextEncoder, labels: Sequence[str]) -> Question:
+    example = kept.example
     answer = example.answer
     if example.from_chat_template:  # ends as a turn does
         answer = answer[: texts.find_end(answer)]
-    ids, begin = one.encoded.ids, one.encoded.answer
-    end = int(one.encoded.loss_mask.nonzero()[0][-1]) + 1  # the text of a chat template after the answer is not learned
+    ids, begin = kept.encoded.ids, kept.encoded.answer
+    end = (
+        int(kept.encoded.loss_mask.nonzero()[0][-1]) + 1
+    )  # the text of a chat template after the answer is not learned
     return Question(
         prompt=guard.unescape(example.prompt),
         prompt_ids=tuple(ids[:begin].tolist()),

@@ -34,25 +34,25 @@ def pack_examples(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np
     order = np.argsort(-lengths, kind="stable")
     sequences: list[list[int]] = []
     spaces: list[int] = []  # free spaces of sequences, ascending and unique
-    having: dict[int, list[int]] = {}  # sequences by their free space
+    sequences_by_space: dict[int, list[int]] = {}
     for number in order.tolist():
         length = int(lengths[number])
         index = bisect.bisect_left(spaces, length)
         if index < len(spaces):
             space = spaces[index]
-            sequence = having[space].pop()
-            if not having[space]:
-                del having[space], spaces[index]
+            sequence = sequences_by_space[space].pop()
+            if not sequences_by_space[space]:
+                del sequences_by_space[space], spaces[index]
             sequences[sequence].append(number)
         else:
             space, sequence = capacity, len(sequences)
             sequences.append([number])
-        left = space - length
-        if left:
-            if left not in having:
-                bisect.insort(spaces, left)
-                having[left] = []
-            having[left].append(sequence)
+        remaining = space - length
+        if remaining:
+            if remaining not in sequences_by_space:
+                bisect.insort(spaces, remaining)
+                sequences_by_space[remaining] = []
+            sequences_by_space[remaining].append(sequence)
     members = np.array([number for sequence in sequences for number in sequence], np.int64)
     starts = np.cumsum([0, *(len(sequence) for sequence in sequences)])
     return members, starts.astype(np.int64)
@@ -72,21 +72,21 @@ class ExampleSample:
         Without a mask the next example follows it, whose first token is not learned.
         """
         if not rules.packed:
-            joined = np.concatenate([ids for ids, _ in self.examples])
+            tokens = np.concatenate([ids for ids, _ in self.examples])
             borders = np.cumsum([0, *(len(ids) for ids, _ in self.examples[:-1])])
             predicted = np.concatenate([loss_mask for _, loss_mask in self.examples])
             predicted[borders] = False
-            return (Row(joined[:-1], joined[1:], predicted[1:], None),)
+            return (Row(tokens[:-1], tokens[1:], predicted[1:], None),)
         inputs = np.concatenate([ids[:-1] for ids, _ in self.examples])
         targets = np.concatenate([ids[1:] for ids, _ in self.examples])
         loss_mask = np.concatenate([loss_mask[1:] for _, loss_mask in self.examples])
-        left = rules.sequence_length - len(inputs)  # padding attends to no example either
-        positions = np.concatenate([*(np.arange(len(ids) - 1) for ids, _ in self.examples), np.arange(left)])
-        padding = np.full(left, rules.padding)
+        padded = rules.sequence_length - len(inputs)  # padding attends to no example either
+        positions = np.concatenate([*(np.arange(len(ids) - 1) for ids, _ in self.examples), np.arange(padded)])
+        padding = np.full(padded, rules.padding)
         row = Row(
             np.concatenate([inputs, padding]),
             np.concatenate([targets, padding]),
-            np.concatenate([loss_mask, np.zeros(left, np.bool_)]),
+            np.concatenate([loss_mask, np.zeros(padded, np.bool_)]),
             positions,
         )
         return (row,)
@@ -109,15 +109,15 @@ class ExamplePart:
         self.name = name
         self._stored = stored
         rows = np.flatnonzero(chosen)
-        self.used = stored.lengths[rows] - 1
+        self.input_lengths = stored.lengths[rows] - 1
         """The number of positions of each example."""
         self._members, self._starts = rows, np.arange(len(rows) + 1)
         if packing:
             # Without a mask, the last token of an example is an input too, except in the last example of a sequence.
-            order, self._starts = pack_examples(self.used + (not masked), capacity + (not masked))
+            order, self._starts = pack_examples(self.input_lengths + (not masked), capacity + (not masked))
             self._members = rows[order]
 
-    def size(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SamplePart` has it
+    def count_samples(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SamplePart` has it
         """Return the number of samples of one epoch."""
         return len(self._starts) - 1
 
@@ -157,32 +157,32 @@ class PairSample:
 class PairPart:
     """The pairs of one source: the two answers of a pair are adjacent in the store."""
 
-    def __init__(self, name: str, stored: StoredExamples, chosen: NDArray[np.bool_], *, whole: bool) -> None:
-        """Open the `chosen` pairs; `whole`: the prompt is learned too."""
+    def __init__(self, name: str, stored: StoredExamples, chosen: NDArray[np.bool_], *, learns_prompts: bool) -> None:
+        """Open the `chosen` pairs."""
         self.name = name
         self.stored = stored
         self.references: NDArray[np.float32] | None = None
         """The log-probability of each stored answer by the reference model; None if it is not computed ahead."""
-        self._firsts = np.flatnonzero(chosen)[::2]
-        self._whole = whole
-        self.used = stored.lengths[np.flatnonzero(chosen)] - 1
+        self._preferred = np.flatnonzero(chosen)[::2]
+        self._learns_prompts = learns_prompts
+        self.input_lengths = stored.lengths[np.flatnonzero(chosen)] - 1
         """The number of positions of each answer with its prompt."""
 
-    def size(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SamplePart` has it
+    def count_samples(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SamplePart` has it
         """Return the number of samples of one epoch."""
-        return len(self._firsts)
+        return len(self._preferred)
 
     def sample(self, rules: SampleRules, number: int, index: int) -> PairSample:
         """See `SamplePart.sample`."""
-        return self.pair(rules, number, int(self._firsts[index]))
+        return self.pair(rules, number, int(self._preferred[index]))
 
     def pair(self, rules: SampleRules, number: int, first: int) -> PairSample:
         """Return the pair whose preferred answer is example `first` of the store, as sample `number`."""
-        both = (first, first + 1)
-        examples = [self.stored.example(member) for member in both]
+        members = (first, first + 1)
+        examples = [self.stored.example(member) for member in members]
         for ids, _ in examples:
             rules.check_tokens(ids, self.name)
-        answers = [int(self.stored.answers[member]) if self._whole else 0 for member in both]
-        known = self.references
-        references = [0.0 if known is None else float(known[member]) for member in both]
+        answers = [int(self.stored.answers[member]) if self._learns_prompts else 0 for member in members]
+        log_probs = self.references
+        references = [0.0 if log_probs is None else float(log_probs[member]) for member in members]
         return PairSample(number, examples, (answers[0], answers[1]), (references[0], references[1]))
