@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_trainer.backends.native import NativeBackend
-    from trainium_trainer.data.batches.micro_batches import MicroBatch
+    from trainium_trainer.data.loader import MicroBatch
 
 FOLDER = Path(os.environ.get("TRAINIUM_FAULTS_DIR", "/nonexistent"))
 STEP_SECONDS = float(os.environ.get("TRAINIUM_FAULTS_STEP_SECONDS", "0"))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.data.batches.micro_batches import MicroBatch
+    from trainium_trainer.data.loader import MicroBatch
 
 PEER = Path(__file__).with_name("preference_peer.py")
 _SPECIAL_TOKEN = 0

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_trainer.configuration.config import Launch, resolve_settings
-from trainium_trainer.data.batches.micro_batches import Share
+from trainium_trainer.data.batches.samples import Share
 from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.loader import open_loader
 from trainium_trainer.models.huggingface import to_config
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.data.batches.micro_batches import MicroBatch
+    from trainium_trainer.data.loader import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)

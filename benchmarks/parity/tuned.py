@@ -19,8 +19,8 @@ from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.selection import choose_checkpoint
 from trainium_trainer.configuration import config as configuration
-from trainium_trainer.data.batches.micro_batches import validation_batches
 from trainium_trainer.data.dataset import open_data
+from trainium_trainer.data.loader import validation_batches
 from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.protocol import Retry
 

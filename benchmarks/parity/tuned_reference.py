@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.data.batches.micro_batches import MicroBatch
+    from trainium_trainer.data.loader import MicroBatch
 
 Sample = dict[str, "Tensor"]
 _PEFT_PREFIXES = ("base_model.model.", ".default", ".base_layer")

@@ -112,8 +112,8 @@ class Inputs:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from trainium_trainer.data.prepared.text_sources import train_for_texts
         from trainium_trainer.data.sources.resolve import SourceSpec
+        from trainium_trainer.data.tokens.encoding import train_for_texts
 
         torch.manual_seed(0)
         model = LlamaForCausalLM(

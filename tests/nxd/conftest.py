@@ -104,7 +104,7 @@ def program(launch: Callable[..., Any], rank_server: Any, tmp_path: Path) -> Cal
 @pytest.fixture(scope="session")
 def make_base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Callable[..., Path]:
     """Return a function that makes a folder with a small base model and a tokenizer, equal at each call."""
-    from trainium_trainer.data.prepared.text_sources import train_tokenizer
+    from trainium_trainer.data.tokens.encoding import train_tokenizer
 
     def make(*, tied: bool = False, vocabulary: int = 320) -> Path:
         folder = tmp_path_factory.mktemp("base")

@@ -14,7 +14,7 @@ from trainium_trainer.backends.choose import create_backend, find_backend
 from trainium_trainer.backends.nxd.backend import NxdBackend
 from trainium_trainer.backends.nxd.stores import SharedRowSync
 from trainium_trainer.configuration.config import Settings, load, read_launch, resolve_settings
-from trainium_trainer.data.batches.micro_batches import MicroBatch
+from trainium_trainer.data.loader import MicroBatch
 from trainium_trainer.weights.initial import InitialWeights
 
 

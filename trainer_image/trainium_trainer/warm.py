@@ -79,8 +79,8 @@ def _configuration(path: str | None) -> TrainingConfig | None:
 def _prepare_data(config: TrainingConfig) -> None:
     """Tokenize data that are not cached; data of the hub and S3, whose libraries start threads, wait for a rank."""
     from trainium_trainer.data.dataset import open_data  # noqa: PLC0415
-    from trainium_trainer.data.prepared.cache import list_locations  # noqa: PLC0415 - as above
     from trainium_trainer.data.sources.files import is_in_store  # noqa: PLC0415
+    from trainium_trainer.data.sources.resolve import list_locations  # noqa: PLC0415 - as above
 
     data = config.data
     if any(map(is_in_store, list_locations(data))):

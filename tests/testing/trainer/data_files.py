@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from trainium_contract.trainer.data import DataConfig
-from trainium_trainer.data.batches.micro_batches import RankBatch, Share
-from trainium_trainer.data.batches.samples import Samples
+from trainium_trainer.data.batches.samples import RankSamples, Samples, Share
 from trainium_trainer.data.dataset import Dataset, open_data
-from trainium_trainer.data.loader import Loader, SampleBatchBuilder
+from trainium_trainer.data.loader import Loader, RankBatch
 from trainium_trainer.data.prepared.reader import PreparedData
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 
@@ -130,6 +129,6 @@ def read_prepared(cache: Path) -> PreparedData:
 
 def read_batch(samples: Samples, share: Share, position: int) -> RankBatch:
     """Read the batch of one rank at a global position."""
-    loader = Loader(SampleBatchBuilder(samples, share), global_size=share.global_size)
+    loader = Loader(RankSamples(samples, share), samples.rules, share)
     with contextlib.closing(loader):
         return loader.batch_at(position)

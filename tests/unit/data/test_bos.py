@@ -25,7 +25,7 @@ from tests.testing.trainer.example_files import (
 )
 from trainium_contract.trainer.data import DataConfig
 from trainium_trainer import cli
-from trainium_trainer.data.batches.micro_batches import Share
+from trainium_trainer.data.batches.samples import Share
 from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.examples.held_out import build_prompts
 from trainium_trainer.data.loader import open_loader

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.testing.suite.trials import trials
 from tests.testing.trainer.example_files import BOS, EOS, decode, encode, make_records
 from trainium_contract.trainer.examples import TooLong
-from trainium_trainer.data.batches.micro_batches import build_micro_batch
 from trainium_trainer.data.examples.encoding import EncodedExample, fit_length
 from trainium_trainer.data.examples.part import pack_examples
+from trainium_trainer.data.loader import build_micro_batch
 
 
 @st.composite

@@ -27,7 +27,7 @@ from trainium_contract.trainer.data import TokenizerConfig
 from trainium_trainer import cli
 from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
-from trainium_trainer.data.prepared import cache as cache_module
+from trainium_trainer.data.prepared import text_sources
 from trainium_trainer.exits import StorageError, UnreadableError, UserError, storage_errors_on_restart
 
 BLANK = (
@@ -311,7 +311,7 @@ def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_co
 def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a cache that no user can write to, beside a temporary folder of this test."""
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(cache_module, "_temporary_folder", lambda: tmp_path / "temporary")
+    monkeypatch.setattr(text_sources, "_temporary_folder", lambda: tmp_path / "temporary")
     (tmp_path / "cache").mkdir(exist_ok=True)
     open_path, make_folder = type(tmp_path).open, type(tmp_path).mkdir
 

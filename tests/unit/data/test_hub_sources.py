@@ -201,7 +201,7 @@ def test_a_token_opens_a_gated_data_set_and_is_never_shown(hub: HubServer, tmp_p
 SAMPLES = """
 import json, sys
 from trainium_contract.trainer.data import DataConfig
-from trainium_trainer.data.batches.micro_batches import Share
+from trainium_trainer.data.batches.samples import Share
 from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.loader import open_loader
 

@@ -13,9 +13,8 @@ import pytest
 
 from tests.testing.trainer.data_files import END, data_config, json_lines
 from trainium_trainer.data import dataset
-from trainium_trainer.data.batches.micro_batches import Share
 from trainium_trainer.data.batches.order import shuffled
-from trainium_trainer.data.batches.samples import Samples
+from trainium_trainer.data.batches.samples import Samples, Share
 from trainium_trainer.data.dataset import Dataset, open_data
 from trainium_trainer.data.loader import open_loader
 from trainium_trainer.data.online import streams
@@ -233,7 +232,7 @@ def test_records_of_which_more_than_one_in_a_hundred_is_bad_are_refused_while_tr
 def test_a_process_that_is_killed_is_an_error_of_the_step_that_needs_it(tmp_path: Path, tokenizer: Path) -> None:
     with closing(open_loader(open_online(tmp_path, tokenizer), share(), ahead=1)) as loader:
         loader.batch_at(0)
-        loader._builder._workers.send(0, os.kill, 0, signal.SIGKILL)  # type: ignore[attr-defined]
+        loader._reader._workers.send(0, os.kill, 0, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(WorkerError, match="was killed by SIGKILL"):
             [loader.batch_at(step * LANES) for step in range(1, 10)]
 

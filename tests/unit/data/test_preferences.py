@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.testing.trainer.example_files import EOS, decode, encode, make_config, write_tokenizer
-from trainium_trainer.data.batches.micro_batches import build_micro_batch, trim_padding
 from trainium_trainer.data.examples.dataset import ExampleDataset
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
+from trainium_trainer.data.loader import build_micro_batch, trim_padding
 from trainium_trainer.exits import UserError
 
 ASK = {"role": "user", "content": "name a shard"}

@@ -29,8 +29,8 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
 from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, build
-from trainium_trainer.data.prepared.cache import find_vocabulary_size
 from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, divide_file_checks
+from trainium_trainer.data.prepared.s3_copy import find_vocabulary_size
 from trainium_trainer.data.prepared.text_sources import PreparedRecipe
 from trainium_trainer.data.sources.files import DataFile
 from trainium_trainer.data.sources.resolve import SourceSpec

@@ -8,9 +8,9 @@ import pytest
 
 from tests.testing.trainer.hub_server import HubServer
 from trainium_contract.trainer.data import DataConfig
-from trainium_trainer.data.prepared.cache import list_locations
 from trainium_trainer.data.revisions import RECORD_NAME, RunRevisions
 from trainium_trainer.data.sources.hub import store_files
+from trainium_trainer.data.sources.resolve import list_locations
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry

@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 
 from tests.testing.suite.trials import trials
 from tests.testing.trainer.data_files import TokenRange, data_config, json_lines, read_batch
-from trainium_trainer.data.batches.micro_batches import Share, validation_batches
 from trainium_trainer.data.batches.order import WINDOW, Mixture, Permutation
-from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart, ValidationSet
+from trainium_trainer.data.batches.samples import RankSamples, SampleRules, Samples, Share, TextPart, ValidationSet
 from trainium_trainer.data.dataset import open_data
-from trainium_trainer.data.loader import Loader, SampleBatchBuilder
+from trainium_trainer.data.loader import Loader, validation_batches
 from trainium_trainer.exits import UserError
 
 RULES = SampleRules(sequence_length=8, vocabulary=2**16)
 
 
 def open_loader(data: Samples, *, ahead: int = 1, **share: int) -> Loader:
-    return Loader(SampleBatchBuilder(data, Share(**share)), global_size=share["global_size"], ahead=ahead)
+    rank_share = Share(**share)
+    return Loader(RankSamples(data, rank_share), data.rules, rank_share, ahead=ahead)
 
 
 def samples(

@@ -12,9 +12,8 @@ from tests.testing.suite.trials import trials
 from tests.testing.trainer.data_files import TokenRange, read_batch
 from trainium_contract.sizes import BatchShape, SizeRule, order_by_likelihood, passes, step_batch
 from trainium_trainer.backends.mesh import rank_coordinates
-from trainium_trainer.data.batches.micro_batches import Share
-from trainium_trainer.data.batches.samples import SampleRules, Samples, TextPart
-from trainium_trainer.data.loader import Loader, SampleBatchBuilder
+from trainium_trainer.data.batches.samples import RankSamples, SampleRules, Samples, Share, TextPart
+from trainium_trainer.data.loader import Loader
 from trainium_trainer.models.loss import IGNORED_LABEL
 
 LENGTH = 4
@@ -124,7 +123,7 @@ def test_all_tensor_and_pipeline_ranks_of_a_data_parallel_rank_have_its_samples_
 
 def test_the_batch_of_an_empty_pass_is_built_once() -> None:
     share = Share(global_size=4, micro_size=1, dp_rank=0, dp_size=3)
-    loader = Loader(SampleBatchBuilder(samples(40), share), global_size=4)
+    loader = Loader(RankSamples(samples(40), share), RULES, share)
     first, second = loader.batch_at(0), loader.batch_at(4)
     loader.close()
     assert [micro.valid_tokens for micro in first.micro_batches] == [LENGTH, 0]

@@ -15,7 +15,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_trainer import exits
 from trainium_trainer.data.examples.held_out import read_held_out
-from trainium_trainer.data.prepared.cache import find_vocabulary_size
+from trainium_trainer.data.prepared.s3_copy import find_vocabulary_size
 from trainium_trainer.data.sources import files
 from trainium_trainer.data.sources.documents import TextPiece
 from trainium_trainer.data.sources.resolve import open_source

@@ -59,7 +59,7 @@ def _few_threads() -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    from trainium_trainer.data.prepared.text_sources import train_tokenizer
+    from trainium_trainer.data.tokens.encoding import train_tokenizer
 
     return train_tokenizer([iter([_WORDS] * 20)], 320)
 

@@ -243,7 +243,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trainium_trainer.data.prepared.text_sources import train_tokenizer
+    from trainium_trainer.data.tokens.encoding import train_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(

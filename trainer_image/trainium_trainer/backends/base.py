@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_trainer.checkpoint.interfaces import TrainingState
-    from trainium_trainer.data.batches.micro_batches import MicroBatch
+    from trainium_trainer.data.loader import MicroBatch
     from trainium_trainer.monitor.step_metrics import Rewards
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights

@@ -29,7 +29,7 @@ from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.backends.replicated_store import ReplicatedStore
 from trainium_trainer.backends.torch_compile import compile_layers
 from trainium_trainer.checkpoint.format.live_state import is_dtensor, to_local
-from trainium_trainer.data.batches.micro_batches import trim_padding
+from trainium_trainer.data.loader import trim_padding
 from trainium_trainer.models.dropout import sample_keys
 from trainium_trainer.models.initialization import initial_slice
 from trainium_trainer.models.llama import Llama
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from trainium_trainer.backends.pipeline import Pipeline
     from trainium_trainer.backends.state_store import StateStore
     from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.data.batches.micro_batches import MicroBatch
+    from trainium_trainer.data.loader import MicroBatch
     from trainium_trainer.models.stages import LlamaStage
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights

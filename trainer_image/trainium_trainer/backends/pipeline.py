@@ -29,7 +29,7 @@ from torch.torch_version import TorchVersion
 
 from trainium_contract.trainer.parallelism import PipelineSchedule
 from trainium_trainer.checkpoint.format.live_state import to_local
-from trainium_trainer.data.batches.micro_batches import MicroBatch, Pairs
+from trainium_trainer.data.loader import MicroBatch, Pairs
 from trainium_trainer.exits import UserError
 from trainium_trainer.models.loss import IGNORED_LABEL
 

@@ -42,7 +42,7 @@ def from_nxd(
     from trainium_trainer.checkpoint.whole_tensors import write_whole  # noqa: PLC0415
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
     from trainium_trainer.configuration.model_shape import resolve_shape  # noqa: PLC0415
-    from trainium_trainer.data.prepared.cache import find_vocabulary_size  # noqa: PLC0415
+    from trainium_trainer.data.prepared.s3_copy import find_vocabulary_size  # noqa: PLC0415
 
     settings = load(config)
     shape = resolve_shape(settings.model, find_vocabulary_size(settings.data))

@@ -69,9 +69,13 @@ def prepare_data(
     if not source or output is None:
         raise UserError("prepare-data: needs --config FILE, or --source and --output")
     from trainium_trainer.data.prepared.build import build  # noqa: PLC0415 - numpy, only for this command
-    from trainium_trainer.data.prepared.cache import cache_directory, use_cache  # noqa: PLC0415
-    from trainium_trainer.data.prepared.text_sources import PreparedRecipe, train_for_texts  # noqa: PLC0415
+    from trainium_trainer.data.prepared.text_sources import (  # noqa: PLC0415
+        PreparedRecipe,
+        cache_directory,
+        use_cache,
+    )
     from trainium_trainer.data.sources.resolve import SourceSpec, pin_source  # noqa: PLC0415
+    from trainium_trainer.data.tokens.encoding import train_for_texts  # noqa: PLC0415
     from trainium_trainer.data.tokens.tokenizer import (  # noqa: PLC0415
         count_entries,
         find_beginning_of_documents,
@@ -99,7 +103,7 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     from trainium_trainer.configuration.config import load  # noqa: PLC0415 - as above
     from trainium_trainer.data.batches.samples import Samples  # noqa: PLC0415
     from trainium_trainer.data.dataset import open_data  # noqa: PLC0415
-    from trainium_trainer.data.prepared.cache import cache_directory, use_cache  # noqa: PLC0415
+    from trainium_trainer.data.prepared.text_sources import cache_directory, use_cache  # noqa: PLC0415
 
     config = load(file, overrides)
     with use_cache(cache_directory(config.data)) as cache:  # a run can work without its cache, but not the preparation

@@ -107,7 +107,7 @@ def _samples(config: TrainingConfig, data: Dataset, first: int, count: int) -> I
 
 def _streamed(config: TrainingConfig, data: Dataset, first: int, count: int) -> Iterator[list[DisplayedTokens]]:
     """Yield samples of text that is tokenized during training, from the step of the first one on."""
-    from trainium_trainer.data.batches.micro_batches import Share  # noqa: PLC0415 - only for streams
+    from trainium_trainer.data.batches.samples import Share  # noqa: PLC0415 - only for streams
     from trainium_trainer.data.loader import open_loader  # noqa: PLC0415
     from trainium_trainer.models.loss import IGNORED_LABEL  # noqa: PLC0415
 

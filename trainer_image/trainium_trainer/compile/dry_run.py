@@ -24,7 +24,7 @@ from trainium_trainer.configuration.config import Launch, Settings, resolve_sett
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_trainer.data.batches.micro_batches import MicroBatch
+    from trainium_trainer.data.loader import MicroBatch
 
 _STEPS = 2
 """Two steps, because from the second step on the graphs are those of all later steps."""
@@ -132,7 +132,7 @@ def _batches(settings: Settings) -> list[MicroBatch]:
     """Return micro-batches of arbitrary tokens; all of a step for a pipeline, whose schedule needs their number."""
     import torch  # noqa: PLC0415 - nobody else who imports this needs it
 
-    from trainium_trainer.data.batches.micro_batches import MicroBatch, Pairs  # noqa: PLC0415
+    from trainium_trainer.data.loader import MicroBatch, Pairs  # noqa: PLC0415
 
     config = settings.config
     rows = config.data.rows_per_sample

@@ -27,7 +27,7 @@ from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
 from trainium_trainer.configuration.model_shape import check_parallelism, resolve_shape
-from trainium_trainer.data.prepared.cache import find_vocabulary_size, has_prepared_sources
+from trainium_trainer.data.prepared.s3_copy import find_vocabulary_size, has_prepared_sources
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, explain_conversion
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.trainable import TrainableParameters, refuse_untrained_rows, select_trainable

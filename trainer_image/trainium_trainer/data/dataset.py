@@ -26,10 +26,10 @@ from trainium_trainer.data.batches.samples import (
 from trainium_trainer.data.examples.dataset import DataReport, open_examples
 from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.online.streams import Streams, open_streams
-from trainium_trainer.data.prepared.cache import find_validation_source, list_sources, with_cache
 from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, TokenRange
-from trainium_trainer.data.prepared.text_sources import TextSources
+from trainium_trainer.data.prepared.text_sources import TextSources, with_cache
 from trainium_trainer.data.sources.files import is_in_store
+from trainium_trainer.data.sources.resolve import find_validation_source, list_sources
 from trainium_trainer.data.tokens.tokenizer import (
     count_entries,
     find_beginning_of_documents,

@@ -1,180 +1,188 @@
-"""Prepare the batches of one rank ahead of the step, also from text that is tokenized during training.
+"""Load the batches of one rank: read its samples of the next steps ahead, and convert them to tensors.
 
 Guarantees:
-- The samples do not depend on the number of processes.
-- The step that needs the rows of a process raises its errors, with the traceback.
+- A rank's samples of a step are a pure function of the sizes, the rank and the position, so the loss and the order of
+  samples are the same at every size.
+- Every rank makes the same number of passes at every step, the smallest that holds the batch.
+- All micro-batches of a step have the same shape on every rank. Empty rows are the last ones of a share: they are
+  computed like the others but do not count.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.batches.broadcast import BatchGroup, BatchReceiver, BatchSender
-from trainium_trainer.data.batches.micro_batches import BatchBuilder, MicroBatchBuilder, RankBatch, Share
-from trainium_trainer.data.batches.samples import Samples, TextSample
-from trainium_trainer.data.online.lanes import BlockTokens, LaneSamples, initialize_lanes, read_lane_samples
+import numpy as np
+import torch
+
+from trainium_trainer.data.batches.samples import RankSamples, SampleReader, Share
+from trainium_trainer.data.online.lane_reader import LaneReader, SampleGroup, SampleReceiver, SampleSender
 from trainium_trainer.data.online.streams import BlockCounts, Streams
-from trainium_trainer.data.sources.documents import refuse_skipped, refuse_skipped_share
-from trainium_trainer.data.workers.pool import Workers
+from trainium_trainer.models.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from torch import Tensor
+
+    from trainium_trainer.data.batches.samples import Sample, SampleRules, ValidationSet
     from trainium_trainer.data.dataset import Dataset
 
-_log = logging.getLogger("trainium.data")
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The answers of a micro-batch of pairs, whose rows 2k are preferred to rows 2k + 1."""
+
+    count: int
+    """The number of pairs that are not padding."""
+    answers: Tensor
+    """[rows] int64, the first position whose label belongs to the answer."""
+    references: Tensor
+    """[rows] float32, log-probability of each answer by the reference model; 0 if it is not computed ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The samples of one forward and backward pass."""
+
+    inputs: Tensor
+    """[rows, sequence] int64."""
+    labels: Tensor
+    """[rows, sequence] int64, the next token of each input; IGNORED_LABEL where none is predicted."""
+    valid_tokens: int
+    sample_positions: Tensor
+    """[rows] int64, numbers by the global position of each row's sample, which seed dropout; 0 for rows of evaluations
+    and empty passes.
+    """
+    positions: Tensor | None = None
+    """[rows, sequence] int64, the position of each token in its document: a 0 begins a document, and tokens attend only
+    to their document. None: a sample is one document, with positions 0, 1, 2, ...
+    """
+    pairs: Pairs | None = None
+    """Set where rows are pairs of answers."""
+
+    @property
+    def divisor(self) -> int:
+        """This micro-batch's part of the divisor of the summed loss: its pairs, else its valid tokens."""
+        return self.valid_tokens if self.pairs is None else self.pairs.count
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """This rank's share of a step."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    samples: tuple[int, ...]
+    """The numbers of the samples, for the record; samples that fill up an epoch have none."""
+
+
+def build_micro_batch(samples: Sequence[Sample | None], rules: SampleRules, first: int | None = None) -> MicroBatch:
+    """Convert samples to tensors; samples that are None or too short are padded.
+
+    `first` is the global position of the first sample, which the others follow; None in an evaluation.
+    """
+    length, count = rules.sequence_length, len(samples) * rules.rows
+    inputs = torch.full((count, length), rules.padding)
+    labels = torch.full_like(inputs, IGNORED_LABEL)
+    positions = torch.arange(length).repeat(count, 1) if rules.masked else None
+    answers, references = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
+    for index, sample in enumerate(samples):
+        for number, row in enumerate(() if sample is None else sample.rows(rules), start=index * rules.rows):
+            end = len(row.inputs)
+            inputs[number, :end] = torch.from_numpy(row.inputs.astype("int64"))
+            labels[number, :end] = torch.from_numpy(np.where(row.loss_mask, row.targets.astype("int64"), IGNORED_LABEL))
+            if positions is not None and row.positions is not None:
+                positions[number, :end] = torch.from_numpy(row.positions)
+            answers[number], references[number] = row.answer, row.reference
+    numbers = torch.zeros(count, dtype=torch.int64) if first is None else torch.arange(count) + first * rules.rows
+    pairs = None
+    if rules.rows > 1:
+        pairs = Pairs(sum(sample is not None for sample in samples), answers, references)
+    return MicroBatch(inputs, labels, int((labels != IGNORED_LABEL).sum()), numbers, positions, pairs)
+
+
+def trim_padding(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """Remove trailing columns in which no row predicts a token, `multiple` columns at a time.
+
+    Tokens do not attend to later ones, so the loss stays the same. One block of columns always remains.
+    """
+    length = batch.inputs.shape[1]
+    predicted = (batch.labels != IGNORED_LABEL).any(0).nonzero()
+    used = int(predicted[-1]) + 1 if len(predicted) else 1
+    width = -(-used // multiple) * multiple
+    if width >= length or batch.positions is not None:
+        return batch
+    return replace(batch, inputs=batch.inputs[:, :width], labels=batch.labels[:, :width])
+
+
+def divide_samples(
+    samples: Sequence[Sample | None], rules: SampleRules, micro_size: int, first: int | None = None
+) -> Iterator[MicroBatch]:
+    """Yield samples in micro-batches; `first` as in `build_micro_batch`."""
+    for start in range(0, len(samples), micro_size):
+        yield build_micro_batch(samples[start : start + micro_size], rules, None if first is None else first + start)
+
+
+def validation_batches(data: ValidationSet, *, dp_rank: int, dp_size: int, micro_size: int) -> Iterator[MicroBatch]:
+    """Yield one rank's share of a validation: equally many micro-batches on every rank, some of them empty."""
+    return divide_samples(data.samples_of_rank(dp_rank, dp_size), data.rules, micro_size)
 
 
 class Loader:
     """Endless batches of one data-parallel rank; the next ones are prepared in the background."""
 
-    def __init__(self, builder: BatchBuilder, *, global_size: int, ahead: int = 1) -> None:
-        self._builder = builder
-        self._global = global_size
+    def __init__(self, reader: SampleReader, rules: SampleRules, share: Share, *, ahead: int = 1) -> None:
+        """Create the loader, which prepares `ahead` steps."""
+        self._reader = reader
+        self._rules = rules
+        self._share = share
         self._ahead = ahead
         self._thread: ThreadPoolExecutor | None = None
-        self._ready: deque[tuple[int, Future[RankBatch]]] = deque()
+        self._prepared: deque[tuple[int, Future[RankBatch]]] = deque()
+        self._empty: MicroBatch | None = None
 
     def batch_at(self, position: int) -> RankBatch:
         """Return this rank's share of the step that starts at global sample `position`. Raises UserError."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        if not self._ready or self._ready[0][0] != position:
-            for _, waiting in self._ready:
-                waiting.cancel()
-            self._ready.clear()
-            self._ready.append((position, self._thread.submit(self._builder.build, position)))
-        _, batch = self._ready.popleft()
-        while len(self._ready) < self._ahead:
-            following = (self._ready[-1][0] if self._ready else position) + self._global
-            self._ready.append((following, self._thread.submit(self._builder.build, following)))
+        if not self._prepared or self._prepared[0][0] != position:
+            for _, batch in self._prepared:
+                batch.cancel()
+            self._prepared.clear()
+            self._prepared.append((position, self._thread.submit(self._prepare, position)))
+        _, batch = self._prepared.popleft()
+        while len(self._prepared) < self._ahead:
+            following = (self._prepared[-1][0] if self._prepared else position) + self._share.global_size
+            self._prepared.append((following, self._thread.submit(self._prepare, following)))
         return batch.result()
 
+    def _prepare(self, position: int) -> RankBatch:
+        samples, first = self._reader.read(position), self._share.at(position).start
+        numbers = tuple(sample.number for sample in samples if sample is not None)
+        return RankBatch(self._build_micro_batches(samples, first), numbers)
+
+    def _build_micro_batches(self, samples: Sequence[Sample | None], first: int) -> tuple[MicroBatch, ...]:
+        """Return micro-batches of one size, padded with empty rows; `first` as in `build_micro_batch`."""
+        size = self._share.micro_size
+        rows = [*samples, *[None] * (-len(samples) % size)]
+        missing = self._share.passes - len(rows) // size
+        if missing and self._empty is None:
+            # Empty passes share their tensors, so that they cost the host nothing.
+            self._empty = build_micro_batch([None] * size, self._rules)
+        empty = (self._empty,) * missing if self._empty is not None else ()
+        return (*divide_samples(rows, self._rules, size, first), *empty)
+
     def close(self) -> None:
-        """Stop the background thread and close the builder."""
+        """Stop the background thread and close the reader."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
-            self._builder.close()  # wakes a thread that waits for the builder
+            self._reader.close()  # wakes a thread that waits for the reader
             self._thread.shutdown(wait=True)
-        self._builder.close()  # the thread may have started work after the first call
-
-
-class SampleBatchBuilder:
-    """Prepares batches from tokens that exist before training."""
-
-    def __init__(self, samples: Samples, share: Share) -> None:
-        self._samples = samples
-        self._share = share
-        self._micro_batches = MicroBatchBuilder(samples.rules, share)
-
-    def build(self, position: int) -> RankBatch:
-        """Read the samples. Raises UserError."""
-        mine = self._share.at(position)
-        samples = self._samples.at(mine.start, len(mine))
-        return RankBatch(
-            self._micro_batches.build(samples, mine.start),
-            tuple(sample.number for sample in samples if sample is not None),
-        )
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-_CALLS_AHEAD = 2
-
-
-@dataclass(slots=True)
-class _Tally:
-    """The counts of this rank's reads of a source."""
-
-    blocks: int = 0
-    records: int = 0
-    skipped: int = 0
-    first: str = ""
-    """The message about the first skipped record."""
-
-
-class StreamBatchBuilder:
-    """Prepares batches of one rank's lanes with worker processes."""
-
-    def __init__(self, streams: Streams, share: Share, counts: BlockCounts) -> None:
-        assert share.global_size == streams.plan.lanes, "each row of the global batch is a lane"
-        self._streams = streams
-        self._share = share
-        self._micro_batches = MicroBatchBuilder(streams.rules, share)
-        self._counts = counts
-        self._workers: Workers | None = None
-        self._requested = 0  # the next step to request from the processes
-        self._received = 0
-        self._skipped = 0
-        self._tallies = [_Tally() for _ in streams.plan.sources]
-
-    def build(self, position: int) -> RankBatch:
-        """See `BatchBuilder.build`. Raises UserError, StorageError, WorkerError."""
-        step, rest = divmod(position, self._share.global_size)
-        assert rest == 0, "a run with another global batch is another run"
-        workers = self._start_workers()
-        if step != self._received:
-            for _ in range(self._received, self._requested):
-                workers.gather()
-            self._requested = self._received = step
-        while self._requested < step + _CALLS_AHEAD:
-            workers.broadcast(read_lane_samples, self._requested)
-            self._requested += 1
-        results: list[LaneSamples] = workers.gather()
-        self._received = step + 1
-        for result in results:
-            self._counts.add(result.counts)
-            self._count_skipped(result.used)
-        rows = [row for result in results for row in result.rows]
-        first = position + self._share.offset
-        check_tokens = self._streams.rules.check_tokens
-        samples = [TextSample(first + number, check_tokens(row, self._streams.name)) for number, row in enumerate(rows)]
-        return RankBatch(self._micro_batches.build(samples, first), tuple(sample.number for sample in samples))
-
-    def _start_workers(self) -> Workers:
-        if self._workers is None:
-            share, plan = self._share, self._streams.plan
-            count = min(self._streams.workers, share.size)
-            marks = [share.offset + number * share.size // max(1, count) for number in range(count + 1)]
-            known = self._counts.known(len(plan.sources))
-            self._workers = Workers(count)
-            for number, (first, last) in enumerate(itertools.pairwise(marks)):
-                self._workers.send(number, initialize_lanes, plan, range(first, last), known)
-            self._workers.gather()
-        return self._workers
-
-    def _count_skipped(self, used: Sequence[tuple[int, BlockTokens]]) -> None:
-        limit, share = self._streams.max_bad_lines, self._share.size / self._share.global_size
-        for number, block in used:
-            source, tally = self._streams.plan.sources[number], self._tallies[number]
-            tally.blocks += 1
-            tally.records += block.records
-            if not block.skipped:
-                continue
-            if not self._skipped:
-                _log.warning("data.source %s: skipped", block.skipped[0].message())
-            tally.first = tally.first or block.skipped[0].message()
-            tally.skipped += len(block.skipped)
-            self._skipped += len(block.skipped)
-            refuse_skipped(self._skipped, block.skipped[-1], limit)
-            if tally.records:
-                expected = tally.records / tally.blocks * source.blocks * share
-                refuse_skipped_share(
-                    source.spec.name, tally.skipped, tally.records, tally.first, limit, expected=expected
-                )
-
-    def close(self) -> None:
-        """End the processes."""
-        if self._workers is not None:
-            self._workers.close()
-        self._counts.close()
+        self._reader.close()  # the thread may have started work after the first call
 
 
 def open_loader(
@@ -184,23 +192,22 @@ def open_loader(
     ahead: int = 1,
     counts_folder: Path | None = None,
     writes: bool = True,
-    batch_group: BatchGroup | None = None,
+    sample_group: SampleGroup | None = None,
 ) -> Loader:
     """Return a loader of one rank's batches.
 
     The block counts of streams are recorded in `counts_folder`; one of the ranks with the same samples `writes` them.
-    One rank of the `batch_group`, which trains on the same samples, prepares the batches of streams and sends them to
-    the others.
+    One rank of the `sample_group` reads the samples of streams and sends them to the others.
     """
     training = data.training
-    builder: BatchBuilder
+    reader: SampleReader
     if not isinstance(training, Streams):
-        builder = SampleBatchBuilder(training, share)
-    elif batch_group is not None and batch_group.follows:
-        builder = BatchReceiver(batch_group)
+        reader = RankSamples(training, share)
+    elif sample_group is not None and sample_group.is_follower:
+        reader = SampleReceiver(sample_group)
     else:
         counts = BlockCounts(counts_folder, training.identity, share.dp_rank if writes else None)
-        builder = StreamBatchBuilder(training, share, counts)
-        if batch_group is not None and batch_group.others:
-            builder = BatchSender(builder, batch_group)
-    return Loader(builder, global_size=share.global_size, ahead=ahead)
+        reader = LaneReader(training, share, counts)
+        if sample_group is not None and sample_group.others:
+            reader = SampleSender(reader, sample_group)
+    return Loader(reader, training.rules, share, ahead=ahead)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field, ValidationError
 
 from trainium_contract.base import MessageModel
-from trainium_trainer.data.prepared.cache import list_locations
+from trainium_trainer.data.sources.files import HUB
 from trainium_trainer.data.sources.hub import (
-    HUB,
     HubFiles,
     find_commit,
     format_location,
@@ -25,6 +24,7 @@ from trainium_trainer.data.sources.hub import (
     parse_location,
     store_files,
 )
+from trainium_trainer.data.sources.resolve import list_locations
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.protocol import Retry, Storage, read_small

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from trainium_trainer.data.batches.micro_batches import build_micro_batch
 from trainium_trainer.data.batches.samples import SampleRules, Samples
+from trainium_trainer.data.loader import build_micro_batch
 from trainium_trainer.exits import NumericalError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_trainer.data.batches.micro_batches import samples_at
+from trainium_trainer.data.batches.samples import count_step_samples
 
 if TYPE_CHECKING:
     from trainium_trainer.checkpoint.interfaces import Position
@@ -42,7 +42,7 @@ class RunProgress:
 
     def next_batch(self, samples: int) -> int:
         """Return the number of samples of the step that begins at a global position."""
-        return samples_at(samples, self.batch, self.end)
+        return count_step_samples(samples, self.batch, self.end)
 
     def is_over(self, position: Position) -> bool:
         """Return whether the run has no step left."""

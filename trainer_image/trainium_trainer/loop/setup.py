@@ -23,10 +23,10 @@ from trainium_trainer.checkpoint.manager import CheckpointManager
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.checkpoint.root.owner import RunStart
 from trainium_trainer.configuration.config import Settings, with_steps
-from trainium_trainer.data.batches.broadcast import BatchGroup
-from trainium_trainer.data.batches.micro_batches import Share
+from trainium_trainer.data.batches.samples import Share
 from trainium_trainer.data.dataset import Dataset, open_data
 from trainium_trainer.data.loader import Loader, open_loader
+from trainium_trainer.data.online.lane_reader import SampleGroup
 from trainium_trainer.data.online.streams import Streams
 from trainium_trainer.data.prepared.reader import divide_file_checks
 from trainium_trainer.data.revisions import RunRevisions
@@ -197,7 +197,7 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
         ahead=config.data.prefetch_steps,
         counts_folder=root / "data",
         writes=mesh.counts_samples,
-        batch_group=_find_batch_group(mesh) if isinstance(data.training, Streams) else BatchGroup(),
+        sample_group=_find_sample_group(mesh) if isinstance(data.training, Streams) else SampleGroup(),
     )
     stopwatch.lap("files")
     if mesh.rank == 0 and data.report is not None:
@@ -243,13 +243,13 @@ def report_warnings(manager: CheckpointManager, progress: ProgressWriter, alread
     return len(manager.warnings)
 
 
-def _find_batch_group(mesh: Mesh) -> BatchGroup:
+def _find_sample_group(mesh: Mesh) -> SampleGroup:
     """Return the ranks that train on the same samples as this rank. Collective where samples are shared."""
     if mesh.tp_size * mesh.pp_size * mesh.cp_size == 1:
-        return BatchGroup(mesh.rank, mesh.rank)
+        return SampleGroup(mesh.rank, mesh.rank)
     gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(mesh.world_size)]
     dist.all_gather(gathered, torch.tensor([mesh.data_rank, mesh.counts_samples]), group=mesh.world)
     rows = [tuple(row.tolist()) for row in gathered]
     same = [rank for rank, (data_rank, _) in enumerate(rows) if data_rank == mesh.data_rank]
     leader = next(rank for rank in same if rows[rank][1])
-    return BatchGroup(leader, mesh.rank, tuple(rank for rank in same if rank != leader), mesh.world)
+    return SampleGroup(leader, mesh.rank, tuple(rank for rank in same if rank != leader), mesh.world)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import AlertKind
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
-from trainium_trainer.data.batches.micro_batches import validation_batches
+from trainium_trainer.data.loader import validation_batches
 from trainium_trainer.exits import NumericalError
 from trainium_trainer.loop.profile import StepProfiler, step_profiler
 from trainium_trainer.loop.schedule import learning_rate

@@ -209,18 +209,3 @@ def _sync_file_range() -> Callable[..., Any] | None:
     function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     function.restype = ctypes.c_int
     return function
-
-
-def write_cache_file(note: Path, content: bytes) -> None:
-    """Write a file of the cache atomically and without a lock; errors are ignored.
-
-    Drafts have random names, because process ids and addresses do not distinguish writers: pods number their processes
-    equally, and ranks are forks of one process.
-    """
-    draft = note.with_name(f".{note.name}.{secrets.token_hex(8)}")
-    with contextlib.suppress(OSError):
-        try:
-            draft.write_bytes(content)
-            draft.replace(note)
-        finally:
-            draft.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from trainium_trainer.backends.base import StepOutcome
 from trainium_trainer.backends.native import NativeBackend
 from trainium_trainer.compile.dry_run import launch_at
 from trainium_trainer.configuration.config import Launch, read_launch, resolve_settings
-from trainium_trainer.data.batches.micro_batches import MicroBatch
+from trainium_trainer.data.loader import MicroBatch
 from trainium_trainer.weights.base import BaseWeights
 
 CONFIG = {

@@ -38,8 +38,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def options(base: Path, text_file: Path, shared: Path) -> list[str]:
     """Return the settings of a short tuning on sums, with a base that has a tokenizer."""
-    from trainium_trainer.data.prepared.text_sources import train_for_texts
     from trainium_trainer.data.sources.resolve import SourceSpec
+    from trainium_trainer.data.tokens.encoding import train_for_texts
 
     folder = shared / "base"
     folder.mkdir()

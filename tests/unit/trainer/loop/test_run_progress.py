@@ -11,7 +11,7 @@ from trainium_contract.sizes import passes, step_batch
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.configuration.config import read_launch, resolve_settings, with_steps
-from trainium_trainer.data.batches.micro_batches import Share
+from trainium_trainer.data.batches.samples import Share
 from trainium_trainer.loop.run_progress import RunProgress
 from trainium_trainer.loop.schedule import learning_rate, rate_factor
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.backends.nxd.layout.pieces import Piece
     from trainium_trainer.configuration.config import Settings
-    from trainium_trainer.data.batches.micro_batches import MicroBatch
+    from trainium_trainer.data.loader import MicroBatch
     from trainium_trainer.models.llama import Llama
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights

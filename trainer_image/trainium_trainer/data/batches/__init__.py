@@ -1,1 +1,1 @@
-"""The samples of each step, their order, and the preparation of a rank's batches ahead of the step."""
+"""The samples of each step and their order."""

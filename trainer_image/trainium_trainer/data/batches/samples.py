@@ -6,6 +6,7 @@ Guarantees:
   in a new order.
 - Where epochs are counted, an epoch covers all sources together and is padded to a full batch.
 - The position (the count of samples consumed) is the whole state, so a run may stop and continue at any size.
+- The shares of the ranks in a step are contiguous, differ by at most one sample and together form the step's batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from trainium_contract.sizes import passes
 from trainium_trainer.data.batches.order import EpochOrder, Mixture, shuffled
 from trainium_trainer.exits import UserError
 
@@ -212,6 +214,80 @@ class Samples:
             return self._epochs[position]
         source, number = self._mixture[position]
         return source, shuffled(number, self.sizes[source], self._seed)
+
+
+def count_step_samples(position: int, batch: int, end: int | None) -> int:
+    """Return the samples of the step at global sample `position`; the last one before `end` takes the rest."""
+    # No step trains beyond the end, but the loader prefetches there.
+    return batch if end is None or position >= end else min(batch, end - position)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One data-parallel rank's part of every step."""
+
+    global_size: int
+    """Samples of a step over all ranks; the last step may have fewer."""
+    micro_size: int
+    dp_rank: int
+    dp_size: int
+    end: int | None = None
+    """Samples of the whole run, where samples are counted."""
+
+    @property
+    def passes(self) -> int:
+        """The number of micro-batches per step, equal on all ranks."""
+        return passes(self.global_size, self.micro_size, self.dp_size)
+
+    @property
+    def offset(self) -> int:
+        """The offset of this rank's first sample within a full step."""
+        return self._part(self.global_size).start
+
+    @property
+    def size(self) -> int:
+        """The number of this rank's samples in a full step; may be 0 if there are fewer samples than ranks."""
+        return len(self._part(self.global_size))
+
+    def at(self, position: int) -> range:
+        """Return the global positions of this rank's samples in the step that begins at `position`."""
+        part = self._part(count_step_samples(position, self.global_size, self.end))
+        return range(position + part.start, position + part.stop)
+
+    def _part(self, samples: int) -> range:
+        """Return this rank's range of a step's samples."""
+        return range(self.dp_rank * samples // self.dp_size, (self.dp_rank + 1) * samples // self.dp_size)
+
+
+class SampleReader(Protocol):
+    """Reads one rank's samples of a step."""
+
+    def read(self, position: int) -> list[Sample | None]:
+        """Return the samples of the step at global sample `position`; None pads an epoch. Fast for consecutive steps.
+
+        Raises UserError and StorageError.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release its resources."""
+        ...
+
+
+class RankSamples:
+    """Reads one rank's share of samples whose tokens exist before training."""
+
+    def __init__(self, samples: Samples, share: Share) -> None:
+        self._samples = samples
+        self._share = share
+
+    def read(self, position: int) -> list[Sample | None]:
+        """See `SampleReader.read`."""
+        positions = self._share.at(position)
+        return self._samples.at(positions.start, len(positions))
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class ValidationSet:

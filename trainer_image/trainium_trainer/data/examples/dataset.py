@@ -22,11 +22,10 @@ from trainium_trainer.data.examples.part import ExamplePart, PairPart
 from trainium_trainer.data.examples.recipe import FORMAT, Recipe, build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_inputs
 from trainium_trainer.data.examples.templates import BadRecordError, RecordFilter
-from trainium_trainer.data.prepared.cache import find_validation_source, list_sources, prepared_folder
-from trainium_trainer.data.prepared.text_sources import build_in_cache, train_once, train_tokenizer
+from trainium_trainer.data.prepared.text_sources import build_in_cache, prepared_folder
 from trainium_trainer.data.sources.documents import Record
-from trainium_trainer.data.sources.resolve import pin_source
-from trainium_trainer.data.tokens.encoding import RecordCounts, held_back_mask
+from trainium_trainer.data.sources.resolve import find_validation_source, list_sources, pin_source
+from trainium_trainer.data.tokens.encoding import RecordCounts, held_back_mask, train_once, train_tokenizer
 from trainium_trainer.data.tokens.tokenizer import count_entries, hash_tokenizer, tokenizer_file
 from trainium_trainer.exits import UserError
 

@@ -17,7 +17,8 @@ from trainium_trainer.data.examples.encoding import ExampleEncoder, KeptExample
 from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES
 from trainium_trainer.data.examples.templates import BadRecordError, SpecialTokenGuard, build_pair
-from trainium_trainer.data.prepared.cache import list_sources, with_cache
+from trainium_trainer.data.prepared.text_sources import with_cache
+from trainium_trainer.data.sources.resolve import list_sources
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_trainer.data.sources.files import S3, read_with_retries, s3
-from trainium_trainer.data.sources.hub import HUB
+from trainium_trainer.data.sources.files import HUB, S3, read_with_retries, s3
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:

@@ -82,7 +82,7 @@ class LaneSamples:
     """Sequence length + 1 tokens for each lane."""
     counts: list[tuple[int, int, int]]
     """Source, block and number of tokens of the tokenized blocks."""
-    used: list[tuple[int, BlockTokens]]
+    consumed: list[tuple[int, BlockTokens]]
     """Source and contents, without tokens, of the blocks whose tokens are used."""
 
 
@@ -123,9 +123,9 @@ class TextBlocks:
         self._held_back = held_back
         self._counts: dict[int, int] = {}
 
-    def add_counts(self, blocks: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Add counts of other runs or ranks."""
-        self._counts.update(zip(blocks.tolist(), counts.tolist(), strict=True))
+    def add_counts(self, blocks: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """Add the numbers of tokens that other runs or ranks have counted."""
+        self._counts.update(zip(blocks.tolist(), tokens.tolist(), strict=True))
 
     def __len__(self) -> int:
         """Return the number of blocks for training."""
@@ -170,17 +170,17 @@ class _Stream:
     _buffered: int = 0
     _empty: int = 0  # consecutive blocks without tokens
 
-    def _block(self) -> int:
+    def _next_block(self) -> int:
         return shuffled(self.lane + self._next * self.lanes, len(self.blocks), self.seed)
 
     def seek(self, token: int, log: _ReadLog) -> None:
         """Move the stream to a token, counted from the beginning of the run."""
         self._next, self._buffer, self._buffered = 0, [], 0
         while True:
-            block = self._block()
+            block = self._next_block()
             count = self.blocks.count(block)
             if count is None:
-                count = len(log.read(self.blocks, block, used=False))
+                count = len(log.read(self.blocks, block, is_consumed=False))
             if count > token:
                 break
             token -= count
@@ -196,7 +196,7 @@ class _Stream:
 
     def _fill(self, wanted: int, log: _ReadLog) -> None:
         while self._buffered < wanted:
-            tokens = log.read(self.blocks, self._block(), used=True)
+            tokens = log.read(self.blocks, self._next_block(), is_consumed=True)
             self._advance(len(tokens))
             if len(tokens):
                 self._buffer.append(tokens)
@@ -232,17 +232,18 @@ class _Stream:
 class _ReadLog:
     """Facts learned while blocks are read."""
 
-    numbers: dict[int, int]
+    source_numbers: dict[int, int]
+    """The number of each source by the id of its blocks."""
     counts: list[tuple[int, int, int]] = field(default_factory=list)
-    used: list[tuple[int, BlockTokens]] = field(default_factory=list)
+    consumed: list[tuple[int, BlockTokens]] = field(default_factory=list)
 
-    def read(self, blocks: Blocks, block: int, *, used: bool) -> NDArray[Any]:
+    def read(self, blocks: Blocks, block: int, *, is_consumed: bool) -> NDArray[Any]:
         """Return the tokens of a block."""
-        contents, source = blocks.read(block), self.numbers[id(blocks)]
+        contents, source = blocks.read(block), self.source_numbers[id(blocks)]
         if isinstance(blocks, TextBlocks):
             self.counts.append((source, block, len(contents.tokens)))
-        if used:
-            self.used.append((source, replace(contents, tokens=contents.tokens[:0])))
+        if is_consumed:
+            self.consumed.append((source, replace(contents, tokens=contents.tokens[:0])))
         return contents.tokens
 
 
@@ -251,7 +252,7 @@ class Lanes:
 
     def __init__(self, plan: LanePlan, lanes: Sequence[int], blocks: Sequence[Blocks]) -> None:
         self._plan = plan
-        self._numbers = {id(blocks_of_source): number for number, blocks_of_source in enumerate(blocks)}
+        self._source_numbers = {id(source_blocks): number for number, source_blocks in enumerate(blocks)}
         self._step = -1
         weights = [source.weight for source in plan.sources]
         self._mixtures = []
@@ -270,7 +271,7 @@ class Lanes:
 
     def rows(self, step: int) -> LaneSamples:
         """Return the samples of a step; fast for consecutive steps. Raises UserError or StorageError."""
-        log = _ReadLog(self._numbers)
+        log = _ReadLog(self._source_numbers)
         length = self._plan.sequence_length
         if step != self._step + 1 or self._step < 0:
             for mixture, streams in zip(self._mixtures, self._streams, strict=True):
@@ -281,7 +282,7 @@ class Lanes:
             streams[mixture[step][0]].sample(length, log)
             for mixture, streams in zip(self._mixtures, self._streams, strict=True)
         ]
-        return LaneSamples(rows, log.counts, log.used)
+        return LaneSamples(rows, log.counts, log.consumed)
 
 
 # ---- functions that a tokenizing process calls by reference ---------------------------------------------------------
@@ -289,18 +290,18 @@ class Lanes:
 _worker: dict[str, Any] = {}
 
 
-def initialize_lanes(plan: LanePlan, lanes: Sequence[int], known: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
-    """Prepare this process for some lanes; `known` has the blocks with known counts of each source."""
+def initialize_lanes(plan: LanePlan, lanes: Sequence[int], counts: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
+    """Prepare this process for some lanes; `counts` has each source's counted blocks and their numbers of tokens."""
     encoder = DocumentEncoder(Path(plan.tokenizer), plan.beginning)
     blocks: list[Blocks] = []
-    for source, (numbers, counts) in zip(plan.sources, known, strict=True):
+    for source, (counted, tokens) in zip(plan.sources, counts, strict=True):
         if source.prepared is not None:
             blocks.append(PreparedBlocks(source.prepared, source.blocks, plan.held_back))
             continue
         assert source.blocks_file is not None
         table: NDArray[np.int64] = np.load(source.blocks_file, mmap_mode="r")[: source.blocks]
         text = TextBlocks(source.spec.source, table, encoder, plan.held_back)
-        text.add_counts(numbers, counts)
+        text.add_counts(counted, tokens)
         blocks.append(text)
     _worker["lanes"] = Lanes(plan, lanes, blocks)
 

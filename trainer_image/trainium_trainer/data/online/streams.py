@@ -26,9 +26,9 @@ import numpy as np
 from trainium_contract.trainer.data import ValidationSplit
 from trainium_trainer.data.batches.samples import SampleRules, TextPart
 from trainium_trainer.data.online.lanes import LanePlan, LaneSource
-from trainium_trainer.data.prepared.cache import create_once
 from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, TokenRange
 from trainium_trainer.data.prepared.text_sources import HeldBackText
+from trainium_trainer.data.sources.files import create_once
 from trainium_trainer.data.tokens.encoding import list_blocks
 from trainium_trainer.data.tokens.tokenizer import end_facts, hash_tokenizer
 from trainium_trainer.data.workers.pool import Workers
@@ -207,13 +207,13 @@ class BlockCounts:
             except OSError as error:
                 _log.warning("%s: block counts are not remembered (%s)", folder, error.strerror)
 
-    def known(self, sources: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return the blocks with known counts of each source."""
+    def by_source(self, sources: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """Return the counted blocks of each source, and their numbers of tokens."""
         parts = [_read(path) for path in self._folder.glob(f"{self._prefix}*.idx")] if self._folder else []
         records = np.concatenate(parts) if parts else np.empty(0, _RECORD)
         return [
-            (records["block"][chosen], records["count"][chosen])
-            for chosen in (records["source"] == source for source in range(sources))
+            (records["block"][of_source], records["count"][of_source])
+            for of_source in (records["source"] == source for source in range(sources))
         ]
 
     def add(self, counts: Sequence[tuple[int, int, int]]) -> None:

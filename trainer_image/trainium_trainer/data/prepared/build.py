@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_contract.trainer.data import BosToken
-from trainium_trainer.data.prepared.cache import hold_lock
 from trainium_trainer.data.prepared.reader import (
     INDEX_FILE,
     MANIFEST_FILE,
@@ -31,6 +30,7 @@ from trainium_trainer.data.prepared.reader import (
     to_arrow,
 )
 from trainium_trainer.data.sources.documents import FileBlock, refuse_skipped, refuse_skipped_share
+from trainium_trainer.data.sources.files import hold_lock
 from trainium_trainer.data.tokens.encoding import RecordCounts, TokenBlock, list_blocks, token_type
 from trainium_trainer.data.tokens.tokenizer import NO_BOS_PREFIX, BosPrefix, hash_tokenizer
 from trainium_trainer.data.workers.pool import Workers

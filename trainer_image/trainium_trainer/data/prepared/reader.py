@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from trainium_trainer.data.sources.files import write_cache_file
 from trainium_trainer.data.tokens.encoding import RecordCounts, held_back_mask
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE
 from trainium_trainer.exits import UnreadableError, UserError
-from trainium_trainer.storage.posix import write_cache_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

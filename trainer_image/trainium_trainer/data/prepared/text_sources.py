@@ -1,33 +1,43 @@
-"""Find the sources of a configuration, each as prepared data or as text, and their shared tokenizer.
+"""Find the sources of a configuration in the machine's cache folder, as prepared data or text, with their tokenizer.
 
 Guarantees:
-- A tokenizer is trained once per machine, sources and vocabulary size, and its file is complete.
-- Training on the same text gives the same tokenizer, which never has more entries than configured and encodes every
-  byte, so no text has unknown tokens.
+- A folder in the cache is named by a digest of its inputs and published by one rename.
+- Where the cache cannot be written, it is still read, and missing data are built on the node's disk.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
 import logging
+import os
+import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from trainium_agent.linux.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_contract.trainer.data import BosToken, DataConfig
 from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, build
-from trainium_trainer.data.prepared.cache import create_once, list_sources, prepared_folder
-from trainium_trainer.data.prepared.reader import FORMAT, PreparedData, PreparedManifest, read_manifest
-from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, TextPiece
-from trainium_trainer.data.sources.resolve import SourceSpec, pin_source
-from trainium_trainer.data.tokens.encoding import TokenBlock, encode, held_back_mask, initialize_worker
+from trainium_trainer.data.prepared.reader import FORMAT, PreparedData, PreparedManifest, is_prepared, read_manifest
+from trainium_trainer.data.prepared.s3_copy import copy_from_s3
+from trainium_trainer.data.sources.documents import FileBlock
+from trainium_trainer.data.sources.files import S3
+from trainium_trainer.data.sources.resolve import SourceSpec, list_sources, pin_source
+from trainium_trainer.data.tokens.encoding import (
+    TokenBlock,
+    encode,
+    held_back_mask,
+    initialize_worker,
+    train_for_texts,
+)
 from trainium_trainer.data.tokens.tokenizer import (
-    END_OF_DOCUMENT,
     NO_BOS_PREFIX,
     TOKENIZER_FILE,
     BosPrefix,
@@ -38,82 +48,92 @@ from trainium_trainer.data.tokens.tokenizer import (
     tokenizer_file,
     write_tokenizer,
 )
-from trainium_trainer.data.workers.pool import Workers
-from trainium_trainer.exits import UserError
+from trainium_trainer.exits import StorageError, TrainerError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from tokenizers import Tokenizer
+    from collections.abc import Callable, Iterator
 
 
-_FORMAT = 1
-_TRAINING_CHARACTERS = 64 * 1024 * 1024
 BLOCK_BYTES = 4 << 20
 
 
-def train_tokenizer(texts: Iterable[Iterator[str]], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` entries on the first 64 million characters.
-
-    Several streams of text contribute equal parts.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 - few runs train one
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    streams = list(texts)
-    share = _TRAINING_CHARACTERS // len(streams)
-    tokenizer.train_from_iterator((text for stream in streams for text in _take_characters(stream, share)), trainer)
-    return tokenizer
-
-
-def _take_characters(stream: Iterator[str], left: int) -> Iterator[str]:
-    for text in stream:
-        yield text[:left]
-        left -= len(text)
-        if left <= 0:
-            return
-
-
-def train_for_texts(specs: Sequence[SourceSpec], vocab_size: int, cache: Path) -> Path:
-    """Train a tokenizer for these sources; return its `tokenizer.json`. Raises UserError, StorageError, WorkerError."""
-    parts = [_FORMAT, vocab_size, [spec.source.identity(cache) for spec in specs]]
-    return train_once(parts, cache, _train_and_save, tuple(specs), vocab_size)
-
-
-def train_once(parts: list[Any], cache: Path, train: Callable[..., None], *arguments: Any) -> Path:
-    """Return the file that `train(*arguments, file)` writes in a process, unless the cache has one for `parts`."""
-    folder = cache / f"tokenizer-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
-
-    def create() -> None:
-        temporary = folder.with_name(folder.name + ".unfinished")
-        temporary.mkdir(exist_ok=True)
-        with Workers(1) as workers:
-            workers.call(train, *arguments, str(temporary / TOKENIZER_FILE))
-        temporary.rename(folder)
-
-    return create_once(folder, create) / TOKENIZER_FILE
-
-
-def _train_and_save(specs: tuple[SourceSpec, ...], vocab_size: int, file: str) -> None:
-    """Train and save a tokenizer; called in a child process, so that its memory and threads end with it."""
-    train_tokenizer([_iterate_texts(spec.source) for spec in specs], vocab_size).save(file)
-
-
-def _iterate_texts(source: DocumentSource) -> Iterator[str]:
-    for block in source.blocks(BLOCK_BYTES):
-        yield from (item.text for item in source.all_documents(block) if isinstance(item, TextPiece))
-
+T = TypeVar("T")
 
 _log = logging.getLogger("trainium.data")
 _SECONDS_BETWEEN_LINES = 10.0
+_NOT_A_FOLDER = frozenset({errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
+
+
+def cache_directory(config: DataConfig) -> Path:
+    """Return the folder of tokenizers and tokens on this machine."""
+    if config.cache_directory is not None:
+        return Path(config.cache_directory).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path.home() may raise
+    if os.access(base, os.W_OK) or os.access(Path(base).parent, os.W_OK):
+        return Path(base) / "trainium-trainer"
+    return _temporary_folder()
+
+
+def with_cache(config: DataConfig, work: Callable[[Path], T]) -> T:
+    """Run some work with the cache folder, or with a folder on this node's disk if the cache cannot be used.
+
+    A read-only cache is still read. Raises UserError if the cache is not a folder, and the errors of the work.
+    """
+    cache = cache_directory(config)
+    try:
+        with use_cache(cache):
+            return work(cache)
+    except (UserError, StorageError) as error:
+        cause, other = error.__cause__, _temporary_folder()
+        if not isinstance(error, _CacheError) or getattr(cause, "errno", None) in _NOT_A_FOLDER or other == cache:
+            raise
+        _log.warning("%s; it is only a cache: what is not in it is made again in %s", error, other)
+    with use_cache(other):
+        return work(other)
+
+
+class _CacheError(TrainerError):
+    """An error of the cache, not of the data."""
+
+
+class _ForbiddenCacheError(_CacheError, UserError):
+    """The cache cannot be written, and a retry would not help."""
+
+
+class _FailingCacheError(_CacheError, StorageError):
+    """The cache is full or fails."""
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"trainium-trainer-{os.getuid()}"
+
+
+@contextmanager
+def use_cache(cache: Path) -> Iterator[Path]:
+    """Create the cache folder, and turn errors of the file system into errors of the cache."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        yield cache
+    except OSError as error:
+        kind = _ForbiddenCacheError if error.errno in FORBIDDEN | _NOT_A_FOLDER else _FailingCacheError
+        if error.errno in FORBIDDEN:
+            advice = f"{explain_forbidden(error.errno)}, or "
+        elif error.errno in FULL:
+            advice = "free space there or "
+        else:
+            advice = ""
+        raise kind(
+            f"data.cacheDirectory {cache}: cannot be used ({error.strerror or error}): "
+            f"{advice}set data.cacheDirectory to a folder that can be written"
+        ) from error
+
+
+def prepared_folder(name: str, cache: Path) -> Path | None:
+    """Return the folder of prepared data of a source; None for other sources."""
+    if not name.startswith(S3):
+        folder = Path(name).expanduser()
+        return folder if is_prepared(folder) else None
+    return copy_from_s3(name, cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,31 @@
-"""Find, open and identify the files of a source, on a mounted file system, in S3 or on the Hugging Face hub.
+"""Find, open and identify the files of a source on a mounted file system or in S3, and write files of a cache.
 
 Guarantees:
 - Files are sorted by name, independently of the listing.
 - S3 is reached through pyarrow only, with the credentials, region and endpoint of the usual AWS variables.
 - Requests to a failing store are retried for a while before they raise StorageError.
 - Problems that the user can correct (no such file, no permission) raise UserError at once.
+- A file of the cache is published by one rename, by one process where it is created under a lock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import fnmatch
 import functools
 import glob
 import hashlib
 import io
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
-from trainium_trainer.data.sources.hub import HUB, HubFile, list_files
 from trainium_trainer.exits import StorageError, UnreadableError, UserError
-from trainium_trainer.storage.posix import write_cache_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 S3 = "s3://"
+HUB = "hf://"
 _COMPRESSED = (".gz", ".zst")
 _PLAIN = (".txt", ".jsonl", ".json", ".csv")
 _TABLES = (".arrow", ".parquet")
@@ -97,7 +100,7 @@ class DataFile:
 
     def open_remote(self) -> Any:
         """Open a file in a store as an unbuffered stream, which reads only the requested ranges."""
-        return HubFile(self.path, self.size) if self.scheme == HUB else s3().open_input_file(self.path)
+        return s3().open_input_file(self.path)
 
     def digest(self, cache_folder: Path | None) -> str:
         """Return a digest of the contents; above 64 MiB, of the size and of samples spread over the file.
@@ -189,12 +192,10 @@ def s3() -> Any:
 
 
 def find_files(name: str) -> tuple[DataFile, ...]:
-    """Return the files of a path, folder or pattern, sorted by relative name, or those of the hub.
+    """Return the files of a path, folder or pattern, sorted by relative name.
 
     Raises UserError if there is none, and StorageError if the store does not answer.
     """
-    if name.startswith(HUB):
-        return _find_on_hub(name)
     try:
         files = _find_remote(name) if name.startswith(S3) else _find_local(name)
     except OSError as error:
@@ -202,23 +203,12 @@ def find_files(name: str) -> tuple[DataFile, ...]:
     return tuple(sorted(files, key=lambda file: file.relative))
 
 
-def _find_on_hub(name: str) -> tuple[DataFile, ...]:
-    files = list_files(name)
-    for path, _, _ in files:
-        if not path.endswith(SUFFIXES):
-            raise UserError(
-                f"data.source {HUB}{path}: files end in {_list_formats()}: set data.hub.revision to "
-                "refs/convert/parquet, the hub's conversion to Parquet"
-            )
-    return tuple(DataFile(path, size, digest, path.split("/", 3)[3], HUB) for path, size, digest in files)
-
-
 def _find_local(name: str) -> list[DataFile]:
     path = Path(name).expanduser()
     if path.is_dir():
         files = [file for file in path.rglob("*") if _is_data_file(file.relative_to(path).parts) and file.is_file()]
         if not files:
-            raise UnreadableError(f"data.source {name}: the folder holds no {_list_formats()} file: put text into it")
+            raise UnreadableError(f"data.source {name}: the folder holds no {list_formats()} file: put text into it")
         return [_local_file(file, path) for file in files]
     if path.exists():
         return [_local_file(_refuse_unknown_format(path, name), path.parent)]
@@ -226,7 +216,7 @@ def _find_local(name: str) -> list[DataFile]:
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 - any pattern
         files = [match for match in matches if match.is_file() and match.name.endswith(SUFFIXES)]
         if not files:
-            raise UnreadableError(f"data.source {name}: no {_list_formats()} file matches: correct the pattern")
+            raise UnreadableError(f"data.source {name}: no {list_formats()} file matches: correct the pattern")
         root = Path(os.path.commonpath([file.parent for file in files]))
         return [_local_file(file, root) for file in files]
     raise UnreadableError(f"data.source {name}: there is no such file or folder: correct the path or mount the data")
@@ -264,7 +254,7 @@ def _find_remote(name: str) -> list[DataFile]:
             files.append(DataFile(info.path, info.size, str(info.mtime_ns), relative, S3))
     if not files:
         raise UnreadableError(
-            f"data.source {name}: there is no {_list_formats()} object: correct bucket, prefix or credentials"
+            f"data.source {name}: there is no {list_formats()} object: correct bucket, prefix or credentials"
         )
     if files[0].path == path:
         _refuse_unknown_format(Path(path), name)
@@ -285,9 +275,45 @@ def _is_data_file(parts: tuple[str, ...]) -> bool:
 
 def _refuse_unknown_format(path: Path, name: str) -> Path:
     if not path.name.endswith(SUFFIXES):
-        raise UserError(f"data.source {name}: files end in {_list_formats()}: convert or rename it")
+        raise UserError(f"data.source {name}: files end in {list_formats()}: convert or rename it")
     return path
 
 
-def _list_formats() -> str:
+def list_formats() -> str:
+    """Return the known suffixes, for messages."""
     return f"{', '.join((*_PLAIN, *_TABLES))} (text also with .gz or .zst)"
+
+
+# ---- files of a cache ------------------------------------------------------------------------------------------------
+
+
+def write_cache_file(path: Path, content: bytes) -> None:
+    """Write a file of the cache atomically and without a lock; errors are ignored.
+
+    Drafts have random names, because process ids and addresses do not distinguish writers: pods number their processes
+    equally, and ranks are forks of one process.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):
+        try:
+            draft.write_bytes(content)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold a file lock; the kernel releases it when the holder dies."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def create_once(path: Path, create: Callable[[], None]) -> Path:
+    """Return `path`; if it is missing, one process calls `create`, which must publish it by a rename."""
+    if not path.exists():
+        with hold_lock(path.with_name(f".{path.name}.lock")):
+            if not path.exists():
+                create()
+    return path

@@ -26,9 +26,9 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 from pydantic import ValidationError
 
 from trainium_contract.trainer.data import HubConfig
+from trainium_trainer.data.sources.files import HUB, SUFFIXES, DataFile, list_formats, write_cache_file
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.storage.hub import Repository, api, call_hub, endpoint, token
-from trainium_trainer.storage.posix import write_cache_file
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -37,7 +37,6 @@ _log = logging.getLogger("trainium.data")
 
 HubFiles = tuple[tuple[str, int, str], ...]
 """Path, bytes and digest of each file of a split."""
-HUB = "hf://"
 _DATASETS = "hf://datasets/"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FILES_AT_ONCE = 500
@@ -204,6 +203,28 @@ def _files_of_split(config: HubConfig) -> list[str]:
             "set data.hub.revision to refs/convert/parquet, the hub's conversion to Parquet"
         )
     return [str(file).partition(f"@{config.revision}/")[2] for file in splits[config.split]]
+
+
+def find_hub_files(name: str) -> tuple[DataFile, ...]:
+    """Return the files of a location. Raises UserError and StorageError."""
+    files = list_files(name)
+    for path, _, _ in files:
+        if not path.endswith(SUFFIXES):
+            raise UserError(
+                f"data.source {HUB}{path}: files end in {list_formats()}: set data.hub.revision to "
+                "refs/convert/parquet, the hub's conversion to Parquet"
+            )
+    return tuple(HubDataFile(path, size, digest, path.split("/", 3)[3], HUB) for path, size, digest in files)
+
+
+class HubDataFile(DataFile):
+    """A file of a data set on the hub."""
+
+    __slots__ = ()
+
+    def open_remote(self) -> HubFile:
+        """See `DataFile.open_remote`."""
+        return HubFile(self.path, self.size)
 
 
 class HubFile(io.RawIOBase):

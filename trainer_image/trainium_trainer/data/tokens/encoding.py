@@ -1,6 +1,9 @@
-"""Turn a block of a source into tokens, in a worker process.
+"""Train tokenizers, and turn blocks of a source into tokens, in worker processes.
 
 Guarantees:
+- A tokenizer is trained once per machine, sources and vocabulary size, and its file is complete.
+- Training on the same text gives the same tokenizer, which never has more entries than configured and encodes every
+  byte, so no text has unknown tokens.
 - The tokens of a block are a pure function of block, tokenizer and `data.bos`.
 - Each document ends with the end-of-document token, which occurs nowhere else.
 - A document without text has no tokens.
@@ -10,6 +13,7 @@ Guarantees:
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,20 +21,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, SkippedRecord, TextPiece
-from trainium_trainer.data.sources.files import read_with_retries
+from trainium_trainer.data.sources.files import create_once, read_with_retries
 from trainium_trainer.data.tokens.tokenizer import (
+    END_OF_DOCUMENT,
     NO_BOS_PREFIX,
+    TOKENIZER_FILE,
     BosPrefix,
     count_entries,
     find_end_of_document,
     load_tokenizer,
 )
+from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
+    from tokenizers import Tokenizer
 
     from trainium_trainer.data.sources.resolve import SourceSpec
 
@@ -219,6 +227,73 @@ def _hash_text(piece: TextPiece) -> int:
 def held_back_mask(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     """Return a mask of the pieces held back for validation, a share of `fraction`."""
     return documents < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+
+
+# ---- tokenizers that are trained on the data -------------------------------------------------------------------------
+
+_TOKENIZER_FORMAT = 1
+_TRAINING_CHARACTERS = 64 * 1024 * 1024
+_TRAINING_BLOCK_BYTES = 4 << 20
+
+
+def train_tokenizer(texts: Iterable[Iterator[str]], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE of at most `vocab_size` entries on the first 64 million characters.
+
+    Several streams of text contribute equal parts.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: PLC0415 - few runs train one
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    streams = list(texts)
+    share = _TRAINING_CHARACTERS // len(streams)
+    tokenizer.train_from_iterator((text for stream in streams for text in _take_characters(stream, share)), trainer)
+    return tokenizer
+
+
+def _take_characters(stream: Iterator[str], left: int) -> Iterator[str]:
+    for text in stream:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
+
+
+def train_for_texts(specs: Sequence[SourceSpec], vocab_size: int, cache: Path) -> Path:
+    """Train a tokenizer for these sources; return its `tokenizer.json`. Raises UserError, StorageError, WorkerError."""
+    parts = [_TOKENIZER_FORMAT, vocab_size, [spec.source.identity(cache) for spec in specs]]
+    return train_once(parts, cache, _train_and_save, tuple(specs), vocab_size)
+
+
+def train_once(parts: list[Any], cache: Path, train: Callable[..., None], *arguments: Any) -> Path:
+    """Return the file that `train(*arguments, file)` writes in a process, unless the cache has one for `parts`."""
+    folder = cache / f"tokenizer-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]}"
+
+    def create() -> None:
+        temporary = folder.with_name(folder.name + ".unfinished")
+        temporary.mkdir(exist_ok=True)
+        with Workers(1) as workers:
+            workers.call(train, *arguments, str(temporary / TOKENIZER_FILE))
+        temporary.rename(folder)
+
+    return create_once(folder, create) / TOKENIZER_FILE
+
+
+def _train_and_save(specs: tuple[SourceSpec, ...], vocab_size: int, file: str) -> None:
+    """Train and save a tokenizer; called in a child process, so that its memory and threads end with it."""
+    train_tokenizer([_iterate_texts(spec.source) for spec in specs], vocab_size).save(file)
+
+
+def _iterate_texts(source: DocumentSource) -> Iterator[str]:
+    for block in source.blocks(_TRAINING_BLOCK_BYTES):
+        yield from (item.text for item in source.all_documents(block) if isinstance(item, TextPiece))
 
 
 # ---- functions that a tokenizing process calls by reference ---------------------------------------------------------
