@@ -18,7 +18,7 @@ from tests.testing.trainer.fork_server import fork_context
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.parallelism import DataParallelMode
 from trainium_contract.wire.checkpoint_manifest import Manifest, ManifestFile
-from trainium_trainer.checkpoint.durable.save_policy import Save, decode_votes
+from trainium_trainer.checkpoint.durable.durable_tier import Save, decode_votes
 from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.checkpoint.format.writer import write_shard, write_tables
 from trainium_trainer.checkpoint.interfaces import MeshCoordinates, Position

@@ -18,7 +18,6 @@ from trainium_trainer.backends.sharded_store import ShardedStore, apply_sharding
 from trainium_trainer.checkpoint.sharding import Grid
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.parallel_plan import apply_tensor_parallel
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 
 
 @contextmanager
@@ -54,7 +53,7 @@ def create_rank_state(
                 moments=("expAvg", "expAvgSq"),
                 half=half,
             )
-        yield store.state_dict() | {OPTIMIZER_STEP: torch.zeros((), dtype=torch.int64)}
+        yield store.state_dict()
     finally:
         dist.destroy_process_group()
         # Equal meshes have equal cache keys, so the next rank would receive this rank's coordinates.

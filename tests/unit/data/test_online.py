@@ -102,7 +102,7 @@ def test_a_lane_continues_from_recorded_counts_without_reading_earlier_blocks(tm
     data = open_online(tmp_path, tokenizer)
     plan = lane_plan(data)
     rows(data, share(), range(80), counts_folder=tmp_path / "counts")
-    ((numbers, counts),) = BlockCounts(tmp_path / "counts", data.training.identity, None).known(1)
+    ((numbers, counts),) = BlockCounts(tmp_path / "counts", data.training.identity, None).by_source(1)
     assert len(set(numbers.tolist())) >= 4
     uncounted, counted = text_blocks(plan), text_blocks(plan)
     counted.add_counts(numbers, counts)
@@ -122,10 +122,10 @@ def test_torn_or_changed_counts_are_ignored(tmp_path: Path) -> None:
     content[8] ^= 1
     file.write_bytes(bytes(content) + b"torn")
     BlockCounts(tmp_path, "identity", 0).add([(0, 4, 400)])
-    recorded = BlockCounts(tmp_path, "identity", None).known(2)
+    recorded = BlockCounts(tmp_path, "identity", None).by_source(2)
     assert [(blocks.tolist(), counts.tolist()) for blocks, counts in recorded] == [([3, 4], [300, 400]), ([2], [200])]
-    assert BlockCounts(tmp_path, "other", None).known(1)[0][0].tolist() == []
-    assert BlockCounts(None, "identity", 0).known(1)[0][0].tolist() == []
+    assert BlockCounts(tmp_path, "other", None).by_source(1)[0][0].tolist() == []
+    assert BlockCounts(None, "identity", 0).by_source(1)[0][0].tolist() == []
 
 
 def test_counts_recorded_while_the_run_ends_reach_no_file_that_reuses_the_descriptor(
@@ -152,7 +152,7 @@ def test_counts_recorded_while_the_run_ends_reach_no_file_that_reuses_the_descri
     reopened[0].close()
     assert other_file.read_bytes() == b""
     counts_folder.add([(0, 5, 500)])
-    assert BlockCounts(tmp_path, "identity", None).known(1)[0][1].tolist() == [400]
+    assert BlockCounts(tmp_path, "identity", None).by_source(1)[0][1].tolist() == [400]
 
 
 def trained_documents(data: Dataset, steps: int) -> set[str]:

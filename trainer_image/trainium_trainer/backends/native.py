@@ -28,7 +28,7 @@ from trainium_trainer.backends.optimizers import Rounding, find_update
 from trainium_trainer.backends.recompute import apply_recompute
 from trainium_trainer.backends.replicated_store import ReplicatedStore
 from trainium_trainer.backends.torch_compile import compile_layers
-from trainium_trainer.checkpoint.format.live_state import is_dtensor, to_local
+from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.data.loader import trim_padding
 from trainium_trainer.models.dropout import sample_keys
 from trainium_trainer.models.initialization import initial_slice
@@ -37,7 +37,6 @@ from trainium_trainer.models.lora import adapters_disabled
 from trainium_trainer.models.loss import ChunkedLoss, loss_sum, token_losses
 from trainium_trainer.models.preference_loss import answer_log_probs, preference_loss
 from trainium_trainer.models.stages import canonical_parameters
-from trainium_trainer.models.state_dict import OPTIMIZER_STEP
 from trainium_trainer.monitor.step_metrics import Rewards
 from trainium_trainer.tuning.apply import apply_tuning, initial_adapter
 from trainium_trainer.tuning.trainable import MAGNITUDE, adapted_module, is_adapter, is_reference_in_model
@@ -142,7 +141,7 @@ class NativeBackend:
             self._store = ReplicatedStore(
                 self._models, self._device, self.mesh.dp, self.mesh.tp_rank, moments=moments, half=half
             )
-        self.state = NativeState(self._store)
+        self.state = self._store
         if self.mesh.pp is not None:
             self._pipeline = self._build_pipeline()
 
@@ -477,11 +476,11 @@ class NativeBackend:
 
     def _update(self, *, learning_rate: float, gradient_scale: float) -> None:
         """Update this rank's part of the state."""
-        self.state.step += 1
+        self._store.step += 1
         find_update(self._config.optimizer.kind)(
             self._store.slots(),
             self._config.optimizer,
-            step=int(self.state.step),
+            step=int(self._store.step),
             learning_rate=learning_rate,
             gradient_scale=gradient_scale,
             rounding=Rounding(self._config.seed, by_device=self._device.type == "neuron")
@@ -530,32 +529,3 @@ class NativeBackend:
 def _sum(losses: list[Tensor]) -> float:
     """Sum in double precision on the host, with one transfer, because not every device supports that type."""
     return float(torch.stack(losses).cpu().double().sum()) if losses else 0.0
-
-
-class NativeState:
-    """The training state of one rank by checkpoint names."""
-
-    def __init__(self, store: StateStore) -> None:
-        self._store = store
-        self.step = torch.zeros((), dtype=torch.int64)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `TrainingState.state_dict`."""
-        return self._store.state_dict() | {OPTIMIZER_STEP: self.step}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy every value; the names must be exactly this state's."""
-        local_state = self.state_dict()
-        if local_state.keys() != state.keys():
-            raise KeyError(sorted(local_state.keys() ^ state.keys()))
-        for name, value in local_state.items():
-            loaded = state[name]
-            target = to_local(value)
-            source = to_local(loaded) if is_dtensor(loaded) == is_dtensor(value) else loaded
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)
-
-    def local_tensors(self) -> dict[str, Tensor]:
-        """See `TrainingState.local_tensors`."""
-        return self._store.local_tensors() | {OPTIMIZER_STEP: self.step}

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from trainium_trainer.backends.optimizers import Slot
-from trainium_trainer.backends.state_store import LocalParameter, Split, square_sum
+from trainium_trainer.backends.state_store import LocalParameter, Split, StateStore, square_sum
 from trainium_trainer.checkpoint.format.live_state import is_dtensor, to_local
 from trainium_trainer.models.stages import canonical_parameters, shared_with_first
-from trainium_trainer.models.state_dict import WEIGHT, moment, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, moment, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class _Entry:
     splits: tuple[Split, ...]
 
 
-class ReplicatedStore:
+class ReplicatedStore(StateStore):
     """Flat buffers over a model whose parameters may be divided by tensor parallelism."""
 
     def __init__(
@@ -64,6 +64,7 @@ class ReplicatedStore:
 
         `moments` are those of the optimizer by name; `half`: weights and moments are in bfloat16.
         """
+        self.step = torch.zeros((), dtype=torch.int64)
         self._dp = dp
         self._tp_rank = tp_rank
         self._half = half
@@ -238,15 +239,16 @@ class ReplicatedStore:
 
     def state_dict(self) -> dict[str, Any]:
         """Return one view per parameter and kind of value."""
-        return {
+        views = {
             state_name(part, entry.name): self._view(flat, entry)
             for part, flat in self._flat.items()
             for entry in self._entries
         }
+        return views | {OPTIMIZER_STEP: self.step}
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return the flat buffers themselves."""
-        return dict(self._flat)
+        return self._flat | {OPTIMIZER_STEP: self.step}
 
 
 def _split_ranges(flat: Tensor) -> list[Tensor]:

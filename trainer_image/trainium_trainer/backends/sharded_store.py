@@ -21,11 +21,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from trainium_contract.models.parameters import EMBEDDING
 from trainium_contract.trainer.parallelism import DataParallelMode, Precision
 from trainium_trainer.backends.optimizers import Slot
-from trainium_trainer.backends.state_store import LocalParameter, Split, square_sum
+from trainium_trainer.backends.state_store import LocalParameter, Split, StateStore, square_sum
 from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.models.llama import RMSNorm
 from trainium_trainer.models.stages import canonical_parameters, present_layers, shared_with_first
-from trainium_trainer.models.state_dict import WEIGHT, moment, state_name
+from trainium_trainer.models.state_dict import OPTIMIZER_STEP, WEIGHT, moment, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +94,7 @@ class _Entry:
         return to_local(self.parameter.grad) if self.gradient is None else self.gradient
 
 
-class ShardedStore:
+class ShardedStore(StateStore):
     """The state of an FSDP2 model; FSDP stores the gradients."""
 
     def __init__(
@@ -111,6 +111,7 @@ class ShardedStore:
         `moments` are those of the optimizer by name. With `keep_gathered` a step gathers the weights once, keeps them
         and reduces once.
         """
+        self.step = torch.zeros((), dtype=torch.int64)
         self._roots = [model for model in models if isinstance(model, FSDPModule)] if keep_gathered else []
         self._own_sums: list[Tensor] = []
         """The sums before the reductions of this step."""
@@ -217,11 +218,12 @@ class ShardedStore:
 
     def state_dict(self) -> dict[str, Any]:
         """Return DTensors, which have their offsets in the whole."""
-        return {
+        shards = {
             state_name(part, entry.name): value
             for entry in self._entries
             for part, value in ({WEIGHT: entry.parameter.detach()} | entry.moments).items()
         }
+        return shards | {OPTIMIZER_STEP: self.step}
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's shards."""

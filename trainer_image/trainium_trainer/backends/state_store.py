@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from trainium_trainer.checkpoint.format.live_state import is_dtensor, to_local
 from trainium_trainer.checkpoint.sharding import Box
 
 if TYPE_CHECKING:
@@ -66,7 +67,10 @@ class LocalParameter:
 
 
 class StateStore(Protocol):
-    """A layout of the training state."""
+    """A layout of the training state, by checkpoint names."""
+
+    step: Tensor
+    """The number of updates, int64."""
 
     def begin_backward(self, passes: int) -> None:
         """Set the number of backward passes until the step's gradients are complete; 0 if unknown."""
@@ -122,6 +126,19 @@ class StateStore(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """See `TrainingState.state_dict`."""
         ...
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy every value; the names must be exactly this state's."""
+        live = self.state_dict()
+        if live.keys() != state.keys():
+            raise KeyError(sorted(live.keys() ^ state.keys()))
+        for name, value in live.items():
+            loaded = state[name]
+            target = to_local(value)
+            source = to_local(loaded) if is_dtensor(loaded) == is_dtensor(value) else loaded
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """See `TrainingState.local_tensors`."""

@@ -18,8 +18,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
-from trainium_trainer.checkpoint.durable.durable_tier import AfterMilestone, DurableTier
-from trainium_trainer.checkpoint.durable.save_policy import Save, SavePolicy, decode_votes, encode_vote
+from trainium_trainer.checkpoint.durable.durable_tier import (
+    AfterMilestone,
+    DurableTier,
+    Save,
+    SavePolicy,
+    decode_votes,
+    encode_vote,
+)
 from trainium_trainer.checkpoint.interfaces import MeshCoordinates, Position, ResumeSource, Session, TrainingState
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
 from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, ShardKey, StateVersion

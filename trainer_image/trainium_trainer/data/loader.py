@@ -207,7 +207,6 @@ def open_loader(
         reader = SampleReceiver(sample_group)
     else:
         counts = BlockCounts(counts_folder, training.identity, share.dp_rank if writes else None)
-        reader = LaneReader(training, share, counts)
-        if sample_group is not None and sample_group.others:
-            reader = SampleSender(reader, sample_group)
+        lanes = LaneReader(training, share, counts)
+        reader = lanes if sample_group is None else SampleSender(lanes, sample_group)
     return Loader(reader, training.rules, share, ahead=ahead)

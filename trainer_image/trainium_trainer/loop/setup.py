@@ -52,25 +52,25 @@ if TYPE_CHECKING:
 _log = logging.getLogger("trainium.train")
 
 
-class Stopwatch:
+class StartupTimer:
     """Measures the phases of start-up."""
 
     def __init__(self) -> None:
-        self._last = self._first = time.perf_counter()
-        self._laps: list[str] = []
+        self._phase_began = self._began = time.perf_counter()
+        self._phases: list[str] = []
 
-    def lap(self, name: str) -> None:
-        """Record the time since the last lap under a name."""
+    def end_phase(self, name: str) -> None:
+        """Record the time since the end of the previous phase."""
         now = time.perf_counter()
-        self._laps.append(f"{name} {now - self._last:.2f} s")
-        self._last = now
+        self._phases.append(f"{name} {now - self._phase_began:.2f} s")
+        self._phase_began = now
 
-    def line(self) -> str:
-        """Return all laps and their sum as a line."""
-        return f"start-up: {', '.join(self._laps)}, together {self._last - self._first:.2f} s"
+    def summary(self) -> str:
+        """Format all phases and their sum as one line."""
+        return f"start-up: {', '.join(self._phases)}, together {self._phase_began - self._began:.2f} s"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Run:
     """The parts of one rank, created by `set_up_run`."""
 
@@ -84,10 +84,9 @@ class Run:
     monitor: StepMonitor
     progress: ProgressWriter
     position: Position
-    stopwatch: Stopwatch
     stop: StopRequest
     initial_weights: InitialWeights
-    trackers: TrackerProcess | None = None
+    trackers: TrackerProcess | None
     """The tracker process of rank 0; None without trackers."""
     validation_loss: float | None = None
     """The newest one that this process has computed."""
@@ -95,58 +94,43 @@ class Run:
 
 def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) -> Run:
     """Open the data, connect to the other ranks, build the state and find the position to resume. Collective."""
-    launch = settings.launch
-    stopwatch = Stopwatch()
+    launch, timer = settings.launch, StartupTimer()
     # Check packages, devices and data before a device or a process group is touched.
     refuse_missing_trackers(settings.config.monitor.trackers)
-    choice = find_backend(settings)
-    given = settings.config
-    if launch.rank == 0 and given.artifacts.push is not None and not launch.is_restart:  # a restart needs no hub
-        from trainium_trainer.artifacts.push import open_repository  # noqa: PLC0415 - few runs ask the hub
+    backend_choice = find_backend(settings)
+    if launch.rank == 0 and settings.config.artifacts.push is not None and not launch.is_restart:
+        from trainium_trainer.artifacts.push import open_repository  # noqa: PLC0415 - few runs push
 
-        open_repository(given)
+        open_repository(settings.config)
     revisions = RunRevisions(
-        open_storage(given.checkpoint.path), rank=launch.rank, open_store=lambda: open_store(launch)
+        open_storage(settings.config.checkpoint.path), rank=launch.rank, open_store=lambda: open_store(launch)
     )
-    given = given.model_copy(update={"data": revisions.pin(given.data)})
-    with divide_file_checks(launch.local_rank, launch.local_world_size):
-        data = open_data(
-            given.data, given.batch.global_size, epochs=given.epochs, steps_differ=given.batch.tolerance > 0
-        )
-    config = with_steps(given, data.epoch_samples)
-    settings = replace(settings, config=config)
+    settings, data = _open_run_data(settings, revisions)
+    config = settings.config
     run_progress = RunProgress.of(settings, data.epoch_samples)
     initial_weights = InitialWeights.open(config, settings.shape)
-    stopwatch.lap("data")
-    backend = create_backend(choice, settings, progress.pulse)
-    stopwatch.lap("process group")
+    timer.end_phase("data")
+    backend = create_backend(backend_choice, settings, progress.pulse)
+    timer.end_phase("process group")
     if config.evaluate.enabled and config.evaluate.tasks is not None:
         from trainium_trainer.evaluate.stage import refuse_unmeasurable  # noqa: PLC0415 - imports transformers
 
         refuse_unmeasurable(backend.mesh.device.type)
-    if launch.world_size > 1 and not backend.is_equal_on_all_ranks(data.fingerprint):
-        raise UserError(
-            f"data.source {config.data.source}: the ranks do not read the same tokens: mount the same data everywhere, "
-            "run the same image, or set one data.cacheDirectory on shared storage"
-        )
-    if launch.world_size > 1 and not backend.is_equal_on_all_ranks(initial_weights.fingerprint):
-        raise UserError(
-            f"model.weights {config.model.weights}: the ranks do not begin with the same models: mount the same "
-            "folders everywhere"
-        )
+    if launch.world_size > 1:
+        _refuse_unequal_ranks(config, backend, data, initial_weights)
     for warning in check_device_memory(settings, backend.mesh.device):
         _log.warning("%s", warning)
         progress.write_notice(warning)
     backend.build()
-    stopwatch.lap("model")
+    timer.end_phase("model")
     progress.pulse.enter(Activity.LOAD)
     if initial_weights.reference is not None:
         load_references(settings, data, initial_weights.reference, backend)
-        stopwatch.lap("references")
+        timer.end_phase("references")
     if initial_weights.base is not None and config.tuning.freezes:
         backend.load_frozen(initial_weights.base)
-        stopwatch.lap("base")
-    fixed = settings.fixed_settings(data.identity, hash_tokenizer(data.tokenizer), initial_weights.digests)
+        timer.end_phase("base")
+    fixed_settings = settings.fixed_settings(data.identity, hash_tokenizer(data.tokenizer), initial_weights.digests)
     manager = CheckpointManager(
         config.checkpoint,
         state=backend.state,
@@ -156,7 +140,7 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
         after_milestone=milestone_hook(
             config, backend.mesh, progress, base=initial_weights.base, tokenizer=data.tokenizer
         ),
-        settings=fixed,
+        settings=fixed_settings,
     )
     with progress.pulse.work_with_collectives:
         position = manager.resume()
@@ -165,7 +149,7 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
     if position is None:
         backend.initialize(config.seed, initial_weights.base, initial_weights.adapter)
         position = Position(step=0, samples=0, tokens=0)
-    stopwatch.lap("state")
+    timer.end_phase("state")
     report_warnings(manager, progress, 0)
     mesh = backend.mesh
     root = records_folder(config.checkpoint)
@@ -183,8 +167,8 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
         fallback=history.fallback,
         notify=history.notify,
     )
-    tracked = mesh.rank == 0 and config.monitor.trackers
-    trackers = TrackerProcess(settings, root, fixed, step=position.step) if tracked else None
+    has_trackers = mesh.rank == 0 and config.monitor.trackers
+    trackers = TrackerProcess(settings, root, fixed_settings, step=position.step) if has_trackers else None
     loader = open_loader(
         data,
         Share(
@@ -197,17 +181,17 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
         ahead=config.data.prefetch_steps,
         counts_folder=root / "data",
         writes=mesh.counts_samples,
-        sample_group=_find_sample_group(mesh) if isinstance(data.training, Streams) else SampleGroup(),
+        sample_group=_find_sample_group(mesh) if isinstance(data.training, Streams) else None,
     )
-    stopwatch.lap("files")
-    if mesh.rank == 0 and data.report is not None:
-        _log.info("data: %s", data.report.line())
+    timer.end_phase("files")
     progress.set_total_steps(run_progress.total_steps(position))
     progress.record_resume(position.step, tokens=position.tokens, samples=position.samples)
     progress.record_checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
+    if mesh.rank == 0 and data.report is not None:
+        _log.info("data: %s", data.report.line())
     _log.info(
         "%s; %s parameters%s, data parallel %d, tensor parallel %d, pipeline %d%s, step %d from %s",
-        stopwatch.line(),
+        timer.summary(),
         f"{count_parameters(settings.shape):,}",
         f" ({settings.trainable.trained:,} are trained)" if config.tuning.freezes else "",
         mesh.data_size,
@@ -218,38 +202,63 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
         manager.resumed_from,
     )
     return Run(
-        config,
-        run_progress,
-        backend,
-        data,
-        loader,
-        manager,
-        recorder,
-        monitor,
-        progress,
-        position,
-        stopwatch,
-        stop,
-        initial_weights,
-        trackers,
+        config=config,
+        run_progress=run_progress,
+        backend=backend,
+        data=data,
+        loader=loader,
+        manager=manager,
+        recorder=recorder,
+        monitor=monitor,
+        progress=progress,
+        position=position,
+        stop=stop,
+        initial_weights=initial_weights,
+        trackers=trackers,
     )
 
 
-def report_warnings(manager: CheckpointManager, progress: ProgressWriter, already: int) -> int:
-    """Report the new warnings of the checkpoint manager; return the number of all warnings."""
-    for warning in manager.warnings[already:]:
+def _open_run_data(settings: Settings, revisions: RunRevisions) -> tuple[Settings, Dataset]:
+    """Open the data of the run's revisions; return them with the settings whose number of steps is known."""
+    config, launch = settings.config, settings.launch
+    config = config.model_copy(update={"data": revisions.pin(config.data)})
+    with divide_file_checks(launch.local_rank, launch.local_world_size):
+        data = open_data(
+            config.data, config.batch.global_size, epochs=config.epochs, steps_differ=config.batch.tolerance > 0
+        )
+    return replace(settings, config=with_steps(config, data.epoch_samples)), data
+
+
+def _refuse_unequal_ranks(
+    config: TrainingConfig, backend: Backend, data: Dataset, initial_weights: InitialWeights
+) -> None:
+    """Raise UserError on all ranks if they do not read the same tokens and initial weights. Collective."""
+    if not backend.is_equal_on_all_ranks(data.fingerprint):
+        raise UserError(
+            f"data.source {config.data.source}: the ranks do not read the same tokens: mount the same data everywhere, "
+            "run the same image, or set one data.cacheDirectory on shared storage"
+        )
+    if not backend.is_equal_on_all_ranks(initial_weights.fingerprint):
+        raise UserError(
+            f"model.weights {config.model.weights}: the ranks do not begin with the same models: mount the same "
+            "folders everywhere"
+        )
+
+
+def report_warnings(manager: CheckpointManager, progress: ProgressWriter, reported: int) -> int:
+    """Report the warnings of the checkpoint manager after the first `reported`; return the number of all."""
+    for warning in manager.warnings[reported:]:
         _log.warning("%s", warning)
         progress.write_notice(warning)
     return len(manager.warnings)
 
 
-def _find_sample_group(mesh: Mesh) -> SampleGroup:
-    """Return the ranks that train on the same samples as this rank. Collective where samples are shared."""
+def _find_sample_group(mesh: Mesh) -> SampleGroup | None:
+    """Return the ranks that train on the same samples as this rank, None for it alone. Collective."""
     if mesh.tp_size * mesh.pp_size * mesh.cp_size == 1:
-        return SampleGroup(mesh.rank, mesh.rank)
+        return None
     gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(mesh.world_size)]
     dist.all_gather(gathered, torch.tensor([mesh.data_rank, mesh.counts_samples]), group=mesh.world)
-    rows = [tuple(row.tolist()) for row in gathered]
-    same = [rank for rank, (data_rank, _) in enumerate(rows) if data_rank == mesh.data_rank]
-    leader = next(rank for rank in same if rows[rank][1])
-    return SampleGroup(leader, mesh.rank, tuple(rank for rank in same if rank != leader), mesh.world)
+    members = [rank for rank, row in enumerate(gathered) if row[0] == mesh.data_rank]
+    leader = next(rank for rank in members if gathered[rank][1])
+    return SampleGroup(leader, mesh.rank, tuple(rank for rank in members if rank != leader), mesh.world)

@@ -66,14 +66,14 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
     """Run steps until the last one or until any rank is asked to stop. Collective."""
     config, run_progress, manager, pulse = run.config, run.run_progress, run.manager, run.progress.pulse
     steps = run_progress.total_steps(run.position)
-    skipped = 0
-    warned = len(manager.warnings)
-    began = last_line = time.perf_counter()
+    skipped_in_a_row = 0
+    reported_warnings = len(manager.warnings)
+    step_began = last_line = time.perf_counter()
     gc.freeze()  # objects created at start-up live as long as the process
     while not run_progress.is_over(run.position):
         step = run.position.step + 1
         if profiler.windows:
-            began += profiler.before_step(step)
+            step_began += profiler.before_step(step)
         batch_size = run_progress.next_batch(run.position.samples)
         batch = run.loader.batch_at(run.position.samples)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
@@ -82,28 +82,28 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
             manager.before_update()
         update_started_at = time.monotonic()  # before a pause can occur inside the collective
         totals = run.backend.totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
-        after = replace(run.position, step=step, samples=run.position.samples + batch_size, batch=batch_size)
-        rate = learning_rate(config, run_progress.completed_steps(after) - 1)
-        done = run.backend.step(divisor=totals.divisor, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
-        skipped = 0 if done.applied else skipped + 1
-        if not done.applied:
-            _skip(run, step, done, skipped)
+        next_position = replace(run.position, step=step, samples=run.position.samples + batch_size, batch=batch_size)
+        rate = learning_rate(config, run_progress.completed_steps(next_position) - 1)
+        outcome = run.backend.step(divisor=totals.divisor, learning_rate=rate, clip_norm=config.optimizer.clip_norm)
+        skipped_in_a_row = 0 if outcome.applied else skipped_in_a_row + 1
+        if not outcome.applied:
+            _report_skipped_step(run, step, outcome, skipped_in_a_row)
         run.position = replace(
-            after,
-            tokens=after.tokens + totals.tokens * done.applied,
-            loss=done.loss,
-            grad_norm=done.gradient_norm,
+            next_position,
+            tokens=next_position.tokens + totals.tokens * outcome.applied,
+            loss=outcome.loss,
+            grad_norm=outcome.gradient_norm,
         )
-        last = run_progress.is_over(run.position)
+        is_last = run_progress.is_over(run.position)
         now = time.perf_counter()
-        seconds, began = now - began, now
-        every = run.config.monitor.parameter_norm_steps
-        norm = run.backend.parameter_norm() if every and step % every == 0 else None
-        validation = None if totals.stop and not last else _validate(run, step, last=last)
+        seconds, step_began = now - step_began, now
+        norm_steps = config.monitor.parameter_norm_steps
+        norm = run.backend.parameter_norm() if norm_steps and step % norm_steps == 0 else None
+        validation = None if totals.stop and not is_last else _validate(run, step, is_last=is_last)
         measured = StepMetrics(
             step=step,
-            loss=done.loss,
-            grad_norm=done.gradient_norm,
+            loss=outcome.loss,
+            grad_norm=outcome.gradient_norm,
             learning_rate=rate,
             tokens=run.position.tokens,
             samples=run.position.samples,
@@ -115,13 +115,13 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
             validation_rewards=None if validation is None else validation.rewards,
         )
         metrics, alerts = run.monitor.step(measured, new_tokens=totals.tokens)
-        began += time.perf_counter() - now  # validation time does not count as time of the next step
+        step_began += time.perf_counter() - now  # validation time does not count as time of the next step
         with pulse.saving:  # these write to storage or copy the state
             if run.recorder.writes:
                 manager.check_owner(update_started_at)
             run.recorder.samples(step, batch.samples)
             run.recorder.step(metrics)
-            if done.applied:
+            if outcome.applied:
                 manager.after_step(run.position, totals.votes)
         run.progress.record_step(metrics, seconds=seconds)
         if run.backend.mesh.rank == 0:  # only the monitors of rank 0 have the whole history
@@ -129,16 +129,16 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
                 _log.warning("%s", alert.message)
                 run.progress.write_alert(alert.kind, step, alert.message)
         run.progress.record_checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
-        warned = report_warnings(manager, run.progress, warned)
-        if run.backend.mesh.rank == 0 and (last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
+        reported_warnings = report_warnings(manager, run.progress, reported_warnings)
+        if run.backend.mesh.rank == 0 and (is_last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
             last_line = now
             speed = metrics.tokens_per_second or 0.0
             digits = 0 if speed >= 10 else 2
-            _log.info("step %d/%d: loss %.4f, %.*f tokens/s", step, steps, done.loss, digits, speed)
+            _log.info("step %d/%d: loss %.4f, %.*f tokens/s", step, steps, outcome.loss, digits, speed)
         if profiler.windows:
-            began += profiler.after_step(step)
-        if totals.stop and not last:
-            return _leave(run, memory_ends=totals.memory_ends)
+            step_began += profiler.after_step(step)
+        if totals.stop and not is_last:
+            return _save_and_leave(run, memory_ends=totals.memory_ends)
     run.stop.record_agreement()
     with pulse.saving:
         manager.finish(run.position)
@@ -146,12 +146,12 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
     return ExitCode.FINISHED
 
 
-def _validate(run: Run, step: int, *, last: bool) -> Evaluation | None:
+def _validate(run: Run, step: int, *, is_last: bool) -> Evaluation | None:
     """Compute the validation loss where it is due. Collective."""
     data, config, mesh = run.data.validation, run.config, run.backend.mesh
     if data is None or config.data.validation is None:
         return None
-    if step % config.data.validation.every_steps and not last:
+    if step % config.data.validation.every_steps and not is_last:
         return None
     with run.progress.pulse.measuring:
         batches = validation_batches(
@@ -165,7 +165,7 @@ def _validate(run: Run, step: int, *, last: bool) -> Evaluation | None:
     return evaluation
 
 
-def _leave(run: Run, *, memory_ends: bool) -> ExitCode:
+def _save_and_leave(run: Run, *, memory_ends: bool) -> ExitCode:
     """Save before the exit on which all ranks agreed, and log it. Collective."""
     run.stop.record_agreement()
     with run.progress.pulse.saving:
@@ -175,19 +175,19 @@ def _leave(run: Run, *, memory_ends: bool) -> ExitCode:
     return ExitCode.YIELDING
 
 
-def _skip(run: Run, step: int, outcome: StepOutcome, skipped: int) -> None:
+def _report_skipped_step(run: Run, step: int, outcome: StepOutcome, skipped_in_a_row: int) -> None:
     """Report a skipped step. Raises NumericalError when more were skipped in a row than the configuration allows."""
     tolerance = run.config.non_finite_tolerance
     problem = f"step {step}: loss is {outcome.loss}, gradient norm is {outcome.gradient_norm}"
     problem += format_nonfinite_ranks(outcome.nonfinite_ranks, run.backend.mesh.world_size)
     if names := outcome.nonfinite_parameters:
         problem += f" (gradients that are not finite: {len(names)}, nearest to the loss that of {names[-1]})"
-    if skipped > tolerance:
+    if skipped_in_a_row > tolerance:
         raise NumericalError(
-            f"{problem}, {skipped} such in a row (nonFiniteTolerance is {tolerance}): lower optimizer.learningRate, or "
-            "look at the samples of this step (monitor.recordSamples)"
+            f"{problem}, {skipped_in_a_row} such in a row (nonFiniteTolerance is {tolerance}): lower "
+            "optimizer.learningRate, or look at the samples of this step (monitor.recordSamples)"
         )
     _log.warning("%s: skipped", problem)
     if run.backend.mesh.rank == 0:
-        message = f"{problem}: skipped, {skipped} of at most {tolerance} in a row"
+        message = f"{problem}: skipped, {skipped_in_a_row} of at most {tolerance} in a row"
         run.progress.write_alert(AlertKind.STEP_SKIPPED, step, message)

@@ -19,7 +19,7 @@ from tests.testing.trainer.base_models import flip_bit, with_flipped_bit
 from tests.unit.checkpoint.checkpoint_builders import SINGLE_RANK, HookedStorage, SlowStorage, position, start_run
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.parallelism import DataParallelMode
-from trainium_trainer.checkpoint.durable.save_policy import Save
+from trainium_trainer.checkpoint.durable.durable_tier import Save
 from trainium_trainer.checkpoint.errors import StaleGenerationError, TooSlowError
 from trainium_trainer.exits import find_exit_code
 from trainium_trainer.storage.errors import StorageError

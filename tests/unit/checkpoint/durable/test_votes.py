@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainium_trainer.checkpoint.durable.save_policy import Save, decode_votes, encode_vote
+from trainium_trainer.checkpoint.durable.durable_tier import Save, decode_votes, encode_vote
 
 WANTED = (Save.NOTHING, Save.STATE, Save.MILESTONE, Save.STATE | Save.MILESTONE)
 

@@ -18,8 +18,7 @@ from tests.testing.trainer.checkpoint_layouts import assert_written_once
 from tests.unit.checkpoint.checkpoint_builders import mesh_coordinates
 from tests.unit.checkpoint.rank_state import create_rank_state
 from trainium_contract.trainer.parallelism import DataParallelMode
-from trainium_trainer.checkpoint.durable.durable_tier import LayoutReport, merge_reports
-from trainium_trainer.checkpoint.format.live_state import build_layout, get_box
+from trainium_trainer.checkpoint.format.live_state import LayoutReport, build_layout, get_box, merge_reports
 from trainium_trainer.checkpoint.sharding import (
     Axis,
     Box,

@@ -1,22 +1,19 @@
-"""The durable tier: one asynchronous sharded save at a time, committed when the last rank's write ends.
+"""The durable tier: decides when a save is due, and runs one asynchronous sharded save at a time.
 
 `start` copies the state, which is the only cost in the step, and passes it to a thread, which writes this rank's file.
 Sizes and digests travel to the coordinator over a separate process group; the coordinator's thread then commits. The
 thread is a daemon, so that a store that hangs cannot keep a process from leaving.
 
-The ranks agree once per layout of the state on what each of them writes (`plan_saves`). Every rank derives its stage's
-layout from its tensors. Rank 0 checks by digests that the ranks of a stage derived the same one. One rank of each stage
-also sends the layout itself, for the index. Rank 0 returns the writers of the few tensors that several stages hold.
-
 Guarantees:
+- Only the first rank's policy decides what is saved, by its vote. Every rank counts failures, so that all ranks end the
+  run at the same failure.
+- A failed save is retried soon, whatever the interval, but never immediately.
 - No collective runs on the training thread.
 - All ranks get the same outcome.
 - A save that fails is raised as StorageError or StaleGenerationError at the next `poll`.
 - A failed save leaves no folder, unless it may be committed, for instance when a peer failed before the outcome reached
   it.
 - No rank waits for a store beyond the time limit.
-- Rank 0 receives a digest from each rank and a layout from each stage once, whatever the number of saves.
-- A layout in which a value has no writer or several writers is refused before anything is written.
 """
 
 from __future__ import annotations
@@ -25,14 +22,14 @@ import contextlib
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from enum import Flag, auto
+from typing import TYPE_CHECKING, TypeAlias
 
 from trainium_agent.linux.write_access import FULL
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name, milestone_name
 from trainium_trainer.checkpoint.collectives import reduce_on_root
-from trainium_trainer.checkpoint.durable.save_policy import Save
 from trainium_trainer.checkpoint.errors import TooSlowError, explain_failure
-from trainium_trainer.checkpoint.format.live_state import StagingBuffers, build_layout, file_index, flatten
+from trainium_trainer.checkpoint.format.live_state import SavePlan, StagingBuffers, flatten, is_weight, plan_saves
 from trainium_trainer.checkpoint.format.writer import (
     DigestReport,
     fold_reports,
@@ -43,17 +40,16 @@ from trainium_trainer.checkpoint.format.writer import (
 from trainium_trainer.checkpoint.root.commit import FenceToken, prepare_commit, publish
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies
 from trainium_trainer.checkpoint.root.survey import prune, remove_attempts
-from trainium_trainer.checkpoint.sharding import CheckpointLayout, WriteItem, merge_stages, with_stages
-from trainium_trainer.models.state_dict import parse_parameter_name
-from trainium_trainer.storage.errors import is_transient
+from trainium_trainer.storage.errors import StorageError, is_transient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     import torch
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.interfaces import MeshCoordinates, Position, Session
+    from trainium_contract.trainer.checkpoint import DurableTierConfig, Milestones
+    from trainium_trainer.checkpoint.interfaces import Position, Session
 
 AfterMilestone: TypeAlias = "Callable[[int, ProcessGroup | None, Callable[[], None]], None]"
 """Called on every rank in the background after the commit of a milestone, with its step, the process group of the
@@ -61,78 +57,88 @@ saves, which is free then, and a callback that reports progress.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutReport:
-    """A rank's report of its layout."""
-
-    place: int
-    stage: int
-    digest: bytes
-    layout: CheckpointLayout | None
-    """Set by one rank of each stage; None on the others."""
+RETRY_SECONDS = 60.0
+"""The time from a failed save to its retry, unless the interval is shorter."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """The items that a rank writes and, on rank 0, the layout of all ranks."""
+class Save(Flag):
+    """The saves that follow a step."""
 
-    place: int
-    """The index of this rank in the mesh and of its file."""
-    items: tuple[WriteItem, ...]
-    """The items in the order of this rank's file."""
-    whole: CheckpointLayout | None
-    """The layout of all ranks; None except on rank 0."""
+    NOTHING = 0
+    STATE = auto()
+    """A checkpoint from which training can resume."""
+    MILESTONE = auto()
+    """The weights only."""
 
 
-def plan_saves(
-    tensors: Mapping[str, Any], mesh: MeshCoordinates, group: ProcessGroup | None
-) -> dict[CheckpointKind, SavePlan]:
-    """Agree on the layout of the state and return the plans for it. Collective.
-
-    Raises TypeError or ValueError, on all ranks, if the state cannot be saved.
-    """
-    index = file_index(mesh)
-    whole: CheckpointLayout | None = None
-    mine: list[CheckpointLayout] = []
-
-    def report_layout() -> LayoutReport:
-        mine.append(build_layout(tensors, mesh))
-        sends = mesh.dp_rank == 0 and mesh.tp_rank == 0
-        return LayoutReport(index, mesh.pp_rank, mine[0].digest, mine[0] if sends else None)
-
-    def decide(reports: list[LayoutReport]) -> dict[str, int]:
-        nonlocal whole
-        whole, moved = merge_reports(reports)
-        return moved
-
-    moved = reduce_on_root(report_layout, decide, group, "layout")
-    local_layout = with_stages(mine[0], moved)
-    plans: dict[CheckpointKind, SavePlan] = {}
-    for kind, is_saved in ((CheckpointKind.STATE, lambda _: True), (CheckpointKind.WEIGHTS, is_weight)):
-        plans[kind] = SavePlan(index, local_layout.select(is_saved).plan_items(index), whole and whole.select(is_saved))
-    return plans
+_BUSY = 4
+"""Greater than every value of Save, so that the sum encodes both the wanted saves and the number of busy ranks."""
 
 
-def merge_reports(reports: Sequence[LayoutReport]) -> tuple[CheckpointLayout, dict[str, int]]:
-    """Return the layout of all stages, and the stage that writes each tensor that several hold.
+def encode_vote(wanted: Save, *, busy: bool) -> int:
+    """Return the vote of one rank, to be summed over the ranks; only the first rank wants a save."""
+    return wanted.value + _BUSY * busy
 
-    Raises ValueError when ranks of a stage report different layouts, or a value would not be written exactly once.
-    """
-    if sorted(report.place for report in reports) != list(range(len(reports))):
-        raise ValueError("two ranks have one place in the mesh")
-    stages = {report.stage: report for report in reports if report.layout is not None}
-    for rank, report in enumerate(reports):
-        if report.digest != stages[report.stage].digest:
-            raise ValueError(f"rank {rank} divides the state otherwise than others of pipeline stage {report.stage}")
-    layouts = [report.layout for _, report in sorted(stages.items()) if report.layout is not None]
-    whole = merge_stages(layouts)
-    if problem := whole.find_problem():
-        raise ValueError(f"the state cannot be saved: {problem}")
-    holders: dict[str, int] = {}
-    for layout in layouts:
-        for name in layout.tensors:
-            holders[name] = holders.get(name, 0) + 1
-    return whole, {name: whole.tensors[name].stage for name, count in holders.items() if count > 1}
+
+def decode_votes(votes: int) -> Save:
+    """Return the saves decided by the sum of the votes; none while any rank is busy."""
+    busy, wanted = divmod(votes, _BUSY)
+    return Save.NOTHING if busy else Save(wanted)
+
+
+@dataclass(slots=True)
+class SavePolicy:
+    """Tracks the saves and failures of one rank; times are seconds of the caller's clock."""
+
+    durable: DurableTierConfig
+    milestones: Milestones
+    saved_step: int = 0
+    """Step of the newest save that was started, or resumed from."""
+    saved_at: float = 0.0
+    milestone_tokens: int = 0
+    """The position, in tokens, of the newest milestone."""
+    failures: int = 0
+    """The number of consecutive failed saves."""
+
+    def propose_saves(self, *, step: int, now: float) -> Save:
+        """Return what may be saved after `step`; `has_reached_milestone` then decides about the milestone."""
+        if self.failures and now - self.saved_at < min(RETRY_SECONDS, self.durable.every_seconds or RETRY_SECONDS):
+            return Save.NOTHING
+        state = Save.STATE if self.failures or self._interval_is_over(step, now) else Save.NOTHING
+        return state | (Save.NOTHING if self.milestones.every_tokens is None else Save.MILESTONE)
+
+    def has_reached_milestone(self, tokens: int) -> bool:
+        """Return whether a milestone lies between the newest one and this position."""
+        every = self.milestones.every_tokens
+        return every is not None and tokens // every > self.milestone_tokens // every
+
+    def record_start(self, step: int, now: float) -> None:
+        """Record that a save starts."""
+        self.saved_step, self.saved_at = step, now
+
+    def record_success(self) -> int:
+        """Record a successful save; return the number of failed saves before it."""
+        failures, self.failures = self.failures, 0
+        return failures
+
+    def record_failure(self, error: StorageError, newest: int, now: float) -> str:
+        """Count a failure; return the message to report while training continues, the store's error first.
+
+        Raises StorageError when too many consecutive saves have failed.
+        """
+        self.failures += 1
+        self.saved_at = now
+        safe = f"the newest durable checkpoint is step {newest}" if newest >= 0 else "there is no durable checkpoint"
+        if self.failures > self.durable.failure_tolerance:
+            more = f" ({self.failures} saves in a row have failed; {safe})" if self.failures > 1 else ""
+            raise StorageError(f"{error}{more}") from error
+        return f"{error}; training goes on without this save (saves failed in a row: {self.failures}, {safe})"
+
+    def _interval_is_over(self, step: int, now: float) -> bool:
+        config = self.durable
+        if config.every_steps is not None and step - self.saved_step >= config.every_steps:
+            return True
+        return config.every_seconds is not None and now - self.saved_at >= config.every_seconds
 
 
 class DurableTier:
@@ -288,9 +294,9 @@ class DurableTier:
 
         def write() -> DigestReport:
             file = write_shard(
-                self._storage, attempt, plan.place, plan.items, lambda item: tensors[item.name], self._retry
+                self._storage, attempt, plan.file_index, plan.items, lambda item: tensors[item.name], self._retry
             )
-            return DigestReport.of(self._mesh.rank, plan.place, file)
+            return DigestReport.of(self._mesh.rank, plan.file_index, file)
 
         def fold(reports: list[DigestReport]) -> list[DigestReport]:
             return fold_reports(reports, lambda new, old: write_digests(self._storage, attempt, new, old, self._retry))
@@ -332,8 +338,3 @@ class DurableTier:
         receipt = prepare_commit(self._storage, folder, manifest, self._token, self._retry)
         self._published = f"{folder}/{self._token.attempt}"
         publish(self._storage, receipt, self._retry, damaged=folder in self._known_bad)
-
-
-def is_weight(name: str) -> bool:
-    """Return whether a milestone contains the tensor of this name."""
-    return parse_parameter_name(name) is not None

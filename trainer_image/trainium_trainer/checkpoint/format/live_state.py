@@ -1,4 +1,4 @@
-"""The division of a live state: a layout for saving, a box for loading; and its copy in host memory during a save.
+"""The division of a live state over the ranks, what each rank writes of it, and its copy in host memory during a save.
 
 Guarantees:
 - Only copies are read from a device.
@@ -6,15 +6,20 @@ Guarantees:
 - Plain tensors are replicated on all ranks of a stage.
 - The buffers of a copy are allocated once and reused, so a save costs one memory copy. Later changes of the live state
   never reach the copy.
+- Rank 0 receives a digest from each rank and a layout from each stage once per layout, whatever the number of saves.
+- A layout in which a value has no writer or several writers is refused before anything is written.
 - A `TensorPart` has the division of the whole over all ranks, so its file can be read at any division, and vice versa.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from trainium_contract.wire.checkpoint_manifest import CheckpointKind
+from trainium_trainer.checkpoint.collectives import reduce_on_root
 from trainium_trainer.checkpoint.format.writer import SAFETENSORS_TYPES
 from trainium_trainer.checkpoint.sharding import (
     Axis,
@@ -24,13 +29,18 @@ from trainium_trainer.checkpoint.sharding import (
     Division,
     Grid,
     TensorMetadata,
+    WriteItem,
     box_at,
+    merge_stages,
+    with_stages,
 )
+from trainium_trainer.models.state_dict import parse_parameter_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from trainium_trainer.checkpoint.interfaces import MeshCoordinates
 
@@ -229,3 +239,90 @@ class StagingBuffers:
         chosen = {name: buffer for name, buffer in self._buffers.items() if wanted(name)}
         copy_all(list(chosen.values()), [to_local(live[name]) for name in chosen])
         return chosen
+
+
+# ---- what each rank writes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReport:
+    """A rank's report of its layout."""
+
+    file_index: int
+    """The index of the rank in the grid and of its file."""
+    stage: int
+    digest: bytes
+    layout: CheckpointLayout | None
+    """Set by one rank of each stage; None on the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """The items that a rank writes and, on rank 0, the layout of all ranks."""
+
+    file_index: int
+    """The index of this rank in the grid and of its file."""
+    items: tuple[WriteItem, ...]
+    """The items in the order of this rank's file."""
+    whole: CheckpointLayout | None
+    """The layout of all ranks; None except on rank 0."""
+
+
+def plan_saves(
+    tensors: Mapping[str, Any], mesh: MeshCoordinates, group: ProcessGroup | None
+) -> dict[CheckpointKind, SavePlan]:
+    """Agree on the layout of the state and return the plans for it. Collective.
+
+    Every rank derives its stage's layout from its tensors. Rank 0 checks by digests that the ranks of a stage derived
+    the same one. One rank of each stage also sends the layout itself, for the index. Rank 0 returns the writers of the
+    few tensors that several stages hold. Raises TypeError or
+    ValueError, on all ranks, if the state cannot be saved.
+    """
+    index = file_index(mesh)
+    whole: CheckpointLayout | None = None
+    local_layouts: list[CheckpointLayout] = []
+
+    def report_layout() -> LayoutReport:
+        layout = build_layout(tensors, mesh)
+        local_layouts.append(layout)
+        sends_layout = mesh.dp_rank == 0 and mesh.tp_rank == 0
+        return LayoutReport(index, mesh.pp_rank, layout.digest, layout if sends_layout else None)
+
+    def decide(reports: list[LayoutReport]) -> dict[str, int]:
+        nonlocal whole
+        whole, writing_stages = merge_reports(reports)
+        return writing_stages
+
+    writing_stages = reduce_on_root(report_layout, decide, group, "layout")
+    local_layout = with_stages(local_layouts[0], writing_stages)
+    plans: dict[CheckpointKind, SavePlan] = {}
+    for kind, is_saved in ((CheckpointKind.STATE, lambda _: True), (CheckpointKind.WEIGHTS, is_weight)):
+        plans[kind] = SavePlan(index, local_layout.select(is_saved).plan_items(index), whole and whole.select(is_saved))
+    return plans
+
+
+def merge_reports(reports: Sequence[LayoutReport]) -> tuple[CheckpointLayout, dict[str, int]]:
+    """Return the layout of all stages, and the stage that writes each tensor that several hold.
+
+    Raises ValueError when ranks of a stage report different layouts, or a value would not be written exactly once.
+    """
+    if sorted(report.file_index for report in reports) != list(range(len(reports))):
+        raise ValueError("two ranks have one place in the mesh")
+    stages = {report.stage: report for report in reports if report.layout is not None}
+    for rank, report in enumerate(reports):
+        if report.digest != stages[report.stage].digest:
+            raise ValueError(f"rank {rank} divides the state otherwise than others of pipeline stage {report.stage}")
+    layouts = [report.layout for _, report in sorted(stages.items()) if report.layout is not None]
+    whole = merge_stages(layouts)
+    if problem := whole.find_problem():
+        raise ValueError(f"the state cannot be saved: {problem}")
+    holders: dict[str, int] = {}
+    for layout in layouts:
+        for name in layout.tensors:
+            holders[name] = holders.get(name, 0) + 1
+    return whole, {name: whole.tensors[name].stage for name, count in holders.items() if count > 1}
+
+
+def is_weight(name: str) -> bool:
+    """Return whether a milestone contains the tensor of this name."""
+    return parse_parameter_name(name) is not None

@@ -137,12 +137,12 @@ _FAREWELL = -1
 class SampleGroup:
     """The ranks that train on the same samples as this one."""
 
-    leader: int = 0
+    leader: int
     """The rank that reads the samples."""
-    rank: int = 0
-    others: tuple[int, ...] = ()
+    rank: int
+    others: tuple[int, ...]
     """All ranks but the leader."""
-    group: ProcessGroup | None = None
+    group: ProcessGroup
     """The process group of all ranks on the host."""
 
     @property
