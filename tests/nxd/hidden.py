@@ -14,8 +14,13 @@ device = torch_xla.device()
 values = torch.randn(7, 3, 33)
 same, wide = [], []
 for number in range(4):
-    given = {"module": (-1) ** number * 123_456_789, "share": 0.3, "first": 4096 * number, "sequence": number % 2}
-    keys = sample_keys(torch.arange(values.shape[1 - given["sequence"]]) + number, seed=number)
+    given = {
+        "module": (-1) ** number * 123_456_789,
+        "drop_probability": 0.3,
+        "first_feature": 4096 * number,
+        "sequence_dimension": number % 2,
+    }
+    keys = sample_keys(torch.arange(values.shape[1 - given["sequence_dimension"]]) + number, seed=number)
     there = dropout(values.to(device), keys.to(device), **given)
     wide.append("s64" in torch_xla._XLAC._get_xla_tensors_hlo([there]))
     same.append(torch.equal(there.cpu(), dropout(values, keys, **given)))

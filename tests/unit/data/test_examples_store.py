@@ -147,7 +147,9 @@ def test_held_out_examples_are_never_trained_on_also_after_records_are_added(
     assert data.report.held_back == source.held_back.sum() == data.validation.num_samples
     assert 10 < data.report.held_back < 40
     trained = {tuple(sample.examples[0][0].tolist()) for sample in data.training.at(0, data.training.num_samples)}
-    held_back = {tuple(sample.examples[0][0].tolist()) for sample in data.validation.samples_of_rank(0, 1) if sample is not None}
+    held_back = {
+        tuple(sample.examples[0][0].tolist()) for sample in data.validation.samples_of_rank(0, 1) if sample is not None
+    }
     assert not trained & held_back
     assert len(trained) + len(held_back) == 120
     write_records(tmp_path / "d.jsonl", [*make_records(40, seed=7), *make_records(120)])

@@ -1,6 +1,7 @@
 """The model card (`README.md`) of an artifact: its sources, training and results.
 
-Invariant: unknown facts are left out and are no error.
+Guarantees:
+- Unknown facts are left out; they are no error.
 """
 
 from __future__ import annotations

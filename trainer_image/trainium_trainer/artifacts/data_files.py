@@ -1,8 +1,10 @@
 """Divide the tensors of an artifact into data files, and write each as a stream.
 
-Invariants: every tensor is in exactly one file, in the order of the model; no file is larger than `LARGEST` unless one
-tensor alone is; there are as many files as writers where files then do not get smaller than `SMALLEST`; while a file is
-written, memory holds only the rows being written and the next few.
+Guarantees:
+- Every tensor is in exactly one file, in the order of the model.
+- No file is larger than `LARGEST` unless one tensor alone is.
+- There are as many files as writers where files then do not get smaller than `SMALLEST`.
+- While a file is written, memory holds only the rows being written and the next few.
 """
 
 from __future__ import annotations

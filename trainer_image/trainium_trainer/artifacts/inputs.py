@@ -1,7 +1,8 @@
 """Derive the blueprints of model and adapter from a checkpoint, its base and a configuration.
 
-Invariant: the identity of a blueprint is a digest of everything that determines its files, so complete artifacts are
-never written again and artifacts of another run are never mistaken for this run's.
+Guarantees:
+- The identity of a blueprint is a digest of everything that determines its files, so complete artifacts are never
+  written again and artifacts of another run are never mistaken for this run's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Read the values of a trained model row by row: trained over frozen weights, adapters merged in float32.
 
-Invariants: memory holds a chunk and the two matrices of one adapter; a merged weight is rounded once, from float32 to
-the requested type; several threads may read rows at once.
+Guarantees:
+- Memory holds a chunk and the two matrices of one adapter.
+- A merged weight is rounded once, from float32 to the requested type.
+- Several threads may read rows at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """An adapter in peft's format: names, configuration and metadata.
 
-Invariant: `PeftModel.from_pretrained(base, folder)` gives the same outputs as the run's model.
+Guarantees:
+- `PeftModel.from_pretrained(base, folder)` gives the same outputs as the run's model.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 They come from the base if there is one, so that its authors' settings remain; the tokenizer is the run's, and its BOS,
 EOS and PAD replace those of the base. If its chat template ends a turn with a separate token, that token ends an answer
-too. Invariant: no weights are read.
+too.
+
+Guarantees:
+- No weights are read.
 """
 
 from __future__ import annotations

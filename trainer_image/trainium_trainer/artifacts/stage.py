@@ -1,9 +1,13 @@
 """The stage after the last step: all ranks write the run's artifacts in parallel, from its durable checkpoint.
 
 Below the root of the artifacts (`artifacts.path`, or `artifacts` next to the checkpoints) a step has a folder with
-`adapter` and `model`. Invariants: values come from the committed checkpoint of the step and from the base, never from a
-rank's memory, so a fault repeats this stage and not the training; complete artifacts are not written again; other
-programs' files are left alone: the folder with the next free number is used instead.
+`adapter` and `model`.
+
+Guarantees:
+- Values come from the committed checkpoint of the step and from the base, never from a rank's memory, so a fault
+  repeats this stage and not the training.
+- Complete artifacts are not written again.
+- Files of other programs are not changed: the folder with the next free number is used instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Write an artifact into a folder of a store, by all ranks in parallel, and continue the work of killed writers.
 
-Invariants: the file that completes the artifact is written last, by one rank, after every other file is on stable
-storage; a data file with a receipt is not written again; a failure leaves only complete files and their receipts; a
-replaced writer that resumes late does not change complete files; every rank gets the same outcome.
+Guarantees:
+- The file that completes the artifact is written last, by one rank, after every other file is on stable storage.
+- A data file with a receipt is not written again.
+- A failure leaves only complete files and their receipts.
+- A replaced writer that resumes late does not change complete files.
+- Every rank gets the same outcome.
 """
 
 from __future__ import annotations

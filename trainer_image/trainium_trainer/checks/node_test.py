@@ -1,8 +1,10 @@
 """Run the node's checks in one process: a matrix product on its device, and sums over loopback with its siblings.
 
 It is a separate process, so that a check that hangs or crashes can be ended. It writes its results to a file as JSON:
-for each check true or false, or null with a reason when it could not run. Invariant: false means that computed numbers
-are wrong.
+for each check true or false, or null with a reason when it could not run.
+
+Guarantees:
+- A false result means that computed numbers are wrong.
 """
 
 from __future__ import annotations

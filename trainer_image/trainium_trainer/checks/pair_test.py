@@ -2,8 +2,11 @@
 
 It sums known numbers with the other node over the network a few times, then multiplies matrices whose product is known,
 and writes its results to a file as JSON. For check Bandwidth it only measures the sums, through the collectives that
-the job's ranks use. Invariant: a check that cannot run counts as passed, one that gives wrong numbers does not; the
-network's check passes only when it ran.
+the job's ranks use.
+
+Guarantees:
+- A check that cannot run counts as passed, one that gives wrong numbers does not.
+- The network's check passes only when it ran.
 """
 
 from __future__ import annotations

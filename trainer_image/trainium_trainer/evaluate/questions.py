@@ -1,6 +1,7 @@
 """Questions from a run's data: its held-back examples, and prompts by its template.
 
-Invariant: token ids equal those of the same record in training.
+Guarantees:
+- Token ids equal those of the same record in training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Questions with known answers, and the scores of a model.
 
-Invariants: the outcomes of a batch of questions depend only on that batch, so the figures do not depend on the number
-of readers; questions in two batches are asked equally.
+Guarantees:
+- The outcomes of a batch of questions depend only on that batch, so the figures do not depend on the number of readers.
+- Questions in two batches are asked equally.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """The last stage of a job: evaluate the result and compare it with the initial model.
 
-Invariants: collective, all ranks call it with the same arguments; `evaluation.json` and `evaluation.md` appear
-atomically; a finished evaluation is read instead of repeated, unless models, data or settings differ; the training
-state is not used.
+Guarantees:
+- All ranks call it with the same arguments, because it is collective.
+- `evaluation.json` and `evaluation.md` appear atomically.
+- A finished evaluation is read instead of repeated, unless models, data or settings differ.
+- The training state is not used.
 """
 
 from __future__ import annotations

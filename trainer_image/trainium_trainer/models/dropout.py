@@ -1,10 +1,12 @@
 """Dropout without a generator: a hash of seed, sample, module, position and feature decides what is kept.
 
 So the mask of a sample is the same on every rank, at every size, in a recomputed layer, and after every fault; it needs
-no saved state. Invariants: integer arithmetic of 32 bits that wraps, the same on every device; no state; the expected
-fraction of values that are kept is 1 - p.
+no saved state. The mixing steps are those of MurmurHash3's finaliser (Austin Appleby, public domain).
 
-The mixing steps are those of MurmurHash3's finaliser (Austin Appleby, public domain).
+Guarantees:
+- The arithmetic is that of 32-bit integers that wrap, the same on every device.
+- There is no state.
+- The expected fraction of values that are kept is 1 - p.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FIRST = 0x85EBCA6B - (1 << 32)
-_SECOND = 0xC2B2AE35 - (1 << 32)
+_FIRST_MULTIPLIER = 0x85EBCA6B - (1 << 32)
+_SECOND_MULTIPLIER = 0xC2B2AE35 - (1 << 32)
 _GOLDEN = 0x9E3779B9 - (1 << 32)
-_BITS = 24
+_COMPARED_BITS = 24
 """Bits of the hash that are compared: they resolve a probability to 6e-8."""
 
 
@@ -42,36 +44,36 @@ def dropout(
     samples: Tensor,
     *,
     module: int,
-    share: float,
-    first: int = 0,
-    sequence: int = 1,
+    drop_probability: float,
+    first_feature: int = 0,
+    sequence_dimension: int = 1,
     token_positions: Tensor | None = None,
 ) -> Tensor:
     """Return `x` with a fraction of its values set to zero; the caller scales the others.
 
-    `x` is [batch, sequence, features] ([sequence, batch, features] with `sequence` 0), whose features begin at index
-    `first` of the whole; `samples` are the [batch] keys of `sample_keys`. `token_positions` [sequence] are given
-    where `x` holds a part of the sequence.
+    `x` is [batch, sequence, features], or [sequence, batch, features] with `sequence_dimension` 0. Its features begin
+    at index `first_feature` of the whole; `samples` are the [batch] keys of `sample_keys`. `token_positions` [sequence]
+    are given where `x` holds a part of the sequence.
     """
     device = x.device
     if token_positions is None:
-        token_positions = torch.arange(x.shape[sequence], dtype=torch.int32, device=device)
-    features = torch.arange(first, first + x.shape[2], dtype=torch.int32, device=device)
+        token_positions = torch.arange(x.shape[sequence_dimension], dtype=torch.int32, device=device)
+    features = torch.arange(first_feature, first_feature + x.shape[2], dtype=torch.int32, device=device)
     rows = _mix(_mix(samples ^ module).unsqueeze(1) + token_positions.int() * _GOLDEN)  # [batch, sequence]
-    if sequence == 0:
+    if sequence_dimension == 0:
         rows = rows.transpose(0, 1)
     columns = _mix(features * _GOLDEN + module)
     bits = _mix(rows.unsqueeze(-1) ^ columns)
     # The threshold is a tensor because torch_xla would compare with a Python number in 64 bits.
-    threshold = torch.full((), int(share * (1 << _BITS)), dtype=torch.int32, device=device)
-    is_kept = (bits & ((1 << _BITS) - 1)) >= threshold
+    threshold = torch.full((), int(drop_probability * (1 << _COMPARED_BITS)), dtype=torch.int32, device=device)
+    is_kept = (bits & ((1 << _COMPARED_BITS) - 1)) >= threshold
     return torch.where(is_kept, x, 0.0)
 
 
 def _mix(bits: Tensor) -> Tensor:
     """Mix int32 values so that every bit of the result depends on every bit of the input."""
-    bits = (bits ^ _shift_right(bits, 16)) * _FIRST
-    bits = (bits ^ _shift_right(bits, 13)) * _SECOND
+    bits = (bits ^ _shift_right(bits, 16)) * _FIRST_MULTIPLIER
+    bits = (bits ^ _shift_right(bits, 13)) * _SECOND_MULTIPLIER
     return bits ^ _shift_right(bits, 16)
 
 

@@ -1,9 +1,12 @@
 """Draw any box of the initial weights of a run without base weights, at the cost of that box.
 
 A weight is drawn in tiles, each from a separate generator, so that a rank draws only the tiles that overlap its part
-and gets the same values at every layout. Invariants: values depend on the seed, the index of the parameter in the model
-and the position in the weight, never on its size (padding a vocabulary changes no other row); no two tiles of a model
-share the 32 bits of a seed that torch's generator uses.
+and gets the same values at every layout.
+
+Guarantees:
+- Values depend on the seed, the index of the parameter in the model and the position in the weight, never on its size
+  (padding a vocabulary changes no other row).
+- No two tiles of a model share the 32 bits of a seed that torch's generator uses.
 """
 
 from __future__ import annotations

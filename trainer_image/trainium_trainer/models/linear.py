@@ -1,9 +1,12 @@
 """Compute the product of a projection with the faster of torch's two CPU libraries.
 
 Torch computes products of float32 with MKL, which uses only AVX2 on processors of other vendors than Intel; oneDNN uses
-AVX-512 there and is twice as fast. Invariants: float32 throughout, only the order of additions differs; the choice of
-the library depends only on the processor and on sizes, so runs on the same machine are bitwise equal; gradients that
-are not required are not computed.
+AVX-512 there and is twice as fast.
+
+Guarantees:
+- All products are in float32; only the order of additions differs.
+- The choice of the library depends only on the processor and on sizes, so runs on the same machine are bitwise equal.
+- Gradients that are not required are not computed.
 """
 
 from __future__ import annotations

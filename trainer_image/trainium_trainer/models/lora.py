@@ -1,7 +1,9 @@
 """A projection with an adapter: LoRA (arXiv 2106.09685) or DoRA (arXiv 2402.09353).
 
-Invariants: parameter names are peft's without their prefix; a new adapter changes nothing (B is zero, and DoRA's
-magnitudes are the norms of the base's rows), so the first loss equals the base's.
+Guarantees:
+- Parameter names are peft's without their prefix.
+- A new adapter changes nothing (B is zero, and DoRA's magnitudes are the norms of the base's rows), so the first loss
+  equals the base's.
 """
 
 from __future__ import annotations
@@ -65,34 +67,34 @@ class AdaptedLinear(Linear):
             return super().forward(x) + self.adapter_output(x, context)
         out = linear(x, self.local_weight())
         gain = self.lora_magnitude_vector.local_weight() / self._row_norms()
-        seen, keep_rate = self._drop_input(x, context)
-        addend = self.lora_B(self.lora_A(seen) * (self._scale / keep_rate))
-        if seen is x:
+        kept, keep_rate = self._drop_input(x, context)
+        addend = self.lora_B(self.lora_A(kept) * (self._scale / keep_rate))
+        if kept is x:
             return self.with_bias((gain * (out + addend)).to(out.dtype))
         # As in peft, dropout hides the input from everything that is trained, including the magnitudes.
-        change = (gain - 1) * linear(seen, self.local_weight()) / keep_rate
+        change = (gain - 1) * linear(kept, self.local_weight()) / keep_rate
         return self.with_bias((out + change + gain * addend).to(out.dtype))
 
     def adapter_output(self, x: Tensor, context: AttentionContext | None) -> Tensor:
         """Return the adapter's summand of the output, without DoRA's magnitudes."""
-        seen, keep_rate = self._drop_input(x, context)
-        narrow = self.lora_A(seen) * (self._scale / keep_rate)  # scale at the narrowest point
+        kept, keep_rate = self._drop_input(x, context)
+        narrow = self.lora_A(kept) * (self._scale / keep_rate)  # scale at the narrowest point
         return self.lora_B.with_bias(linear(narrow, self.lora_B.local_weight()), self._scale)
 
     def _drop_input(self, x: Tensor, context: AttentionContext | None) -> tuple[Tensor, float]:
         """Return the adapter's input after dropout, and the fraction of values that is kept."""
         if not self._dropout or context is None or context.samples is None:
             return x, 1.0
-        seen = dropout(
+        kept = dropout(
             x,
             context.samples,
             module=self._key,
-            share=self._dropout,
-            first=self.first_feature,
-            sequence=self.sequence_dimension,
+            drop_probability=self._dropout,
+            first_feature=self.first_feature,
+            sequence_dimension=self.sequence_dimension,
             token_positions=context.token_positions,
         )
-        return seen, 1.0 - self._dropout
+        return kept, 1.0 - self._dropout
 
     @torch.no_grad()
     def _row_norms(self) -> Tensor:
@@ -105,10 +107,10 @@ class AdaptedLinear(Linear):
             if self.input_group is not None:
                 sums = torch.cat((squares + 2 * self._scale * cross, inner.flatten()))
                 all_reduce(sums, group=self.input_group)
-                ours, inner = sums[: len(squares)], sums[len(squares) :].view_as(inner)
+                squared_norms, inner = sums[: len(squares)], sums[len(squares) :].view_as(inner)
             else:
-                ours = squares + 2 * self._scale * cross
-            return (ours + self._scale**2 * ((wide @ inner) * wide).sum(1)).sqrt()
+                squared_norms = squares + 2 * self._scale * cross
+            return (squared_norms + self._scale**2 * ((wide @ inner) * wide).sum(1)).sqrt()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,12 @@
 """The loss: summed cross-entropy in float32, also over a vocabulary that tensor parallelism divides.
 
-Invariants: divided logits are never gathered; ranks exchange three numbers per token instead (greatest logit, sum of
-exponentials, logit of the label; Megatron-LM, arXiv 1909.08053, section 3); every rank of the group gets the same loss.
 Logits of a long sequence exist only chunk by chunk: the gradients of a chunk are computed with its loss.
+
+Guarantees:
+- Divided logits are never gathered.
+- Ranks exchange three numbers per token instead (greatest logit, sum of exponentials, logit of the label; Megatron-LM,
+  arXiv 1909.08053, section 3).
+- Every rank of the group gets the same loss.
 """
 
 from __future__ import annotations

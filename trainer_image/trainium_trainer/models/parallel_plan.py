@@ -1,10 +1,12 @@
 """Divide a model over the tensor-parallel ranks by the list of its parameters, without changing the model's code.
 
-Invariants: parameters are DTensors, so that FSDP and checkpoints know their offsets; computation uses plain local
-tensors, with one communication at the entry and one at the exit of a divided region. Attention and feed-forward are
-split by columns then rows; embedding and output projection are split by vocabulary, and logits stay divided. With more
-ranks than key/value heads, every rank holds the whole weights of keys and values and computes the head that its query
-heads need.
+Attention and feed-forward are split by columns then rows; embedding and output projection are split by vocabulary, and
+logits stay divided. With more ranks than key/value heads, every rank holds the whole weights of keys and values and
+computes the head that its query heads need.
+
+Guarantees:
+- Parameters are DTensors, so that FSDP and checkpoints know their offsets.
+- Computation uses plain local tensors, with one communication at the entry and one at the exit of a divided region.
 """
 
 from __future__ import annotations

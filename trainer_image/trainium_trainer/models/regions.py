@@ -1,9 +1,12 @@
 """Enter and leave a region that tensor parallelism divides, with one communication each.
 
 Between regions activations are whole on every rank, or with sequence parallelism each rank holds its part of the
-sequence (Megatron-LM, arXiv 1909.08053 and 2205.05198, section 4.2.2). Invariants: what enters is the same on all ranks
-of the group, what leaves is summed over them; the backward pass does the opposite; the collectives of
-`FunctionalRegion` are functional, so that recompute can keep their results.
+sequence (Megatron-LM, arXiv 1909.08053 and 2205.05198, section 4.2.2).
+
+Guarantees:
+- The input is the same on all ranks of the group, and the output is summed over them.
+- The backward pass does the opposite.
+- The collectives of `FunctionalRegion` are functional, so that recompute can keep their results.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864) in Hugging Face's layout, scaled by `RopeScalingKind`.
 
-Invariant: everything here is float32; rounding happens once, when the rotated heads get the type of their input.
+Guarantees:
+- Everything here is float32.
+- Rounding happens once, when the rotated heads get the type of their input.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Cut a model into pipeline stages: each holds some of the layers, under the names that they have in the whole model.
 
-Invariants: a parameter's canonical name does not depend on the cut, so a checkpoint of any number of stages is read at
-any other; modules of other stages pass their input through. With tied embeddings the first and the last stage each hold
-a copy of the weight; both have the embedding's name.
+With tied embeddings the first and the last stage each hold a copy of the weight; both have the embedding's name.
+
+Guarantees:
+- A parameter's canonical name does not depend on the cut, so a checkpoint of any number of stages is read at any other.
+- Modules of other stages pass their input through.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Map Hugging Face's parameter names to the flat names of the training state in checkpoints.
 
-Invariant: a name never depends on how the state is divided, so a checkpoint of any size can be read at any other.
+Guarantees:
+- A name never depends on how the state is divided, so a checkpoint of any size can be read at any other.
 """
 
 from __future__ import annotations

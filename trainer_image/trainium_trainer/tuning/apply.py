@@ -1,7 +1,9 @@
 """Apply a tuning to a model before the model is divided or has values.
 
-Invariants: modules keep their paths, so parallel plans, recompute and FSDP find them; adapters are float32 parameters
-for every base; frozen parameters have no gradient.
+Guarantees:
+- Modules keep their paths, so parallel plans, recompute and FSDP find them.
+- Adapters are float32 parameters for every base.
+- Frozen parameters have no gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Choose the trained parameters of a model by matching patterns with the names of its shape.
 
-Invariants: pure, no torch; the chosen parameters and their sizes are known before a model is built; a pattern without a
-match is refused with similar names.
+Guarantees:
+- The functions are pure, and torch is not imported.
+- The chosen parameters and their sizes are known before a model is built.
+- A pattern without a match is refused with similar names.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 Names are those of the model's parameters, without peft's prefix, so that `model.layers.0.self_attn.q_proj` has
 `...lora_A.weight` [rank, width] and `...lora_B.weight` [outputs, rank], and peft's modules to save have their names in
-the model. Invariant: a setting with another meaning here than in peft is refused in one sentence.
+the model.
+
+Guarantees:
+- A setting with another meaning here than in peft is refused in one sentence.
 """
 
 from __future__ import annotations

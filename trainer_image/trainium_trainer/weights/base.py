@@ -2,8 +2,11 @@
 
 Rows of the embedding and of the output projection beyond those of the file (a vocabulary grown by added tokens, or
 padded to the tensor-parallel degree) get the mean of the file's rows, so that a new token begins as an average one.
-Invariants: memory beyond the target is at most one chunk; values do not depend on the division of the model; `open`
-refuses incomplete files.
+
+Guarantees:
+- Memory beyond the target is at most one chunk.
+- Values do not depend on the division of the model.
+- `open` refuses incomplete files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Fetch a model of the Hugging Face hub into a folder, with the hub's library: `trainium-trainer fetch-model`.
 
-Invariants: only files that training needs are fetched, no pickles; a model that cannot be trained is refused before its
-weights are fetched; existing files are not fetched again, and an interrupted file is continued.
+Guarantees:
+- Only files that training needs are fetched, and no pickles.
+- A model that cannot be trained is refused before its weights are fetched.
+- Existing files are not fetched again, and an interrupted file is continued.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """A Hugging Face folder with a model: its `config.json`, its safetensors files, and the file of each tensor.
 
-Invariants: no torch; no pickle is ever opened; an incomplete folder is refused when it is opened, in one sentence that
-begins with its setting.
+Guarantees:
+- Torch is not imported.
+- No pickle is ever opened.
+- An incomplete folder is refused when it is opened, in one sentence that begins with the setting that names it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Read the bytes of a folder with a model from a file system, or in ranges from an object store.
 
-Invariants: a range that was read is freed at the end of its context; only requested bytes are read; an error of the
-store begins with the user's setting.
+Guarantees:
+- A range that was read is freed at the end of its context.
+- Only requested bytes are read.
+- An error of the store begins with the user's setting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Read tensors of safetensors files (8 bytes of length, then JSON, then data), and boxes of them, row by row.
 
-Invariants: every tensor lies within the file and has as many bytes as its type and size
-need; memory beyond the target of a copy is at most one chunk.
+Guarantees:
+- Every tensor lies within the file and has as many bytes as its type and size need.
+- Memory beyond the target of a copy is at most one chunk.
 """
 
 from __future__ import annotations

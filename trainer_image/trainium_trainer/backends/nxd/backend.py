@@ -124,7 +124,7 @@ class NxdBackend:
     def _check_dropout_masks(self) -> None:
         """Raise UserError if this device's dropout masks differ from a CPU's."""
         keys = sample_keys(torch.arange(_PROBE[0]), self._config.seed)
-        mask = functools.partial(dropout, module=-1, share=0.5, first=1 << 16)
+        mask = functools.partial(dropout, module=-1, drop_probability=0.5, first_feature=1 << 16)
         (actual,) = self._device.fetch([mask(torch.ones(_PROBE).to(self._device.device), keys.to(self._device.device))])
         if not torch.equal(actual, mask(torch.ones(_PROBE), keys)):
             raise UserError(

@@ -1,6 +1,8 @@
 """Open folders with a model in Hugging Face's format, without loading weights.
 
-Invariants: no torch is imported and no weights are read; an unusable folder is refused with one sentence, as UserError.
+Guarantees:
+- No torch is imported and no weights are read.
+- An unusable folder is refused with one sentence, as UserError.
 """
 
 from __future__ import annotations

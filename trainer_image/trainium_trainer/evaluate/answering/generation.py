@@ -1,7 +1,9 @@
 """Generate answers to prompts in batches with `transformers`.
 
-Invariants: an answer depends on its prompt, the settings and its seed, not on the other prompts of its batch (apart
-from rounding); answers are in the order of the prompts.
+Guarantees:
+- An answer depends on its prompt, the settings and its seed, not on the other prompts of its batch (apart from
+  rounding).
+- Answers are in the order of the prompts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Load models with `transformers` and adapters with `peft`.
 
-Invariants: the network is not used; a folder that lacks a weight is refused, although the library would initialize it
-randomly.
+Guarantees:
+- The network is not used.
+- A folder that lacks a weight is refused, although the library would initialize it randomly.
 """
 
 from __future__ import annotations
