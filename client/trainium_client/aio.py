@@ -3,8 +3,7 @@
 `from trainium_client.aio import TrainingJob`. Each method runs that of the synchronous class in a thread, so the two
 behave the same. Only waiting has a second implementation, because a thread must not sleep for a day.
 
-Invariants: many jobs may be queried at once. A cancelled method returns at once, and its one request, which has a
-time-out, ends by itself.
+Invariants: many jobs may be queried at once. A cancelled method returns at once; its request continues in its thread.
 """
 
 from __future__ import annotations
@@ -33,41 +32,41 @@ _Result = TypeVar("_Result")
 
 
 def _in_thread(
-    verb: Callable[Concatenate[sync.TrainingJob, _Params], _Result],
+    method: Callable[Concatenate[sync.TrainingJob, _Params], _Result],
 ) -> Callable[Concatenate[TrainingJob, _Params], Coroutine[Any, Any, _Result]]:
     """Wrap a method so that it has the same arguments and result, as a coroutine function."""
 
     async def call(self: TrainingJob, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        return await asyncio.to_thread(verb, self.blocking, *args, **kwargs)
+        return await asyncio.to_thread(method, self.blocking, *args, **kwargs)
 
-    functools.update_wrapper(call, verb)
+    functools.update_wrapper(call, method)
     return call
 
 
 class TrainingJob:
-    """One TrainingJob of a cluster, by its name; arguments and verbs are those of `trainium_client.TrainingJob`."""
+    """A TrainingJob of a cluster, by its name; arguments and methods are those of `trainium_client.TrainingJob`."""
 
     __slots__ = ("blocking",)
 
-    def __init__(self, name: str, spec: Mapping[str, Any] | None = None, **where: Any) -> None:
-        """Create the job; `where` has namespace, context, kubeconfig and metadata."""
-        self.blocking = sync.TrainingJob(name, spec, **where)
+    def __init__(self, name: str, spec: Mapping[str, Any] | None = None, **location: Any) -> None:
+        """Create the job; `location` has namespace, context, kubeconfig and metadata."""
+        self.blocking = sync.TrainingJob(name, spec, **location)
 
     @classmethod
-    def from_spec(cls, name: str, spec: TrainingJobSpec, **where: Any) -> TrainingJob:
+    def from_spec(cls, name: str, spec: TrainingJobSpec, **location: Any) -> TrainingJob:
         """Create a job from the contract's typed model."""
-        return cls._of(sync.TrainingJob.from_spec(name, spec, **where))
+        return cls._wrap(sync.TrainingJob.from_spec(name, spec, **location))
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], **where: Any) -> TrainingJob:
+    def from_file(cls, path: str | os.PathLike[str], **location: Any) -> TrainingJob:
         """Create a job from a manifest. Raises ClientError if the file has none."""
-        return cls._of(sync.TrainingJob.from_file(path, **where))
+        return cls._wrap(sync.TrainingJob.from_file(path, **location))
 
     @classmethod
-    def _of(cls, blocking: sync.TrainingJob) -> TrainingJob:
-        made = cls(blocking.name)
-        made.blocking = blocking
-        return made
+    def _wrap(cls, blocking: sync.TrainingJob) -> TrainingJob:
+        job = cls(blocking.name)
+        job.blocking = blocking
+        return job
 
     status = _in_thread(sync.TrainingJob.status)
     why = _in_thread(sync.TrainingJob.why)
@@ -96,7 +95,7 @@ class TrainingJob:
     ) -> JobView:
         """Wait until the job is in that phase; `on_view` is called with each view and may be a coroutine function.
 
-        Raises JobFailedError if it fails instead, ClientError if it ends otherwise or after the time-out.
+        Raises JobFailedError if it fails instead, ClientError if it ends otherwise or after the timeout.
         """
         target = sync.WaitTarget(self.blocking.name, until, seconds, time.monotonic())
         while True:
@@ -111,7 +110,7 @@ class TrainingJob:
     async def watch(
         self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> JobView:
-        """Show the job live until it has ended or the time-out; several at once have separate outputs."""
+        """Show the job live until it has ended or the timeout; several at once have separate outputs."""
         from trainium_client.live import WatchState, open_display, read_curve_if_possible  # noqa: PLC0415 - only watching needs it
 
         view = await self.status()
@@ -127,7 +126,7 @@ class TrainingJob:
                 view = await self.status()
 
     def __repr__(self) -> str:
-        """Represent the job as the other class does."""
+        """Represent the job as the synchronous class does."""
         return f"aio.{self.blocking!r}"
 
     def _repr_html_(self) -> str:

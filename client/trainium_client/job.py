@@ -50,20 +50,20 @@ class WaitTarget:
     name: str
     phase: str
     seconds: float
-    since: float
+    started_at: float
 
     def is_met(self, view: JobView, now: float) -> bool:
         """Return whether the job is in that phase.
 
-        Raises JobFailedError or ClientError if it will not be, or not in time.
+        Raises JobFailedError or ClientError if the job ended in another phase, or the timeout passed.
         """
         if view.phase == self.phase:
             return True
         if view.phase == "Failed":
             raise JobFailedError(view.verdict or f"{self.name} failed")
         if view.ended:
-            raise ClientError(f"{self.name} has {view.phase.lower()}, and was waited for to be {self.phase}")
-        if now - self.since >= self.seconds:
+            raise ClientError(f"{self.name} has {view.phase.lower()}, and cannot be {self.phase} any more")
+        if now - self.started_at >= self.seconds:
             phase = view.phase or "not answered"
             raise ClientError(f"{self.name} is {phase} after {self.seconds:.0f} s, not {self.phase}")
         return False
@@ -71,31 +71,31 @@ class WaitTarget:
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """One TrainingJob of a cluster, by its name."""
+    """A TrainingJob of a cluster, by its name."""
 
     name: str
     spec: Mapping[str, Any] | None = None
     """Manifest to apply; None for a job that exists."""
     namespace: str = ""
-    """Empty for that of the kubeconfig's context."""
+    """Empty for the namespace of the kubeconfig's context."""
     context: str | None = None
     kubeconfig: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Labels and annotations to apply."""
 
     @classmethod
-    def from_spec(cls, name: str, spec: TrainingJobSpec, **where: Any) -> TrainingJob:
+    def from_spec(cls, name: str, spec: TrainingJobSpec, **location: Any) -> TrainingJob:
         """Create a job from the contract's typed model."""
-        return cls(name, spec.to_wire(), **where)
+        return cls(name, spec.to_wire(), **location)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], **where: Any) -> TrainingJob:
+    def from_file(cls, path: str | os.PathLike[str], **location: Any) -> TrainingJob:
         """Create a job from a manifest. Raises ClientError if the file has none."""
-        found = read_manifest(path)
-        metadata = mapping(found, "metadata")
-        kept = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
-        place = {"namespace": text(metadata, "namespace"), **where}
-        return cls(text(metadata, "name"), mapping(found, "spec"), metadata=kept, **place)
+        manifest = read_manifest(path)
+        metadata = mapping(manifest, "metadata")
+        labels = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
+        location = {"namespace": text(metadata, "namespace"), **location}
+        return cls(text(metadata, "name"), mapping(manifest, "spec"), metadata=labels, **location)
 
     def apply(self) -> TrainingJob:
         """Create the job, or change it to this spec (server-side apply)."""
@@ -126,7 +126,7 @@ class TrainingJob:
         return self._call(read)
 
     def logs(self, rank: int = 0, *, tail: int | None = None) -> list[str]:
-        """Return the lines of a rank in its present pod; `tail` limits them to the last lines of the pod."""
+        """Return the lines of a rank in its current pod; `tail` limits them to the last lines of the pod."""
 
         def read(api: Api) -> list[str]:
             member = read_members(api, self.name).of_rank(rank)
@@ -162,7 +162,7 @@ class TrainingJob:
     ) -> JobView:
         """Wait until the job is in that phase; `on_view` is called with each view.
 
-        Raises JobFailedError if it fails instead, ClientError if it ends otherwise or after the time-out.
+        Raises JobFailedError if it fails instead, ClientError if it ends otherwise or after the timeout.
         """
         target = WaitTarget(self.name, until, seconds, time.monotonic())
         while True:
@@ -174,7 +174,7 @@ class TrainingJob:
             pause(POLL_SECONDS)
 
     def watch(self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobView:
-        """Show the job live until it has ended or the time-out: in a notebook with its curve, else as text.
+        """Show the job live until it has ended or the timeout: in a notebook with its curve, else as text.
 
         An interrupt (Ctrl-C, or the notebook's stop button) only ends watching. Returns the last view.
         """
@@ -234,19 +234,16 @@ class TrainingJob:
 
         return cell_html(self.status())
 
-    def _api(self) -> Api:
+    def _call(self, action: Callable[[Api], _Result]) -> _Result:
         access = find_access(self.kubeconfig, self.context, os.environ)
-        return Api(Connection(access), self.namespace or access.namespace)
-
-    def _call(self, read: Callable[[Api], _Result]) -> _Result:
-        api = self._api()
+        api = Api(Connection(access), self.namespace or access.namespace)
         try:
-            return read(api)
+            return action(api)
         finally:
             api.connection.close()
 
 
-def _require_readable(found: _Result | Unreadable) -> _Result:
-    if isinstance(found, Unreadable):
-        raise ClientError(found.reason)
-    return found
+def _require_readable(value: _Result | Unreadable) -> _Result:
+    if isinstance(value, Unreadable):
+        raise ClientError(value.reason)
+    return value

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Display(Protocol):
-    """Where a job is shown."""
+    """An output that shows a job."""
 
     def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:
-        """Show the present state of the job."""
+        """Show the current state of the job."""
         ...
 
 
@@ -37,14 +37,14 @@ class NotebookDisplay:
         self._handle: Any = None
 
     def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:
-        """See Display."""
+        """Implement Display."""
         from trainium_contract.pages.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
 
-        shown = {"text/html": cell_html(view, curve), "text/plain": _format_line(view)}
+        content = {"text/html": cell_html(view, curve), "text/plain": _format_line(view)}
         if self._handle is None:
-            self._handle = self._display(shown, raw=True, display_id=True)
+            self._handle = self._display(content, raw=True, display_id=True)
         else:
-            self._handle.update(shown, raw=True)
+            self._handle.update(content, raw=True)
 
 
 class TerminalDisplay:
@@ -54,7 +54,7 @@ class TerminalDisplay:
         self._live = live
 
     def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:  # noqa: ARG002 - a terminal has no curve
-        """See Display."""
+        """Implement Display."""
         from trainium_client.render.status import status_page  # noqa: PLC0415 - rich takes a while
 
         self._live.update(status_page(view, now=time.time(), width=self._live.console.width), refresh=True)
@@ -68,7 +68,7 @@ class LineDisplay:
         self._last = ""
 
     def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:  # noqa: ARG002 - a line has no curve
-        """See Display."""
+        """Implement Display."""
         line = _format_line(view)
         if line != self._last:
             self._write(f"{line}\n")
@@ -79,28 +79,28 @@ class WatchState:
     """The state of one watch; displays belong to the thread that opened them."""
 
     def __init__(self, display: Display, until: float) -> None:
-        """`until`: the end by the monotonic clock."""
+        """`until`: monotonic time at which the watch ends."""
         self._display = display
         self._until = until
         self._curve: LiveCurve | None = None
 
     def needs_curve(self, view: JobView) -> bool:
-        """Return whether the earlier curve should be read now, once: if a curve is shown, and a worker has it."""
-        drawn = isinstance(self._display, NotebookDisplay)
-        return drawn and self._curve is None and not view.ended and view.loss is not None
+        """Return whether the display has a curve whose earlier points must still be read from a worker."""
+        has_curve = isinstance(self._display, NotebookDisplay)
+        return has_curve and self._curve is None and not view.ended and view.loss is not None
 
     def set_curve(self, points: Sequence[CurvePoint]) -> None:
         """Set the earlier curve."""
         self._curve = LiveCurve(points=points)
 
     def update(self, view: JobView) -> None:
-        """Show the present state of the job."""
+        """Show the current state of the job."""
         if self._curve is not None:
             self._curve.add(view.step, view.loss, view.tokens_per_second)
         self._display.show(view, self._curve.points if self._curve is not None else ())
 
     def has_ended(self, view: JobView, now: float) -> bool:
-        """Return whether the job has ended, or the time is over."""
+        """Return whether the job or the time of the watch has ended."""
         return view.ended or now >= self._until
 
 
@@ -133,8 +133,8 @@ def notebook_display() -> Callable[..., Any] | None:
     shell = package.get_ipython() if package is not None else None
     if shell is None or getattr(shell, "kernel", None) is None:
         return None
-    found: Callable[..., Any] = package.display.display
-    return found
+    display: Callable[..., Any] = package.display.display
+    return display
 
 
 def _format_line(view: JobView) -> str:

@@ -26,12 +26,12 @@ def read_manifest(path: str | os.PathLike[str], name: str = "") -> dict[str, Any
         text(mapping(document, "metadata"), "name"): document for document in documents if _is_named_job(document)
     }
     if not jobs:
-        raise ClientError(f"{path} holds no {KIND} with a name")
+        raise ClientError(f"{path} has no {KIND} with a name")
     if name in jobs:
         return jobs[name]
     if name or len(jobs) > 1:
-        wanted = f"no {KIND} {name!r}" if name else f"more than one {KIND}"
-        raise ClientError(f"{path} holds {wanted}; there are {', '.join(sorted(jobs))}")
+        problem = f"no {KIND} {name!r}" if name else f"more than one {KIND}"
+        raise ClientError(f"{path} has {problem}; there are {', '.join(sorted(jobs))}")
     return next(iter(jobs.values()))
 
 

@@ -4,8 +4,8 @@ The creator of an object owns all of it: the next `kubectl apply --server-side` 
 client wherever the file has changed, and would not remove fields that the file no longer has. So an unchanged job is
 transferred to its previous owners, a corrected one to its previous applier.
 
-Invariants: entries of the status are never touched. A job whose ownership cannot be transferred (no right to patch)
-runs all the same.
+Invariants: entries of the status are never touched. Without the right to patch, the job runs but its
+ownership is not transferred.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _APPLIED_BY_CLIENT = "kubectl-client-side-apply"
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-_TRIES = 5
+_MAX_ATTEMPTS = 5
 Entries = tuple[dict[str, Any], ...]
 
 
@@ -30,8 +30,8 @@ def applier_entries(job: Json, created: Json) -> Entries:
     """Return the entries of a job that was recreated from a file: its previous applier owns all of it."""
     applied = [entry for entry in field_owners(job) if entry.get("operation") == "Apply"]
     if applied:
-        first = max(applied, key=lambda each: _fields(mapping(each, "fieldsV1").get("f:spec")))
-        owner = {"manager": text(first, "manager"), "operation": "Apply"}
+        main = max(applied, key=lambda entry: _count_fields(mapping(entry, "fieldsV1").get("f:spec")))
+        owner = {"manager": text(main, "manager"), "operation": "Apply"}
     elif _LAST_APPLIED in mapping(mapping(job, "metadata"), "annotations"):
         owner = {"manager": _APPLIED_BY_CLIENT, "operation": "Update"}
     else:
@@ -41,10 +41,15 @@ def applier_entries(job: Json, created: Json) -> Entries:
 
 def transfer_ownership(api: Api, created: Json, entries: Entries) -> Json:
     """Transfer ownership of a new job to those in `entries`; without entries it stays with this client."""
-    ours, name = {_key(entry) for entry in field_owners(created)}, str(created.get("metadata", {}).get("name", ""))
+    own_keys = {_owner_key(entry) for entry in field_owners(created)}
+    name = text(mapping(created, "metadata"), "name")
     current = created
-    for _ in range(_TRIES if ours and entries else 0):
-        others = [entry for entry in objects(mapping(current, "metadata"), "managedFields") if _key(entry) not in ours]
+    for _ in range(_MAX_ATTEMPTS if own_keys and entries else 0):
+        others = [
+            entry
+            for entry in objects(mapping(current, "metadata"), "managedFields")
+            if _owner_key(entry) not in own_keys
+        ]
         version = text(mapping(current, "metadata"), "resourceVersion")
         patch = {"metadata": {"managedFields": [*entries, *others], "resourceVersion": version}}
         try:
@@ -56,11 +61,11 @@ def transfer_ownership(api: Api, created: Json, entries: Entries) -> Json:
     return current
 
 
-def contains_fields(found: Any, wanted: Any) -> bool:
-    """Return whether an object has all wanted fields; it may have more, for instance defaults."""
-    if isinstance(wanted, dict):
-        return isinstance(found, dict) and all(contains_fields(found.get(key), each) for key, each in wanted.items())
-    return bool(found == wanted)
+def contains_fields(value: Any, expected: Any) -> bool:
+    """Return whether an object has all expected fields; it may have more, for instance defaults."""
+    if isinstance(expected, dict):
+        return isinstance(value, dict) and all(contains_fields(value.get(key), expected[key]) for key in expected)
+    return bool(value == expected)
 
 
 def field_owners(job: Mapping[str, Any]) -> Entries:
@@ -69,9 +74,9 @@ def field_owners(job: Mapping[str, Any]) -> Entries:
     return tuple(dict(entry) for entry in entries if text(entry, "subresource") != "status")
 
 
-def _key(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+def _owner_key(entry: Mapping[str, Any]) -> tuple[str, str, str]:
     return text(entry, "manager"), text(entry, "operation"), text(entry, "subresource")
 
 
-def _fields(owned: Any) -> int:
-    return 1 + sum(map(_fields, owned.values())) if isinstance(owned, dict) else 0
+def _count_fields(owned: Any) -> int:
+    return 1 + sum(map(_count_fields, owned.values())) if isinstance(owned, dict) else 0

@@ -45,8 +45,11 @@ def run_in_pod(
     seconds: float = 60.0,
     accepted_codes: tuple[int, ...] = (0,),
 ) -> ExecOutput:
-    """Run it in the container `worker`. Raises ClientError if it cannot be run or exits with another code."""
-    # Imported here: few commands look inside a worker. The package has no annotations.
+    """Run a program in the container `worker`.
+
+    Raises ClientError if the program cannot be run, or exits with a code that is not accepted.
+    """
+    # Imported here: few commands run programs in workers. The package has no annotations.
     import websocket  # noqa: PLC0415
 
     client: Any = websocket
@@ -55,9 +58,9 @@ def run_in_pod(
     query += [("container", "worker"), ("stdout", "true"), ("stderr", "true")]
     host, port = connection.address
     scheme = "wss" if connection.tls else "ws"
-    shown = f"[{host}]" if ":" in host else host
+    url_host = f"[{host}]" if ":" in host else host
     path = connection.path(f"/api/v1/namespaces/{api.namespace}/pods/{quote(pod)}/exec")
-    url = f"{scheme}://{shown}:{port}{path}?{urlencode(query)}"
+    url = f"{scheme}://{url_host}:{port}{path}?{urlencode(query)}"
     options: dict[str, Any] = {"context": connection.tls} if connection.tls else {}
     if connection.access.server_name:
         options["server_hostname"] = connection.access.server_name
@@ -72,7 +75,7 @@ def run_in_pod(
     except (client.WebSocketException, OSError) as error:
         raise ClientError(f"cannot run a program in {pod}: {error}") from error
     try:
-        return _read(socket, client, pod, accepted_codes)
+        return _read_output(socket, client, pod, accepted_codes)
     finally:
         socket.shutdown()  # not `close`, which leaves a socket open after the server has closed its side
 
@@ -85,7 +88,7 @@ def read_curve_in_pod(api: Api, pod: str, path: str) -> tuple[CurvePoint, ...]:
 def for_each_pod(pods: Sequence[str], call: Callable[[str], Any]) -> dict[str, Any]:
     """Call a function for each pod, several at once; a failure becomes its sentence."""
 
-    def one(pod: str) -> Any:
+    def call_or_describe(pod: str) -> Any:
         try:
             return call(pod)
         except ForbiddenError:
@@ -94,7 +97,7 @@ def for_each_pod(pods: Sequence[str], call: Callable[[str], Any]) -> dict[str, A
             return str(error)
 
     with ThreadPoolExecutor(MAX_CONCURRENT_PODS) as pool:
-        return dict(zip(pods, pool.map(one, pods), strict=True))
+        return dict(zip(pods, pool.map(call_or_describe, pods), strict=True))
 
 
 def query_pods(api: Api, pods: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
@@ -103,19 +106,19 @@ def query_pods(api: Api, pods: Sequence[str], command: Sequence[str]) -> dict[st
 
 
 def parse_json_lines(output: ExecOutput) -> list[dict[str, Any]]:
-    """Parse the objects that a program printed, one a line; other lines are left out."""
-    found = []
+    """Parse the objects that a program printed, one a line; ignore other lines."""
+    records = []
     for line in output.out.decode(errors="replace").splitlines():
         try:
-            each = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(each, dict):
-            found.append(each)
-    return found
+        if isinstance(record, dict):
+            records.append(record)
+    return records
 
 
-def _read(socket: Any, client: Any, pod: str, accepted_codes: tuple[int, ...]) -> ExecOutput:
+def _read_output(socket: Any, client: Any, pod: str, accepted_codes: tuple[int, ...]) -> ExecOutput:
     channels: dict[int, bytearray] = {_OUT: bytearray(), _ERROR: bytearray(), _STATUS: bytearray()}
     try:
         while True:
@@ -131,21 +134,21 @@ def _read(socket: Any, client: Any, pod: str, accepted_codes: tuple[int, ...]) -
     except (client.WebSocketException, OSError) as error:
         raise ClientError(f"the program in {pod} gave no answer in time: {error}") from error
     output = ExecOutput(bytes(channels[_OUT]), bytes(channels[_ERROR]))
-    _check(bytes(channels[_STATUS]), output, pod, accepted_codes)
+    _check_exit(bytes(channels[_STATUS]), output, pod, accepted_codes)
     return output
 
 
-def _check(status: bytes, output: ExecOutput, pod: str, accepted_codes: tuple[int, ...]) -> None:
+def _check_exit(status: bytes, output: ExecOutput, pod: str, accepted_codes: tuple[int, ...]) -> None:
     try:
-        found = json.loads(status) if status else {}
+        result = json.loads(status) if status else {}
     except ValueError:
-        found = {}
-    causes = (found.get("details") or {}).get("causes") or ()
+        result = {}
+    causes = (result.get("details") or {}).get("causes") or ()
     codes = [str(cause.get("message")) for cause in causes if cause.get("reason") == "ExitCode"]
-    if found.get("status") == "Success" or any(code == str(number) for code in codes for number in accepted_codes):
+    if result.get("status") == "Success" or any(code == str(number) for code in codes for number in accepted_codes):
         return
-    last = output.error.decode(errors="replace").strip().splitlines()[-1:] or [str(found.get("message") or "cut off")]
-    # If the worker's log has lines of the schema, so has the end of its program's output.
+    last = output.error.decode(errors="replace").strip().splitlines()[-1:] or [str(result.get("message") or "cut off")]
+    # If the worker writes its log as JSON, the last line of the program's output is JSON too.
     raise ClientError(f"{pod}: {parse_log_line(last[0]).text.splitlines()[-1]}")
 
 
@@ -160,8 +163,8 @@ def _proxy(url: str) -> dict[str, Any]:
 
 def _describe_refusal(code: int, namespace: str, pod: str) -> ClientError:
     if code == 403:
-        asked = f"create pods/exec in namespace {namespace}"
-        return ForbiddenError(f"you may not {asked}; ask for a Role with verb 'create' on 'pods/exec'")
+        permission = f"create pods/exec in namespace {namespace}"
+        return ForbiddenError(f"you may not {permission}; ask for a Role with verb 'create' on 'pods/exec'")
     if code == 404:
-        return NotFoundError(f"{pod} is gone")
+        return NotFoundError(f"{pod} is deleted")
     return ClientError(f"cannot run a program in {pod}: the API server answered {code}")

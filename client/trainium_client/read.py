@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainium_client.api import Unreadable
 from trainium_client.views.interruption_report import InterruptionReport, explain_interruption
@@ -26,7 +26,7 @@ _LOG_LINES = 5000
 
 @dataclass(frozen=True, slots=True)
 class JobSnapshot:
-    """The view of a job, and the objects of which it was built."""
+    """The view of a job, and the objects from which it was built."""
 
     view: JobView
     job: Json
@@ -41,19 +41,18 @@ def read_job_snapshot(api: Api, name: str, now: float) -> JobSnapshot:
         table = pool.submit(api.pod_table, name)
         events = pool.submit(api.events, name)
         job = api.job(name)
-        found: list[Any] = [membership.result(), table.result(), events.result()]
-    record, rows, happened_raw = found
+        record, pod_table, raw_events = membership.result(), table.result(), events.result()
     members = decode_members(record)
     uid = str(job.get("metadata", {}).get("uid") or "")
-    pods = () if isinstance(rows, Unreadable) else parse_pod_table(rows, now)
-    workers = None if isinstance(rows, Unreadable) else count_workers(pods, members)
+    pods = () if isinstance(pod_table, Unreadable) else parse_pod_table(pod_table, now)
+    workers = None if isinstance(pod_table, Unreadable) else count_workers(pods, members)
+    event_views = () if isinstance(raw_events, Unreadable) else build_event_views(raw_events, uid=uid)
+    not_shown = [f"workers: {pod_table.reason}"] if isinstance(pod_table, Unreadable) else []
+    not_shown += [f"events: {raw_events.reason}"] if isinstance(raw_events, Unreadable) else []
     # A job that never started has no membership, which is no missing information.
-    gaps = tuple(f"{what}: {each.reason}" for what, each in (("workers", rows), ("events", happened_raw))
-                 if isinstance(each, Unreadable))  # fmt: skip
     if isinstance(record, Unreadable) and record.reason.startswith("you may not"):
-        gaps = (*gaps, f"which pods are members: {record.reason}")
-    happened = () if isinstance(happened_raw, Unreadable) else build_event_views(happened_raw, uid=uid)
-    view = build_job_view(job, now=now, workers=workers, events=happened, not_shown=gaps)
+        not_shown.append(f"which pods are members: {record.reason}")
+    view = build_job_view(job, now=now, workers=workers, events=event_views, not_shown=tuple(not_shown))
     return JobSnapshot(view, job, members, pods)
 
 
@@ -63,7 +62,7 @@ def read_members(api: Api, name: str) -> Members:
     members = decode_members(record)
     if members is not None and members.rows:
         return members
-    api.job(name)  # the sentence about an unknown job is better
+    api.job(name)  # for an unknown job, its error is more precise
     if isinstance(record, Unreadable) and record.reason.startswith("you may not"):
         raise ClientError(f"which pod has which rank cannot be read: {record.reason}")
     raise ClientError(
@@ -80,7 +79,7 @@ def find_member(members: Members, rank: int, name: str) -> MemberRow:
 
 
 def decode_members(record: Json | Unreadable) -> Members | None:
-    """Decode the membership in a ConfigMap; None if there is none, or none that can be read."""
+    """Decode the membership in a ConfigMap; None without one, or if it cannot be read."""
     if isinstance(record, Unreadable):
         return None
     try:
@@ -89,28 +88,28 @@ def decode_members(record: Json | Unreadable) -> Members | None:
         return None
 
 
-def read_interruption(api: Api, name: str, now: float, which: int | None = None) -> InterruptionReport:
+def read_interruption(api: Api, name: str, now: float, number: int | None = None) -> InterruptionReport:
     """Explain an interruption, with the log lines about it."""
     job = api.job(name)
     view = build_job_view(job, now=now)
     entries = read_interruptions(public_status(job))
-    if which is not None and not 0 < which <= len(entries):
-        raise ClientError(f"there is no interruption {which}: `kubectl trn history {name}` lists {len(entries)}")
-    chosen = entries[which - 1] if which is not None else entries[-1] if entries else None
-    log, note = _read_worker_log(api, chosen)
-    # The report of the end has the verdict itself.
-    failed = view.phase == "Failed" and (chosen is None or chosen.stopped)
+    if number is not None and not 0 < number <= len(entries):
+        raise ClientError(f"there is no interruption {number}: `kubectl trn history {name}` lists {len(entries)}")
+    entry = entries[number - 1] if number is not None else entries[-1] if entries else None
+    log, note = _read_worker_log(api, entry)
+    # The report of a failure shows the verdict, so the advice does not repeat it.
+    failed = view.phase == "Failed" and (entry is None or entry.stopped)
     advice = (advise_retry(view),) if failed else view.advice
-    return explain_interruption(job, which=which, log=log, log_note=note, advice=advice)
+    return explain_interruption(job, number=number, log=log, log_note=note, advice=advice)
 
 
 def _read_worker_log(api: Api, entry: InterruptionView | None) -> tuple[str, str]:
     """Return the log of the failed worker, with time stamps, or why there is none."""
     if entry is None or not entry.pod:
         return "", ""
-    found = api.log(entry.pod, query={"timestamps": "true", "tailLines": str(_LOG_LINES)})
-    if not isinstance(found, Unreadable):
-        return found, ""
-    if "not found" in found.reason:
-        return "", f"{entry.pod} is gone, and its log with it; `Seen` has its last words"
-    return "", f"the log cannot be read: {found.reason}"
+    log = api.log(entry.pod, query={"timestamps": "true", "tailLines": str(_LOG_LINES)})
+    if not isinstance(log, Unreadable):
+        return log, ""
+    if "not found" in log.reason:
+        return "", f"{entry.pod} is deleted, and its log with it; `Seen` has its last output"
+    return "", f"the log cannot be read: {log.reason}"

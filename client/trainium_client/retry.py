@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 _DELETION_SECONDS = 120.0
 _POLL_SECONDS = 0.5
-_KEPT_METADATA = ("name", "namespace", "labels", "annotations", "ownerReferences")
+_AUTHOR_METADATA = ("name", "namespace", "labels", "annotations", "ownerReferences")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-"""Annotation with which `kubectl apply` finds removed fields; it is kept and updated."""
+"""Annotation by which `kubectl apply` detects removed fields."""
 
 
 def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: float = _DELETION_SECONDS) -> Json:
@@ -31,7 +31,7 @@ def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: flo
     name, phase = text(mapping(job, "metadata"), "name"), public_status(job).text("phase")
     if phase != "Failed":
         raise ClientError(f"only a failed job can be retried, and {name} is {phase or 'not answered yet'}")
-    as_it_is = manifest is None
+    unchanged = manifest is None
     manifest = user_manifest(job) if manifest is None else manifest
     probe = copy.deepcopy(manifest)
     probe["metadata"] |= {"name": f"{name[:40]}-probe"}
@@ -42,52 +42,54 @@ def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: flo
     while _job_exists(api, name, uid):
         if time.monotonic() > deadline:
             raise ClientError(
-                f"{name} is deleted, but its pods are not gone after {seconds:.0f} s (is a node down?); when they are, "
-                f"recreate it with kubectl apply"
+                f"{name} is deleted, but its pods still exist after {seconds:.0f} s (is a node down?); when they are "
+                f"deleted, recreate it with kubectl apply"
             )
         time.sleep(_POLL_SECONDS)
     try:
         created = api.create_job(manifest)
     except ConflictError as error:
-        return _accept_recreated(api, name, None if as_it_is else manifest, error)
-    return transfer_ownership(api, created, field_owners(job) if as_it_is else applier_entries(job, created))
+        return _accept_recreated(api, name, None if unchanged else manifest, error)
+    return transfer_ownership(api, created, field_owners(job) if unchanged else applier_entries(job, created))
 
 
 def _accept_recreated(api: Api, name: str, manifest: Json | None, error: ConflictError) -> Json:
     """Return the job that a GitOps tool recreated first, if it has the corrected spec; else raise ClientError."""
-    found = api.job(name)
-    if manifest is None or contains_fields(found.get("spec"), manifest.get("spec")):
-        return found
-    entries = mapping(found, "metadata").get("managedFields")
+    recreated = api.job(name)
+    if manifest is None or contains_fields(recreated.get("spec"), manifest.get("spec")):
+        return recreated
+    entries = mapping(recreated, "metadata").get("managedFields")
     managers = {text(entry, "manager") for entry in entries if "subresource" not in entry} if entries else set()
-    who = " or ".join(sorted(managers)) or "another client"
+    creator = " or ".join(sorted(managers)) or "another client"
     raise ClientError(
-        f"{name} was recreated by {who} after its deletion, without the correction: it runs as its source "
+        f"{name} was recreated by {creator} after its deletion, without the correction: it runs as its source "
         f"has it. Correct it there, or stop that tool for as long as the retry takes"
     ) from error
 
 
 def user_manifest(job: Json) -> dict[str, Any]:
-    """Return the job as its author wrote it, without what the server and the operator added."""
+    """Return the job as its author wrote it, without fields of the server and the operator."""
     metadata = mapping(job, "metadata")
-    kept: dict[str, Any] = {key: copy.deepcopy(metadata[key]) for key in _KEPT_METADATA if metadata.get(key)}
+    kept: dict[str, Any] = {key: copy.deepcopy(metadata[key]) for key in _AUTHOR_METADATA if metadata.get(key)}
     spec = copy.deepcopy(dict(mapping(job, "spec")))
     return {"apiVersion": job["apiVersion"], "kind": job["kind"], "metadata": kept, "spec": spec}
 
 
-def correct_manifest(job: Json, written: Json, where: str) -> dict[str, Any]:
-    """Return the corrected job under the failed one's name, with its owners. `where` is for errors."""
-    metadata, found = mapping(job, "metadata"), mapping(written, "metadata")
+def correct_manifest(job: Json, correction: Json, source: str) -> dict[str, Any]:
+    """Return the corrected job with the name and owners of the failed one; errors name `source`."""
+    metadata, corrected = mapping(job, "metadata"), mapping(correction, "metadata")
     namespace = text(metadata, "namespace")
-    other = text(found, "namespace")
+    other = text(corrected, "namespace")
     if other not in ("", namespace):
-        raise ClientError(f"{where} is of namespace {other}, and the failed job of {namespace}: correct one of them")
-    kept: dict[str, Any] = {key: copy.deepcopy(found[key]) for key in ("labels", "annotations") if found.get(key)}
+        raise ClientError(f"{source} is of namespace {other}, and the failed job of {namespace}: correct one of them")
+    kept: dict[str, Any] = {
+        key: copy.deepcopy(corrected[key]) for key in ("labels", "annotations") if corrected.get(key)
+    }
     if metadata.get("ownerReferences"):
         kept["ownerReferences"] = copy.deepcopy(metadata["ownerReferences"])
     kept |= {"name": metadata["name"], "namespace": namespace}
-    version = text(written, "apiVersion") or str(job["apiVersion"])
-    spec = copy.deepcopy(dict(mapping(written, "spec")))
+    version = text(correction, "apiVersion") or str(job["apiVersion"])
+    spec = copy.deepcopy(dict(mapping(correction, "spec")))
     manifest = {"apiVersion": version, "kind": job["kind"], "metadata": kept, "spec": spec}
     if _LAST_APPLIED in mapping(metadata, "annotations"):
         applied = {_LAST_APPLIED: json.dumps(manifest)}

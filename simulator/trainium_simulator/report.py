@@ -98,8 +98,8 @@ def _costs_table(results: Sequence[Result], price: float) -> Table:
     table = _new_table(f"Cost of a month, at {price:,g} a node-hour", *columns)
     for result in results:
         costs = _cost_document(result, price)
-        work_cost = "-" if costs["forAMonthsWork"] is None else f"{costs['forAMonthsWork']:,.0f}"
-        amounts = (f"{costs[key]:,.0f}" for key in ("nodeHours", "aMonth", "lostOrIdle"))
+        work_cost = "-" if costs["perMonthOfWork"] is None else f"{costs['perMonthOfWork']:,.0f}"
+        amounts = (f"{costs[key]:,.0f}" for key in ("nodeHours", "perMonth", "lostOrIdle"))
         table.add_row(_format_case(result), *amounts, work_cost)
     return table
 
@@ -111,9 +111,9 @@ def _cost_document(result: Result, price: float) -> dict[str, Any]:
     return {
         "pricePerNodeHour": price,
         "nodeHours": round(result.monthly_node_hours, 1),
-        "aMonth": round(cost, 2),
+        "perMonth": round(cost, 2),
         "lostOrIdle": round(cost * (1 - result.fleet_utilization.mean), 2),
-        "forAMonthsWork": round(cost / work_done, 2) if work_done > 0 else None,
+        "perMonthOfWork": round(cost / work_done, 2) if work_done > 0 else None,
     }
 
 
@@ -248,16 +248,16 @@ def _result_document(result: Result, gain: tuple[float, float] | None, goal: flo
         "recoveries": [
             {
                 "cause": each.cause,
-                "aDay": round(each.per_day, 4),
+                "perDay": round(each.per_day, 4),
                 "medianSeconds": round(each.median_seconds, 3),
                 "p95Seconds": round(each.p95_seconds, 3),
-                "longestSeconds": round(each.longest_seconds, 3),
-                "stepsLostAtMost": each.max_steps_lost,
+                "maxSeconds": round(each.longest_seconds, 3),
+                "maxStepsLost": each.max_steps_lost,
             }
             for each in result.recoveries
         ],
         "durableInterval": _interval_document(result),
-        "sparesBring": None if gain is None else {"nodeHours": round(gain[0], 2), "holdNodeHours": round(gain[1], 2)},
+        "spareGain": None if gain is None else {"nodeHours": round(gain[0], 2), "heldNodeHours": round(gain[1], 2)},
         "goal": None if goal is None else {"strict": goal, "reached": result.strict_goodput.mean >= goal},
         "largestLoss": result.largest_loss,
         "nodeHours": result.simulated_node_hours,
@@ -270,18 +270,18 @@ def _interval_document(result: Result) -> dict[str, Any]:
     optimal = compute_optimal_interval(rollbacks, stages)
     return {
         "rollbacks": rollbacks.count,
-        "rollbacksAMonthAtMost" if not rollbacks.count else "rollbacksAMonth": round(rollbacks.per_second * MONTH, 4),
+        "maxRollbacksPerMonth" if not rollbacks.count else "rollbacksPerMonth": round(rollbacks.per_second * MONTH, 4),
         "bestSeconds": None if math.isinf(optimal) else round(optimal, 1),
-        "present": None if configured is None else _loss_document(estimate_loss(configured, rollbacks, stages)),
-        "usual": [_loss_document(loss) for loss in estimate_usual_losses(rollbacks, stages)],
+        "configured": None if configured is None else _loss_document(estimate_loss(configured, rollbacks, stages)),
+        "alternatives": [_loss_document(loss) for loss in estimate_usual_losses(rollbacks, stages)],
     }
 
 
 def _loss_document(loss: IntervalLoss) -> dict[str, float]:
     return {
-        "everySeconds": loss.interval_seconds,
-        "stall": round(loss.stall_share, 7),
-        "madeAgain": round(loss.repeated_share, 7),
+        "intervalSeconds": loss.interval_seconds,
+        "stalled": round(loss.stall_share, 7),
+        "repeated": round(loss.repeated_share, 7),
         "loss": round(loss.total_share, 7),
     }
 

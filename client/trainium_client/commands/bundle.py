@@ -3,7 +3,7 @@
 Guarantees:
 - Values of environment variables, arguments that look like secrets, kubectl's copy of the applied object and managed
   fields are left out.
-- Everything else that looks like a key, token or password is replaced.
+- Other strings that look like a key, token or password are replaced.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from trainium_contract.redaction import redact_secrets
 from trainium_contract.views.raw import mapping, text
 
 HIDDEN = "***"
-_DROPPED = frozenset({"managedFields", "kubectl.kubernetes.io/last-applied-configuration"})
+_OMITTED_KEYS = frozenset({"managedFields", "kubectl.kubernetes.io/last-applied-configuration"})
 _SECRET_NAME = re.compile(r"(?i)secret|token|passw|credential|api[-_]?key|access[-_]?key|private")
-_REFERENCES = frozenset({
+_HARMLESS_KEYS = frozenset({
     "secretName", "secretRef", "secretKeyRef", "serviceAccountToken", "automountServiceAccountToken", "tokenizer",
     "imagePullSecrets", "tokensPerSecond", "tokens", "tokenExpirationSeconds",
 })  # fmt: skip
-"""Names that mention secrets and contain none."""
+"""Keys that match `_SECRET_NAME` but have no secret value."""
 _LOG_LINES = "5000"
-_MOST_PODS = 64
-"""Most pods whose logs are included: unhealthy ones, and the first members."""
-_OPERATOR = "app.kubernetes.io/name=trainium-operator"
-_ABOUT = """What is in here: the job with its status, its events, membership, pods and their logs, the nodes that they
-are on, and what may be read of the operator. Values of environment variables, annotations of kubectl and what looks
-like a key, token or password are replaced by ***. Logs are as the programs wrote them otherwise: look before you
+_MAX_LOG_PODS = 64
+"""Number of pods whose logs are included: unhealthy ones, and the first members."""
+_OPERATOR_SELECTOR = "app.kubernetes.io/name=trainium-operator"
+_README = """This archive has the job with its status, its events, membership, pods and their logs, the nodes of the
+pods, and the readable objects of the operator. Values of environment variables, annotations of kubectl and strings
+that look like a key, token or password are replaced by ***. The rest of the logs is unchanged: check it before you
 publish.
 """
 
@@ -65,7 +65,7 @@ def support_bundle(
     api = session.open()
     operator = Api(api.connection, operator_namespace)
     job = api.job(name)  # an unknown job creates no archive
-    files = {"README.txt": _ABOUT, "job.json": _json(job)}
+    files = {"README.txt": _README, "job.json": _json(job)}
     missing: list[str] = []
     _add_job(api, name, files, missing)
     _add_operator(operator, quarantine, files, missing)
@@ -75,10 +75,10 @@ def support_bundle(
         _write(path, f"{name}-support", files)
     except OSError as error:
         raise ClientError(f"cannot write {path}: {error.strerror or error}") from error
-    written = path.stat().st_size
-    lacks = f"{plural(len(missing), 'thing')} could not be read (missing.txt)" if missing else "nothing is missing"
-    sentence = f"{path}: {len(files)} files, {size(written)}; {lacks}"
-    session.print_message(sentence, file=str(path), bytes=written, files=sorted(files), missing=missing)
+    archive_bytes = path.stat().st_size
+    gaps = f"{plural(len(missing), 'thing')} could not be read (missing.txt)" if missing else "nothing is missing"
+    sentence = f"{path}: {len(files)} files, {size(archive_bytes)}; {gaps}"
+    session.print_message(sentence, file=str(path), bytes=archive_bytes, files=sorted(files), missing=missing)
 
 
 def _add_job(api: Api, name: str, files: dict[str, str], missing: list[str]) -> None:
@@ -96,10 +96,10 @@ def _add_job(api: Api, name: str, files: dict[str, str], missing: list[str]) -> 
         missing.append(f"pods: {pods.reason}")
         return
     files["pods.json"] = _json({"items": pods})
-    chosen = sorted(pods, key=lambda pod: text(mapping(pod, "status"), "phase") == "Running")[:_MOST_PODS]
-    if len(pods) > len(chosen):
-        missing.append(f"logs of {len(pods) - len(chosen)} pods: only {_MOST_PODS} are taken")
-    _add_logs(api, [text(mapping(pod, "metadata"), "name") for pod in chosen], "worker", files, missing)
+    logged = sorted(pods, key=lambda pod: text(mapping(pod, "status"), "phase") == "Running")[:_MAX_LOG_PODS]
+    if len(pods) > len(logged):
+        missing.append(f"logs of {len(pods) - len(logged)} pods: only {_MAX_LOG_PODS} are included")
+    _add_logs(api, [text(mapping(pod, "metadata"), "name") for pod in logged], "worker", files, missing)
     _add_nodes(api, {text(mapping(pod, "spec"), "nodeName") for pod in pods} - {""}, files, missing)
 
 
@@ -127,7 +127,7 @@ def _add_operator(api: Api, quarantine: str, files: dict[str, str], missing: lis
         missing.append(f"machines: {machines.reason}")
     else:
         files["operator/machines.json"] = _json(machines)
-    pods = api.pods(_OPERATOR)
+    pods = api.pods(_OPERATOR_SELECTOR)
     if isinstance(pods, Unreadable):
         missing.append(f"operator: {pods.reason}")
         return
@@ -167,29 +167,29 @@ def _write(path: Path, folder: str, files: Mapping[str, str]) -> None:
 def redact(value: Any) -> Any:
     """Return a value without secrets."""
     if isinstance(value, Mapping):
-        return {key: _redact_field(str(key), each) for key, each in value.items() if key not in _DROPPED}
+        return {key: _redact_field(str(key), item) for key, item in value.items() if key not in _OMITTED_KEYS}
     if isinstance(value, list):
         return [redact(item) for item in value]
     return redact_text(value) if isinstance(value, str) else value
 
 
 def redact_text(text: str) -> str:
-    """Return a text without what looks like a secret."""
+    """Return a text without strings that look like secrets."""
     return "\n".join(redact_secrets(line) for line in text.split("\n"))
 
 
 def _redact_field(key: str, value: Any) -> Any:
     if key == "env" and isinstance(value, list):
         return [_redact_variable(variable) for variable in value]
-    if isinstance(value, str) and value and _SECRET_NAME.search(key) and key not in _REFERENCES:
+    if isinstance(value, str) and value and _SECRET_NAME.search(key) and key not in _HARMLESS_KEYS:
         return HIDDEN
     return redact(value)
 
 
 def _redact_variable(raw: Any) -> Any:
-    """Return an environment variable's name, and the source of its value; the operator's own are not secret."""
+    """Return an environment variable with its value hidden, except for the operator's variables."""
     if not isinstance(raw, Mapping) or "value" not in raw:
         return redact(raw)
     name = str(raw.get("name") or "")
-    ours = name.startswith("TRAINIUM_") or name in {"POD_IP", "OMP_NUM_THREADS", "PYTHONPATH"}
-    return {**raw, "value": redact_text(str(raw["value"])) if ours else HIDDEN}
+    is_public = name.startswith("TRAINIUM_") or name in {"POD_IP", "OMP_NUM_THREADS", "PYTHONPATH"}
+    return {**raw, "value": redact_text(str(raw["value"])) if is_public else HIDDEN}

@@ -26,7 +26,7 @@ def suspend(
     name: JobName,
 ) -> None:
     """Save, release all nodes, and wait for `resume`."""
-    _set_suspend(session, name, yes=True)
+    _set_suspend(session, name, suspend=True)
 
 
 def resume(
@@ -34,7 +34,7 @@ def resume(
     name: JobName,
 ) -> None:
     """Resume from the newest checkpoint."""
-    _set_suspend(session, name, yes=False)
+    _set_suspend(session, name, suspend=False)
 
 
 def scale(
@@ -44,7 +44,7 @@ def scale(
 ) -> None:
     """Change the number of nodes while the job trains."""
     api = session.open()
-    _refuse_ended(api.job(name), "scaled")
+    _require_running(api.job(name), "scaled")
     api.scale_job(name, size)
     sentence = f"{name} is asked to train on {plural(size, 'node')}; see: kubectl trn watch {name}"
     session.print_message(sentence, name=name, namespace=api.namespace, nodes=size)
@@ -63,31 +63,35 @@ def retry(
     retry_job(
         api, job, None if filename is None else correct_manifest(job, read_manifest(filename, name), str(filename))
     )
-    saved = build_job_view(job, now=time.time()).checkpoints.durable_step is not None
-    start = "it resumes from its newest checkpoint" if saved else "from the beginning, no checkpoint of it is known"
+    has_checkpoint = build_job_view(job, now=time.time()).checkpoints.durable_step is not None
+    start = (
+        "it resumes from its newest checkpoint"
+        if has_checkpoint
+        else "from the beginning, no checkpoint of it is known"
+    )
     sentence = f"{name} runs again; {start}; see: kubectl trn watch {name}"
     session.print_message(sentence, name=name, namespace=api.namespace)
 
 
-def _set_suspend(session: Session, name: str, *, yes: bool) -> None:
+def _set_suspend(session: Session, name: str, *, suspend: bool) -> None:
     api = session.open()
     job = api.job(name)
-    _refuse_ended(job, "suspended" if yes else "resumed")
-    changed = (mapping(job, "spec").get("suspend") is True) is not yes
+    _require_running(job, "suspended" if suspend else "resumed")
+    changed = (mapping(job, "spec").get("suspend") is True) is not suspend
     if changed:
-        api.patch_job(name, {"spec": {"suspend": yes}})
+        api.patch_job(name, {"spec": {"suspend": suspend}})
         sentence = (
-            f"{name} saves and gives its nodes back; to go on: kubectl trn resume {name}"
-            if yes
-            else f"{name} goes on from its newest checkpoint; see: kubectl trn watch {name}"
+            f"{name} saves and releases its nodes; to resume it: kubectl trn resume {name}"
+            if suspend
+            else f"{name} resumes from its newest checkpoint; see: kubectl trn watch {name}"
         )
     else:
-        sentence = f"{name} is {'suspended' if yes else 'not suspended'} already"
-    session.print_message(sentence, name=name, namespace=api.namespace, suspend=yes, changed=changed)
+        sentence = f"{name} is {'suspended' if suspend else 'not suspended'} already"
+    session.print_message(sentence, name=name, namespace=api.namespace, suspend=suspend, changed=changed)
 
 
-def _refuse_ended(job: Json, what: str) -> None:
+def _require_running(job: Json, change: str) -> None:
     phase, name = public_status(job).text("phase"), text(mapping(job, "metadata"), "name")
     if phase in {"Completed", "Failed"}:
         hint = f"; run it again with: kubectl trn retry {name}" if phase == "Failed" else ""
-        raise ClientError(f"{name} has {phase.lower()} and cannot be {what}{hint}")
+        raise ClientError(f"{name} has {phase.lower()} and cannot be {change}{hint}")

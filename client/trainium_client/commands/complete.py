@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 _NO_FILES = ":4"
 
 
-def candidates(words: list[str], jobs_of: Callable[[list[str]], list[str]]) -> list[str]:
+def candidates(words: list[str], list_jobs: Callable[[list[str]], list[str]]) -> list[str]:
     """Return the candidates for the last word; `words` are those after `kubectl trn`, the last one incomplete."""
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     options = [param for command in commands.values() for param in command.params if param.param_type_name == "option"]
-    with_value = {flag for option in options if not option.is_flag for flag in option.opts}
+    value_flags = {flag for option in options if not option.is_flag for flag in option.opts}
     *before, prefix = words or [""]
-    plain = [word for at, word in enumerate(before)
-             if not word.startswith("-") and not (at and before[at - 1] in with_value)]  # fmt: skip
+    arguments = [word for index, word in enumerate(before)
+             if not word.startswith("-") and not (index and before[index - 1] in value_flags)]  # fmt: skip
     if before and before[-1] in {"-o", "--output"}:
         completions = ["text", "json"]
-    elif not plain:
+    elif not arguments:
         completions = list(commands)
-    elif len(plain) == 1 and plain[0] in commands and _takes_job(commands[plain[0]]):
-        completions = jobs_of(before)
+    elif len(arguments) == 1 and arguments[0] in commands and _takes_job(commands[arguments[0]]):
+        completions = list_jobs(before)
     else:
         completions = []
     return sorted(candidate for candidate in completions if candidate.startswith(prefix))

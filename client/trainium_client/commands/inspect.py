@@ -26,10 +26,10 @@ from trainium_contract.views.workers import build_rank_rows, metadata_name, pars
 from trainium_contract.wire.worker_env import AGENT_INTERPRETER
 
 MAX_POLLED_WORKERS = 64
-"""Most workers that are asked for their steps by default; more would load the API server."""
-_SHOWN = 40
-_RANKS = ("-m", "trainium_agent.show_ranks")
-_STACKS = ("-m", "trainium_agent.show_stacks")
+"""Number of workers whose steps are queried by default; more would load the API server."""
+_RANKS_SHOWN = 40
+_SHOW_RANKS = ("-m", "trainium_agent.show_ranks")
+_SHOW_STACKS = ("-m", "trainium_agent.show_stacks")
 _LIST_SECONDS, _VERIFY_SECONDS = 60.0, 3600.0
 
 OperatorNamespace = Annotated[
@@ -47,22 +47,22 @@ def ranks(
     steps: Annotated[
         bool | None, typer.Option("--steps/--no-steps", help=f"Ask each worker; default: up to {MAX_POLLED_WORKERS}.")
     ] = None,
-    all_ranks: Annotated[bool, typer.Option("--all", help=f"Show all ranks, not the {_SHOWN} slowest.")] = False,
+    all_ranks: Annotated[bool, typer.Option("--all", help=f"Show all ranks, not the {_RANKS_SHOWN} slowest.")] = False,
 ) -> None:
     """Rank -> pod -> node -> step, the slowest first."""
     api = session.open()
     members = read_members(api, name)
     job = api.job(name)
-    answers: dict[str, Any] = {}
+    responses: dict[str, Any] = {}
     ended = public_status(job).text("phase") in {"Completed", "Failed"}
-    asks = steps if steps is not None else len(members.rows) <= MAX_POLLED_WORKERS and not ended
-    if asks:
-        answers = query_pods(api, [row.pod for row in members.rows], (*_interpreter(job), *_RANKS))
-    rows = build_rank_rows(members, answers, public_status(job), time.time())
-    most = None if all_ranks else _SHOWN
-    session.print_result(rows, lambda value, _now, width: render.tables.ranks_page(value, width, most=most))
-    if not asks and steps is None and session.output is Format.TEXT:
-        notify("the job has ended, so nobody was asked for a step" if ended
+    queries_steps = steps if steps is not None else len(members.rows) <= MAX_POLLED_WORKERS and not ended
+    if queries_steps:
+        responses = query_pods(api, [row.pod for row in members.rows], (*_interpreter(job), *_SHOW_RANKS))
+    rows = build_rank_rows(members, responses, public_status(job), time.time())
+    limit = None if all_ranks else _RANKS_SHOWN
+    session.print_result(rows, lambda value, _now, width: render.tables.ranks_page(value, width, limit=limit))
+    if not queries_steps and steps is None and session.output is Format.TEXT:
+        notify("the job has ended, so no worker was asked for its step" if ended
             else f"{len(members.rows)} workers were not asked for their steps; --steps asks them")  # fmt: skip
 
 
@@ -74,15 +74,15 @@ def stacks(
     """Show the Python stacks of every rank, requested by a signal; training continues."""
     api = session.open()
     members = read_members(api, name)
-    wanted = members.rows if rank is None else (find_member(members, rank, name),)
-    answers = query_pods(api, [row.pod for row in wanted], (*_interpreter(api.job(name)), *_STACKS))
+    selected = members.rows if rank is None else (find_member(members, rank, name),)
+    responses = query_pods(api, [row.pod for row in selected], (*_interpreter(api.job(name)), *_SHOW_STACKS))
     stack_records: list[dict[str, Any]] = []
-    for row in wanted:
-        answer = answers[row.pod]
-        if isinstance(answer, str):
-            stack_records.append({"pod": row.pod, "node": row.node, "rank": None, "stack": "", "whyNot": answer})
+    for row in selected:
+        response = responses[row.pod]
+        if isinstance(response, str):
+            stack_records.append({"pod": row.pod, "node": row.node, "rank": None, "stack": "", "whyNot": response})
             continue
-        for record in answer:
+        for record in response:
             number = row.rank * members.processes_per_node + int(record.get("localRank", 0))
             if rank is None or number == rank:
                 stack_records.append({"pod": row.pod, "node": row.node, "rank": number, **record})
@@ -111,7 +111,7 @@ def checkpoints(
     name: JobName,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its digest.")] = False,
 ) -> None:
-    """Checkpoints that a resume could use; with a running worker also what lies on storage."""
+    """Checkpoints that a resume could use; with a running worker also those on storage."""
     api = session.open()
     job = api.job(name)
     view = build_job_view(job, now=time.time())
@@ -130,7 +130,7 @@ def checkpoints(
 
 
 def list_stored_checkpoints(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
-    """Return the list that a running worker prints, or why there is none."""
+    """Return the checkpoints that a running worker lists, or None and the reason."""
     program = mapping(mapping(job, "spec"), "program")
     if program:
         folder = text(mapping(program, "checkpoints"), "path")
@@ -140,19 +140,22 @@ def list_stored_checkpoints(api: Api, job: Json, *, verify: bool) -> tuple[Any, 
         return None, table.reason
     running = [row.name for row in parse_pod_table(table) if row.state == "Running"]
     if not running:
-        place = describe_location(job)
-        if not place:
+        location = describe_location(job)
+        if not location:
             return None, "no worker runs, and the job has no storage that outlives its pods"
-        return None, f"no worker runs that could look; they are in {place}: trainium-trainer inspect reads them there"
+        return (
+            None,
+            f"no worker runs that could list them; they are in {location}: trainium-trainer inspect reads them there",
+        )
     command = ["python", "-m", "trainium_trainer", "inspect", checkpoint_root(job), "--json"]
     command += ["--verify"] if verify else []
     try:
         seconds = _VERIFY_SECONDS if verify else _LIST_SECONDS
-        printed = run_in_pod(api, running[0], command, seconds=seconds, accepted_codes=(0, ExitCode.USER_ERROR))
+        output = run_in_pod(api, running[0], command, seconds=seconds, accepted_codes=(0, ExitCode.USER_ERROR))
     except ClientError as error:
         return None, str(error)
-    rows = parse_checkpoint_rows(printed.out.decode(errors="replace"))
-    return rows, "" if rows is not None else f"{running[0]} printed something else than a list of checkpoints"
+    rows = parse_checkpoint_rows(output.out.decode(errors="replace"))
+    return rows, "" if rows is not None else f"{running[0]} did not print a list of checkpoints"
 
 
 def nodes(

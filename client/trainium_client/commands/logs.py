@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from trainium_contract.views.workers import MemberRow, Members
 
 _POLL_SECONDS = 2.0
-_OLD_PODS = 8
-"""Pods that are searched for earlier lines of a rank."""
+_MAX_FORMER_PODS = 8
+"""Number of former pods in which lines of a rank are searched."""
 
 
 def split_line(raw: bytes) -> tuple[str, str]:
     """Return the text and its time stamp: RFC 3339 with fractions, comparable as text within one pod."""
-    stamp, _, words = raw.decode(errors="replace").rstrip("\r").partition(" ")
-    return words, stamp
+    stamp, _, text = raw.decode(errors="replace").rstrip("\r").partition(" ")
+    return text, stamp
 
 
 def logs(
@@ -73,21 +73,21 @@ class _RankLogPrinter:
 
     def __init__(self, rank: int, *, as_json: bool, timestamps: bool, all_lines: bool) -> None:
         self.rank, self._as_json, self._timestamps, self._all_lines = rank, as_json, timestamps, all_lines
-        self._safe = sys.stdout.isatty()
+        self._is_terminal = sys.stdout.isatty()
 
     def write(self, line: str, stamp: str, pod: str) -> bool:
-        """Return whether it was a line of the rank."""
-        each = parse_log_line(line)
-        if not self._all_lines and each.rank != self.rank:
+        """Write a line of the rank, or of any rank with `all_lines`; return whether it was written."""
+        parsed = parse_log_line(line)
+        if not self._all_lines and parsed.rank != self.rank:
             return False
-        text = each.shown if self._all_lines else each.text
+        text = parsed.shown if self._all_lines else parsed.text
         if self._as_json:
-            # The mark of the rank is in `rank`, null for the agent's own lines; `record` is a line of a JSON log.
-            fields = {"time": stamp, "pod": pod, "rank": each.rank, "line": each.text}
-            text = json.dumps(fields | ({} if each.record is None else {"record": each.record}), ensure_ascii=False)
+            # The prefix of the rank is in `rank`, null for the agent's own lines; `record` is a line of a JSON log.
+            fields = {"time": stamp, "pod": pod, "rank": parsed.rank, "line": parsed.text}
+            text = json.dumps(fields | ({} if parsed.record is None else {"record": parsed.record}), ensure_ascii=False)
         else:
-            # A program's output must not control the person's terminal; a file gets it unchanged.
-            text = plain(text) if self._safe else text
+            # A program's output must not control the terminal; a file receives it unchanged.
+            text = plain(text) if self._is_terminal else text
             text = "\n".join(f"{stamp} {part}" for part in text.split("\n")) if self._timestamps else text
         sys.stdout.write(f"{text}\n")
         return True
@@ -127,21 +127,25 @@ def _print_previous(api: Api, name: str, rank: int, members: Members, printer: _
     if isinstance(table, Unreadable):
         raise ClientError(table.reason)
     there = {row.pod for row in members.rows}
-    old = [row.name for row in parse_pod_table(table) if row.name not in there]
-    old.sort(key=lambda pod: int(pod.rpartition("-")[2]) if pod.rpartition("-")[2].isdigit() else -1, reverse=True)
-    known = previous_pods_of_rank(read_interruptions(public_status(api.job(name))), rank, members)
+    former_pods = [row.name for row in parse_pod_table(table) if row.name not in there]
+    former_pods.sort(
+        key=lambda pod: int(pod.rpartition("-")[2]) if pod.rpartition("-")[2].isdigit() else -1, reverse=True
+    )
+    pods_of_rank = previous_pods_of_rank(read_interruptions(public_status(api.job(name))), rank, members)
     # Deleted pods have no log; if the rank has moved since, the remaining pods have its lines.
-    old = ([pod for pod in known if pod in old] + [pod for pod in old if pod not in known])[:_OLD_PODS]
-    found = for_each_pod(old, lambda pod: api.log(pod, query={"timestamps": "true"}))
-    for pod in old:
-        log = found[pod]
+    former_pods = (
+        [pod for pod in pods_of_rank if pod in former_pods] + [pod for pod in former_pods if pod not in pods_of_rank]
+    )[:_MAX_FORMER_PODS]
+    logs_by_pod = for_each_pod(former_pods, lambda pod: api.log(pod, query={"timestamps": "true"}))
+    for pod in former_pods:
+        log = logs_by_pod[pod]
         lines = [] if not isinstance(log, str) else [split_line(line.encode()) for line in log.splitlines()]
         if sum(printer.write(*line, pod) for line in lines):
             notify(f"-- that was {pod}")
             return
-    if known:
+    if pods_of_rank:
         raise ClientError(
-            f"rank {rank} was in {known[0]} before, which is gone with its log: its last output is in "
+            f"rank {rank} was in {pods_of_rank[0]} before, which is gone with its log: its last output is in "
             f"`kubectl trn why {name}` (`kubectl trn history {name}` has its number for --entry)"
         )
     raise ClientError(
@@ -158,37 +162,37 @@ def _follow_rank(api: Api, name: str, member: MemberRow, printer: _RankLogPrinte
         query = {"timestamps": "true", "follow": "true"}
         query |= {"sinceTime": _truncate_to_seconds(last)} if last else {"tailLines": str(tail)} if tail >= 0 else {}
         last = _follow_pod(api, name, current, query, last, printer)
-        succeeding = _find_next_member(api, name, rank, current)
-        if succeeding is None:
+        next_member = _find_next_member(api, name, rank, current)
+        if next_member is None:
             return
-        if succeeding.pod != current.pod:
-            notify(f"-- rank {rank} is now in {succeeding.pod} on {succeeding.node}")
+        if next_member.pod != current.pod:
+            notify(f"-- rank {rank} is now in {next_member.pod} on {next_member.node}")
             last, tail = "", -1
-        current = succeeding
+        current = next_member
 
 
 def _follow_pod(
     api: Api, name: str, member: MemberRow, query: dict[str, str], last: str, printer: _RankLogPrinter
 ) -> str:
     """Print lines until the pod ends or the rank leaves it; return the time stamp of the newest line."""
-    rank, done = printer.rank, threading.Event()
+    rank, stopped = printer.rank, threading.Event()
     with _open_log(api, member, query) as stream:
         if stream.status >= 400:
-            # The pod may be starting, or just gone: who has the rank next is asked after a moment.
+            # The pod may be starting or deleted: the caller looks up the next pod of the rank.
             if stream.status == 403:
                 raise ClientError(_explain_missing_log(403, member, api.namespace))
             time.sleep(_POLL_SECONDS)
             return last
 
-        def leave_with_the_rank() -> None:
-            while not done.wait(_POLL_SECONDS):
+        def close_when_rank_moves() -> None:
+            while not stopped.wait(_POLL_SECONDS):
                 members = decode_members(api.membership(name))
                 row = members.of_rank(rank) if members else None
                 if row is not None and row.pod != member.pod:
                     stream.close()
                     return
 
-        watcher = threading.Thread(target=leave_with_the_rank, daemon=True)
+        watcher = threading.Thread(target=close_when_rank_moves, daemon=True)
         watcher.start()
         try:
             for raw in stream.lines():
@@ -198,7 +202,7 @@ def _follow_pod(
                     printer.write(line, stamp, member.pod)
                     sys.stdout.flush()
         finally:
-            done.set()
+            stopped.set()
     return last
 
 

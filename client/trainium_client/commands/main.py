@@ -45,9 +45,9 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows a question mark
     try:
-        found = app(arguments, prog_name="kubectl trn", standalone_mode=False)
+        result = app(arguments, prog_name="kubectl trn", standalone_mode=False)
         sys.stdout.flush()
-        code = found if isinstance(found, int) else 0
+        code = result if isinstance(result, int) else 0
     except ClientError as error:
         code = _fail(str(error))
     except BrokenPipeError:
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         _discard_output()
         code = _fail(f"cannot write the output: {error.strerror or error}")
     except Exception as error:
-        # Wrong usage is the parser's own class, which differs between its versions.
+        # The class of a usage error differs between versions of the parser.
         if not hasattr(error, "format_message"):
             raise
         code = _fail(f"{str(error.format_message()).rstrip(chr(46))}; see kubectl trn --help")

@@ -21,8 +21,8 @@ from trainium_contract.api_server.kubeconfig import find_access
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_UNBOUNDED = 400
-"""Width of what goes into a file or a pipe: nothing is cut there."""
+_FILE_WIDTH = 400
+"""Width of output to a file or a pipe, which is not truncated."""
 _connections: list[Connection] = []
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -37,9 +37,9 @@ class Format(StrEnum):
 
 def complete_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return names of jobs for the shell; none where they cannot be read."""
-    given = ctx.params
+    options = ctx.params
     try:
-        names = job_names(given.get("namespace"), given.get("context"), given.get("kubeconfig"))
+        names = job_names(options.get("namespace"), options.get("context"), options.get("kubeconfig"))
     except Exception:  # noqa: BLE001 - a shell's completion never fails
         return []
     return [name for name in sorted(names) if name.startswith(incomplete)]
@@ -64,7 +64,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The cluster that a command was given, and how it prints."""
+    """The cluster and the output format of a command."""
 
     namespace: str | None
     context: str | None
@@ -72,7 +72,7 @@ class Session:
     output: Format = Format.TEXT
 
     def open(self, namespace: str | None = None) -> Api:
-        """Connect to the API server; in another namespace than the one that was given, if named."""
+        """Connect to the API server, by default in the namespace of the command."""
         return open_api(namespace or self.namespace, self.context, self.kubeconfig)
 
     def print_result(self, value: Any, page: Callable[[Any, float, int], Any]) -> None:
@@ -84,12 +84,14 @@ class Session:
         else:
             from trainium_client.render.page import render_text  # noqa: PLC0415 - rich takes a fifth of a command's time
 
-            here = terminal()
-            sys.stdout.write(render_text(page(value, time.time(), here.width), width=here.width, colour=here.colour))
+            output = terminal()
+            sys.stdout.write(
+                render_text(page(value, time.time(), output.width), width=output.width, colour=output.colour)
+            )
         sys.stdout.flush()
 
     def print_message(self, sentence: str, **facts: Any) -> None:
-        """Print what a command did: a sentence to the person, or the same with facts as JSON."""
+        """Print the result of a change: a sentence for a person, or the sentence and facts as JSON."""
         if self.output is Format.TEXT:
             notify(sentence)
             return
@@ -102,7 +104,7 @@ class Session:
 def with_session(
     command: Callable[Concatenate[Session, _Params], _Result], *, output: bool = True
 ) -> Callable[..., _Result]:
-    """Give a command the options of `Session` in place of its first parameter; without `output` its own `-o`."""
+    """Replace the first parameter of a command by the options of `Session`, with or without `--output`."""
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)
     names = [name for name in _OPTIONS if output or name != "output"]
@@ -133,14 +135,14 @@ def open_api(namespace: str | None, context: str | None, kubeconfig: str | None,
 
 
 def close_connections() -> None:
-    """Close what this process has opened."""
+    """Close all connections of this process."""
     while _connections:
         _connections.pop().close()
 
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """Where the output goes."""
+    """The properties of standard output."""
 
     width: int
     colour: bool
@@ -154,11 +156,11 @@ def terminal() -> Terminal:
     columns = os.environ.get("COLUMNS", "")
     if columns.isdigit() and int(columns) > 0:
         return Terminal(int(columns), colour, interactive)
-    width = shutil.get_terminal_size((100, 40)).columns if interactive else _UNBOUNDED
+    width = shutil.get_terminal_size((100, 40)).columns if interactive else _FILE_WIDTH
     return Terminal(width, colour, interactive)
 
 
 def notify(sentence: str) -> None:
-    """Print a sentence to the person, beside the output."""
+    """Print a sentence on standard error."""
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()

@@ -1,7 +1,8 @@
 """Build the pages of `ui` with the rights of the user who started it.
 
-Invariants: a job is read at most every `FRESH_SECONDS`, however many tabs are open. Results from inside workers arrive
-after the page, and rarely: the curve once, then a point at each reading, checkpoints every `STORAGE_SECONDS`.
+Invariants: a job is read at most every `PAGE_CACHE_SECONDS`, however many tabs are open. Workers are queried in the
+background, at most every `WORKER_QUERY_SECONDS`: for the checkpoints, and once for the curve, whose later points are
+from the status.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainium_client.api import Api
 from trainium_client.commands.inspect import list_stored_checkpoints
-from trainium_client.commands.report import read_curve_of
+from trainium_client.commands.report import read_run_curve
 from trainium_client.read import JobSnapshot, read_job_snapshot
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.job_page import JobReport, live_job_html
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 
     from trainium_contract.views.checkpoints import CheckpointRow
 
-FRESH_SECONDS = 2.0
-STORAGE_SECONDS = 60.0
-LOGIN_SECONDS = 600.0
+PAGE_CACHE_SECONDS = 2.0
+WORKER_QUERY_SECONDS = 60.0
+CREDENTIAL_SECONDS = 600.0
 """Interval at which the kubeconfig is read again, because tokens of cloud providers last for a quarter of an hour."""
-REMEMBERED = 100
-"""Most cached pages and results from workers."""
+CACHE_SIZE = 100
+"""Limit of cached pages, and of cached results from workers."""
 
 
 @dataclass(slots=True)
@@ -42,8 +43,8 @@ class _WorkerResults:
     curve: LiveCurve | None = None
     checkpoints: tuple[CheckpointRow, ...] | None = None
     notes: tuple[str, ...] = ("loss curve and checkpoints: they are being read",)
-    asked: float = float("-inf")
-    busy: bool = False
+    queried_at: float = float("-inf")
+    is_querying: bool = False
 
 
 @dataclass(slots=True)
@@ -86,11 +87,11 @@ class LocalPages:
 
     def _cached_page(self, key: tuple[str, str], make: Callable[[], str]) -> str:
         with self._lock:
-            if len(self._pages) >= REMEMBERED and key not in self._pages:
+            if len(self._pages) >= CACHE_SIZE and key not in self._pages:
                 self._pages.clear()
             page = self._pages.setdefault(key, _Page())
         with page.lock:
-            if self._monotonic() - page.at >= FRESH_SECONDS:
+            if self._monotonic() - page.at >= PAGE_CACHE_SECONDS:
                 page.text = make()
                 page.at = self._monotonic()
             return page.text
@@ -98,7 +99,7 @@ class LocalPages:
     def _api_for(self, namespace: str) -> Api:
         with self._lock:
             now = self._monotonic()
-            if self._api is None or now - self._opened >= LOGIN_SECONDS:
+            if self._api is None or now - self._opened >= CREDENTIAL_SECONDS:
                 if self._api is not None:
                     self._api.connection.close()  # connections in use continue
                 self._api, self._opened = self._open_api(), now
@@ -129,11 +130,11 @@ class LocalPages:
 
     def _worker_results(self, api: Api, snapshot: JobSnapshot) -> _WorkerResults:
         with self._lock:
-            if len(self._results) >= REMEMBERED and snapshot.view.uid not in self._results:
+            if len(self._results) >= CACHE_SIZE and snapshot.view.uid not in self._results:
                 self._results.clear()
             results = self._results.setdefault(snapshot.view.uid, _WorkerResults())
-            if not results.busy and self._monotonic() - results.asked >= STORAGE_SECONDS:
-                results.busy, results.asked = True, self._monotonic()
+            if not results.is_querying and self._monotonic() - results.queried_at >= WORKER_QUERY_SECONDS:
+                results.is_querying, results.queried_at = True, self._monotonic()
                 threading.Thread(target=_read_worker_results, args=(api, snapshot, results), daemon=True).start()
         return results
 
@@ -142,14 +143,15 @@ def _read_worker_results(api: Api, snapshot: JobSnapshot, results: _WorkerResult
     notes: list[str] = []
     try:
         if results.curve is None:
-            points = read_curve_of(api, snapshot, None, notes)
+            points, curve_note = read_run_curve(api, snapshot)
             results.curve = LiveCurve(points=points) if points else None
-        rows, why_not = list_stored_checkpoints(api, snapshot.job, verify=False)
+            notes += [curve_note] if curve_note else []
+        rows, checkpoint_note = list_stored_checkpoints(api, snapshot.job, verify=False)
         if rows is None:
-            notes.append(f"checkpoints on storage: {why_not}")
+            notes.append(f"checkpoints on storage: {checkpoint_note}")
         else:
             results.checkpoints = rows
     except ClientError as error:
-        notes.append(f"inside of workers: {error}")
+        notes.append(f"data from workers: {error}")
     finally:
-        results.notes, results.busy = tuple(notes), False
+        results.notes, results.is_querying = tuple(notes), False

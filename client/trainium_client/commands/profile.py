@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from trainium_client.api import Api
     from trainium_contract.views.workers import Members, RankRow
 
-_RANKS = ("python", "-m", "trainium_agent.show_ranks")
-_REQUEST = ("python", "-m", "trainium_agent.request_profile")
-_LEAD_SECONDS = 3.0
+_SHOW_RANKS = ("python", "-m", "trainium_agent.show_ranks")
+_REQUEST_PROFILE = ("python", "-m", "trainium_agent.request_profile")
+_START_DELAY_SECONDS = 3.0
 """Delay of the first recorded step, so that the request reaches all ranks in time."""
-_SLACK_SECONDS = 180.0
-_MOST_RANKS = 16
-_MOST_WORKERS = 64
-"""Most workers that are asked for the slowest rank."""
+_TIMEOUT_SECONDS = 180.0
+_MAX_RANKS = 16
+_MAX_POLLED_WORKERS = 64
+"""Number of workers among which the slowest rank is searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RecordedRank:
     pod: str
     node: str
     stored: str
-    """File or address of the trace in the job's storage."""
+    """Path or URI of the trace in the job's storage."""
     summary: TraceSummary
 
 
@@ -81,21 +81,23 @@ def profile(
     if phase in {"Completed", "Failed"}:
         raise ClientError(f"{name} is {phase}: only the steps of a job that trains can be recorded")
     members = read_members(api, name)
-    wanted = _parse_ranks(ranks, members, name) if ranks else None
-    pods = [row.pod for row in members.rows[:_MOST_WORKERS]]
-    if wanted is not None:
-        pods = list(dict.fromkeys(_pod_of(members, rank) for rank in wanted))
-    answers = query_pods(api, pods, _RANKS)
-    rows = [row for row in build_rank_rows(members, answers, public_status(job), time.time()) if row.pod in answers]
-    chosen = [row for row in rows if row.rank in wanted] if wanted is not None else _slowest_and_another(rows)
-    for row in chosen:
+    requested = _parse_ranks(ranks, members, name) if ranks else None
+    pods = [row.pod for row in members.rows[:_MAX_POLLED_WORKERS]]
+    if requested is not None:
+        pods = list(dict.fromkeys(_pod_of(members, rank) for rank in requested))
+    responses = query_pods(api, pods, _SHOW_RANKS)
+    rows = [row for row in build_rank_rows(members, responses, public_status(job), time.time()) if row.pod in responses]
+    selected = [row for row in rows if row.rank in requested] if requested is not None else _slowest_and_another(rows)
+    for row in selected:
         if row.step is None:
             raise ClientError(f"rank {row.rank} in {row.pod} is not training now: {row.note or row.phase or 'no rank'}")
-    first = _first_step(chosen, answers, steps, name)
-    each = max(row.step_seconds or 0.0 for row in chosen)
-    about = f"steps {first} to {first + steps - 1}" if steps > 1 else f"step {first}"
-    notify(f"recording {about} of rank{'s' * (len(chosen) > 1)} {', '.join(str(row.rank) for row in chosen)}")
-    recorded, traces = _record(api, chosen, members, first, steps, seconds=_SLACK_SECONDS + 8 * steps * each)
+    first = _first_step(selected, responses, steps, name)
+    step_seconds = max(row.step_seconds or 0.0 for row in selected)
+    label = f"steps {first} to {first + steps - 1}" if steps > 1 else f"step {first}"
+    notify(f"recording {label} of rank{'s' * (len(selected) > 1)} {', '.join(str(row.rank) for row in selected)}")
+    recorded, traces = _record(
+        api, selected, members, first, steps, seconds=_TIMEOUT_SECONDS + 8 * steps * step_seconds
+    )
     path = file or Path(f"{name}-steps-{first}-{first + steps - 1}.json.gz")
     try:
         path.write_bytes(merge_traces(traces))
@@ -115,9 +117,9 @@ def profile(
 
 def _parse_ranks(text: str, members: Members, name: str) -> set[int]:
     parts = text.split(",")
-    if not all(word.strip().isdecimal() for word in parts) or len(parts) > _MOST_RANKS:
-        raise ClientError(f"--ranks {text}: give up to {_MOST_RANKS} ranks, such as 0,3")
-    ranks = {int(word) for word in parts}
+    if not all(part.strip().isdecimal() for part in parts) or len(parts) > _MAX_RANKS:
+        raise ClientError(f"--ranks {text}: give up to {_MAX_RANKS} ranks, such as 0,3")
+    ranks = {int(part) for part in parts}
     absent = sorted(rank for rank in ranks if rank >= members.ranks)
     if absent:
         raise ClientError(f"there is no rank {absent[0]}: {name} has ranks 0 to {members.ranks - 1}")
@@ -131,53 +133,53 @@ def _pod_of(members: Members, rank: int) -> str:
 
 def _slowest_and_another(rows: Sequence[RankRow]) -> list[RankRow]:
     """Return the slowest rank and the fastest one on another worker, if there is any."""
-    known = [row for row in rows if row.step is not None] or list(rows)
-    others = [row for row in known if row.pod != known[0].pod] or known[1:]
-    return [known[0], *others[-1:]]
+    candidates = [row for row in rows if row.step is not None] or list(rows)
+    others = [row for row in candidates if row.pod != candidates[0].pod] or candidates[1:]
+    return [candidates[0], *others[-1:]]
 
 
-def _first_step(rows: Sequence[RankRow], answers: Mapping[str, Any], steps: int, name: str) -> int:
+def _first_step(rows: Sequence[RankRow], responses: Mapping[str, Any], steps: int, name: str) -> int:
     """Return the first step to record: a few seconds ahead, and early enough before the end of the run."""
     newest = max(row.step or 0 for row in rows)
     step_seconds = max((row.step_seconds for row in rows if row.step_seconds), default=1.0)
-    total = max(integer(record, "total_steps") for row in rows for record in answers[row.pod])
+    total = max(integer(record, "total_steps") for row in rows for record in responses[row.pod])
     if newest + steps > total:
         raise ClientError(
             f"{name} has completed step {newest} of {total}: --steps {steps} is more than the {max(0, total - newest)} "
             "that are left"
         )
-    return min(newest + 1 + max(2, math.ceil(_LEAD_SECONDS / step_seconds)), total - steps + 1)
+    return min(newest + 1 + max(2, math.ceil(_START_DELAY_SECONDS / step_seconds)), total - steps + 1)
 
 
 def _record(
     api: Api, rows: Sequence[RankRow], members: Members, first: int, steps: int, *, seconds: float
 ) -> tuple[list[RecordedRank], list[Trace]]:
     """Record on all ranks at once and fetch the traces. Raises ClientError if no rank recorded."""
-    by_rank = {str(row.rank): row for row in rows}
+    rows_by_rank = {str(row.rank): row for row in rows}
 
-    def one(rank: str) -> tuple[str, Trace]:
-        pod, local = by_rank[rank].pod, int(rank) % members.processes_per_node
-        asked = (*_REQUEST, str(local), str(first), str(steps))
-        answer = next(iter(parse_json_lines(run_in_pod(api, pod, asked, seconds=seconds))), {})
-        path = text(answer, "file")
+    def record_rank(rank: str) -> tuple[str, Trace]:
+        pod, local = rows_by_rank[rank].pod, int(rank) % members.processes_per_node
+        command = (*_REQUEST_PROFILE, str(local), str(first), str(steps))
+        response = next(iter(parse_json_lines(run_in_pod(api, pod, command, seconds=seconds))), {})
+        path = text(response, "file")
         if not path:
-            raise ClientError(text(answer, "problem") or "it gave no answer")
+            raise ClientError(text(response, "problem") or "it did not respond")
         try:
-            return text(answer, "stored"), parse_trace(run_in_pod(api, pod, ("cat", path)).out)
+            return text(response, "stored"), parse_trace(run_in_pod(api, pod, ("cat", path)).out)
         except ValueError as error:
             raise ClientError(f"the trace {path} cannot be read: {error}") from error
 
-    found = for_each_pod(list(by_rank), one)
-    problems = {rank: answer for rank, answer in found.items() if isinstance(answer, str)}
-    sentences = [f"rank {rank} in {by_rank[rank].pod}: {plain(problem)}" for rank, problem in problems.items()]
-    if len(problems) == len(found):
+    results = for_each_pod(list(rows_by_rank), record_rank)
+    problems = {rank: result for rank, result in results.items() if isinstance(result, str)}
+    sentences = [f"rank {rank} in {rows_by_rank[rank].pod}: {plain(problem)}" for rank, problem in problems.items()]
+    if len(problems) == len(results):
         raise ClientError(sentences[0])
     for sentence in sentences:
         notify(sentence)
     recorded, traces = [], []
-    for rank, answer in found.items():
+    for rank, result in results.items():
         if rank not in problems:
-            row, (stored, trace) = by_rank[rank], answer
+            row, (stored, trace) = rows_by_rank[rank], result
             traces.append(trace)
             recorded.append(RecordedRank(row.rank, row.pod, row.node, stored, summarize_trace(trace)))
     return recorded, traces

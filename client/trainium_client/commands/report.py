@@ -41,11 +41,11 @@ def report(
     """One self-contained page: loss, interruptions, where the time went, workers, checkpoints, artifacts."""
     api, now = session.open(), time.time()
     snapshot = read_job_snapshot(api, name, now)
-    notes: list[str] = []
-    curve = read_curve_of(api, snapshot, metrics, notes)
-    rows, why_not = list_stored_checkpoints(api, snapshot.job, verify=False)
+    curve, curve_note = read_run_curve(api, snapshot, metrics)
+    rows, checkpoint_note = list_stored_checkpoints(api, snapshot.job, verify=False)
+    notes = [curve_note] if curve_note else []
     if rows is None:
-        notes.append(f"checkpoints on storage: {why_not}")
+        notes.append(f"checkpoints on storage: {checkpoint_note}")
     entries = read_interruptions(public_status(snapshot.job))
     contents = JobReport(snapshot.view, entries, snapshot.members, rows, curve, tuple(notes), snapshot.pods)
     if output == Path(Format.JSON):
@@ -60,27 +60,22 @@ def report(
     notify(f"{path}: {size(len(page.encode()))}" + "".join(f"\nnot in it: {note}" for note in notes))
 
 
-def read_curve_of(api: Api, snapshot: JobSnapshot, metrics: Path | None, notes: list[str]) -> tuple[CurvePoint, ...]:
-    """Read the curve from a file, or from the worker of rank 0; the notes get the reason if there is none."""
+def read_run_curve(api: Api, snapshot: JobSnapshot, metrics: Path | None = None) -> tuple[tuple[CurvePoint, ...], str]:
+    """Read the curve from a file, or from the worker of rank 0; return it, and a reason if it cannot be read."""
     if metrics is not None:
         try:
             with metrics.open(encoding="utf-8", errors="replace") as lines:
-                return read_curve(lines)
+                return read_curve(lines), ""
         except OSError as error:
             raise ClientError(f"cannot read {metrics}: {error.strerror or error}") from error
     if not checkpoint_root(snapshot.job):
-        notes.append("loss curve: it is looked for in spec.program.checkpoints.path; set that, or give --metrics FILE")
-        return ()
+        return (), "loss curve: its folder is spec.program.checkpoints.path; set that, or give --metrics FILE"
     if snapshot.view.ended or snapshot.members is None or not snapshot.members.rows:
-        place = describe_location(snapshot.job, "metrics.jsonl")
-        notes.append(
-            f"loss curve: no worker runs that could read it; give --metrics FILE with {place}"
-            if place
-            else "loss curve: no worker runs that could read it, and it went with the pods: the job has no storage"
-        )
-        return ()
+        location = describe_location(snapshot.job, "metrics.jsonl")
+        if location:
+            return (), f"loss curve: no worker runs that could read it; give --metrics FILE with {location}"
+        return (), "loss curve: no worker runs that could read it, and it went with the pods: the job has no storage"
     try:
-        return read_curve_in_pod(api, snapshot.members.rows[0].pod, metrics_path(snapshot.job))
+        return read_curve_in_pod(api, snapshot.members.rows[0].pod, metrics_path(snapshot.job)), ""
     except ClientError as error:
-        notes.append(f"loss curve: {error}; give --metrics FILE")
-        return ()
+        return (), f"loss curve: {error}; give --metrics FILE"

@@ -23,7 +23,7 @@ _PROGRAM = "trainium-operator"
 
 def simulate(
     session: Session,
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[NAME] [OPTION]...",
@@ -38,7 +38,7 @@ def simulate(
 ) -> int:
     """Simulate the goodput of a job and what each spare adds (options: trainium-operator simulate --help)."""
     program = find_program()
-    options = list(words or [])
+    options = list(arguments or [])
     name = options.pop(0) if filename is None and options and not options[0].startswith("-") else None
     if name is None and filename is None:
         raise ClientError("give the NAME of a job in the cluster first, or a manifest with -f FILE")
@@ -46,18 +46,17 @@ def simulate(
         manifest = filename or Path(folder) / f"{name}.json"
         if name is not None:
             manifest.write_text(json.dumps(session.open().job(name)), encoding="utf-8")
-        learning = ["--learn-from", str(manifest)] if learn else []
-        done = subprocess.run([program, "simulate", str(manifest), *learning, *options], check=False)
-    return 1 if done.returncode else 0
+        learn_options = ["--learn-from", str(manifest)] if learn else []
+        output = subprocess.run([program, "simulate", str(manifest), *learn_options, *options], check=False)
+    return 1 if output.returncode else 0
 
 
 def find_program() -> str:
     """Find the simulator's program. Raises ClientError if it is not installed."""
-    beside = shutil.which(_PROGRAM, path=str(Path(sys.executable).parent))
-    found = beside or shutil.which(_PROGRAM)
-    if found is None:
+    program = shutil.which(_PROGRAM, path=str(Path(sys.executable).parent)) or shutil.which(_PROGRAM)
+    if program is None:
         raise ClientError(
-            f"{_PROGRAM} is not installed here, and it does the simulation; install it from the same release: "
+            f"{_PROGRAM} is not installed here, which runs the simulation; install it from the same release: "
             "pip install trainium_simulator-*.whl trainium_operator-*.whl trainium_contract-*.whl"
         )
-    return found
+    return program

@@ -30,13 +30,13 @@ def ui(
     from trainium_client.commands.pages import LocalPages  # noqa: PLC0415
     from trainium_client.commands.ui_server import UiServer  # noqa: PLC0415
 
-    first = session.open()
+    api = session.open()
     if name is not None:
-        first.job(name)  # a failure is shown here, not in the browser
+        api.job(name)  # a failure is shown here, not in the browser
     secret = secrets.token_urlsafe(24)
-    where = "" if all_namespaces and name is None else f"/{first.namespace}" + (f"/{name}" if name else "")
+    start = "" if all_namespaces and name is None else f"/{api.namespace}" + (f"/{name}" if name else "")
     pages = LocalPages(session.open, f"/{secret}")
-    server = UiServer(pages, secret, where, port)
+    server = UiServer(pages, secret, start, port)
     session.print_message(f"{server.url}\nserved to this machine until Ctrl-C", url=server.url)
     if show:
         threading.Thread(target=webbrowser.open, args=(server.one_time_url,), daemon=True).start()

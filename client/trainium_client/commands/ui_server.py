@@ -60,10 +60,10 @@ class UiServer(ThreadingHTTPServer):
     def redeem_ticket(self, path: str) -> bool:
         """Return whether this is the one-time address, which is then used up."""
         with self._lock:
-            good = bool(self._ticket) and hmac.compare_digest(path.encode(), f"/{self._ticket}".encode())
-            if good:
+            is_valid = bool(self._ticket) and hmac.compare_digest(path.encode(), f"/{self._ticket}".encode())
+            if is_valid:
                 self._ticket = ""
-            return good
+            return is_valid
 
     def server_close(self) -> None:
         """Stop listening, and close the connections to the API server."""
@@ -84,19 +84,19 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        """Answer with a page, or with a sentence."""
+        """Respond with a page, or with a sentence."""
         path = urlsplit(self.path).path
         if self.headers.get("Host", "") not in self.server.hosts:
-            self._answer(HTTPStatus.FORBIDDEN, "this server answers to its own address alone\n")
+            self._respond(HTTPStatus.FORBIDDEN, "this server accepts only requests to its own address\n")
         elif self.server.redeem_ticket(path):
-            self._answer(HTTPStatus.SEE_OTHER, "", Location=self.server.start)
+            self._respond(HTTPStatus.SEE_OTHER, "", Location=self.server.start)
         else:
             self._page(path)
 
     def _page(self, path: str) -> None:
         first, *rest = [unquote(part) for part in path.split("/")[1:]]
         if not hmac.compare_digest(first.encode(), self.server.secret.encode()) or len(rest) > 2:
-            self._answer(HTTPStatus.NOT_FOUND, "no such page: use the address that kubectl trn ui has printed\n")
+            self._respond(HTTPStatus.NOT_FOUND, "no such page: use the address that kubectl trn ui has printed\n")
             return
         namespace, name = (*rest, "", "")[:2]
         pages = self.server.pages
@@ -104,18 +104,23 @@ class _Handler(BaseHTTPRequestHandler):
             text = pages.job(namespace, name) if name else pages.jobs(namespace)
         except ClientError as error:
             code = next((code for kind, code in _CODES if isinstance(error, kind)), HTTPStatus.BAD_GATEWAY)
-            self._answer(code, f"{error}\n")
+            self._respond(code, f"{error}\n")
         else:
-            self._answer(HTTPStatus.OK, text, **{"Content-Type": "text/html; charset=utf-8"})
+            self._respond(HTTPStatus.OK, text, **{"Content-Type": "text/html; charset=utf-8"})
 
-    def _answer(self, code: HTTPStatus, text: str, **headers: str) -> None:
+    def _respond(self, code: HTTPStatus, text: str, **headers: str) -> None:
         body = text.encode()
         self.send_response(code)
-        every = {"Content-Type": "text/plain; charset=utf-8", **HEADERS, **headers, "Content-Length": str(len(body))}
-        for name, value in every.items():
+        all_headers = {
+            "Content-Type": "text/plain; charset=utf-8",
+            **HEADERS,
+            **headers,
+            "Content-Length": str(len(body)),
+        }
+        for name, value in all_headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's signature
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the signature of the base class
         """Log nothing, because the address is a secret."""

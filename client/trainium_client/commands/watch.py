@@ -16,9 +16,9 @@ from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 if TYPE_CHECKING:
     from trainium_client.api import Api
 
-_SLOWEST_SECONDS = 5.0
+_MAX_INTERVAL_SECONDS = 5.0
 """Interval at which workers and ages are read again without changes."""
-_FASTEST_SECONDS = 0.5
+_MIN_INTERVAL_SECONDS = 0.5
 _CLEAR = "\x1b[H\x1b[J"
 
 
@@ -28,10 +28,10 @@ def watch(
 ) -> None:
     """Show the screen of `status`, live, until the job has ended."""
     api = session.open()
-    shown, changed = "", threading.Event()
+    last_line, changed = "", threading.Event()
     version = str(api.job(name)["metadata"].get("resourceVersion") or "")
     threading.Thread(target=_watch_changes, args=(api, name, version, changed), daemon=True).start()
-    here = terminal()
+    output = terminal()
     while True:
         changed.clear()
         now = time.time()
@@ -41,28 +41,28 @@ def watch(
 
             line = json.dumps(to_wire(view), ensure_ascii=False)
             sys.stdout.write(f"{line}\n")
-        elif here.interactive:
+        elif output.interactive:
             from trainium_client.render.page import render_text  # noqa: PLC0415
             from trainium_client.render.status import status_page  # noqa: PLC0415
 
-            here = terminal()
-            page = render_text(status_page(view, now=now, width=here.width), width=here.width, colour=here.colour)
+            output = terminal()
+            page = render_text(status_page(view, now=now, width=output.width), width=output.width, colour=output.colour)
             sys.stdout.write(f"{_CLEAR}{page}")
         else:
             from trainium_client.render.status import status_line  # noqa: PLC0415
             from trainium_contract.pages.formatting import clock  # noqa: PLC0415
 
             line = status_line(view)
-            if line != shown:
+            if line != last_line:
                 sys.stdout.write(f"{clock(now)}  {line}\n")
-            shown = line
+            last_line = line
         sys.stdout.flush()
         if view.ended:
-            if view.phase == "Failed" and session.output is Format.TEXT and not here.interactive:
+            if view.phase == "Failed" and session.output is Format.TEXT and not output.interactive:
                 sys.stdout.write("".join(f"- {item}\n" for item in view.advice))
             return
-        time.sleep(_FASTEST_SECONDS)
-        changed.wait(_SLOWEST_SECONDS - _FASTEST_SECONDS)
+        time.sleep(_MIN_INTERVAL_SECONDS)
+        changed.wait(_MAX_INTERVAL_SECONDS - _MIN_INTERVAL_SECONDS)
 
 
 def _watch_changes(api: Api, name: str, version: str, changed: threading.Event) -> None:
@@ -78,5 +78,5 @@ def _watch_changes(api: Api, name: str, version: str, changed: threading.Event) 
                     changed.set()
         except NoClusterError:
             pass
-        version = ""  # start at the present version
-        time.sleep(_SLOWEST_SECONDS)
+        version = ""  # start at the current version
+        time.sleep(_MAX_INTERVAL_SECONDS)

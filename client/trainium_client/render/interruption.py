@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from trainium_contract.views.interruptions import InterruptionView
 
 
-_LONGEST = 240
-"""Most characters of the evidence if the log's own lines follow; JSON has all of it."""
+_MAX_EVIDENCE_LENGTH = 240
+"""Limit of the evidence if log lines follow; JSON has all of it."""
 
 
 def interruption_page(report: InterruptionReport) -> RenderableType:
@@ -61,22 +61,24 @@ def interruption_page(report: InterruptionReport) -> RenderableType:
 def _format_title(report: InterruptionReport) -> str:
     entry = report.entry
     assert entry is not None
-    where = f"generation {entry.generation}.{entry.attempt}"
+    attempt = f"generation {entry.generation}.{entry.attempt}"
     if entry.stopped:
-        return f"{report.namespace}/{report.name} stopped for good in {where}"
-    return f"{report.namespace}/{report.name} was interrupted in {where} (entry {report.number} of {report.kept})"
+        return f"{report.namespace}/{report.name} stopped for good in {attempt}"
+    return (
+        f"{report.namespace}/{report.name} was interrupted in {attempt} (entry {report.number} of {report.entry_count})"
+    )
 
 
 def _format_evidence(report: InterruptionReport, entry: InterruptionView) -> str:
-    """Return the evidence; a verdict to its end, which is the advice."""
+    """Return the evidence, shortened unless it is a verdict, which ends with advice."""
     if not report.log_lines:
         return entry.message
-    return drop_noise(entry.message) if entry.stopped else shortened(drop_noise(entry.message), _LONGEST)
+    return drop_noise(entry.message) if entry.stopped else shortened(drop_noise(entry.message), _MAX_EVIDENCE_LENGTH)
 
 
 def _format_worker(entry: InterruptionView) -> str:
-    who = " on ".join(name for name in (entry.pod, entry.node) if name) or "no one worker"
-    return who if entry.rank is None else f"{who}, whose first rank was {entry.rank}"
+    worker = " on ".join(name for name in (entry.pod, entry.node) if name) or "no single worker"
+    return worker if entry.rank is None else f"{worker}, whose first rank was {entry.rank}"
 
 
 def _format_steps(before: int | None, resumed: int | None, lost: int | None) -> str:

@@ -13,10 +13,10 @@ _UNDERSCORE = re.compile(r"_([a-z0-9])")
 def to_wire(value: Any) -> Any:
     """Convert a value to JSON types; keys of mappings are data and unchanged."""
     if is_dataclass(value) and not isinstance(value, type):
-        shown = [field_.name for field_ in fields(value) if field_.metadata.get("json", True)]
-        return {to_camel_case(name): to_wire(getattr(value, name)) for name in shown}
+        names = [field_.name for field_ in fields(value) if field_.metadata.get("json", True)]
+        return {to_camel_case(name): to_wire(getattr(value, name)) for name in names}
     if isinstance(value, dict):
-        return {str(key): to_wire(each) for key, each in value.items()}
+        return {str(key): to_wire(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_wire(item) for item in value]
     return value
@@ -29,4 +29,4 @@ def as_json(value: Any) -> str:
 
 def to_camel_case(name: str) -> str:
     """Convert snake_case to camelCase."""
-    return _UNDERSCORE.sub(lambda found: found[1].upper(), name)
+    return _UNDERSCORE.sub(lambda match: match[1].upper(), name)

@@ -23,12 +23,12 @@ STYLES = {
     "Pending": "cyan", "Suspending": "magenta", "Suspended": "magenta", "Stopping": "red", "Failed": "bold red",
     "True": "green", "Quarantined": "red", "Permanent": "bold red", "Probation": "yellow",
 }  # fmt: skip
-"""Colours of words with the same meaning everywhere."""
+"""Colours of phases and states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column; those with the lowest `priority` are left out first on a narrow page."""
+    """A column; a narrow page omits those with the lowest `priority` first."""
 
     title: str
     priority: int = 5
@@ -37,14 +37,14 @@ class Column:
     """Whether it may be wrapped; at most one column of a table should."""
 
 
-def render_text(what: RenderableType, *, width: int, colour: bool) -> str:
+def render_text(page: RenderableType, *, width: int, colour: bool) -> str:
     """Render a page as text."""
     file = io.StringIO()
     console = Console(
         file=file, width=max(20, width), force_terminal=colour, color_system="standard" if colour else None,
         legacy_windows=False, highlight=False, markup=False, emoji=False, no_color=not colour,
     )  # fmt: skip
-    console.print(what)
+    console.print(page)
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
 
 
@@ -54,7 +54,7 @@ def styled_word(text: str, style: str = "") -> Text:
 
 
 def label_grid(rows: Iterable[tuple[str, str | Text]]) -> Table:
-    """Return labels and values, without rows that have no value."""
+    """Return a grid of labels and values; omit rows without a value."""
     grid = Table.grid(padding=(0, _GAP, 0, 0))
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
@@ -76,30 +76,30 @@ def bullet_list(lines: Iterable[str], mark: str = "- ", style: str = "") -> Tabl
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
     """Render a table in kubectl's style that is no wider than the page."""
-    kept = _fitting(columns, rows, width)
-    found = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
-    for at in kept:
-        column = columns[at]
-        found.add_column(
+    shown = _fitting_columns(columns, rows, width)
+    result = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
+    for index in shown:
+        column = columns[index]
+        result.add_column(
             Text(column.title), justify="right" if column.right else "left", no_wrap=not column.fold,
             overflow="fold" if column.fold else "ellipsis",
         )  # fmt: skip
     for row in rows:
-        found.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in (row[at] for at in kept)))
-    return found
+        cells = (row[index] for index in shown)
+        result.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))
+    return result
 
 
-def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> list[int]:
-    """Return the columns that fit; a column that wraps needs at most twelve characters."""
-    needs = []
-    for at, column in enumerate(columns):
-        widest = max((len(row[at]) for row in rows), default=0)
-        needs.append(max(len(column.title), min(widest, 24) if column.fold else widest) + _GAP)
-    kept = list(range(len(columns)))
-    while len(kept) > 1 and sum(needs[at] for at in kept) > width + _GAP:
-        least = min(columns[at].priority for at in kept)
-        kept.remove(next(at for at in reversed(kept) if columns[at].priority == least))
-    return kept
+def _fitting_columns(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> list[int]:
+    """Return the indices of the columns that fit; a column that wraps counts at most 24 characters."""
+    widths = []
+    for index, column in enumerate(columns):
+        widest = max((len(row[index]) for row in rows), default=0)
+        widths.append(max(len(column.title), min(widest, 24) if column.fold else widest) + _GAP)
+    shown = list(range(len(columns)))
+    while len(shown) > 1 and sum(widths[index] for index in shown) > width + _GAP:
+        shown.remove(min(reversed(shown), key=lambda index: columns[index].priority))
+    return shown
 
 
 def heading(text: str) -> Text:
@@ -107,6 +107,6 @@ def heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
-def vertical_group(*parts: RenderableType | None) -> Group:
-    """Return the parts one below the other."""
-    return Group(*(part for part in parts if part is not None))
+def vertical_group(*items: RenderableType | None) -> Group:
+    """Return the items one below the other, without those that are None."""
+    return Group(*(item for item in items if item is not None))

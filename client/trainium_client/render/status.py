@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from trainium_contract.views.interruptions import InterruptionView
     from trainium_contract.views.job import JobView, MilestoneView
 
-_EVENTS = 5
-_NARROW = 60
-_LONGEST = 300
-"""Most characters of an event, so that it fits a screen; the operator's own end with the advice within this."""
+_EVENT_COUNT = 5
+_BAR_MIN_WIDTH = 60
+_MAX_EVENT_LENGTH = 300
+"""Limit of an event, so that it fits a screen; the advice of the operator's events is within it."""
 
 
 def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
@@ -32,7 +32,7 @@ def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
     events = tuple(event for event in view.events if event.reason not in alerts)
     return vertical_group(
         label_grid(_fact_rows(view, now, width)),
-        *_event_table(events[:_EVENTS], now, width),
+        *_event_table(events[:_EVENT_COUNT], now, width),
         *_section("What to do", view.advice),
         *_section("Not shown", view.not_shown, style="dim"),
     )
@@ -53,7 +53,7 @@ def status_line(view: JobView) -> str:
 
 
 def _fact_rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]:
-    facts = job_facts(view, with_bar=width >= _NARROW)
+    facts = job_facts(view, with_bar=width >= _BAR_MIN_WIDTH)
     alerts = [fact for fact in facts if fact.label == "Alert"]
     return [
         ("Job", f"{view.namespace}/{view.name}, {view.model}, {duration(view.age_seconds)} old"),
@@ -87,13 +87,13 @@ def _format_fact(fact: Fact) -> Text:
 
 
 def _format_interruption(entry: InterruptionView, now: float) -> str:
-    who = f" on {entry.pod or entry.node}" if entry.pod or entry.node else ""
+    worker = f" on {entry.pod or entry.node}" if entry.pod or entry.node else ""
     when = f", {ago(max(0.0, now - entry.at))}" if entry.at is not None else ""
     if entry.stopped:
-        return f"{entry.cause}{who}{when}"
+        return f"{entry.cause}{worker}{when}"
     lost = f", {plural(entry.steps_lost, 'step')} lost" if entry.steps_lost else ""
-    took = "under way" if entry.open else f"{duration(entry.recovered_seconds)}{lost}"
-    return f"{entry.cause}{who}{when}: {entry.answer} ({took})"
+    outcome = "under way" if entry.open else f"{duration(entry.recovered_seconds)}{lost}"
+    return f"{entry.cause}{worker}{when}: {entry.answer} ({outcome})"
 
 
 def _event_table(events: tuple[EventView, ...], now: float, width: int) -> list[RenderableType]:
@@ -102,7 +102,7 @@ def _event_table(events: tuple[EventView, ...], now: float, width: int) -> list[
     columns = (Column("AGE", 6, right=True), Column("REASON", 8), Column("MESSAGE", 9, fold=True))
     rows = [
         (duration(max(0.0, now - event.at)), Text(event.reason, "yellow" if event.warning else ""),
-         shortened(drop_noise(event.message), _LONGEST) + (f" (x{event.count})" if event.count > 1 else ""))
+         shortened(drop_noise(event.message), _MAX_EVENT_LENGTH) + (f" (x{event.count})" if event.count > 1 else ""))
         for event in events
     ]  # fmt: skip
     return [heading("What happened last"), table(columns, rows, width)]

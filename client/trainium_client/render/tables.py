@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from trainium_contract.views.job import JobView
     from trainium_contract.views.workers import RankRow
 
-_BAR = 20
-_LONGEST = 160
-"""Most characters of the evidence; `why --entry` has all of it."""
+_BAR_WIDTH = 20
+_MAX_EVIDENCE_LENGTH = 160
+"""Limit of the evidence; `why --entry` shows all of it."""
 
 
 def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableType:
@@ -40,32 +40,33 @@ def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableT
         Column("SEEN", 2, fold=True),
     )  # fmt: skip
     rows = [
-        (str(at), clock(each.at)[5:], each.cause, each.rung, each.pod or "-", each.node or "-",
-         "-" if each.stopped else "open" if each.open else figure(each.recovered_seconds, 3),
-         "-" if each.steps_lost is None else str(each.steps_lost), shortened(drop_noise(each.message), _LONGEST))
-        for at, each in enumerate(entries, 1)
+        (str(number), clock(entry.at)[5:], entry.cause, entry.rung, entry.pod or "-", entry.node or "-",
+         "-" if entry.stopped else "open" if entry.open else figure(entry.recovered_seconds, 3),
+         "-" if entry.steps_lost is None else str(entry.steps_lost),
+         shortened(drop_noise(entry.message), _MAX_EVIDENCE_LENGTH))
+        for number, entry in enumerate(entries, 1)
     ]  # fmt: skip
     return table(columns, rows, width)
 
 
 def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
-    """Render where the time went."""
+    """Render the time spent by cause, stage and size."""
     if goodput.ratio is None:
-        return Text("nothing is counted yet: no workers have begun together")
+        return Text("nothing is counted yet: no workers have started together")
     wall = goodput.wall_seconds or 1.0
     columns = (Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
-    stages = [(describe_stage(name), f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR))
+    stages = [(describe_stage(name), f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR_WIDTH))
               for name, seconds in sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])]  # fmt: skip
     by_size = (Column("NODES", 9, right=True), Column("STEPS", 8, right=True), Column("STEP TIME", 7, right=True))
     sizes = [(str(size_row.size), str(size_row.steps), duration(size_row.step_seconds)) for size_row in goodput.sizes]
-    after = ", ".join(f"{name} {duration(each)}" for name, each in goodput.stage_seconds.items())
+    after_training = ", ".join(f"{name} {duration(seconds)}" for name, seconds in goodput.stage_seconds.items())
     ledger: list[RenderableType] = [
         label_grid([
             ("Goodput", f"{share(goodput.ratio)} of {duration(goodput.wall_seconds)} (strict)"),
             ("Uptime", share(goodput.uptime_ratio)),
             ("Fleet", f"{share(goodput.fleet_ratio)} of {goodput.node_seconds / 3600:.1f} node hours"),
             ("Cost", _format_cost(goodput.cost)),
-            ("After steps", after),
+            ("After steps", after_training),
         ]),
         heading("Where the time went"),
         _cause_table(goodput, width),
@@ -80,8 +81,8 @@ def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
 def _format_cost(cost: CostView | None) -> str:
     if cost is None:
         return ""
-    left = "" if cost.to_end is None else f", {cost.to_end:,.2f} more until the last step at the present size"
-    return f"{cost.so_far:,.2f} so far{left}"
+    remaining = "" if cost.to_end is None else f", {cost.to_end:,.2f} more until the last step at the present size"
+    return f"{cost.so_far:,.2f} so far{remaining}"
 
 
 def _cause_table(goodput: GoodputView, width: int) -> RenderableType:
@@ -89,7 +90,9 @@ def _cause_table(goodput: GoodputView, width: int) -> RenderableType:
     wall, cost = goodput.wall_seconds or 1.0, goodput.cost
     seconds = {"productive": goodput.productive_seconds, **goodput.lost_seconds}
     columns = (Column("CAUSE", 9), Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
-    rows = [(name, f"{each:.1f}", share(each / wall), bar(each / wall, _BAR)) for name, each in seconds.items()]
+    rows = [
+        (name, f"{value:.1f}", share(value / wall), bar(value / wall, _BAR_WIDTH)) for name, value in seconds.items()
+    ]
     if cost is None:
         return table(columns, rows, width)
     amounts = (cost.productive, *(cost.lost[name] for name in goodput.lost_seconds), cost.idle)
@@ -137,9 +140,9 @@ def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
          " ".join(["now"] * row.current + ["idle nodes"] * row.idle))
         for row in rows
     ]  # fmt: skip
-    worth = table(columns, cells, width)
+    size_table = table(columns, cells, width)
     idle = next((row for row in rows if row.idle_ranks), None)
-    return worth if idle is None else vertical_group(worth, Text(_explain_idle_ranks(idle)))
+    return size_table if idle is None else vertical_group(size_table, Text(_explain_idle_ranks(idle)))
 
 
 def _explain_idle_ranks(row: SizeRow) -> str:
@@ -152,14 +155,14 @@ def _explain_idle_ranks(row: SizeRow) -> str:
     )
 
 
-def ranks_page(rows: Sequence[RankRow], width: int, *, most: int | None) -> RenderableType:
+def ranks_page(rows: Sequence[RankRow], width: int, *, limit: int | None) -> RenderableType:
     """Render the ranks, the slowest first."""
     columns: list[Column] = [
         Column("RANK", 9, right=True), Column("POD", 8), Column("NODE", 6), Column("STEP", 8, right=True),
         Column("STEP TIME", 5, right=True), Column("LAST STEP", 4, right=True), Column("PHASE", 3),
         Column("SLOWER", 3, right=True), Column("NOTE", 1, fold=True),
     ]  # fmt: skip
-    shown = rows if most is None else rows[:most]
+    shown = rows if limit is None else rows[:limit]
     cells = [
         (str(row.rank), row.pod, row.node, "-" if row.step is None else str(row.step), duration(row.step_seconds),
          ago(row.seconds_since_step) or "-", row.phase or "-",
@@ -168,8 +171,8 @@ def ranks_page(rows: Sequence[RankRow], width: int, *, most: int | None) -> Rend
     ]  # fmt: skip
     if not any(row.note for row in shown):
         columns.pop()
-    left = len(rows) - len(shown)
-    return vertical_group(table(columns, cells, width), Text(f"… and {left} more (--all)") if left else None)
+    omitted = len(rows) - len(shown)
+    return vertical_group(table(columns, cells, width), Text(f"… and {omitted} more (--all)") if omitted else None)
 
 
 def checkpoints_page(
@@ -177,14 +180,14 @@ def checkpoints_page(
 ) -> RenderableType:
     """Render the checkpoints that a resume could use, and those on storage if a worker can list them."""
     checkpoints = view.checkpoints
-    known = label_grid([
+    summary = label_grid([
         ("Storage", "nothing committed yet" if checkpoints.durable_step is None
          else f"step {checkpoints.durable_step}, {ago(checkpoints.durable_age_seconds)}"),
         ("Memory", "" if checkpoints.memory_step is None else f"step {checkpoints.memory_step}, on every member"),
         ("Notice", Text(checkpoints.notice, "yellow")),
     ])  # fmt: skip
     if rows is None:
-        return vertical_group(known, Text(note, "dim") if note else None)
+        return vertical_group(summary, Text(note, "dim") if note else None)
     columns = (Column("NAME", 9), Column("STATE", 8), Column("AGE", 5, right=True), Column("SIZE", 6, right=True),
                Column("RANKS", 3, right=True), Column("PROBLEM", 4, fold=True))  # fmt: skip
     cells = [
@@ -194,7 +197,7 @@ def checkpoints_page(
         for row in rows
     ]  # fmt: skip
     return vertical_group(
-        known, heading("On storage"), table(columns, cells, width), Text(note, "dim") if note else None
+        summary, heading("On storage"), table(columns, cells, width), Text(note, "dim") if note else None
     )
 
 
@@ -207,7 +210,7 @@ def _node_name(machine: MachineView) -> str:
 def machines_page(machines: Sequence[MachineView], width: int, *, now: float) -> RenderableType:
     """Render the recorded machines with the reasons."""
     if not machines:
-        return Text("no machine is remembered: no fault was attributed to one")
+        return Text("no machine is recorded: no fault was attributed to one")
     columns = (Column("NODE", 9), Column("STATE", 8), Column("FOR", 7, right=True), Column("STRIKES", 6, right=True),
                Column("MACHINE", 2), Column("EVIDENCE", 5, fold=True))  # fmt: skip
     rows = [

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_MARK = re.compile(r"\[rank (\d{1,7})\] ")
+_RANK_PREFIX = re.compile(r"\[rank (\d{1,7})\] ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +27,24 @@ class PodLogLine:
     """The line itself, if it is of the schema."""
 
 
-def parse_log_line(words: str) -> PodLogLine:
-    """Parse a line of a pod's log; `words` are without the time stamp of the kubelet."""
-    return (_parse_json(words) if words.startswith("{") else None) or _parse_text(words)
+def parse_log_line(line: str) -> PodLogLine:
+    """Parse a line of a pod's log; `line` is without the time stamp of the kubelet."""
+    return (_parse_json(line) if line.startswith("{") else None) or _parse_text(line)
 
 
-def _parse_text(words: str) -> PodLogLine:
-    mark = _MARK.match(words)
-    return PodLogLine(None, words, words) if mark is None else PodLogLine(int(mark[1]), words[mark.end() :], words)
+def _parse_text(line: str) -> PodLogLine:
+    prefix = _RANK_PREFIX.match(line)
+    return PodLogLine(None, line, line) if prefix is None else PodLogLine(int(prefix[1]), line[prefix.end() :], line)
 
 
-def _parse_json(words: str) -> PodLogLine | None:
+def _parse_json(line: str) -> PodLogLine | None:
     from trainium_contract.wire.log_line import PROGRAM, LogSource, read_log_line  # noqa: PLC0415 - a slow import
 
-    read = read_log_line(words)
-    if read is None:
+    entry = read_log_line(line)
+    if entry is None:
         return None
-    text = read.as_text()
-    label = f"rank {read.rank}" if read.rank is not None else read.logger
-    marked = read.source is LogSource.TRAINER or (read.source is LogSource.OUTPUT and label != PROGRAM)
-    shown = "\n".join(f"[{label}] {line}" for line in text.split("\n")) if marked else text
-    return PodLogLine(read.rank, text, shown, json.loads(words))
+    text = entry.as_text()
+    label = f"rank {entry.rank}" if entry.rank is not None else entry.logger
+    has_label = entry.source is LogSource.TRAINER or (entry.source is LogSource.OUTPUT and label != PROGRAM)
+    shown = "\n".join(f"[{label}] {part}" for part in text.split("\n")) if has_label else text
+    return PodLogLine(entry.rank, text, shown, json.loads(line))

@@ -13,12 +13,12 @@ from trainium_contract.views.raw import mapping, parse_rfc3339, plain
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_NO_MACHINES = frozenset({"about", "accounted"})
+_OTHER_ENTRIES = frozenset({"about", "accounted"})
 
 
 @dataclass(frozen=True, slots=True)
 class StrikeView:
-    """One failure that counts against a machine."""
+    """A failure that counts against a machine."""
 
     at: float | None
     cause: str
@@ -28,7 +28,7 @@ class StrikeView:
 
 @dataclass(frozen=True, slots=True)
 class MachineView:
-    """One machine."""
+    """A machine in the operator's memory."""
 
     key: str
     """Entry of the ConfigMap."""
@@ -40,9 +40,9 @@ class MachineView:
     strikes: tuple[StrikeView, ...]
     """Oldest first."""
     present: bool | None = None
-    """Whether a node of that name, or of that machine, exists; None if nodes could not be listed."""
+    """Whether a node of that name, or of that machine, exists; None if nodes cannot be listed."""
     renamed: str = ""
-    """Present node name of the machine, if it returned under another one."""
+    """Current node name of the machine, if it returned under another one."""
 
 
 def machine_views(config_map: Mapping[str, Any], nodes: Mapping[str, str] | None) -> tuple[MachineView, ...]:
@@ -51,14 +51,14 @@ def machine_views(config_map: Mapping[str, Any], nodes: Mapping[str, str] | None
     `nodes` has the machine (`spec.providerID`) of each node by its name, empty if unknown.
     """
     data = mapping(config_map, "data")
-    found = [_machine(str(key), value, nodes) for key, value in data.items() if key not in _NO_MACHINES]
+    machines = [_machine(str(key), value, nodes) for key, value in data.items() if key not in _OTHER_ENTRIES]
     order = ("Permanent", "Quarantined", "Probation", "Watched")
-    ranks = {state: at for at, state in enumerate(order)}
-    return tuple(sorted(found, key=lambda each: (ranks.get(each.state, len(order)), each.node, each.key)))
+    positions = {state: position for position, state in enumerate(order)}
+    return tuple(sorted(machines, key=lambda item: (positions.get(item.state, len(order)), item.node, item.key)))
 
 
 def find_machine(machines: Sequence[MachineView], name: str) -> MachineView | None:
-    """Find a machine by its node, its present node name, itself or its key."""
+    """Find a machine by its current or former node name, its name or its key."""
     exact = (machine for machine in machines if name in {machine.renamed or machine.node, machine.machine, machine.key})
     return next(exact, None) or next((machine for machine in machines if name == machine.node), None)
 
@@ -73,7 +73,7 @@ def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineVi
     node = plain(str(entry.get("node") or ""))
     strikes = entry.get("strikes")
     machine = plain(str(entry.get("machine") or key))
-    node_by_machine = {} if nodes is None else {known: name for name, known in nodes.items() if known}
+    node_by_machine = {} if nodes is None else {provider_id: name for name, provider_id in nodes.items() if provider_id}
     present_node = node_by_machine.get(
         machine, node if nodes is not None and not nodes.get(node) and node in nodes else ""
     )
@@ -82,7 +82,7 @@ def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineVi
         machine=machine,
         node=node,
         state=plain(str(entry.get("state") or "Watched")),
-        until=_time(entry.get("until")),
+        until=_parse_time(entry.get("until")),
         quarantines=entry["quarantines"] if isinstance(entry.get("quarantines"), int) else 0,
         strikes=tuple(_strike(plain(str(line))) for line in strikes) if isinstance(strikes, list) else (),
         present=None if nodes is None or not node else bool(present_node),
@@ -91,12 +91,12 @@ def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineVi
 
 
 def _strike(line: str) -> StrikeView:
-    at, _, rest = line.partition(" ")
+    time, _, rest = line.partition(" ")
     cause, _, by = rest.partition(" ")
-    return StrikeView(parse_rfc3339(at), cause, by)
+    return StrikeView(parse_rfc3339(time), cause, by)
 
 
-def _time(value: Any) -> float | None:
+def _parse_time(value: Any) -> float | None:
     """Parse a time; YAML reads an unquoted time stamp as a time, so both types are accepted."""
     if isinstance(value, datetime):
         return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()

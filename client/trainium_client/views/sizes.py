@@ -26,7 +26,7 @@ class SizeRow:
     most: int
     """Available nodes, from `fewest` to `most`."""
     trains: int
-    """Number of them that train; the others wait in reserve."""
+    """Number of nodes that train; the others wait in reserve."""
     passes: int
     """Micro-batches of a step on each data-parallel rank."""
     batch: int
@@ -34,7 +34,7 @@ class SizeRow:
     speed: float
     """Speed relative to the requested size, by the samples of a pass."""
     filled: float
-    """Share of a step's rows that hold a sample."""
+    """Fraction of a step's rows that have a sample."""
     idle_ranks: int
     """Data-parallel ranks that never have a sample, because the batch is smaller than their number."""
     data_parallel: int
@@ -67,16 +67,16 @@ class ScalingRow:
 
 def scaling_rows(job: Mapping[str, Any]) -> tuple[ScalingRow, ...]:
     """Return the sizes at which a job has trained, the smallest first. Raises ClientError as `size_rows` does."""
-    status, shape = public_status(job), _spec_of(job).batch_shape()
+    status, shape = public_status(job), _parse_spec(job).batch_shape()
     current_size = status.part("membership").integer("size")
     rows: list[ScalingRow] = []
-    for account in sorted(status.part("goodput").parts("sizes"), key=lambda each: each.integer("size")):
+    for account in sorted(status.part("goodput").parts("sizes"), key=lambda account: account.integer("size")):
         nodes, seconds = account.integer("size"), account.number("stepSeconds")
         if not seconds or nodes < 1:
             continue
         speed = shape.batch(nodes) / seconds if shape.global_batch_size else None
-        first = rows[0] if rows else None
-        baseline = first.samples_per_second if first else speed
+        smallest = rows[0] if rows else None
+        baseline = smallest.samples_per_second if smallest else speed
         speedup = speed / baseline if speed and baseline else None
         rows.append(
             ScalingRow(
@@ -85,20 +85,20 @@ def scaling_rows(job: Mapping[str, Any]) -> tuple[ScalingRow, ...]:
                 step_seconds=seconds,
                 samples_per_second=speed,
                 speedup=speedup,
-                efficiency=speedup * (first.nodes if first else nodes) / nodes if speedup else None,
+                efficiency=speedup * (smallest.nodes if smallest else nodes) / nodes if speedup else None,
                 current=nodes == current_size,
             )
         )
     return tuple(rows)
 
 
-def _spec_of(job: Mapping[str, Any]) -> TrainingJobSpec:
+def _parse_spec(job: Mapping[str, Any]) -> TrainingJobSpec:
     try:
         return TrainingJobSpec.model_validate(mapping(job, "spec"))
     except ValidationError as error:
-        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        field = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise ClientError(
-            f"the job's spec.{where} is not known to this command: use the kubectl trn of the operator's version"
+            f"the job's spec.{field} is not known to this command: use the kubectl trn of the operator's version"
         ) from error
 
 
@@ -107,7 +107,7 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
 
     Raises ClientError when the job's specification is not one that this version knows.
     """
-    status, spec = public_status(job), _spec_of(job)
+    status, spec = public_status(job), _parse_spec(job)
     workers, shape = spec.workers, spec.batch_shape()
     most = max(workers.replicas, workers.max_replicas or 0)
     full = shape.best(workers.replicas, workers.min_replicas or 1)

@@ -29,12 +29,12 @@ _COLUMNS = ("seconds", "class", "node", "duration")
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Fault:
-    """One fault."""
+    """A fault."""
 
     at: float
     """Seconds since the job was created."""
     slot: int
-    """Slot of the cluster, from 0; -1 for operator and API server; of a Resize, the requested number of nodes."""
+    """Slot of the cluster, from 0; -1 for a fault that concerns no particular node."""
     kind: FaultClass
     duration: float = 0.0
     """Seconds until the fault ends: a reboot, a repair, an outage."""
@@ -44,6 +44,8 @@ class Fault:
     """The fault occurs only if the machine's hazard is at least this share of the worst machine's; 0: always."""
     lemon_draw: float = 1.0
     """The new machine is a lemon if this is below the share of lemons."""
+    replicas: int = 0
+    """Number of nodes that a Resize requests; 0 for other faults."""
 
 
 def draw_faults(
@@ -176,29 +178,30 @@ def _check_columns(path: Path, found: tuple[str, ...]) -> None:
 
 
 def _parse_row(path: Path, number: int, row: dict[str, str | None], slots: int, model: FailureModel) -> Fault:
-    where = f"{path}, line {number}"
+    location = f"{path}, line {number}"
     name = (row.get("class") or "").strip()
     if name not in set(FaultClass):
-        raise InputError(f"{where}: unknown class {name!r}; known are {', '.join(FaultClass)}")
+        raise InputError(f"{location}: unknown class {name!r}; known are {', '.join(FaultClass)}")
     kind = FaultClass(name)
-    at = _parse_number(where, "seconds", row.get("seconds"))
-    node = -1 if kind in CLUSTER_FAULTS else _parse_number(where, "node", row.get("node"))
-    if kind is FaultClass.RESIZE and not (node == int(node) and 1 <= node <= slots):
-        raise InputError(f"{where}: the node of a Resize is a number of nodes from 1 to {slots}, not {node:g}")
-    if kind not in (FaultClass.RESIZE, *CLUSTER_FAULTS) and (node != int(node) or node >= slots):
-        raise InputError(f"{where}: node {node:g} is none of the {slots} nodes, 0 to {slots - 1} (spares included)")
+    at = _parse_number(location, "seconds", row.get("seconds"))
+    node = -1.0 if kind in CLUSTER_FAULTS else _parse_number(location, "node", row.get("node"))
+    slot, replicas = (-1, int(node)) if kind is FaultClass.RESIZE else (int(node), 0)
+    if kind is FaultClass.RESIZE and not (node == replicas and 1 <= node <= slots):
+        raise InputError(f"{location}: the node of a Resize is a number of nodes from 1 to {slots}, not {node:g}")
+    if kind not in (FaultClass.RESIZE, *CLUSTER_FAULTS) and (node != slot or node >= slots):
+        raise InputError(f"{location}: node {node:g} is none of the {slots} nodes, 0 to {slots - 1} (spares included)")
     duration, same_machine = _repair_duration(kind, model, model.repair_seconds, reboot=False)
     duration_text = (row.get("duration") or "").strip()
     if duration_text:
-        duration = _parse_number(where, "duration", duration_text)
-    return Fault(at=at, slot=int(node), kind=kind, duration=duration, same_machine=same_machine)
+        duration = _parse_number(location, "duration", duration_text)
+    return Fault(at=at, slot=slot, kind=kind, duration=duration, same_machine=same_machine, replicas=replicas)
 
 
-def _parse_number(where: str, column: str, text: str | None) -> float:
+def _parse_number(location: str, column: str, text: str | None) -> float:
     try:
         value = float((text or "").strip())
     except ValueError as error:
-        raise InputError(f"{where}: {column} must be a number, not {(text or '').strip()!r}") from error
+        raise InputError(f"{location}: {column} must be a number, not {(text or '').strip()!r}") from error
     if not math.isfinite(value) or value < 0:
-        raise InputError(f"{where}: {column} must be 0 or more, not {text}")
+        raise InputError(f"{location}: {column} must be 0 or more, not {text}")
     return value

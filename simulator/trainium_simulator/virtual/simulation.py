@@ -264,7 +264,7 @@ class Simulation:
         self.fault_counts[fault.kind] += 1
         self._resizes += 1
         number = self._resizes
-        self.operator.set_replicas(fault.slot)
+        self.operator.set_replicas(fault.replicas)
 
         def restore_replicas() -> None:
             if number == self._resizes:

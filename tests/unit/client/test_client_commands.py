@@ -268,9 +268,9 @@ def test_actions_print_the_next_command_and_where_a_retry_resumes(trn: Command, 
     job = recorded_object("job")
     server.answers[f"{JOBS}/llama"] = job
     job["spec"]["suspend"] = True
-    assert trn("resume", "llama").err == "llama goes on from its newest checkpoint; see: kubectl trn watch llama\n"
+    assert trn("resume", "llama").err == "llama resumes from its newest checkpoint; see: kubectl trn watch llama\n"
     job["spec"]["suspend"] = False
-    assert trn("suspend", "llama").err.endswith("to go on: kubectl trn resume llama\n")
+    assert trn("suspend", "llama").err.endswith("to resume it: kubectl trn resume llama\n")
 
     failed = server.answers[f"{JOBS}/broken"]
     _allow_recreation(server, "broken")
@@ -378,8 +378,8 @@ def test_retry_keeps_the_last_applied_configuration_for_kubectl_apply(
 def test_retry_refuses_a_file_of_another_job(trn: Command, server: ApiServer, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     for text, output in (
-        ("kind: Pod", "holds no TrainingJob with a name"),
-        ("{kind: TrainingJob, metadata: {name: llama}}", "holds no TrainingJob 'broken'; there are llama"),
+        ("kind: Pod", "has no TrainingJob with a name"),
+        ("{kind: TrainingJob, metadata: {name: llama}}", "has no TrainingJob 'broken'; there are llama"),
         ("{kind: TrainingJob, metadata: {name: broken, namespace: other}}", "is of namespace other"),
         ("kind: [", "cannot be read"),
     ):

@@ -30,7 +30,7 @@ def test_json_output_reports_what_an_action_changed(trn: Command, server: ApiSer
     identity = {"name": "llama", "namespace": "team"}
 
     assert run_as_json(trn, "suspend", "llama") == {
-        "message": "llama saves and gives its nodes back; to go on: kubectl trn resume llama", **identity,
+        "message": "llama saves and releases its nodes; to resume it: kubectl trn resume llama", **identity,
         "suspend": True, "changed": True,
     }  # fmt: skip
     assert run_as_json(trn, "resume", "llama")["changed"] is False

@@ -25,7 +25,7 @@ from trainium_client.render.tables import (
     scaling_page,
     sizes_page,
 )
-from trainium_client.views.interruption_report import MOST_LINES, explain_interruption
+from trainium_client.views.interruption_report import MAX_LINES, explain_interruption
 from trainium_client.views.machines import find_machine, machine_views
 from trainium_client.views.sizes import scaling_rows, size_rows
 from trainium_contract.pages.facts import job_facts
@@ -272,7 +272,7 @@ def test_why_shows_pod_cause_and_log_line_of_a_crash() -> None:
     assert report.entry is not None
     assert (report.entry.cause, report.entry.pod, report.number) == ("Crash", "llama-w-0", 3)
     assert any("rank 0 ended with code 137" in line for line in report.log_lines)
-    assert len(report.log_lines) <= MOST_LINES
+    assert len(report.log_lines) <= MAX_LINES
     output = rendered(interruption_page(report))
     assert f"restart {duration(report.entry.stages['restart'])}" in output
     assert "processes restarted in place, pods kept" in output
@@ -415,7 +415,7 @@ def test_the_stage_decide_is_labelled_as_the_wait_for_a_worker() -> None:
 
 
 def test_the_report_of_an_earlier_interruption_is_chosen_by_its_number() -> None:
-    report = explain_interruption(recorded_object("job"), which=2, log_note="llama-w-1 is gone, and its log with it")
+    report = explain_interruption(recorded_object("job"), number=2, log_note="llama-w-1 is gone, and its log with it")
 
     assert report.entry is not None
     assert report.entry.cause == "Preempted"
@@ -522,7 +522,7 @@ def test_no_page_is_wider_than_the_terminal(width: int) -> None:
         history_page(entries, width),
         goodput_page(view.goodput, width),
         sizes_page(size_rows(recorded_object("job")), width),
-        ranks_page(rows, width, most=None),
+        ranks_page(rows, width, limit=None),
         interruption_page(explain_interruption(recorded_object("job"), log=recorded_log())),
     ]
 

@@ -57,7 +57,7 @@ def test_a_manifest_is_applied_as_it_is_written(server: ApiServer, tmp_path: Pat
 
     assert (from_file.name, from_file.namespace, from_file.metadata) == ("x", "team", {"labels": {"a": "b"}})
     path.write_text("kind: Pod")
-    with pytest.raises(ClientError, match="holds no TrainingJob"):
+    with pytest.raises(ClientError, match="has no TrainingJob"):
         TrainingJob.from_file(path)
 
 
@@ -73,7 +73,7 @@ def test_waiting_ends_with_the_phase_the_verdict_or_the_time(server: ApiServer) 
     assert [view.phase for view in reads] == ["Running", "Completed"]
     with pytest.raises(JobFailedError, match="there is no such file or folder"):
         open_job(server, "broken").wait()
-    with pytest.raises(ClientError, match="has completed, and was waited for to be Suspended"):
+    with pytest.raises(ClientError, match="has completed, and cannot be Suspended any more"):
         open_job(server).wait("Suspended")
 
 

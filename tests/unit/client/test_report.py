@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.testing.api.recorded_jobs import NOW, recorded_object
 from tests.testing.page.html_page import Page
 from tests.unit.client.conftest import Command
-from trainium_client.commands.report import read_curve_of
+from trainium_client.commands.report import read_run_curve
 from trainium_client.read import JobSnapshot
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.pages.svg import LinearScale
@@ -184,7 +184,7 @@ def test_figures_of_a_program_are_read_beside_its_checkpoints() -> None:
     assert metrics_path(job) == "/checkpoints/run/metrics.jsonl"
     assert describe_location(job, "metrics.jsonl") == "/data/run/metrics.jsonl on the nodes"
     del job["spec"]["program"]["checkpoints"]
-    notes: list[str] = []
     snapshot = JobSnapshot(job=job, view=hostile_report().view, members=None, pods=())
-    assert read_curve_of(cast("Any", None), snapshot, None, notes) == ()
-    assert "set that, or give --metrics FILE" in notes[0]
+    curve, note = read_run_curve(cast("Any", None), snapshot)
+    assert curve == ()
+    assert "set that, or give --metrics FILE" in note

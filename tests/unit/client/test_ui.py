@@ -60,7 +60,10 @@ def serving(api: ApiServer) -> Iterator[UiHarness]:
         yield harness
     finally:
         harness.server.shutdown()
-        until(lambda: not any(result.busy for result in harness.server.pages._results.values()), "all reads have ended")
+        until(
+            lambda: not any(result.is_querying for result in harness.server.pages._results.values()),
+            "all reads have ended",
+        )
         harness.server.server_close()
         thread.join()
 
@@ -117,29 +120,29 @@ def test_many_tabs_share_reads_and_workers_are_read_once_a_minute(
     harness: UiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[str] = []
-    monkeypatch.setattr(pages, "read_curve_of", lambda *_: reads.append("curve") or ())
+    monkeypatch.setattr(pages, "read_run_curve", lambda *_: (reads.append("curve") or (), ""))
     monkeypatch.setattr(pages, "list_stored_checkpoints", lambda *_, **__: (reads.append("storage") or (), ""))
     for _ in range(10):
         harness.get("/secret/team/llama")
     assert harness.count_requests("/pods") == harness.count_requests("/events") == 1
-    harness.now = pages.FRESH_SECONDS
+    harness.now = pages.PAGE_CACHE_SECONDS
     harness.get("/secret/team/llama")
     assert harness.count_requests("/pods") == 2
     until(lambda: reads == ["curve", "storage"], "curve and storage are read")
-    harness.now = pages.STORAGE_SECONDS
+    harness.now = pages.WORKER_QUERY_SECONDS
     harness.get("/secret/team/llama")
     until(lambda: len(reads) == 4, "curve and storage are read again")
 
 
 def test_the_curve_is_read_once_and_extended_by_live_steps(harness: UiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     curve = read_curve(json.dumps({"step": step, "loss": 6.0 - step / 100}) for step in range(5))
-    monkeypatch.setattr(pages, "read_curve_of", lambda *_: curve)
+    monkeypatch.setattr(pages, "read_run_curve", lambda *_: (curve, ""))
     monkeypatch.setattr(pages, "list_stored_checkpoints", lambda *_, **__: (None, "no worker"))
     harness.get("/secret/team/llama")
     uid = recorded_object("job")["metadata"]["uid"]
-    until(lambda: not harness.server.pages._results[uid].busy, "the curve is read")
+    until(lambda: not harness.server.pages._results[uid].is_querying, "the curve is read")
     for number, step in enumerate((300, 301), 1):
-        harness.now = pages.FRESH_SECONDS * number
+        harness.now = pages.PAGE_CACHE_SECONDS * number
         harness.api.answers[f"{JOBS}/llama"]["status"]["progress"]["step"] = step
         text = harness.get("/secret/team/llama")[1]
     assert "checkpoints on storage: no worker" in text

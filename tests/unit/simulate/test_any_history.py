@@ -22,6 +22,7 @@ FAULTS = st.lists(
         st.integers(0, 5),
         duration=st.floats(60, 6 * 3600),
         same_machine=st.booleans(),
+        replicas=st.integers(0, 5),
     ),
     max_size=8,
 )
@@ -35,7 +36,7 @@ def case(spares: int = 1, rate: float = 300.0, days: float = 3.0, nodes: int = 4
 @pytest.mark.timeout(300)
 @settings(max_examples=trials(10))
 @given(faults=FAULTS, spares=st.integers(0, 2), elastic=st.booleans())
-@example(faults=[fault(0.0, FaultClass.RESIZE, 5, duration=76.0)], spares=1, elastic=False)
+@example(faults=[fault(0.0, FaultClass.RESIZE, replicas=5, duration=76.0)], spares=1, elastic=False)
 def test_the_jobs_ledger_agrees_with_what_happened(faults: list[Fault], spares: int, elastic: bool) -> None:
     job = spec(spares=spares, workers={"minReplicas": 1} if elastic else {})
     # All faults are over half a day before the end, so that the ranks that were lost are reported by those after them.

@@ -128,7 +128,7 @@ def test_a_rack_that_is_lost_is_one_interruption() -> None:
 
 
 def test_a_resize_is_followed_and_taken_back() -> None:
-    outcome = simulate(fault(HOUR, FaultClass.RESIZE, slot=3, duration=HOUR, same_machine=True))
+    outcome = simulate(fault(HOUR, FaultClass.RESIZE, replicas=3, duration=HOUR, same_machine=True))
 
     assert [entry.cause for entry in outcome.interruptions] == [Cause.RESIZE, Cause.RESIZE]
     assert outcome.seconds_by_size[3] == pytest.approx(HOUR, abs=5)
@@ -136,8 +136,8 @@ def test_a_resize_is_followed_and_taken_back() -> None:
 
 def test_only_the_newest_size_that_was_asked_for_is_taken_back() -> None:
     outcome = simulate(
-        fault(HOUR, FaultClass.RESIZE, slot=3, duration=HOUR),
-        fault(1.5 * HOUR, FaultClass.RESIZE, slot=2, duration=HOUR),
+        fault(HOUR, FaultClass.RESIZE, replicas=3, duration=HOUR),
+        fault(1.5 * HOUR, FaultClass.RESIZE, replicas=2, duration=HOUR),
     )
 
     assert outcome.seconds_by_size[3] == pytest.approx(HOUR / 2, abs=5)

@@ -61,8 +61,8 @@ def test_json_lists_every_case_and_the_same_seeds_give_the_same_answer(
         assert 0 < result["work"]["mean"] <= 1
         assert result["mix"] == "AllCauses"
         assert result["goal"] == {"strict": 0.5, "reached": True}
-    assert first["results"][0]["sparesBring"] is None
-    assert first["results"][1]["sparesBring"]["holdNodeHours"] == 720
+    assert first["results"][0]["spareGain"] is None
+    assert first["results"][1]["spareGain"]["heldNodeHours"] == 720
 
 
 def test_a_table_shows_what_a_spare_buys_and_which_stage_to_shorten(
@@ -94,9 +94,9 @@ def test_costs_cover_held_nodes_and_their_work(job: Path, tmp_path: Path, capsys
     cost, nodes = result["cost"], result["nodes"] + 1
 
     assert cost["nodeHours"] == pytest.approx(nodes * 720, rel=0.1)
-    assert cost["aMonth"] == pytest.approx(2.5 * cost["nodeHours"], abs=1)
-    assert cost["lostOrIdle"] == pytest.approx(cost["aMonth"] * (1 - result["fleet"]["mean"]), abs=1)
-    assert cost["forAMonthsWork"] == pytest.approx(cost["aMonth"] / result["work"]["mean"], abs=1)
+    assert cost["perMonth"] == pytest.approx(2.5 * cost["nodeHours"], abs=1)
+    assert cost["lostOrIdle"] == pytest.approx(cost["perMonth"] * (1 - result["fleet"]["mean"]), abs=1)
+    assert cost["perMonthOfWork"] == pytest.approx(cost["perMonth"] / result["work"]["mean"], abs=1)
     assert main(arguments) == 0
     assert "Cost of a month, at 2.5 a node-hour" in capsys.readouterr().out
 
@@ -265,7 +265,8 @@ def test_a_history_that_is_no_list_is_refused(tmp_path: Path) -> None:
 def test_a_trace_has_resizes_and_faults_without_a_node(tmp_path: Path) -> None:
     model = FailureModel()
     good = Path(write_file(tmp_path, "good.csv", "seconds,class,node,duration\n1,OperatorLost,,5\n2,Resize,4,60\n"))
-    assert [(fault.slot, fault.duration) for fault in read_trace(good, slots=4, model=model)] == [(-1, 5.0), (4, 60.0)]
+    faults = read_trace(good, slots=4, model=model)
+    assert [(fault.slot, fault.replicas, fault.duration) for fault in faults] == [(-1, 0, 5.0), (-1, 4, 60.0)]
     for size in ("0", "5", "2.5"):
         bad = Path(write_file(tmp_path, "bad.csv", f"seconds,class,node\n2,Resize,{size}\n"))
         with pytest.raises(InputError, match="from 1 to 4"):
