@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_agent.linux import kernel
 from trainium_agent.show_ranks import newest_records
-from trainium_worker import replace_text
+from trainium_worker.progress_record import replace_text
 
 if TYPE_CHECKING:
     from pathlib import Path

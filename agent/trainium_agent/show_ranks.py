@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire import worker_env
-from trainium_worker import read_progress
+from trainium_worker.progress_record import read_progress
 
 if TYPE_CHECKING:
-    from trainium_worker import ProgressRecord
+    from trainium_worker.progress_record import ProgressRecord
 
 _FILE = re.compile(r"g(\d+)-r(\d+)(\.output)?")
 """The record that a rank writes, and the record of the steps found in its output."""

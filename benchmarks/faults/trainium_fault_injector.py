@@ -76,7 +76,7 @@ def _pace_steps() -> None:
     def accumulate_at_pace(self: NativeBackend, batch: MicroBatch, *, last: bool) -> None:
         accumulate(self, batch, last=last)
         if last:
-            with self._pulse.work:  # monitors count the delay as computation
+            with self._pulse.local_work:  # monitors count the delay as computation
                 _execute_command(self)
                 time.sleep(max(0.0, last_end[0] + STEP_SECONDS - time.monotonic()))
             last_end[0] = time.monotonic()

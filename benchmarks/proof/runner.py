@@ -30,7 +30,7 @@ from benchmarks.ranks import THREAD_VARIABLES, rank_environment
 from trainium_devcluster.ports import reserve_port
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
-from trainium_worker import read_progress
+from trainium_worker.progress_record import read_progress
 
 if TYPE_CHECKING:
     from benchmarks.proof.suites import Scenario, Suite, Trial

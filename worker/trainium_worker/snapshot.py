@@ -33,25 +33,25 @@ HEADER_BYTES = 4096
 BLOCK_BYTES = 4096
 """The size of a payload is a multiple of it, so that no byte is outside a block of the checksum."""
 _MAGIC = b"TRNSNAP1"
-_TEXT_START = 16
-_WORDS = BLOCK_BYTES // 8
-_STORE_ID = "STORE_ID"
+_HEADER_START = 16
+_WORDS_PER_BLOCK = BLOCK_BYTES // 8
+_STORE_ID_FILE = "STORE_ID"
 
 
 class DamagedSnapshotError(Exception):
     """A finished snapshot whose bytes are not what was written."""
 
 
-def directory_of_run(volume: Path, run: str) -> Path:
+def run_directory(volume: Path, run: str) -> Path:
     """Return the directory of a run's snapshots, so that runs that share a volume do not affect each other."""
     return volume / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
 
 
-def store_id(directory: Path) -> str:
-    """Return an id of the directory that is the same for all processes that share it."""
-    path = directory / _STORE_ID
+def read_store_id(directory: Path) -> str:
+    """Return the id of a directory, created by its first process, by which processes know that they share it."""
+    path = directory / _STORE_ID_FILE
     if not path.exists():
-        draft = directory / f".{_STORE_ID}.{os.getpid()}"
+        draft = directory / f".{_STORE_ID_FILE}.{os.getpid()}"
         draft.write_text(secrets.token_hex(16))
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
@@ -72,7 +72,7 @@ def pair_stores(stores: Sequence[str]) -> dict[str, str]:
     groups = [[stores[number], stores[number + half]] for number in range(half)]
     if len(stores) % 2:
         groups[-1].append(stores[-1])
-    return {store: group[(at + 1) % len(group)] for group in groups for at, store in enumerate(group)}
+    return {store: group[(number + 1) % len(group)] for group in groups for number, store in enumerate(group)}
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def checksum(payload: torch.Tensor) -> str:
     zlib.crc32 reaches 2.1 and SHA-256 1.1), without the interpreter lock, so that a snapshot every step is affordable.
     It does not guard against an adversary; durable checkpoints use SHA-256.
     """
-    sums = payload.view(torch.int64).view(-1, _WORDS).sum(dim=1)
+    sums = payload.view(torch.int64).view(-1, _WORDS_PER_BLOCK).sum(dim=1)
     return hashlib.sha256(sums.numpy().data).hexdigest()[:32]
 
 
@@ -102,11 +102,11 @@ class SnapshotFile:
         self.payload = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
 
     @property
-    def finished(self) -> bool:
-        """Whether the file has a header."""
+    def is_finished(self) -> bool:
+        """Whether the file has a valid header page."""
         return self._map[:8] == _MAGIC
 
-    def page(self) -> bytes:
+    def header_page(self) -> bytes:
         """Return the header page."""
         return self._map[:HEADER_BYTES]
 
@@ -117,9 +117,9 @@ class SnapshotFile:
             self.path.rename(path)
             self.path = path
 
-    def write_header(self, text: bytes) -> None:
-        """Mark the file as finished; the text of the header contains the checksum of the payload."""
-        page = len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
+    def write_header(self, header: bytes) -> None:
+        """Mark the file as finished; the header contains the checksum of the payload."""
+        page = len(header).to_bytes(4, "little") + zlib.crc32(header).to_bytes(4, "little") + header
         self._map[8 : 8 + len(page)] = page
         self._map[:8] = _MAGIC
 
@@ -136,27 +136,21 @@ def reserve(path: Path, payload_bytes: int) -> None:
         os.close(descriptor)
 
 
-def read_text(path: Path) -> tuple[bytes, int] | None:
-    """Return the header's text and the bytes of the payload; None for an unfinished snapshot.
-
-    Raises DamagedSnapshotError if the header is damaged.
-    """
+def read_header(path: Path) -> bytes | None:
+    """Return the header of a file; None for an unfinished snapshot. Raises DamagedSnapshotError."""
     with path.open("rb") as file:
-        page = file.read(HEADER_BYTES)
-        size = os.fstat(file.fileno()).st_size
-    text = parse_page(page, path.name)
-    return None if text is None else (text, size - HEADER_BYTES)
+        return parse_header_page(file.read(HEADER_BYTES), path.name)
 
 
-def parse_page(page: bytes, name: str) -> bytes | None:
-    """Return the text of a header page; None for an unfinished snapshot. Raises DamagedSnapshotError."""
+def parse_header_page(page: bytes, name: str) -> bytes | None:
+    """Return the header in a header page; None for an unfinished snapshot. Raises DamagedSnapshotError."""
     if page[:8] != _MAGIC:
         return None
     length = int.from_bytes(page[8:12], "little")
-    text = page[_TEXT_START : _TEXT_START + length]
-    if zlib.crc32(text) != int.from_bytes(page[12:16], "little"):
+    header = page[_HEADER_START : _HEADER_START + length]
+    if zlib.crc32(header) != int.from_bytes(page[12:16], "little"):
         raise DamagedSnapshotError(f"{name}: the header is altered")
-    return text
+    return header
 
 
 def open_payload(path: Path, payload_bytes: int, expected: str | None) -> torch.Tensor:
@@ -175,11 +169,11 @@ def open_payload(path: Path, payload_bytes: int, expected: str | None) -> torch.
 # ---- to another node ------------------------------------------------------------------------------------------------
 
 
-def send_copy(group: ProcessGroup, target: int, tag: int, page: bytes, payload: torch.Tensor) -> bool:
+def send_copy(group: ProcessGroup, target: int, tag: int, header_page: bytes, payload: torch.Tensor) -> bool:
     """Send a finished snapshot to a rank; return whether it was stored. Uses three tags. Raises RuntimeError."""
     answer = torch.zeros(1, dtype=torch.uint8)
     reply = dist.irecv(answer, target, group=group, tag=tag + 2)
-    wait_for(dist.isend(torch.frombuffer(bytearray(page), dtype=torch.uint8), target, group=group, tag=tag))
+    wait_for(dist.isend(torch.frombuffer(bytearray(header_page), dtype=torch.uint8), target, group=group, tag=tag))
     wait_for(dist.isend(payload, target, group=group, tag=tag + 1))
     wait_for(reply)
     return bool(answer[0])
@@ -189,26 +183,26 @@ def receive_copy(
     group: ProcessGroup,
     source: int,
     tag: int,
-    slot: Callable[[bytes], torch.Tensor],
-    finish: Callable[[], bool],
+    allocate: Callable[[bytes], torch.Tensor],
+    finalize: Callable[[], bool],
     timeout: timedelta | None = None,
 ) -> bool:
     """Receive a copy from `send_copy`; return False after a page without a snapshot, which ends the copies.
 
-    slot: returns the memory for the payload, given the text of the header; finish: finalizes the copy and returns
-    whether it is intact. timeout: the time limit of the page. Raises RuntimeError if the sender failed or sends a
+    allocate: returns the memory for the payload, given the header; finalize: finalizes the copy and returns whether it
+    is intact. timeout: the time limit of the page. Raises RuntimeError if the sender failed or sends a
     damaged page.
     """
     page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
     wait_for(dist.irecv(page, source, group=group, tag=tag), timeout)
     try:
-        text = parse_page(page.numpy().tobytes(), f"from rank {source}")
+        header = parse_header_page(page.numpy().tobytes(), f"from rank {source}")
     except DamagedSnapshotError as error:
         raise RuntimeError(str(error)) from error
-    if text is None:
+    if header is None:
         return False
-    wait_for(dist.irecv(slot(text), source, group=group, tag=tag + 1))
-    answer = torch.tensor([finish()], dtype=torch.uint8)
+    wait_for(dist.irecv(allocate(header), source, group=group, tag=tag + 1))
+    answer = torch.tensor([finalize()], dtype=torch.uint8)
     wait_for(dist.isend(answer, source, group=group, tag=tag + 2))
     return True
 

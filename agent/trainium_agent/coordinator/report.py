@@ -30,7 +30,7 @@ from trainium_contract.wire.messages import (
     StuckRank,
     WorkerPhase,
 )
-from trainium_worker import ProgressPhase, read_alerts, read_notice
+from trainium_worker.progress_record import ProgressPhase, read_alerts, read_notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
     from trainium_contract.spec.health import PreflightCheck
     from trainium_contract.spec.precompile import CompiledSize
-    from trainium_worker import ProgressRecord
+    from trainium_worker.progress_record import ProgressRecord
 
 _KEPT = 8
 _LISTED_RANKS = 64
@@ -180,8 +180,8 @@ class PodReport:
         self, generation: int, process: RankProcess, code: int, sentence: str = "", at: float = 0.0
     ) -> None:
         files, index = self.progress_files, process.local_rank
-        found = self._workload.read(files[index]) if index < len(files) else None
-        step = found[0].step if found is not None and self._is_of_current_attempt(found[0]) else -1
+        reading = self._workload.read(files[index]) if index < len(files) else None
+        step = reading.record.step if reading is not None and self._is_of_current_attempt(reading.record) else -1
         self._failures.append(_Failure(self._next_failure, generation, process, code, step, sentence, at))
         self._next_failure += 1
         self._send_now()

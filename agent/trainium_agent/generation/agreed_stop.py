@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_agent.generation.store import GenerationStore, StoreLostError
-from trainium_worker import read_progress, release_stop, request_stop, stop_at
+from trainium_worker.progress_record import read_progress, release_stop, request_stop, stop_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,7 +15,8 @@ from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWaitSampler
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
-from trainium_worker import Activity, ProgressPhase, Waiting
+from trainium_worker.progress_record import ProgressPhase
+from trainium_worker.pulse import Activity, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -91,10 +92,11 @@ class RankSampler:
     def _sample_rank(self, process: RankProcess, now: float) -> tuple[RankSample, StepTiming | None]:
         began = self._starting_since.setdefault(process.pid, now)
         path = self._progress_of(process.local_rank)
-        progress = self._workload.read(path)
-        record, pulse = progress if progress is not None else (None, None)
-        current = record is not None and (record.generation, record.attempt) == (self._generation, process.attempt)
-        if record is None or pulse is None or not current:
+        reading = self._workload.read(path)
+        if reading is None or reading.pulse is None:
+            return self._sample_unreported(process, now), None
+        record, pulse = reading.record, reading.pulse
+        if (record.generation, record.attempt) != (self._generation, process.attempt):
             return self._sample_unreported(process, now), None
         phase = _PHASES[pulse.activity]
         if phase is not TrainerPhase.INIT and began is not None:

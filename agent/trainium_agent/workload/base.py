@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainium_agent.ranks.standby import StandbyPlan, StartRequest
     from trainium_agent.settings import AgentSettings
     from trainium_contract.wire.messages import HangDetection
-    from trainium_worker import ProgressRecord, PulseReading
+    from trainium_worker.progress_record import ProgressReading, ProgressRecord
 
 _ROLE = "trainer"
 
@@ -61,7 +61,7 @@ class Workload(ABC):
         return code
 
     @abstractmethod
-    def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
+    def read(self, path: Path) -> ProgressReading | None:
         """Return the progress of a rank, from any thread; `path` is its progress file."""
 
     @abstractmethod

@@ -25,7 +25,14 @@ from trainium_agent.linux import kernel
 from trainium_agent.workload.base import Workload, progress_file
 from trainium_contract.spec.program import STEP_GROUP
 from trainium_contract.wire.messages import HangDetection
-from trainium_worker import ProgressPhase, ProgressRecord, ProgressWriter, read_with_pulse
+from trainium_worker.progress_record import (
+    ProgressPhase,
+    ProgressReading,
+    ProgressRecord,
+    ProgressWriter,
+    read_progress,
+    read_with_pulse,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import AttemptLayout
     from trainium_contract.spec.program import ProgramSpec
-    from trainium_worker import PulseReading
 
 _LINE_BYTES = 2048
 _LINES = 256
@@ -128,8 +134,8 @@ class ProgramMonitor(Workload):
         now = time.monotonic()
         if fresh or now >= self._read_at + _READ_SECONDS:
             self._read_at = now
-            found = ((rank, self.read(rank.path)) for rank in self._ranks.values())
-            self._records = [(rank, progress[0]) for rank, progress in found if progress is not None]
+            readings = ((rank, self.read(rank.path)) for rank in self._ranks.values())
+            self._records = [(rank, reading.record) for rank, reading in readings if reading is not None]
 
     def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:  # noqa: ARG002 - what others need
         """Return the record with the highest step, as of the last read, and its file."""
@@ -138,25 +144,26 @@ class ProgramMonitor(Workload):
         rank, record = max(self._records, key=lambda found: found[1].step)
         return record, rank.path
 
-    def read(self, path: Path) -> tuple[ProgressRecord, PulseReading | None] | None:
+    def read(self, path: Path) -> ProgressReading | None:
         """Return the progress of a rank: from the library, else from its output, else only that the program runs."""
         rank = next((local_rank for local_rank in self._ranks.values() if local_rank.path == path), None)
-        reported, found = (
-            progress if progress is not None and (rank is None or rank.attempt <= progress[0].attempt) else None
-            for progress in map(read_with_pulse, (path, _output_record_path(path)))
+        reported, printed = (
+            reading if reading is not None and (rank is None or rank.attempt <= reading.record.attempt) else None
+            for reading in map(read_with_pulse, (path, _output_record_path(path)))
         )
-        if reported is not None and reported[0].step >= 0:
+        if reported is not None and reported.record.step >= 0:
             return reported
-        if found is not None:
-            return found
+        if printed is not None:
+            return printed
         if reported is not None or rank is None:
             return reported
         # Most programs print steps on the first or the last rank only, so only the first node waits for one.
         waits = self._pattern is not None and rank.node_rank == 0 and not rank.unmatched
         phase = ProgressPhase.LOADING if waits else ProgressPhase.TRAINING
-        return ProgressRecord(
+        record = ProgressRecord(
             pid=0, generation=rank.generation, attempt=rank.attempt, phase=phase, updated=rank.started
-        ), None
+        )
+        return ProgressReading(record, None)
 
     def on_finish(self, processes: Sequence[RankProcess]) -> str:  # noqa: ARG002 - what the program needs
         """List the folder once more for the last checkpoint of a program."""
@@ -245,17 +252,17 @@ class ProgramMonitor(Workload):
             productive_seconds=rank.writer.record.productive_seconds + seconds,
         )
         if seconds:
-            rank.writer.pulse.step_done(each)
+            rank.writer.pulse.complete_step(each)
         rank.step, rank.step_at = step, at
 
     def _open(self, rank: _Rank, step: int) -> ProgressWriter:
         """Create the record of a rank at its first step; earlier attempts count as far as the rank continues them."""
         path = _output_record_path(rank.path)
-        before = read_with_pulse(path)
+        previous = read_progress(path)
         productive = 0.0
-        if before is not None and before[0].generation == rank.generation:
-            lost = max(0, before[0].step - step)
-            productive = max(0.0, before[0].productive_seconds - lost * before[0].step_seconds)
+        if previous is not None and previous.generation == rank.generation:
+            lost = max(0, previous.step - step)
+            productive = max(0.0, previous.productive_seconds - lost * previous.step_seconds)
         writer = ProgressWriter(path, generation=rank.generation, attempt=rank.attempt)
         # Without a known checkpoint it resumed right before the first step that it prints.
         resumed = self.durable_step if 0 <= self.durable_step < step else step - 1

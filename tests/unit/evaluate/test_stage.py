@@ -21,7 +21,7 @@ from trainium_trainer.evaluate.stage import RunEvaluation, evaluate_artifacts
 from trainium_trainer.exits import UserError
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.peers import Peers
-from trainium_worker import read_progress
+from trainium_worker.progress_record import read_progress
 
 
 @pytest.fixture(scope="module")

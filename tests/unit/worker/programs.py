@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.testing.suite.timeouts import scaled
 from tests.testing.trainer.fork_server import fork_context
 from trainium_worker.dcp import MemoryReader, MemoryWriter
-from trainium_worker.snapshot import directory_of_run
+from trainium_worker.snapshot import run_directory
 
 GLOBAL_BATCH = 8
 
@@ -153,7 +153,7 @@ class SimulatedJob:
         return sorted(self.memory(node).rglob("*.snapshot"))
 
     def directory(self, node: int) -> Path:
-        return directory_of_run(self.memory(node), "run")
+        return run_directory(self.memory(node), "run")
 
     def lose_node(self, node: int) -> None:
         shutil.rmtree(self.memory(node))

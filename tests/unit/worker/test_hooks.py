@@ -8,16 +8,16 @@ import torch
 
 import trainium_worker
 from tests.unit.worker.test_reports import progress
-from trainium_worker import stop_at
 from trainium_worker.hooks.loop import training_steps
 from trainium_worker.hooks.torchtitan import report_to_agent
+from trainium_worker.progress_record import stop_at
 
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "g1-r0"
     monkeypatch.setenv("TRAINIUM_PROGRESS_FILE", str(path))
-    monkeypatch.setattr(trainium_worker, "_program", None)
+    monkeypatch.setattr(trainium_worker, "_reporter", None)
     return path
 
 
@@ -79,7 +79,7 @@ def test_transformers_trainer_reports_saves_and_resumes(record: Path, tmp_path: 
     checkpoint = get_last_checkpoint(str(tmp_path / "out"))
     assert checkpoint is not None
     assert checkpoint.endswith("checkpoint-3")
-    trainium_worker._program = None
+    trainium_worker._reporter = None
     trainer().train(resume_from_checkpoint=checkpoint)
     assert (progress(record).resume_step, progress(record).step, progress(record).durable_step) == (3, 8, 8)
 
@@ -116,7 +116,7 @@ def test_lightning_reports_and_saves(record: Path, tmp_path: Path) -> None:
         trainer().fit(Module(), batches)
     assert stopped.value.code == trainium_worker.STOPPED
     assert (progress(record).step, progress(record).durable_step, progress(record).total_steps) == (3, 3, 4)
-    trainium_worker._program = None
+    trainium_worker._reporter = None
     trainer().fit(Module(), batches, ckpt_path=path)
     assert (progress(record).resume_step, progress(record).step) == (3, 4)
 

@@ -18,18 +18,20 @@ import pytest
 import trainium_worker
 from tests.testing.suite.timeouts import scaled
 from trainium_contract.wire import worker_env
-from trainium_worker import (
-    Activity,
+from trainium_worker.dcp import session
+from trainium_worker.progress_record import (
     ProgressPhase,
     ProgressRecord,
-    Waiting,
+    ProgressWriter,
     read_notice,
     read_progress,
     read_with_pulse,
+    request_stop,
+    stop_at,
 )
-from trainium_worker.dcp import session
+from trainium_worker.pulse import Activity, Waiting
 
-SOURCE = Path(trainium_worker.__file__)
+PACKAGE = Path(trainium_worker.__file__).parent
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRAINIUM_GENERATION", "3")
     monkeypatch.setenv("TRAINIUM_ATTEMPT", "2")
     monkeypatch.setenv("RANK", "5")
-    monkeypatch.setattr(trainium_worker, "_program", None)
+    monkeypatch.setattr(trainium_worker, "_reporter", None)
     return path
 
 
@@ -50,10 +52,10 @@ def progress(path: Path) -> ProgressRecord:
 
 
 def activity(path: Path) -> tuple[Activity, Waiting]:
-    record = read_with_pulse(path)
-    assert record is not None
-    assert record[1] is not None
-    return record[1].activity, record[1].waiting
+    reading = read_with_pulse(path)
+    assert reading is not None
+    assert reading.pulse is not None
+    return reading.pulse.activity, reading.pulse.waiting
 
 
 def test_steps_are_recorded_with_their_figures(record: Path) -> None:
@@ -168,11 +170,12 @@ def test_environment_variables_equal_those_of_the_contract() -> None:
     )  # fmt: skip
 
 
-def test_the_module_is_one_file_of_python_3_9_without_dependencies() -> None:
-    ast.parse(SOURCE.read_text(), feature_version=(3, 9))
+def test_the_package_is_python_3_9_and_its_reports_have_no_dependencies() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        ast.parse(path.read_text(), feature_version=(3, 9))
     script = "import json, sys; import trainium_worker; print(json.dumps([*sys.modules]))"
     command = [sys.executable, "-S", "-c", script]
-    environment = {"PYTHONPATH": str(SOURCE.parents[1])}
+    environment = {"PYTHONPATH": str(PACKAGE.parent)}
     loaded = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
     assert "trainium_worker" in loaded
     assert {name.partition(".")[0] for name in loaded} - {"trainium_worker", "__main__"} <= set(sys.stdlib_module_names)
@@ -186,9 +189,7 @@ class StoppingRanks:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.paths = [folder / f"r{rank}" for rank in range(count)]
-        self.programs = [
-            trainium_worker._Program(trainium_worker.ProgressWriter(path, generation=1)) for path in self.paths
-        ]
+        self.programs = [trainium_worker._Reporter(ProgressWriter(path, generation=1)) for path in self.paths]
         self.stopped: list[int | None] = [None] * count
         self._barrier = threading.Barrier(count)
 
@@ -212,12 +213,12 @@ def test_all_ranks_stop_after_the_same_step(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     time.sleep(0.05 + rng.random() * 0.05)
     for path in ranks.paths:
-        trainium_worker.request_stop(path)
+        request_stop(path)
         time.sleep(rng.random() * 0.01)
     checks = [progress(path).stop_checks for path in ranks.paths]
     for path in ranks.paths:
         time.sleep(rng.random() * 0.01)
-        trainium_worker.stop_at(path, max(checks) + 1)
+        stop_at(path, max(checks) + 1)
     for thread in threads:
         thread.join(scaled(30))
     assert ranks.stopped == [max(checks) + 1] * 3
@@ -226,18 +227,18 @@ def test_all_ranks_stop_after_the_same_step(tmp_path: Path, seed: int) -> None:
 def test_a_stop_request_without_a_reply_times_out(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainium_worker, "_STOP_TIMEOUT_SECONDS", 0.05)
     trainium_worker.step(1)
-    trainium_worker.request_stop(record)
+    request_stop(record)
     assert not trainium_worker.should_stop()
-    trainium_worker.stop_at(record, 2)
+    stop_at(record, 2)
     assert trainium_worker.should_stop()
     assert trainium_worker.should_stop(), "the answer does not change"
 
 
 def test_a_stop_request_to_an_earlier_attempt_is_ignored(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainium_worker.step(1)
-    trainium_worker.stop_at(record, 1)
-    monkeypatch.setattr(trainium_worker, "_program", None)
+    stop_at(record, 1)
+    monkeypatch.setattr(trainium_worker, "_reporter", None)
     trainium_worker.step(1)
     assert not trainium_worker.should_stop()
-    trainium_worker.request_stop(record.with_name("of-no-process"))  # a rank that has not reported yet
+    request_stop(record.with_name("of-no-process"))  # a rank that has not reported yet
     assert not record.with_name("of-no-process").exists()

@@ -17,7 +17,7 @@ from trainium_trainer.exits import UserError
 if TYPE_CHECKING:
     from trainium_trainer.backends.base import Backend
     from trainium_trainer.configuration.config import Settings
-    from trainium_worker import Pulse
+    from trainium_worker.pulse import Pulse
 
 
 def choose_backend(choice: BackendChoice, device: DeviceChoice = DeviceChoice.AUTO) -> BackendChoice:

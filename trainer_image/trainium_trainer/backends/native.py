@@ -40,7 +40,7 @@ from trainium_trainer.models.stages import canonical_parameters
 from trainium_trainer.monitor.step_metrics import Rewards
 from trainium_trainer.tuning.apply import apply_tuning, initial_adapter
 from trainium_trainer.tuning.trainable import MAGNITUDE, adapted_module, is_adapter, is_reference_in_model
-from trainium_worker import Pulse
+from trainium_worker.pulse import Pulse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,7 +73,7 @@ class NativeBackend:
         self._passes = settings.passes
         self._device = pick_device(settings.launch.local_rank, self._config.device)
         set_current_device(self._device)
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             join_process_group(self._device, settings.launch)
         self.mesh, self._device_mesh = create_mesh(settings, self._device)
         self._pipeline: Pipeline | None = None
@@ -229,7 +229,7 @@ class NativeBackend:
     def is_equal_on_all_ranks(self, value: int) -> bool:
         """Return whether all ranks passed the same number, by the maxima of it and of its negative. Collective."""
         pair = torch.tensor([value, -value], dtype=torch.int64)
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             dist.all_reduce(pair, dist.ReduceOp.MAX)
         return int(pair[0]) == -int(pair[1])
 
@@ -355,7 +355,7 @@ class NativeBackend:
     def _pulse_context(self) -> AbstractContextManager[None]:
         """Mark whether a pass contains collectives."""
         divided = self.mesh.tp is not None or self.mesh.cp is not None or self.mesh.dp_mode.is_sharded
-        return self._pulse.work_with_collectives if divided else self._pulse.work
+        return self._pulse.work_with_collectives if divided else self._pulse.local_work
 
     def _run_pipeline(self, pipeline: Pipeline) -> None:
         """Run forward and backward of all micro-batches of the step."""
@@ -390,7 +390,7 @@ class NativeBackend:
         mine = self._zero_unless_counted(self._own_loss, self._tokens, self._divisor, *self._reward_sums())
         values = torch.tensor([*mine, stop, memory_ends, vote], dtype=torch.float64)
         if self.mesh.world_size > 1:
-            with self._pulse.peers:
+            with self._pulse.waiting_for_peers:
                 dist.all_reduce(values)
         self._losses = []
         self._tokens = self._divisor = 0
@@ -441,7 +441,7 @@ class NativeBackend:
 
     def _gradient_norm(self, divisor: int) -> float:
         """Return the gradient norm over all divided values, each counted once."""
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             self._store.reduce()
             self._sum_tied_embedding()
         return self._norm(self._store.square_sums()) / divisor
@@ -453,7 +453,7 @@ class NativeBackend:
     def _norm(self, square_sums: tuple[float, float]) -> float:
         """Return the norm over all ranks of the store's divided and repeated values."""
         sums = torch.tensor(square_sums, dtype=torch.float64)
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             if self.mesh.dp is not None and self.mesh.dp_mode.is_sharded:
                 dist.all_reduce(sums, group=self.mesh.dp)
             if self.mesh.tp is not None:
@@ -509,7 +509,7 @@ class NativeBackend:
             self._zero_unless_counted(_sum(losses), divisor, *self._reward_sums()), dtype=torch.float64
         )
         if self.mesh.world_size > 1:
-            with self._pulse.peers:
+            with self._pulse.waiting_for_peers:
                 dist.all_reduce(values)
         loss, divided, *rewards = values.tolist()
         return Evaluation(
@@ -518,7 +518,7 @@ class NativeBackend:
 
     def barrier(self) -> None:
         """Run an empty reduction, the cheapest barrier on gloo."""
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             dist.all_reduce(torch.zeros(1))
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.backends.base import Mesh
     from trainium_trainer.models.stages import LlamaStage
-    from trainium_worker import Pulse
+    from trainium_worker.pulse import Pulse
 
 
 class NonfiniteOrigins:
@@ -81,7 +81,7 @@ class NonfiniteOrigins:
         marks = torch.zeros(mesh.world_size, dtype=torch.int32)
         marks[mesh.rank] = mark
         if mesh.world_size > 1:
-            with self._pulse.peers:
+            with self._pulse.waiting_for_peers:
                 dist.all_reduce(marks)
         by_share: dict[int, list[tuple[int, int]]] = {}
         for rank, marked in enumerate(marks.tolist()):

@@ -36,7 +36,7 @@ from trainium_trainer.checkpoint.root.owner import OwnerRecords, RunStart
 from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.protocol import Retry, Storage
-from trainium_worker.snapshot import directory_of_run
+from trainium_worker.snapshot import run_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +88,7 @@ class CheckpointManager:
         self._after_milestone = after_milestone
         self._memory_directory: Path | None = None
         if memory_directory is not None and config.memory.every_steps:
-            self._memory_directory = directory_of_run(memory_directory, start.name or self._storage.location)
+            self._memory_directory = run_directory(memory_directory, start.name or self._storage.location)
         self._memory: MemoryTier | None = None
         self._durable: DurableTier | None = None
         self._ownership_check: OwnershipCheck | None = None

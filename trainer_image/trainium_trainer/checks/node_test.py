@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_agent.checks.node_checks import NodeTask
 from trainium_agent.linux.network_interface import ENV_INTERFACE, LOOPBACK
 from trainium_trainer.checks.pair_test import bandwidth, has_exact_product, time_sums
-from trainium_worker import replace_text
+from trainium_worker.progress_record import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_agent.checks.pair_round import PairTask
 from trainium_agent.checks.pairing import PairingResult
 from trainium_agent.linux.network_interface import use_interface
-from trainium_worker import replace_text
+from trainium_worker.progress_record import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

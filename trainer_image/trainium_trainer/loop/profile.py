@@ -28,7 +28,7 @@ from trainium_contract.trainer.monitor import MOST_PROFILED_STEPS
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.neuron_environment import CAPTURE_ENABLED
 from trainium_trainer.storage import open_storage
-from trainium_worker import replace_text
+from trainium_worker.progress_record import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -91,7 +91,7 @@ class StepProfiler:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the library writes to standard error
             from torch import profiler  # noqa: PLC0415 - only a step that is recorded needs it
 
-            with self._run.progress.pulse.saving:
+            with self._run.progress.pulse.saving():
                 recording = profiler.profile()  # all kinds of activity that this machine has
                 recording.start()
                 if window.first == step + 1:
@@ -114,7 +114,7 @@ class StepProfiler:
         began = time.perf_counter()
         self._step_span.__exit__(None, None, None)
         if step - self._began + 1 == self._window.steps:
-            with self._run.progress.pulse.saving:
+            with self._run.progress.pulse.saving():
                 window, recording = self._window, self._stop()
                 _write_outcome(window, self._write(recording, step))
             self.windows.remove(window)

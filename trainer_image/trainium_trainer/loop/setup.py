@@ -40,7 +40,7 @@ from trainium_trainer.monitor.writers import Recorder
 from trainium_trainer.storage import open_storage
 from trainium_trainer.trackers.process import TrackerProcess, refuse_missing_trackers
 from trainium_trainer.weights.initial import InitialWeights
-from trainium_worker import Activity
+from trainium_worker.pulse import Activity
 
 if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig

@@ -24,7 +24,7 @@ from trainium_agent import log_lines
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogLevel
 from trainium_trainer import exits
-from trainium_worker import Activity, Pulse, PulseReading, Waiting
+from trainium_worker.pulse import Activity, Pulse, PulseReading, Waiting
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -24,7 +24,7 @@ from trainium_trainer.loop.schedule import learning_rate
 from trainium_trainer.loop.setup import Run, report_warnings, set_up_run
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.monitor.step_metrics import StepMetrics
-from trainium_worker import ProgressPhase
+from trainium_worker.progress_record import ProgressPhase
 
 if TYPE_CHECKING:
     from trainium_trainer.backends.base import Evaluation, StepOutcome
@@ -78,7 +78,7 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
         batch = run.loader.batch_at(run.position.samples)
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             run.backend.accumulate(micro_batch, last=number == len(batch.micro_batches))
-        with pulse.saving:
+        with pulse.saving():
             manager.before_update()
         update_started_at = time.monotonic()  # before a pause can occur inside the collective
         totals = run.backend.totals(stop=run.stop.requested, memory_ends=run.stop.memory_ends, vote=manager.vote())
@@ -116,7 +116,7 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
         )
         metrics, alerts = run.monitor.step(measured, new_tokens=totals.tokens)
         step_began += time.perf_counter() - now  # validation time does not count as time of the next step
-        with pulse.saving:  # these write to storage or copy the state
+        with pulse.saving():  # these write to storage or copy the state
             if run.recorder.writes:
                 manager.check_owner(update_started_at)
             run.recorder.samples(step, batch.samples)
@@ -140,7 +140,7 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
         if totals.stop and not is_last:
             return _save_and_leave(run, memory_ends=totals.memory_ends)
     run.stop.record_agreement()
-    with pulse.saving:
+    with pulse.saving():
         manager.finish(run.position)
     run.progress.record_checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
     return ExitCode.FINISHED
@@ -153,7 +153,7 @@ def _validate(run: Run, step: int, *, is_last: bool) -> Evaluation | None:
         return None
     if step % config.data.validation.every_steps and not is_last:
         return None
-    with run.progress.pulse.measuring:
+    with run.progress.pulse.validating():
         batches = validation_batches(
             data, dp_rank=mesh.data_rank, dp_size=mesh.data_size, micro_size=config.batch.micro_size
         )
@@ -168,7 +168,7 @@ def _validate(run: Run, step: int, *, is_last: bool) -> Evaluation | None:
 def _save_and_leave(run: Run, *, memory_ends: bool) -> ExitCode:
     """Save before the exit on which all ranks agreed, and log it. Collective."""
     run.stop.record_agreement()
-    with run.progress.pulse.saving:
+    with run.progress.pulse.saving():
         run.manager.save_before_exit(run.position, memory_ends=memory_ends)
     run.progress.record_checkpoints(memory_step=run.manager.memory_step, durable_step=run.manager.durable_step)
     _log.info("asked to leave: saved step %d", run.position.step)

@@ -6,10 +6,10 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-import trainium_worker
 from trainium_agent.workload.base import read_results, results_path
 from trainium_contract.status.results import RunResults
-from trainium_worker import replace_text
+from trainium_worker import progress_record
+from trainium_worker.progress_record import replace_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainium_trainer.monitor.step_metrics import StepMetrics
 
 
-class ProgressWriter(trainium_worker.ProgressWriter):
+class ProgressWriter(progress_record.ProgressWriter):
     """Writes the record and the results of this process; opening it announces generation and attempt at once."""
 
     def __init__(self, path: Path | None, *, generation: int = 0, attempt: int = 0) -> None:

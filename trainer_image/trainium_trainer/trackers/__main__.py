@@ -25,7 +25,7 @@ from trainium_contract.redaction import redact_secrets
 from trainium_trainer.monitor.json_lines import read_step
 from trainium_trainer.trackers.process import STARTS_NAME, STATE_NAME, TrackedRun
 from trainium_trainer.trackers.services import SERVICES, Service, Step
-from trainium_worker import notice_path, replace_text
+from trainium_worker.progress_record import notice_path, replace_text
 
 _log = logging.getLogger("trainium.trackers")
 _POLL_SECONDS = 1.0

@@ -23,70 +23,90 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SUFFIX = ".snapshot"
-ALIGNMENT = 64
+ALIGNMENT_BYTES = 64
 StrPath = Union[str, "os.PathLike[str]"]
-SaveKey = tuple[int, int, int, str, int]
 
 
-@dataclass(frozen=True)
-class Part:
-    """One rank's part of a save."""
+@dataclass(frozen=True, order=True)
+class SaveId:
+    """The identity of a save, which its parts have in common; ordered by age."""
 
     step: int
     generation: int
     attempt: int
     session: str
     """The session of the processes that saved: two sessions may have reached one step with different states."""
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a save."""
+
+    save: SaveId
     rank: int
-    world: int
     payload_bytes: int
     index_start: int
     """The offset of the index in the payload."""
     checksum: str = ""
 
-    @property
-    def save(self) -> SaveKey:
-        """Return the common identity of the parts of a save, ordered by age."""
-        return self.step, self.generation, self.attempt, self.session, self.world
-
-    def to_text(self) -> bytes:
-        """Serialize the part as the text of a snapshot's header."""
+    def to_header(self) -> bytes:
+        """Serialize the part as the header of a snapshot."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def from_text(text: bytes, name: str) -> Part:
-        """Parse the result of `to_text`. Raises DamagedSnapshotError for a text of another format."""
+    def from_header(header: bytes, name: str) -> Part:
+        """Parse the result of `to_header`. Raises DamagedSnapshotError for a header of another format."""
         try:
-            return Part(**json.loads(text))
-        except (TypeError, ValueError) as error:
+            values = json.loads(header)
+            return Part(**{**values, "save": SaveId(**values["save"])})
+        except (KeyError, TypeError, ValueError) as error:
             raise DamagedSnapshotError(f"{name}: the header is of another format") from error
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The location of an item of the plan of a save in the payload of a rank."""
+class Span:
+    """The location of an item of a save: bytes `start` to `end` in the payload of a rank."""
 
-    item: WriteItem
+    rank: int
     start: int
     end: int
 
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return self.end - self.start
+
+    @property
+    def aligned_size(self) -> int:
+        """The number of bytes up to the next item, so that every item is aligned for its type."""
+        return round_up(self.size, ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An item of the plan of a save and its location."""
+
+    item: WriteItem
+    span: Span
+
     def tensor(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in a payload, or in a slice of it that begins with the entry."""
+        """Return the tensor at the start of a slice of a payload."""
         data = self.item.tensor_data
         assert data is not None, "only items with tensors have one"
-        return payload[: self.end - self.start].view(data.properties.dtype).view(data.chunk.sizes)
+        return payload[: self.span.size].view(data.properties.dtype).view(data.chunk.sizes)
 
 
-def lay_out(items: Sequence[WriteItem], texts: dict[int, io.BytesIO]) -> list[Entry]:
-    """Lay out the items in a payload one after another; `texts` are those without a tensor, by index. Pure."""
-    entries, at = [], 0
+def lay_out(items: Sequence[WriteItem], serialized: dict[int, io.BytesIO], rank: int) -> list[Entry]:
+    """Lay out the items in a rank's payload one after another; `serialized`: those without a tensor, by index. Pure."""
+    entries, start = [], 0
     for number, item in enumerate(items):
         if item.tensor_data is None:
-            size = texts[number].getbuffer().nbytes
+            size = serialized[number].getbuffer().nbytes
         else:
             size = prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-        entries.append(Entry(item, at, at + size))
-        at = round_up(at + size, ALIGNMENT)
+        entries.append(Entry(item, Span(rank, start, start + size)))
+        start = round_up(start + size, ALIGNMENT_BYTES)
     return entries
 
 
@@ -100,8 +120,8 @@ def read_parts(directory: Path) -> dict[Path, Part]:
     parts: dict[Path, Part] = {}
     for path in sorted(directory.glob(f"*{SUFFIX}")):
         try:
-            text = snapshot.read_text(path)
-            part = None if text is None else Part.from_text(text[0], path.name)
+            header = snapshot.read_header(path)
+            part = None if header is None else Part.from_header(header, path.name)
         except FileNotFoundError:  # another rank of this node has removed it
             continue
         except (DamagedSnapshotError, OSError) as error:
@@ -114,11 +134,14 @@ def read_parts(directory: Path) -> dict[Path, Part]:
 
 def newest_complete(parts_in_memory: Iterable[Part]) -> tuple[Part, ...]:
     """Return the parts, by rank, of the newest save with all parts; empty if there is none. Pure."""
-    saves: dict[SaveKey, dict[int, Part]] = {}
+    saves: dict[SaveId, dict[int, Part]] = {}
     for part in parts_in_memory:
         saves.setdefault(part.save, {})[part.rank] = part
-    complete_saves = [save for save, parts in saves.items() if len(parts) == save[-1]]
-    return tuple(saves[max(complete_saves)][rank] for rank in range(max(complete_saves)[-1])) if complete_saves else ()
+    complete_saves = [save for save, parts in saves.items() if len(parts) == save.world_size]
+    if not complete_saves:
+        return ()
+    newest = max(complete_saves)
+    return tuple(saves[newest][rank] for rank in range(newest.world_size))
 
 
 def find_buddies(stores: Sequence[str], rank: int) -> tuple[int | None, list[int]]:
@@ -126,13 +149,13 @@ def find_buddies(stores: Sequence[str], rank: int) -> tuple[int | None, list[int
 
     stores: the store of the node of each rank.
     """
-    ranks: dict[str, list[int]] = {}
+    ranks_by_store: dict[str, list[int]] = {}
     for number, store in enumerate(stores):
-        ranks.setdefault(store, []).append(number)
-    partner = snapshot.pair_stores(list(ranks))
+        ranks_by_store.setdefault(store, []).append(number)
+    partners = snapshot.pair_stores(list(ranks_by_store))
 
-    def target(source: int) -> int | None:
-        keepers = ranks.get(partner.get(stores[source], ""))
-        return keepers[ranks[stores[source]].index(source) % len(keepers)] if keepers else None
+    def find_target(source: int) -> int | None:
+        targets = ranks_by_store.get(partners.get(stores[source], ""))
+        return targets[ranks_by_store[stores[source]].index(source) % len(targets)] if targets else None
 
-    return target(rank), [source for source in range(len(stores)) if target(source) == rank]
+    return find_target(rank), [source for source in range(len(stores)) if find_target(source) == rank]

@@ -22,17 +22,17 @@ from torch.futures import Future
 
 import trainium_worker
 from trainium_worker import snapshot
-from trainium_worker.dcp.parts import ALIGNMENT, newest_complete, read_parts, round_up
-from trainium_worker.dcp.session import TAG, session_of
+from trainium_worker.dcp.parts import newest_complete, read_parts
+from trainium_worker.dcp.session import TAG, open_session
 from trainium_worker.snapshot import DamagedSnapshotError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-    from trainium_worker.dcp.parts import Entry, Part, StrPath
+    from trainium_worker.dcp.parts import Entry, Part, Span, StrPath
 
 _log = logging.getLogger(__name__)
 
@@ -49,13 +49,14 @@ class MemoryReader(StorageReader):
         directory: as for `MemoryWriter`.
         """
         super().__init__()
-        self._session = session = session_of(directory)
+        self._session = session = open_session(directory)
         self._payloads = session.resumed_payloads
-        self._holders: dict[int, list[str]] = {}
-        self._entries: dict[Any, tuple[int, Entry]] = {}
-        """The rank and entry of each item of the save."""
-        stored = self._find_durable(durable)
-        parts = self._agree(-1 if stored is None else stored[0])
+        self._stores: dict[int, str] = {}
+        """The store from which each part is read, by the part's rank."""
+        self._entries: dict[Any, Entry] = {}
+        """The items of the save, by their index."""
+        durable_step, folder = self._find_durable(durable) or (-1, None)
+        parts = self._choose_parts(durable_step)
         self.step: int | None = None
         """The step of the save; None if there is none."""
         self.source: str = ""
@@ -63,22 +64,22 @@ class MemoryReader(StorageReader):
         self._durable: FileSystemReader | None = None
         self._metadata: Metadata | None = None
         if parts:
-            self.step, self.source = parts[0].step, trainium_worker.MEMORY
+            self.step, self.source = parts[0].save.step, trainium_worker.MEMORY
             session.resumed = parts[0].save
             self._metadata = self._gather_metadata(parts)
-        elif stored is not None:
-            self.step, self.source = stored[0], str(stored[1])
-            self._durable = FileSystemReader(stored[1])
+        elif folder is not None:
+            self.step, self.source = durable_step, str(folder)
+            self._durable = FileSystemReader(folder)
 
-    # ---- which save -------------------------------------------------------------------------------------------------
+    # ---- choice of the save ------------------------------------------------------------------------------------------
 
     def _find_durable(self, folders: StrPath | None) -> tuple[int, Path] | None:
         """Return step and folder of the newest checkpoint found by rank 0. Raises its OSError on all ranks."""
         newest: tuple[int, Path] | OSError | None = None
-        pattern = None if folders is None else _pattern_of(Path(folders))
-        if folders is not None and pattern is not None and self._session.rank == 0:
+        if folders is not None:
+            pattern = _folder_pattern(Path(folders))
             try:
-                newest = find_durable(Path(folders), pattern)
+                newest = find_durable(Path(folders), pattern) if self._session.rank == 0 else None
             except OSError as error:
                 newest = error
         newest = self._session.gather(newest)[0]
@@ -86,41 +87,41 @@ class MemoryReader(StorageReader):
             raise newest
         return newest
 
-    def _agree(self, durable_step: int) -> tuple[Part, ...]:
-        """Return the parts of the newest save whose parts all verify, unless storage has a newer step."""
+    def _choose_parts(self, durable_step: int) -> tuple[Part, ...]:
+        """Return the parts of the newest save whose parts all verify, unless storage has a newer step. Collective."""
         session = self._session
-        if not session.keeps or session.directory is None:
+        if not session.is_enabled or session.directory is None:
             return ()
         files = {part: path for path, part in read_parts(session.directory).items()}
-        own_parts = set(files) if session.neighbours[0] == session.rank else set()
-        held_parts: set[tuple[str, Part]] = {
-            (session.stores[rank], part) for rank, parts in enumerate(session.gather(own_parts)) for part in parts
-        }
+        stores_by_part: dict[Part, set[str]] = {}
+        for rank, parts in enumerate(session.gather(list(files) if session.store_ranks[0] == session.rank else [])):
+            for part in parts:
+                stores_by_part.setdefault(part, set()).add(session.stores[rank])
         while True:
-            chosen = newest_complete(part for _, part in held_parts)
-            if not chosen or chosen[0].step < durable_step:
+            chosen = newest_complete(part for part, stores in stores_by_part.items() if stores)
+            if not chosen or chosen[0].save.step < durable_step:
                 return ()
-            local_parts = [part for part in chosen if (session.stores[session.rank], part) in held_parts]
-            damaged = {bad for rank_damaged in session.gather(self._verify(local_parts, files)) for bad in rank_damaged}
-            if not damaged:
-                self._holders = {
-                    part.rank: sorted({store for store, each in held_parts if each == part}) for part in chosen
-                }
+            local_parts = [part for part in chosen if session.store in stores_by_part[part]]
+            damaged_parts = session.gather(self._verify(local_parts, files))
+            if not any(damaged_parts):
+                self._stores = {part.rank: min(stores_by_part[part]) for part in chosen}
                 return chosen
-            held_parts -= damaged
+            for rank, parts in enumerate(damaged_parts):
+                for part in parts:
+                    stores_by_part[part].discard(session.stores[rank])
 
-    def _verify(self, parts: Sequence[Part], files: dict[Part, Path]) -> set[tuple[str, Part]]:
+    def _verify(self, parts: Sequence[Part], files: dict[Part, Path]) -> list[Part]:
         """Map the parts in this node's store and return damaged ones; the ranks of the node divide the checksums."""
-        session, damaged = self._session, set()
+        session, damaged = self._session, []
         self._payloads.clear()
         for number, part in enumerate(parts):
-            is_own_share = session.neighbours[number % len(session.neighbours)] == session.rank
+            verifies_checksum = session.store_ranks[number % len(session.store_ranks)] == session.rank
             try:
                 self._payloads[part.rank] = snapshot.open_payload(
-                    files[part], part.payload_bytes, part.checksum if is_own_share else None
+                    files[part], part.payload_bytes, part.checksum if verifies_checksum else None
                 )
             except (DamagedSnapshotError, OSError, KeyError) as error:
-                damaged.add((session.stores[session.rank], part))
+                damaged.append(part)
                 _log.warning("a snapshot in memory is not used: %s", error)
         return damaged
 
@@ -130,25 +131,24 @@ class MemoryReader(StorageReader):
         own_indexes = {
             part.rank: self._payloads[part.rank][part.index_start :].numpy().tobytes()
             for part in parts
-            if self._server_of(part.rank, 0) == session.rank
+            if self._sender(part.rank, 0) == session.rank
         }
-        indexes = {rank: text for rank_texts in session.gather(own_indexes) for rank, text in rank_texts.items()}
+        indexes = ChainMap(*session.gather(own_indexes))
         plans = []
         for part in parts:
             entries, planner_data = pickle.loads(indexes[part.rank])  # noqa: S301 - written by ranks of this job
-            self._entries.update({entry.item.index: (part.rank, entry) for entry in entries})
+            self._entries.update({entry.item.index: entry for entry in entries})
             plans.append(SavePlan([entry.item for entry in entries], planner_data=planner_data))
         _, metadata = create_default_global_save_plan(plans, rewrite_index_hints=False)
         mappings = [plan.planner_data for plan in plans if plan.planner_data is not None]
         return replace(metadata, planner_data=dict(ChainMap(*mappings)) if mappings else None)
 
-    def _server_of(self, part: int, requester: int) -> int:
+    def _sender(self, part: int, requester: int) -> int:
         """Return the rank that sends a part to `requester`: the ranks of a node that has it take turns."""
-        store = self._holders[part][0]
-        ranks = [rank for rank, each in enumerate(self._session.stores) if each == store]
+        ranks = [rank for rank, store in enumerate(self._session.stores) if store == self._stores[part]]
         return ranks[(part + requester) % len(ranks)]
 
-    # ---- what DCP calls ---------------------------------------------------------------------------------------------
+    # ---- interface of DCP --------------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin a load; a name of a checkpoint is not used."""
@@ -180,9 +180,11 @@ class MemoryReader(StorageReader):
             return self._durable.read_data(plan, planner)
         fetched = self._fetch(plan)
         for read in plan.items:
-            rank, entry = self._entries[read.storage_index]
-            payload = fetched.get((rank, entry.start, entry.end))
-            self._load(read, entry, self._payloads[rank][entry.start :] if payload is None else payload, planner)
+            entry = self._entries[read.storage_index]
+            payload = fetched.get(entry.span)
+            if payload is None:
+                payload = self._payloads[entry.span.rank][entry.span.start :]
+            self._load(read, entry, payload, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -195,7 +197,7 @@ class MemoryReader(StorageReader):
     @staticmethod
     def _load(read: ReadItem, entry: Entry, payload: torch.Tensor, planner: LoadPlanner) -> None:
         if read.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(read, io.BytesIO(payload[: entry.end - entry.start].numpy().tobytes()))
+            planner.load_bytes(read, io.BytesIO(payload[: entry.span.size].numpy().tobytes()))
             return
         source = entry.tensor(payload)
         for dimension, (offset, length) in enumerate(zip(read.storage_offsets, read.lengths)):
@@ -204,46 +206,36 @@ class MemoryReader(StorageReader):
         target.copy_(source)
         planner.commit_tensor(read, target)
 
-    def _fetch(self, plan: LoadPlan) -> dict[tuple[int, int, int], torch.Tensor]:
-        """Return the entries that this node's store lacks, from ranks of other nodes. Collective."""
+    def _fetch(self, plan: LoadPlan) -> dict[Span, torch.Tensor]:
+        """Return the items that this node's store lacks, from ranks of other nodes. Collective."""
         session = self._session
-        wanted: dict[int, dict[tuple[int, int, int], None]] = {}
-        for read in plan.items:
-            rank, entry = self._entries[read.storage_index]
-            if rank not in self._payloads:
-                wanted.setdefault(self._server_of(rank, session.rank), {})[(rank, entry.start, entry.end)] = None
-        requests_by_rank = session.gather({server: list(places) for server, places in wanted.items()})
+        missing: dict[int, list[Span]] = {}
+        for span in dict.fromkeys(self._entries[read.storage_index].span for read in plan.items):
+            if span.rank not in self._payloads:
+                missing.setdefault(self._sender(span.rank, session.rank), []).append(span)
+        requests_by_rank = session.gather(missing)
         if session.group is None:
             return {}
-        transfers, receive_buffers = [], {}
-        for server, places in wanted.items():
-            receive_buffers[server] = torch.empty(sum(_aligned(place) for place in places), dtype=torch.uint8)
-            transfers.append(partial(dist.irecv, receive_buffers[server], server))
+        transfers: list[Callable[..., dist.Work | None]] = []
+        fetched: dict[Span, torch.Tensor] = {}
+        for sender, spans in missing.items():
+            buffer = torch.empty(sum(span.aligned_size for span in spans), dtype=torch.uint8)
+            transfers.append(partial(dist.irecv, buffer, sender))
+            fetched.update(zip(spans, torch.split(buffer, [span.aligned_size for span in spans])))
         for requester, requests in enumerate(requests_by_rank):
-            if places := requests.get(session.rank):
-                transfers.append(partial(dist.isend, self._collect(places), requester))
+            if spans := requests.get(session.rank):
+                transfers.append(partial(dist.isend, self._concatenate(spans), requester))
         works = [transfer(group=session.group, tag=TAG) for transfer in transfers]
         for work in works:
             snapshot.wait_for(work)
-        entries = {}
-        for server, places in wanted.items():
-            at = 0
-            for place in places:
-                entries[place] = receive_buffers[server][at:]
-                at += _aligned(place)
-        return entries
+        return fetched
 
-    def _collect(self, places: Iterable[tuple[int, int, int]]) -> torch.Tensor:
-        """Concatenate entries of this node's parts."""
-        return torch.cat([self._payloads[place[0]][place[1] : place[1] + _aligned(place)] for place in places])
+    def _concatenate(self, spans: Iterable[Span]) -> torch.Tensor:
+        """Return items of this node's parts, each with the bytes up to the next one."""
+        return torch.cat([self._payloads[span.rank][span.start :][: span.aligned_size] for span in spans])
 
 
-def _aligned(place: tuple[int, int, int]) -> int:
-    """Return the bytes of an entry up to the next one, so that every entry is aligned for its type."""
-    return round_up(place[2] - place[1], ALIGNMENT)
-
-
-def _pattern_of(template: Path) -> re.Pattern[str]:
+def _folder_pattern(template: Path) -> re.Pattern[str]:
     """Return the pattern of the folders of a template. Raises ValueError if {step} is not in its last part. Pure."""
     if template.name.count(_STEP_FIELD) != 1:
         raise ValueError(

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from trainium_worker.dcp.parts import SaveKey, StrPath
+    from trainium_worker.dcp.parts import SaveId, StrPath
 
 ENV_MEMORY_DIRECTORY = "TRAINIUM_MEMORY_DIR"
 ENV_RUN_ID = "TRAINIUM_RUN_ID"
 DEFAULT_MEMORY_DIRECTORY = "/dev/shm/trainium"  # noqa: S108 - the volume of a worker
 
-FILES = 2
-"""The number of snapshots of each part: the newest complete one, and the one being written."""
+FILES_PER_PART = 2
+"""The newest complete snapshot, and the one being written."""
 TAG = 1 << 17
 """The tag of the messages between ranks; other tags belong to the program."""
 
@@ -43,29 +43,28 @@ class Slots:
 
     def next(self, payload_bytes: int) -> SnapshotFile:
         """Return an unfinished file, else the older one, with space for a payload. Raises OSError."""
-        slot = next((candidate for candidate in self._files if not candidate.finished), None)
-        if slot is None and len(self._files) == FILES:
+        slot = next((candidate for candidate in self._files if not candidate.is_finished), None)
+        if slot is None and len(self._files) == FILES_PER_PART:
             slot = self._files[0]
         if slot is not None:
             self._files.remove(slot)
-        if slot is not None and not payload_bytes <= slot.payload_bytes <= 2 * payload_bytes:
-            slot.path.unlink(missing_ok=True)
-            slot = None
+            slot.invalidate(slot.path)
+            if not payload_bytes <= slot.payload_bytes <= 2 * payload_bytes:
+                slot.path.unlink(missing_ok=True)
+                slot = None
         if slot is None:
             path = self._directory / f"{self._name}-{secrets.token_hex(4)}{SUFFIX}"
             snapshot.reserve(path, payload_bytes)
             slot = SnapshotFile(path, payload_bytes)
-        else:
-            slot.invalidate(slot.path)
         self._files.append(slot)
         return slot
 
     def remove_unfinished(self) -> None:
         """Remove the files without a finished snapshot."""
         for slot in self._files:
-            if not slot.finished:
+            if not slot.is_finished:
                 slot.path.unlink(missing_ok=True)
-        self._files = [slot for slot in self._files if slot.finished]
+        self._files = [slot for slot in self._files if slot.is_finished]
 
 
 class Session:
@@ -74,44 +73,48 @@ class Session:
     def __init__(self, directory: Path | None) -> None:
         """Connect all ranks. Collective. Saves are kept only if every rank has a directory."""
         distributed = dist.is_available() and dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.group: ProcessGroup | None = dist.new_group(backend="gloo") if distributed else None
         self.directory = directory
-        places = self.gather((_store_of(directory), secrets.token_hex(8)))
-        self.stores = [place[0] for place in places]
-        self.id: str = places[0][1]
-        self.keeps = all(self.stores)
+        self.stores: list[str] = self.gather("" if directory is None else _open_store(directory))
+        """The id of the store of each rank's node; empty for none."""
+        self.store = self.stores[self.rank]
+        self.id: str = self.gather(secrets.token_hex(8))[0]
+        self.is_enabled = all(self.stores)
         """Whether saves are kept."""
-        self.target, self.sources = find_buddies(self.stores, self.rank)
-        self.neighbours = [rank for rank, each in enumerate(self.stores) if each == self.stores[self.rank]]
+        self.copy_target, self.copy_sources = find_buddies(self.stores, self.rank)
+        self.store_ranks = [rank for rank, store in enumerate(self.stores) if store == self.store]
         """The ranks that share this rank's store, including itself."""
-        self.resumed: SaveKey | None = None
+        self.resumed: SaveId | None = None
         """The save from which this attempt resumed, kept until the attempt has completed one."""
-        self.saves = 0
+        self.complete_saves = 0
         """The number of complete saves of this attempt."""
-        self.staged: object | None = None
+        self.pending_writer: object | None = None
         """The writer whose copy of the state is in the stager's memory."""
-        self._stager = _new_stager()
+        self._stager: DefaultStager | None = None
         self.resumed_payloads: dict[int, torch.Tensor] = {}
         """The parts of the resumed save in this node's store, by rank; mapped until this attempt has a save."""
-        self._slots = (
-            {} if directory is None else {rank: Slots(directory, f"r{rank}") for rank in (self.rank, *self.sources)}
-        )
+        self._slots: dict[int, Slots] = {}
+        if directory is not None:
+            self._slots = {rank: Slots(directory, f"r{rank}") for rank in (self.rank, *self.copy_sources)}
 
-    def stage(self, state: dict[str, Any], writer: object) -> Any:
-        """Copy the state, reusing the memory of the last copy unless a save still needs it."""
-        if self.staged is not None:
-            self._stager = _new_stager()
-        self.staged = writer
+    def copy_state(self, state: dict[str, Any], writer: object) -> Any:
+        """Copy the state for a writer, reusing the memory of the last copy unless a save still needs it."""
+        if self._stager is None or self.pending_writer is not None:
+            options = StagingOptions(
+                use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+            )
+            self._stager = DefaultStager(options)
+        self.pending_writer = writer
         return self._stager.stage(state)
 
     def reserve(self, sizes: Sequence[int]) -> dict[int, SnapshotFile]:
         """Return the files for the next save, by rank. Raises OSError if there is no space."""
         return {rank: slots.next(sizes[rank]) for rank, slots in self._slots.items()}
 
-    def switch_off(self, files: Iterable[SnapshotFile]) -> None:
-        """Stop keeping saves, and drop the one whose parts are in these files."""
-        self.keeps = False
+    def disable(self, files: Iterable[SnapshotFile]) -> None:
+        """Stop keeping saves, and discard the one whose parts are in these files."""
+        self.is_enabled = False
         for slot in files:
             slot.invalidate(slot.path)
         for slots in self._slots.values():
@@ -122,48 +125,42 @@ class Session:
 
         Before the first save of this attempt all but the resumed one are removed; before the second, that one too.
         """
-        if self.saves:
+        if self.complete_saves:
             self.resumed_payloads.clear()
-        if self.directory is None or self.saves > 1 or self.neighbours[0] != self.rank:
+        if self.directory is None or self.complete_saves > 1 or self.store_ranks[0] != self.rank:
             return
         parts = read_parts(self.directory)
         for path in self.directory.glob(f"*{SUFFIX}"):
-            part = parts.get(path)
-            if part is None:
-                stale = not self.saves
+            save = parts[path].save if path in parts else None
+            if save is None:
+                is_stale = not self.complete_saves
             else:
-                stale = part.session != self.id and (self.saves > 0 or part.save != self.resumed)
-            if stale:
+                is_stale = save.session != self.id and (self.complete_saves > 0 or save != self.resumed)
+            if is_stale:
                 path.unlink(missing_ok=True)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks. Collective."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.world
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def gather_sizes(self, size: int) -> list[int]:
-        """Return the sizes of all ranks. Collective."""
+    def gather_integers(self, value: int) -> list[int]:
+        """Return the values of all ranks, faster than `gather`. Collective."""
         if self.group is None:
-            return [size]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([size]), group=self.group)
-        return [int(rank_size) for rank_size in sizes]
-
-    def worst(self, state: int) -> int:
-        """Return the highest state of all ranks. Collective."""
-        return max(self.gather_sizes(state))
+            return [value]
+        values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(values, torch.tensor([value]), group=self.group)
+        return [int(rank_value) for rank_value in values]
 
 
-def _store_of(directory: Path | None) -> str:
-    """Return the id of a directory, created if needed; empty if there is none, which a notice explains."""
-    if directory is None:
-        return ""
+def _open_store(directory: Path) -> str:
+    """Return the id of a directory, created if needed; empty if that fails, which a notice explains."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return snapshot.store_id(directory)
+        return snapshot.read_store_id(directory)
     except OSError as error:
         trainium_worker.notice(
             f"no snapshots are kept in memory, only checkpoints on storage count: {directory} of rank "
@@ -172,20 +169,16 @@ def _store_of(directory: Path | None) -> str:
         return ""
 
 
-def _new_stager() -> DefaultStager:
-    return DefaultStager(StagingOptions(False, False, False, False))
-
-
 _sessions: dict[tuple[object, ...], Session] = {}
 
 
-def session_of(directory: StrPath | None) -> Session:
+def open_session(directory: StrPath | None) -> Session:
     """Return the session of this process; the first call of each rank is collective."""
     volume = _memory_volume() if directory is None else Path(directory)
     run = os.environ.get(ENV_RUN_ID) or os.environ.get("TORCHELASTIC_RUN_ID") or "local"
-    folder = None if volume is None else snapshot.directory_of_run(volume, run)
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    key = (os.getpid(), folder, world)
+    folder = None if volume is None else snapshot.run_directory(volume, run)
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    key = (os.getpid(), folder, group)
     if key not in _sessions:
         _sessions[key] = Session(folder)
     return _sessions[key]

@@ -7,6 +7,7 @@ import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.futures import Future
 
 import trainium_worker
 from trainium_worker import snapshot
-from trainium_worker.dcp.parts import ALIGNMENT, Part, lay_out, round_up
-from trainium_worker.dcp.session import FILES, TAG, session_of
+from trainium_worker.dcp.parts import ALIGNMENT_BYTES, Part, SaveId, lay_out, round_up
+from trainium_worker.dcp.session import FILES_PER_PART, TAG, open_session
 from trainium_worker.snapshot import DamagedSnapshotError
 
 if TYPE_CHECKING:
@@ -34,8 +35,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_OK, _FULL, _FAILED = 0, 1, 2
 _NO_SIZE = -1
+
+
+class _Outcome(IntEnum):
+    """The outcome of a save on a rank; the job has the highest one of its ranks."""
+
+    OK = 0
+    NO_SPACE = 1
+    FAILED = 2
 
 
 class MemoryWriter(StorageWriter, AsyncStager):
@@ -50,12 +58,12 @@ class MemoryWriter(StorageWriter, AsyncStager):
         """
         super().__init__()
         self.step = step
-        self._session = session_of(directory)
+        self._session = open_session(directory)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state, so that training can change it."""
         session = self._session
-        copied: dict[str, Any] = session.stage(state_dict, self) if session.keeps else state_dict
+        copied: dict[str, Any] = session.copy_state(state_dict, self) if session.is_enabled else state_dict
         return copied
 
     def synchronize_staging(self) -> None:
@@ -76,10 +84,11 @@ class MemoryWriter(StorageWriter, AsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans unchanged. Raises ValueError if not all ranks save together."""
-        if len(plans) != self._session.world:
+        ranks = self._session.world_size
+        if len(plans) != ranks:
             raise ValueError(
-                f"{len(plans)} of {self._session.world} ranks save together: save to memory with all ranks of the job "
-                "in one process group, and with use_collectives=True"
+                f"{len(plans)} of {ranks} ranks save together: save to memory with all ranks of the job in one process "
+                "group, and with use_collectives=True"
             )
         return plans
 
@@ -87,12 +96,12 @@ class MemoryWriter(StorageWriter, AsyncStager):
         """Write this rank's part and its copies."""
         session = self._session
         try:
-            written = self._write(plan, planner) if session.keeps else 0
+            written_bytes = self._write(plan, planner) if session.is_enabled else 0
         finally:
-            if session.staged is self:
-                session.staged = None
+            if session.pending_writer is self:
+                session.pending_writer = None
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, written, None) for item in plan.items[:1]])
+        done.set_result([WriteResult(item.index, written_bytes, None) for item in plan.items[:1]])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -110,43 +119,43 @@ class MemoryWriter(StorageWriter, AsyncStager):
         failure: BaseException | None = None
         size, draft, problem = _NO_SIZE, None, ""
         try:
-            draft = _Draft.of(plan, planner)
+            draft = _Draft.from_plan(plan, planner, session.rank)
             size = draft.payload_bytes
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             failure = error
-        sizes = session.gather_sizes(size)
-        state, part, slots = _FAILED, None, {}
+        sizes = session.gather_integers(size)
+        outcome, part, slots = _Outcome.FAILED, None, {}
         if draft is not None and _NO_SIZE not in sizes:
             try:
                 slots = session.reserve(sizes)
                 part = self._fill(slots[session.rank], draft, planner)
-                state = _OK
+                outcome = _Outcome.OK
             except OSError as error:
-                state, problem = _FULL, _full_sentence(session, error, sizes)
+                outcome, problem = _Outcome.NO_SPACE, _no_space_message(session, error, sizes)
             except Exception as error:  # noqa: BLE001 - as above
                 failure = error
-        worst = session.worst(state)
-        if worst == _OK and part is not None:
+        job_outcome = max(session.gather_integers(outcome))
+        if job_outcome == _Outcome.OK and part is not None:
             problem = "a copy did not arrive as it was sent"
             try:
-                state = _OK if self._copy(slots, part) else _FAILED
+                outcome = _Outcome.OK if self._copy(slots, part) else _Outcome.FAILED
             except (RuntimeError, DamagedSnapshotError) as error:
-                state, failure = _FAILED, error
-            worst = session.worst(state)
-        if worst == _FULL:
-            session.switch_off(slots.values())
+                outcome, failure = _Outcome.FAILED, error
+            job_outcome = max(session.gather_integers(outcome))
+        if job_outcome == _Outcome.NO_SPACE:
+            session.disable(slots.values())
             reason = next(rank_reason for rank_reason in session.gather(problem) if rank_reason)
             trainium_worker.notice(reason)
             if session.rank == 0:
                 _log.warning("%s", reason)
             return 0
-        if worst == _FAILED:
+        if job_outcome == _Outcome.FAILED:
             for slot in slots.values():
                 slot.invalidate(slot.path)  # the next save overwrites these files, not the newest complete save
             if failure is not None:
                 raise failure
             raise RuntimeError(f"step {self.step} is not in memory: {problem or 'another rank failed to save it'}")
-        session.saves += 1
+        session.complete_saves += 1
         trainium_worker.saved(self.step, trainium_worker.MEMORY)
         return size
 
@@ -155,57 +164,58 @@ class MemoryWriter(StorageWriter, AsyncStager):
         session = self._session
         draft.copy_to(slot.payload, planner)
         part = Part(
-            step=self.step,
-            generation=trainium_worker.generation,
-            attempt=int(os.environ.get(trainium_worker.ENV_ATTEMPT, "0")),
-            session=session.id,
+            save=SaveId(
+                step=self.step,
+                generation=trainium_worker.generation,
+                attempt=int(os.environ.get(trainium_worker.ENV_ATTEMPT, "0")),
+                session=session.id,
+                world_size=session.world_size,
+            ),
             rank=session.rank,
-            world=session.world,
             payload_bytes=draft.payload_bytes,
             index_start=draft.index_start,
             checksum=snapshot.checksum(slot.payload[: draft.payload_bytes]),
         )
-        slot.write_header(part.to_text())
+        slot.write_header(part.to_header())
         return part
 
     def _copy(self, slots: dict[int, SnapshotFile], part: Part) -> bool:
         """Send this rank's part to its buddy and receive those of others; return whether all arrived intact."""
         session = self._session
-        if session.group is None or session.target is None:
+        if session.group is None or session.copy_target is None:
             return True
-        with ThreadPoolExecutor(max(1, len(session.sources)), thread_name_prefix="memory-copy") as receivers:
-            futures = [receivers.submit(self._receive, source, slots[source]) for source in session.sources]
+        with ThreadPoolExecutor(max(1, len(session.copy_sources)), thread_name_prefix="memory-copy") as receivers:
+            futures = [receivers.submit(self._receive, source, slots[source]) for source in session.copy_sources]
             slot = slots[session.rank]
             was_sent = snapshot.send_copy(
-                session.group, session.target, TAG, slot.page(), slot.payload[: part.payload_bytes]
+                session.group, session.copy_target, TAG, slot.header_page(), slot.payload[: part.payload_bytes]
             )
             return all([was_sent, *(future.result() for future in futures)])
 
     def _receive(self, source: int, slot: SnapshotFile) -> bool:
         assert self._session.group is not None, "there are other ranks"
-        received: list[tuple[bytes, Part, torch.Tensor]] = []
+        received: list[Part] = []
 
-        def place(text: bytes) -> torch.Tensor:
-            part = Part.from_text(text, f"from rank {source}")
-            received.append((text, part, slot.payload[: part.payload_bytes]))
-            return received[0][2]
+        def allocate(header: bytes) -> torch.Tensor:
+            received.append(Part.from_header(header, f"from rank {source}"))
+            return slot.payload[: received[0].payload_bytes]
 
-        def finish() -> bool:
-            text, part, payload = received[0]
-            is_intact = snapshot.checksum(payload) == part.checksum
+        def finalize() -> bool:
+            (part,) = received
+            is_intact = snapshot.checksum(slot.payload[: part.payload_bytes]) == part.checksum
             if is_intact:
-                slot.write_header(text)
+                slot.write_header(part.to_header())
             return is_intact
 
-        snapshot.receive_copy(self._session.group, source, TAG, place, finish)
-        return slot.finished
+        snapshot.receive_copy(self._session.group, source, TAG, allocate, finalize)
+        return slot.is_finished
 
 
-def _full_sentence(session: Session, error: OSError, sizes: Sequence[int]) -> str:
-    need = FILES * sum(sizes[rank] for rank in (session.rank, *session.sources)) / 2**20
+def _no_space_message(session: Session, error: OSError, sizes: Sequence[int]) -> str:
+    mib = FILES_PER_PART * sum(sizes[rank] for rank in (session.rank, *session.copy_sources)) / 2**20
     return (
         f"no snapshots are kept in memory, only checkpoints on storage count: {session.directory} of rank "
-        f"{session.rank}: {error.strerror}: the rank needs {need:.0f} MiB there; raise the size of the memory volume"
+        f"{session.rank}: {error.strerror}: the rank needs {mib:.0f} MiB there; raise the size of the memory volume"
     )
 
 
@@ -214,24 +224,25 @@ class _Draft:
     """A part before it is written to a file."""
 
     entries: list[Entry]
-    texts: dict[int, io.BytesIO]
+    serialized: dict[int, io.BytesIO]
+    """The items other than tensors, by index."""
     index: bytes
 
     @staticmethod
-    def of(plan: SavePlan, planner: SavePlanner) -> _Draft:
-        """Serialize the items other than tensors, and lay out the payload."""
-        texts = {
+    def from_plan(plan: SavePlan, planner: SavePlanner, rank: int) -> _Draft:
+        """Serialize the items other than tensors, and lay out the payload of a rank."""
+        serialized = {
             number: planner.resolve_data(item)
             for number, item in enumerate(plan.items)
             if item.type == WriteItemType.BYTE_IO
         }
-        entries = lay_out(plan.items, texts)  # type: ignore[arg-type]
-        return _Draft(entries, texts, pickle.dumps((entries, plan.planner_data)))  # type: ignore[arg-type]
+        entries = lay_out(plan.items, serialized, rank)  # type: ignore[arg-type]
+        return _Draft(entries, serialized, pickle.dumps((entries, plan.planner_data)))  # type: ignore[arg-type]
 
     @property
     def index_start(self) -> int:
         """The offset of the index."""
-        return round_up(self.entries[-1].end, ALIGNMENT) if self.entries else 0
+        return round_up(self.entries[-1].span.end, ALIGNMENT_BYTES) if self.entries else 0
 
     @property
     def payload_bytes(self) -> int:
@@ -243,20 +254,20 @@ class _Draft:
         """Copy the state and the index; zero the bytes after the index, so that equal states have equal checksums."""
         targets, sources = [], []
         for number, entry in enumerate(self.entries):
-            if number in self.texts:
-                _put(payload, entry.start, self.texts[number].getbuffer())
-            elif entry.end > entry.start:
+            if number in self.serialized:
+                _copy_bytes(payload, entry.span.start, self.serialized[number].getbuffer())
+            elif entry.span.size:
                 tensor = planner.resolve_data(entry.item)
                 assert isinstance(tensor, torch.Tensor), "items of tensors resolve to tensors"
-                targets.append(entry.tensor(payload[entry.start :]))
+                targets.append(entry.tensor(payload[entry.span.start :]))
                 sources.append(tensor.detach())
         if targets:
             torch._foreach_copy_(targets, sources)
         end = self.index_start + len(self.index)
-        _put(payload, self.index_start, self.index)
+        _copy_bytes(payload, self.index_start, self.index)
         payload[end : self.payload_bytes].zero_()
 
 
-def _put(payload: torch.Tensor, start: int, data: bytes | memoryview) -> None:
+def _copy_bytes(payload: torch.Tensor, start: int, data: bytes | memoryview) -> None:
     if len(data):
         payload[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

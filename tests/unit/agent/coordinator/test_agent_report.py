@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_trainer.monitor.progress import ProgressWriter
-from trainium_worker import ProgressPhase
+from trainium_worker.progress_record import ProgressPhase, ProgressReading
 
 SETTINGS = SimpleNamespace(namespace="team", job="job", pod_name="job-w-0", pod_uid="uid", rules_path=None)
 
@@ -27,10 +28,10 @@ class FakeWorkload:
     durable_step = -1
 
     def __init__(self) -> None:
-        self.progress: SimpleNamespace | None = None
+        self.progress: Any = None
 
-    def read(self, path: Path) -> tuple[SimpleNamespace, None] | None:
-        return None if self.progress is None else (self.progress, None)
+    def read(self, path: Path) -> ProgressReading | None:
+        return None if self.progress is None else ProgressReading(self.progress, None)
 
     def newest(self, files: list[Path]) -> tuple[SimpleNamespace, Path] | None:
         return None if self.progress is None else (self.progress, files[0])

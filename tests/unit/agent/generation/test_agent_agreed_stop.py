@@ -12,6 +12,7 @@ from tests.testing.suite.timeouts import scaled
 from tests.unit.agent.fake_generation_store import FakeGenerationStore
 from trainium_agent.generation.agreed_stop import AgreedStop
 from trainium_agent.generation.store import StoreLostError
+from trainium_worker.progress_record import ProgressWriter
 
 
 class LockstepNodes:
@@ -21,8 +22,7 @@ class LockstepNodes:
         self.store: Any = FakeGenerationStore()
         self.records = [folder / f"g1-r{node}" for node in range(nodes)]
         self.programs = [
-            trainium_worker._Program(trainium_worker.ProgressWriter(path, generation=1, attempt=2))
-            for path in self.records
+            trainium_worker._Reporter(ProgressWriter(path, generation=1, attempt=2)) for path in self.records
         ]
         self.signalled: list[int] = []
         self.stopped: list[int | None] = [None] * nodes

@@ -35,7 +35,7 @@ from trainium_contract.status.results import RunStage
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.messages import TrainerPhase
 from trainium_trainer.monitor.progress import ProgressWriter
-from trainium_worker import read_with_pulse
+from trainium_worker.progress_record import read_with_pulse
 
 SPEC = HangSpec()
 STEP, SAVE, COMPILE, INIT, LOAD = (
@@ -248,11 +248,11 @@ def test_a_long_stage_that_reports_progress_is_no_hang(tmp_path: Path) -> None:
     watch, limit = StallTracker(), stall_limit(SAVE, SPEC, BaselineTimes())
 
     def sample(now: int) -> Stall:
-        record = read_with_pulse(tmp_path / "r0")
-        assert record is not None
-        assert record[1] is not None
-        stall = Stall(0, SAVE, 100, 0.0, limit, waiting=None, stage=RunStage.of(record[0].stage))
-        return watch.sample(float(now), [RankSample(stall, (1, record[1].beats))])[0]
+        reading = read_with_pulse(tmp_path / "r0")
+        assert reading is not None
+        assert reading.pulse is not None
+        stall = Stall(0, SAVE, 100, 0.0, limit, waiting=None, stage=RunStage.of(reading.record.stage))
+        return watch.sample(float(now), [RankSample(stall, (1, reading.pulse.beats))])[0]
 
     for now in range(10 * int(limit)):
         if now % (int(limit) // 2) == 0:

@@ -16,7 +16,7 @@ from trainium_agent import show_ranks, show_stacks
 from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWaitSampler
 from trainium_trainer.monitor.progress import ProgressWriter
-from trainium_worker import ProgressPhase
+from trainium_worker.progress_record import ProgressPhase
 
 
 def test_a_refused_call_raises_with_the_kernels_reason() -> None:

@@ -21,7 +21,7 @@ from trainium_agent.workload.program import Program
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.wire.messages import HangDetection
 from trainium_trainer.monitor.progress import ProgressWriter
-from trainium_worker import ProgressPhase
+from trainium_worker.progress_record import ProgressPhase
 
 STEPS = r"step (?P<step>\d+)( loss (?P<loss>\S+))?"
 
@@ -50,9 +50,9 @@ class MonitoredProgram:
         self.monitor.observe()
 
     def record(self, rank: int = 0) -> Any:
-        progress = self.monitor.read(self.path(rank))
-        assert progress is not None
-        return progress[0]
+        reading = self.monitor.read(self.path(rank))
+        assert reading is not None
+        return reading.record
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +68,9 @@ def monitored(tmp_path: Path) -> MonitoredProgram:
 def test_steps_and_losses_are_parsed_from_output(monitored: MonitoredProgram) -> None:
     assert monitored.record().phase is ProgressPhase.LOADING
     monitored.print_lines("loading", "step 1 loss 2.5", "noise step x", "step 2 loss 2.25")
-    progress = monitored.monitor.read(monitored.path())
-    assert progress is not None
-    record, pulse = progress
+    reading = monitored.monitor.read(monitored.path())
+    assert reading is not None
+    record, pulse = reading.record, reading.pulse
     assert (record.phase, record.step, record.loss, record.resume_step) == (ProgressPhase.TRAINING, 2, 2.25, 0)
     assert pulse is not None
     assert pulse.first_step_seconds > 0

@@ -11,7 +11,7 @@ import torch
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.buddy import SnapshotCopier
 from trainium_trainer.checkpoint.memory.snapshot import Claim, Header, ShardKey, SnapshotFile, StateVersion
-from trainium_worker.snapshot import parse_page
+from trainium_worker.snapshot import parse_header_page
 
 
 def offer_snapshot(copier: SnapshotCopier, folder: Path, step: int) -> tuple[SnapshotFile, Claim]:
@@ -53,7 +53,7 @@ def test_a_snapshot_that_is_overwritten_before_its_copy_starts_is_sent_with_its_
     slot, claim = offer_snapshot(copier, tmp_path, 7)
     slot.invalidate(slot.path)  # as its writer does after the timeout of an earlier copy
     assert copier.wait(10)
-    text = parse_page(network.pages[0], "sent")
+    text = parse_header_page(network.pages[0], "sent")
     assert Header.from_text(text, "sent").claim == claim
     copier.close()
 

@@ -17,7 +17,7 @@ from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
 from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, ShardKey, StateVersion, read_header
 from trainium_trainer.checkpoint.root.commit_lease import settings_digest
-from trainium_worker.snapshot import checksum, directory_of_run
+from trainium_worker.snapshot import checksum, run_directory
 
 
 def list_snapshots(memory: Any) -> list[Path]:
@@ -60,9 +60,7 @@ def create_tier(folder: Path, tensors: dict[str, torch.Tensor], key: ShardKey | 
 def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) -> None:
     start_run(tmp_path / "root", tmp_path / "memory").run_to(9).close()
     assert len(list_snapshots(tmp_path / "memory")) == 3
-    tier = create_tier(
-        directory_of_run(tmp_path / "memory", str(tmp_path / "root")), State(SINGLE_RANK).local_tensors()
-    )
+    tier = create_tier(run_directory(tmp_path / "memory", str(tmp_path / "root")), State(SINGLE_RANK).local_tensors())
     assert sorted(claim.version.position.step for claim in tier.claims()) == [7, 8, 9]
     tier.close()
 
@@ -145,7 +143,7 @@ def test_snapshots_of_other_settings_are_not_used(tmp_path: Path) -> None:
 
 def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
     tensors = State(SINGLE_RANK).local_tensors()
-    memory = directory_of_run(tmp_path / "memory", str(tmp_path / "root"))
+    memory = run_directory(tmp_path / "memory", str(tmp_path / "root"))
     for key in (ShardKey(1, 2, 0, 2), ShardKey(0, 4)):
         tier = create_tier(memory, tensors, key)
         tier.claim_fence()

@@ -15,7 +15,7 @@ from tests.unit.trainer.conftest import Job, Launcher
 from trainium_trainer.monitor.json_lines import FALLBACK_BYTES, LineWriter
 from trainium_trainer.monitor.step_metrics import StepMetrics
 from trainium_trainer.monitor.writers import METRICS_NAME, Recorder
-from trainium_worker import read_notice, read_progress
+from trainium_worker.progress_record import read_notice, read_progress
 
 
 class SmallDisk:

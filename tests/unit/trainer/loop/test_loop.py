@@ -20,7 +20,8 @@ from trainium_agent.linux.kernel import has_signal_handler
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
 from trainium_trainer.checkpoint.root.commit_lease import LATE_SECONDS
 from trainium_trainer.loop.stop import max_wait_seconds
-from trainium_worker import Activity, ProgressPhase, PulseReading, Waiting, alerts_path, read_progress
+from trainium_worker.progress_record import ProgressPhase, alerts_path, read_progress
+from trainium_worker.pulse import Activity, PulseReading, Waiting
 
 
 def curve(job: Job) -> list[tuple[Any, ...]]:

@@ -21,7 +21,8 @@ from trainium_trainer.monitor.stability import Stability
 from trainium_trainer.monitor.step_metrics import Rewards, StepMetrics
 from trainium_trainer.monitor.step_monitor import Throughput
 from trainium_trainer.monitor.writers import ScalarWriter
-from trainium_worker import Activity, ProgressPhase, Waiting, read_alerts, read_notice, read_progress, read_with_pulse
+from trainium_worker.progress_record import ProgressPhase, read_alerts, read_notice, read_progress, read_with_pulse
+from trainium_worker.pulse import Activity, Waiting
 
 
 def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
@@ -122,13 +123,12 @@ def test_each_report_of_a_stage_is_a_sign_of_life_within_the_limit_of_a_save(tmp
     readings = []
     for done in (0.0, 0.0, 0.5):
         writer.set_stage(RunStage.EXPORT, done)
-        found = read_with_pulse(tmp_path / "r0")
-        readings.append(found[1])
+        readings.append(read_with_pulse(tmp_path / "r0").pulse)
     assert len({each.beats for each in readings}) == 3
     assert {(each.activity, each.waiting) for each in readings} == {(Activity.SAVE, Waiting.MAYBE)}
     step_done(writer, 1)
-    found = read_with_pulse(tmp_path / "r0")
-    assert (found[1].activity, found[1].waiting) == (Activity.STEP, Waiting.NO)
+    pulse = read_with_pulse(tmp_path / "r0").pulse
+    assert (pulse.activity, pulse.waiting) == (Activity.STEP, Waiting.NO)
     writer.close()
 
 

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainium_trainer.monitor.progress import ProgressWriter
-from trainium_worker import PULSE_BYTES, RING, Activity, Pulse, PulseReading, Waiting, read_with_pulse, unpack_pulse
+from trainium_worker.progress_record import read_with_pulse
+from trainium_worker.pulse import PULSE_BYTES, RING_STEPS, Activity, Pulse, PulseReading, Waiting, unpack_pulse
 
 
 def reading(path: Path) -> PulseReading:
-    record = read_with_pulse(path)
-    return record[1]
+    return read_with_pulse(path).pulse
 
 
 def test_every_change_of_activity_is_a_sign_of_life_that_a_reader_sees(tmp_path: Path) -> None:
@@ -23,13 +23,13 @@ def test_every_change_of_activity_is_a_sign_of_life_that_a_reader_sees(tmp_path:
     writer.record_resume(0, tokens=0, samples=0)
     seen.append(reading(tmp_path / "r0"))
     assert seen[-1].activity is Activity.COMPILE
-    with writer.pulse.peers:
+    with writer.pulse.waiting_for_peers:
         seen.append(reading(tmp_path / "r0"))
         assert seen[-1].waiting is Waiting.YES
     with writer.pulse.work_with_collectives:
         seen.append(reading(tmp_path / "r0"))
         assert seen[-1].waiting is Waiting.MAYBE
-    with writer.pulse.saving:
+    with writer.pulse.saving():
         seen.append(reading(tmp_path / "r0"))
         assert seen[-1].activity is Activity.SAVE
     assert reading(tmp_path / "r0").activity is Activity.COMPILE, "the first step is not over"
@@ -42,10 +42,10 @@ def test_the_first_step_is_known_apart_and_own_work_is_without_the_wait(tmp_path
     writer = ProgressWriter(tmp_path / "r0")
     pulse = writer.pulse
     pulse.begin_steps()
-    pulse.step_done(90.0)
-    with pulse.peers:
+    pulse.complete_step(90.0)
+    with pulse.waiting_for_peers:
         pass
-    pulse.step_done(2.0)
+    pulse.complete_step(2.0)
     seen = reading(tmp_path / "r0")
     assert seen.first_step_seconds == 90.0
     ((length, own),) = seen.steps
@@ -59,15 +59,15 @@ def test_the_first_step_is_known_apart_and_own_work_is_without_the_wait(tmp_path
     again.close()
 
 
-@given(st.lists(st.floats(0.001, 1e4), max_size=3 * RING))
+@given(st.lists(st.floats(0.001, 1e4), max_size=3 * RING_STEPS))
 def test_the_ring_keeps_the_newest_steps_in_order(lengths: list[float]) -> None:
     memory = bytearray(PULSE_BYTES)
     pulse = Pulse(memoryview(memory))
     pulse.begin_steps()
     for length in [1.0, *lengths]:
-        pulse.step_done(length)
+        pulse.complete_step(length)
     seen = unpack_pulse(bytes(memory))
-    assert [length for length, _ in seen.steps] == lengths[-RING:]
+    assert [length for length, _ in seen.steps] == lengths[-RING_STEPS:]
     pulse.close()
 
 
@@ -80,15 +80,15 @@ def test_any_bytes_are_read_without_an_error(data: bytes) -> None:
 def test_a_validation_between_two_steps_is_no_part_of_either_and_its_first_one_compiles() -> None:
     pulse = Pulse()
     pulse.begin_steps()
-    pulse.step_done(1.0)
+    pulse.complete_step(1.0)
     found = []
     for _ in range(2):
-        with pulse.peers:
+        with pulse.waiting_for_peers:
             pass
-        waited = pulse._waited
-        with pulse.measuring:
+        waited = pulse._waited_seconds
+        with pulse.validating():
             found.append(pulse.read().activity)
-            pulse._waited += 100.0
-        assert pulse._waited == waited
+            pulse._waited_seconds += 100.0
+        assert pulse._waited_seconds == waited
         assert pulse.read().activity is Activity.STEP
     assert found == [Activity.COMPILE, Activity.STEP]

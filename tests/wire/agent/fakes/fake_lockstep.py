@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fake_figures import figures, record_start
 
-from trainium_worker import Pulse
+from trainium_worker.pulse import Pulse
 
 STEP_SECONDS = 0.05
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     memory = control / "memory"
     try:
-        with pulse.peers:
+        with pulse.waiting_for_peers:
             dist.init_process_group("gloo")
             start = torch.tensor([int(memory.read_text()) if memory.exists() else 0])
             dist.broadcast(start, 0)
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         while True:
             began = time.perf_counter()
             own_work(control, rank, pulse)
-            with pulse.peers:
+            with pulse.waiting_for_peers:
                 if should_hide(control, rank, step):
                     time.sleep(3600)
                 dist.all_reduce(torch.ones(1))
@@ -58,7 +58,7 @@ def own_work(control: Path, rank: int, pulse: Pulse) -> None:
     if (seconds := taken(control, "sleep", rank)) is not None:
         time.sleep(seconds)
     if (seconds := taken(control, "save", rank)) is not None:
-        with pulse.saving:
+        with pulse.saving():
             time.sleep(seconds)
 
 

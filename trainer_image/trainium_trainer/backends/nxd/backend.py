@@ -45,7 +45,7 @@ from trainium_trainer.models.dropout import dropout, sample_keys
 from trainium_trainer.models.initialization import initial_slice
 from trainium_trainer.tuning.apply import initial_adapter
 from trainium_trainer.tuning.trainable import is_adapter
-from trainium_worker import Pulse
+from trainium_worker.pulse import Pulse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,7 +74,7 @@ class NxdBackend:
         self._config, self._shape, self._trainable = settings.config, settings.shape, settings.trainable
         self._alone = settings.launch.alone
         self._device = XlaDevice()
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             self._groups = create_groups(settings, self._device.device)
         self.mesh = self._groups.mesh
         self._sequence_parallel = settings.config.parallelism.sequence and self.mesh.tp_size > 1
@@ -174,7 +174,7 @@ class NxdBackend:
     def is_equal_on_all_ranks(self, value: int) -> bool:
         """Return whether all ranks passed the same number, by the maxima of it and of its negative. Collective."""
         pair = torch.tensor([value, -value], dtype=torch.int64)
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             dist.all_reduce(pair, dist.ReduceOp.MAX, group=self._groups.host)
         return int(pair[0]) == -int(pair[1])
 
@@ -221,7 +221,7 @@ class NxdBackend:
         """See `Backend.totals`: one small all-reduce on the host; one rank contributes the tokens of a share."""
         mine = [self._tokens * self.mesh.counts_loss, stop, memory_ends, vote]
         values = torch.tensor(mine, dtype=torch.float64)
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             dist.all_reduce(values, group=self._groups.host)
         self._tokens = 0
         tokens, stops, ends, votes = values.tolist()
@@ -262,7 +262,7 @@ class NxdBackend:
         """Return the ranks that pass False. Collective."""
         flags = torch.zeros(self.mesh.world_size, dtype=torch.int32)
         flags[self.mesh.rank] = not is_finite
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             dist.all_reduce(flags, group=self._groups.host)
         return tuple(flags.nonzero().flatten().tolist())
 
@@ -309,7 +309,7 @@ class NxdBackend:
             self._device.after_sync(self._record_values, loss.reshape(1))
             self._device.sync()
         counted = torch.tensor(tokens * self.mesh.counts_loss)
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             dist.all_reduce(counted, group=self._groups.host)
         return Evaluation(self._values[0] / int(counted) if counted else math.nan)
 
@@ -329,7 +329,7 @@ class NxdBackend:
 
     def barrier(self) -> None:
         """Run an empty reduction on the host."""
-        with self._pulse.peers:
+        with self._pulse.waiting_for_peers:
             dist.all_reduce(torch.zeros(1), group=self._groups.host)
 
     def close(self) -> None:

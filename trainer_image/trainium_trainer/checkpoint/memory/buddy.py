@@ -87,7 +87,7 @@ class SnapshotCopier:
         """Copy a finalized snapshot, unless an earlier copy is still in progress; then this snapshot gets none."""
         with self._changed:
             if self._idle and not self._ended:
-                self._offered = (slot.page(), slot.payload, step)
+                self._offered = (slot.header_page(), slot.payload, step)
                 self._idle = False
                 self._changed.notify_all()
 

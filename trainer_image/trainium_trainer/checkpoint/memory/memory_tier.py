@@ -34,7 +34,7 @@ from trainium_trainer.checkpoint.memory.snapshot import (
     key_text,
     read_header,
 )
-from trainium_worker.snapshot import DamagedSnapshotError, open_payload, store_id
+from trainium_worker.snapshot import DamagedSnapshotError, open_payload, read_store_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +88,7 @@ class MemoryTier:
 
     def store_id(self) -> str:
         """Return an id of the folder that is the same for all processes that share it."""
-        return store_id(self.directory)
+        return read_store_id(self.directory)
 
     def claim_fence(self) -> None:
         """Raise the folder's generation to this process's. Raises StaleGenerationError when it is already higher."""

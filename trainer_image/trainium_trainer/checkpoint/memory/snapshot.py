@@ -171,11 +171,11 @@ class Header:
 
 def read_header(path: Path) -> Header | None:
     """Read the header of a finished snapshot, None for an unfinished one. Raises DamagedSnapshotError."""
-    stored = snapshot.read_text(path)
-    if stored is None:
+    text = snapshot.read_header(path)
+    if text is None:
         return None
-    text, payload_bytes = stored
     header = Header.from_text(text, path.name)
+    payload_bytes = path.stat().st_size - HEADER_BYTES
     if payload_bytes != header.payload_bytes:
         raise DamagedSnapshotError(
             f"{path.name}: {HEADER_BYTES + payload_bytes} bytes where {HEADER_BYTES + header.payload_bytes} belong"
