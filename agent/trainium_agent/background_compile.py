@@ -53,7 +53,7 @@ class BackgroundCompiler:
         self._post = post
         self._on_compiled = on_compiled
         self._on_end = on_end
-        self._left = [*settings.background_sizes]
+        self._sizes = [*settings.background_sizes]
         self._run: _Run | None = None
 
     def start(self, training_nodes: int) -> None:
@@ -61,11 +61,16 @@ class BackgroundCompiler:
         if self._run is not None:
             self._run.set_training_nodes(training_nodes)
             return
-        if not self._left:
+        if not self._sizes:
             self._post(self._on_end)
             return
         self._run = _Run(
-            self._settings, self._standby_manager, (*self._left,), training_nodes, self._on_size_end, self._on_run_end
+            self._settings,
+            self._standby_manager,
+            (*self._sizes,),
+            training_nodes,
+            self._on_size_end,
+            self._on_run_end,
         )
 
     def stop(self) -> None:
@@ -76,19 +81,19 @@ class BackgroundCompiler:
     # Called from the thread of a run.
 
     def _on_size_end(self, nodes: int, seconds: float | None) -> None:
-        def take() -> None:
-            self._left.remove(nodes)
+        def record() -> None:
+            self._sizes.remove(nodes)
             if seconds is not None:
                 self._on_compiled(CompiledSize(nodes=nodes, seconds=seconds))
 
-        self._post(take)
+        self._post(record)
 
     def _on_run_end(self) -> None:
-        def take() -> None:
+        def record() -> None:
             self._run = None
             self._on_end()
 
-        self._post(take)
+        self._post(record)
 
 
 class _Run:
@@ -139,36 +144,30 @@ class _Run:
         while not self._standby_manager.warm:  # a fork of the standby is small, and this must not speed up its imports
             if self._cancelled.wait(_POLL_SECONDS):
                 return
-        left = [*self._sizes]
-        while left and not self._cancelled.is_set():
+        remaining = [*self._sizes]
+        while remaining and not self._cancelled.is_set():
             with self._lock:
-                nodes = order_by_likelihood(left, self._training_nodes)[0]
-            began = time.monotonic()
+                nodes = order_by_likelihood(remaining, self._training_nodes)[0]
+            started_at = time.monotonic()
             code = self._compile(nodes)
             if self._cancelled.is_set():
                 return
-            left.remove(nodes)
+            remaining.remove(nodes)
             if code == 0:
                 _log.info("the graphs for %d nodes are ready", nodes)
             else:
                 _log.warning("the graphs for %d nodes were not all compiled (code %s)", nodes, code)
-            self._on_size(nodes, time.monotonic() - began if code == 0 else None)
+            self._on_size(nodes, time.monotonic() - started_at if code == 0 else None)
 
     def _compile(self, nodes: int) -> int | None:
         """Compile for one size and return the exit code. Raises StandbyLostError."""
         arguments = ("--sizes", str(nodes), "--cores-per-node", str(self._settings.processes_per_node))
-        ended = threading.Event()
         process = self._standby_manager.start(
-            StartRequest(arguments, {}, "trainium-precompile", _ENTRY),
-            local_rank=0,
-            rank=0,
-            attempt=-1,
-            on_exit=lambda _: ended.set(),
-            label="precompile",
+            StartRequest(arguments, {}, "trainium-precompile", _ENTRY), label="precompile"
         )
         with self._lock:
             self._process = process
             if self._cancelled.is_set():
                 process.signal(signal.SIGKILL)
-        ended.wait()
+        process.ended.wait()
         return process.exit_code

@@ -82,7 +82,7 @@ def _workload(settings: AgentSettings) -> Workload:
 
 
 async def _supervise(settings: AgentSettings, workload: Workload, standby: Standby, findings: Any, checked: Any) -> int:
-    from trainium_agent.generation.server import StoreServer  # noqa: PLC0415 - while the standby imports
+    from trainium_agent.shared_state.server import StoreServer  # noqa: PLC0415 - while the standby imports
     from trainium_agent.supervisor import AgentSupervisor  # noqa: PLC0415 - as above
 
     try:

@@ -16,13 +16,13 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from trainium_agent.generation.agreed_stop import AgreedStop
-from trainium_agent.generation.state_watcher import StateWatcher
-from trainium_agent.generation_tasks import GenerationTasks, TaskContext
+from trainium_agent.blocking_tasks import BlockingTasks, TaskContext
 from trainium_agent.hang.rank_sampler import sample_seconds
 from trainium_agent.lifecycle import actions, events
 from trainium_agent.lifecycle.generation import step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
+from trainium_agent.shared_state.agreed_stop import AgreedStop
+from trainium_agent.shared_state.state_watcher import StateWatcher
 from trainium_agent.workload.base import progress_file
 from trainium_contract.exit_codes import ExitCode
 
@@ -30,15 +30,10 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from trainium_agent.coordinator.report import PodReport
     from trainium_agent.exits.restart_policy import GenerationState
-    from trainium_agent.generation_tasks import BlockingWorker
-    from trainium_agent.hang.detection import Calibration
     from trainium_agent.lifecycle.events import Order
+    from trainium_agent.pod_services import PodServices
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.ranks.standby_manager import StandbyManager
-    from trainium_agent.settings import AgentSettings
-    from trainium_agent.workload.base import Workload
     from trainium_contract.wire.messages import Membership
 
 _log = logging.getLogger(__name__)
@@ -51,62 +46,40 @@ class GenerationRunner:
 
     def __init__(
         self,
-        settings: AgentSettings,
+        services: PodServices,
         membership: Membership,
         node_rank: int,
-        *,
-        workload: Workload,
-        standby_manager: StandbyManager,
-        report: PodReport,
-        calibration: Calibration,
-        worker: BlockingWorker,
-        post: Callable[[Callable[[], None]], None],
-        call_at: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
         on_end: Callable[[LocalGeneration], None],
-        on_broken: Callable[[str], None],
     ) -> None:
-        """`post` runs a function in the event loop, from any thread; `call_at` and all callbacks stay in the loop.
-
-        Times are those of `time.monotonic`.
-        """
-        self._settings = settings
+        """`on_end` is called in the event loop, once no rank is alive."""
+        self._settings = settings = services.settings
         self._membership = membership
         self._node_rank = node_rank
         self._generation = membership.generation
-        self._report = report
-        self._workload = workload
-        self._worker = worker
-        self._post = post
-        self._call_at = call_at
+        self._report = services.report
+        self._workload = services.workload
+        self._worker = services.worker
+        self._event_loop = services.event_loop
         self._on_end = on_end
-        self._on_broken = on_broken
         self._local = LocalGeneration(
             GenerationLimits(membership.generation, settings.grace_seconds, sample_seconds(settings.hang))
         )
         self._stop: AgreedStop | None = None
         self._ranks: tuple[RankProcess, ...] = ()
         self._timer: asyncio.TimerHandle | None = None
-        self._leave_requested = threading.Event()
         self._watcher = StateWatcher(
             membership,
-            on_change=lambda state: self._post(lambda: self._on_shared_state(state)),
+            on_change=lambda state: self._event_loop.post(lambda: self._on_shared_state(state)),
             on_loss=lambda: _log.info("the store of generation %d cannot be reached", membership.generation),
         )
-        self._tasks = GenerationTasks(
-            settings,
+        self._tasks = BlockingTasks(
+            services,
             membership,
             node_rank,
-            workload=workload,
-            standby_manager=standby_manager,
-            diagnoser=report.diagnoser,
-            calibration=calibration,
             watcher=self._watcher,
-            best_progress=report.best_progress,
-            leave_requested=self._leave_requested,
             post_event=self._post_event,
-            on_started=lambda ranks: post(lambda: self._set_ranks(ranks)),
-            on_exit=self._on_exit,
-            report_check=lambda result: post(lambda: report.record_check(result)),
+            on_started=lambda ranks: self._event_loop.post(lambda: self._set_ranks(ranks)),
+            on_exit=lambda process: self._event_loop.post(lambda: self._handle_exit(process)),
         )
 
     def start(self) -> None:
@@ -122,16 +95,13 @@ class GenerationRunner:
     # From any thread.
 
     def _post_event(self, event: events.Event) -> None:
-        self._post(lambda: self._handle(event))
-
-    def _on_exit(self, process: RankProcess) -> None:
-        self._post(lambda: self._handle_exit(process))
+        self._event_loop.post(lambda: self._handle(event))
 
     # In the event loop.
 
     def _handle(self, event: events.Event) -> None:
         assert threading.current_thread() is threading.main_thread(), "threads post, they do not take"
-        before = self._local.stage
+        previous_stage = self._local.stage
         self._local, requested = step(self._local, event, time.monotonic())
         for action in requested:
             self._perform(action)
@@ -141,8 +111,8 @@ class GenerationRunner:
         if self._local.stage is not Stage.ENDED:
             deadline = wake_at(self._local)
             if deadline is not None:
-                self._timer = self._call_at(deadline, lambda: self._handle(events.SimpleEvent.TICK))
-        elif before is not Stage.ENDED:
+                self._timer = self._event_loop.call_at(deadline, lambda: self._handle(events.SimpleEvent.TICK))
+        elif previous_stage is not Stage.ENDED:
             self._close()
 
     def _close(self) -> None:
@@ -152,17 +122,17 @@ class GenerationRunner:
 
         def close() -> None:
             self._tasks.close()
-            self._post(lambda: self._on_end(local))
+            self._event_loop.post(lambda: self._on_end(local))
 
         self._worker.submit(close)
 
     def _handle_exit(self, process: RankProcess) -> None:
         code = process.exit_code
         assert code is not None
-        unread = code == ExitCode.FINISHED and not process.output.complete.is_set()
-        if unread and time.time() < process.ended_at + _LAST_OUTPUT_SECONDS:
+        may_be_unread = code == ExitCode.FINISHED and not process.output.complete.is_set()
+        if may_be_unread and time.time() < process.ended_at + _LAST_OUTPUT_SECONDS:
             # The last step of a program may still be in the pipe.
-            self._call_at(time.monotonic() + _POLL_SECONDS, lambda: self._handle_exit(process))
+            self._event_loop.call_at(time.monotonic() + _POLL_SECONDS, lambda: self._handle_exit(process))
             return
         if process.exit_requested or (self._stop is not None and self._stop.attempt == process.attempt):
             self._workload.observe(fresh=True)
@@ -178,8 +148,7 @@ class GenerationRunner:
             case actions.RunTask(task):
                 self._submit(task)
             case actions.SimpleAction.INTERRUPT_TASK:
-                self._leave_requested.set()
-                self._watcher.interrupt_waits()
+                self._watcher.interrupt()
             case actions.SimpleAction.KILL:
                 self._signal(signal.SIGKILL)
             case actions.RequestExit(memory_ends):
@@ -209,7 +178,7 @@ class GenerationRunner:
             case actions.Log(sentence, severe):
                 _log.log(logging.ERROR if severe else logging.WARNING, "%s", sentence)
             case actions.FailPod(sentence):
-                self._on_broken(sentence)
+                self._event_loop.fail(sentence)
 
     def _submit(self, task: actions.Task) -> None:
         context = TaskContext(self._report.best_progress, self._ranks, self._local.attempt)
@@ -219,7 +188,7 @@ class GenerationRunner:
                 result = self._tasks.perform(task, context)
             except Exception:  # noqa: BLE001 - the pod must end rather than sit idle
                 failure = traceback.format_exc()
-                self._post(lambda: self._on_broken(failure))
+                self._event_loop.post(lambda: self._event_loop.fail(failure))
             else:
                 self._post_event(result)
 
@@ -231,7 +200,7 @@ class GenerationRunner:
         if stop is None:
             self._signal(number)
         else:
-            stop.signal_on_failure(lambda: self._post(lambda: self._signal(number)))
+            stop.signal_on_failure(lambda: self._event_loop.post(lambda: self._signal(number)))
 
     def _on_shared_state(self, state: GenerationState) -> None:
         if state.leaving or state.superseded_by > self._generation:

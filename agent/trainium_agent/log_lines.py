@@ -52,16 +52,16 @@ def log_context() -> Mapping[str, object]:
     }
 
 
-def configure_agent_logging(known: Callable[[], Mapping[str, object]] = log_context) -> None:
+def configure_agent_logging(context: Callable[[], Mapping[str, object]] = log_context) -> None:
     """Write all further log records to standard error, as the agent's."""
-    _write(JsonFormatter(LogSource.AGENT, known) if is_json() else TextFormatter(_AGENT_TEXT))
+    _write(JsonFormatter(LogSource.AGENT, context) if is_json() else TextFormatter(_AGENT_TEXT))
 
 
 def configure_rank_logging(rank: int) -> None:
     """Write all further log records to standard error, as this rank's."""
     text = TextFormatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    known = {**log_context(), "rank": rank}
-    _write(JsonFormatter(LogSource.TRAINER, lambda: known) if is_json() else text)
+    context = {**log_context(), "rank": rank}
+    _write(JsonFormatter(LogSource.TRAINER, lambda: context) if is_json() else text)
 
 
 def format_sentence(

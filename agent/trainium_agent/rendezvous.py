@@ -15,8 +15,8 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_agent.checks import pairing
-from trainium_agent.generation.state_watcher import MAX_PUBLISH_INTERVAL_SECONDS, StatePublisher
-from trainium_agent.generation.store import GenerationStore, StoreLostError
+from trainium_agent.shared_state.state_watcher import MAX_PUBLISH_INTERVAL_SECONDS, StatePublisher
+from trainium_agent.shared_state.store import GenerationStore, StoreLostError
 from trainium_contract.spec.health import PreflightCheck
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from trainium_agent.checks.pair_round import PairRound
     from trainium_agent.exits.restart_policy import GenerationState
-    from trainium_agent.generation.state_watcher import StateWatcher
+    from trainium_agent.shared_state.state_watcher import StateWatcher
     from trainium_agent.workload.base import RankPort
     from trainium_contract.wire.messages import Membership
 
@@ -35,10 +35,6 @@ _TURN_TIMEOUT_SECONDS = 1.5 * MAX_PUBLISH_INTERVAL_SECONDS
 _MISSING_SECONDS = 0.5
 _LISTED = 64
 _NO_CHECK = "1"
-
-
-class RendezvousInterruptedError(Exception):
-    """The agent must leave while it waits for the other agents."""
 
 
 class GenerationStoppedError(Exception):
@@ -54,13 +50,12 @@ class GenerationRendezvous:
         node_rank: int,
         *,
         initial: GenerationState,
-        interrupted: Callable[[], bool],
         waiting_for: Callable[[tuple[int, ...]], None],
         watcher: StateWatcher,
         reserve_port: Callable[[str], RankPort],
         pair_rounds: Mapping[str, PairRound],
     ) -> None:
-        """Use a `watcher` that its creator starts, and nudges when `interrupted` becomes true.
+        """Use a `watcher` that its creator starts, and interrupts when the agent must leave.
 
         `pair_rounds` are the pairwise tests by the name of their check; they precede some attempts.
         """
@@ -68,7 +63,6 @@ class GenerationRendezvous:
         self._membership = membership
         self._node_rank = node_rank
         self._initial = initial
-        self._interrupted = interrupted
         self._pair_rounds = pair_rounds
         self._waiting_for = waiting_for
         self._watcher = watcher
@@ -76,17 +70,17 @@ class GenerationRendezvous:
         self._poll_seconds = max(_POLL_SECONDS, len(membership.members) * 0.0001)
         self._publisher: StatePublisher | None = None
         self._rank_port: RankPort | None = None
-        self.store = GenerationStore(membership, hurried=interrupted)
+        self.store = GenerationStore(membership, hurried=lambda: watcher.is_interrupted)
         self.attempt = initial.attempt
         """Newest attempt that was joined."""
 
     def next_rendezvous(self) -> tuple[GenerationState, int]:
         """Join the newest attempt, wait for all members, and return its state and the port of the ranks' store.
 
-        Raises RendezvousInterruptedError, GenerationStoppedError, and NodeFailedPairTestError for this node.
+        Raises WaitInterruptedError, GenerationStoppedError, and NodeFailedPairTestError for this node.
         """
         while True:
-            self._raise_when_interrupted()
+            self._watcher.raise_if_interrupted()
             try:
                 self._connect()
                 joined = self._join(self.store.state())
@@ -117,7 +111,7 @@ class GenerationRendezvous:
         pause = _POLL_SECONDS
         while not self.store.has_state():
             observations = self._watcher.observations
-            self._raise_when_interrupted()
+            self._watcher.raise_if_interrupted()
             self._waiting_for((0,))
             self._watcher.next_observation(observations, pause)
             pause = min(2 * pause, _LONGEST_BEGIN_SECONDS)
@@ -150,7 +144,7 @@ class GenerationRendezvous:
         next_listing = time.monotonic() + _MISSING_SECONDS
         while not store.has(release_key):
             observations = self._watcher.observations
-            self._raise_when_interrupted()
+            self._watcher.raise_if_interrupted()
             missing = self._still_missing(attempt, missing)
             if not missing:
                 # Only now have all members published their state of the last attempt.
@@ -170,7 +164,7 @@ class GenerationRendezvous:
         next_listing = time.monotonic() + _MISSING_SECONDS
         observations = self._watcher.observations
         while not self.store.has(self.store.key(attempt, "go")):
-            self._raise_when_interrupted()
+            self._watcher.raise_if_interrupted()
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
                 key = self.store.key(attempt, "missing")
@@ -204,7 +198,7 @@ class GenerationRendezvous:
         state = self.store.state()
         while not self._is_over(attempt, state):
             observations = self._watcher.observations
-            self._raise_when_interrupted()
+            self._watcher.raise_if_interrupted()
             state = self._newest(observations, _TURN_TIMEOUT_SECONDS)
 
     def _still_missing(self, attempt: int, missing: list[int]) -> list[int]:
@@ -217,18 +211,14 @@ class GenerationRendezvous:
 
     def _list_missing(self, attempt: int, missing: list[int]) -> list[int]:
         """On node 0, check each rank, and publish the first of the missing ones to the others."""
-        absent: list[int] = []
-        for at, rank in enumerate(missing):
-            if len(absent) == _LISTED:
-                absent += missing[at:]
+        still_missing: list[int] = []
+        for index, rank in enumerate(missing):
+            if len(still_missing) == _LISTED:
+                still_missing += missing[index:]
                 break
             if not self.store.has(self.store.key(attempt, "joined", rank)):
-                absent.append(rank)
-        listed = tuple(absent[:_LISTED])
+                still_missing.append(rank)
+        listed = tuple(still_missing[:_LISTED])
         self.store.set(self.store.key(attempt, "missing"), ",".join(map(str, listed)))
         self._waiting_for(listed)
-        return absent
-
-    def _raise_when_interrupted(self) -> None:
-        if self._interrupted():
-            raise RendezvousInterruptedError("ordered to leave")
+        return still_missing

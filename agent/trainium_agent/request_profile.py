@@ -37,10 +37,10 @@ def profile_request_path(progress: Path) -> Path:
 
 def request(local_rank: int, first: int, steps: int) -> dict[str, Any]:
     """Request the trace and return the rank's answer, or the problem."""
-    found = newest_records(found_in_output=False).get(local_rank)
-    if found is None:
+    newest = newest_records(found_in_output=False).get(local_rank)
+    if newest is None:
         return {"problem": "the rank does not run"}
-    record, progress = found
+    record, progress = newest
     if not kernel.has_signal_handler(record.pid, PROFILE_SIGNAL):
         return {"problem": f"the rank makes no steps now ({record.phase.name.lower()}, stage {record.stage})"}
     path = profile_request_path(progress)
@@ -55,9 +55,9 @@ def request(local_rank: int, first: int, steps: int) -> dict[str, Any]:
         if time.monotonic() > deadline:
             return {"problem": "the rank has not recorded the steps in time"}
         time.sleep(_POLL_SECONDS)
-    answered: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    response: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     answer.unlink(missing_ok=True)
-    return answered
+    return response
 
 
 def main() -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.spec.program import ProgramSpec
@@ -38,6 +38,7 @@ QUICK_CHECKS = frozenset({PreflightCheck.DEVICES, PreflightCheck.MEMORY, Preflig
 
 DEFAULT_KERNEL_LOG = Path("/dev/kmsg")
 _DEFAULT_HANG = HangSpec()
+_Spec = TypeVar("_Spec", bound=BaseModel)
 
 _REQUIRED = (
     worker_env.ENV_COORDINATOR,
@@ -166,7 +167,7 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         kernel_log=Path(environment.get(worker_env.ENV_KERNEL_LOG) or DEFAULT_KERNEL_LOG),
         pair_seconds=_number(environment, ENV_PAIR_SECONDS, default="8"),
         pair_entry=environment.get(ENV_PAIR_ENTRY) or DEFAULT_PAIR_ENTRY,
-        hang=_hang(environment.get(worker_env.ENV_HANG_LIMITS, "")),
+        hang=_spec(HangSpec, environment, worker_env.ENV_HANG_LIMITS, "spec.recovery.hang") or HangSpec(),
         background_sizes=_sizes(environment.get(worker_env.ENV_BACKGROUND_SIZES, "")),
         checks=_checks(environment.get(worker_env.ENV_PREFLIGHT)),
         check_seconds=_number(environment, worker_env.ENV_PREFLIGHT_SECONDS, default="60"),
@@ -174,7 +175,7 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
         scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
         log_format=_log_format(environment),
-        program=_program(environment.get(worker_env.ENV_PROGRAM, "")),
+        program=_spec(ProgramSpec, environment, worker_env.ENV_PROGRAM, "spec.program"),
     )
 
 
@@ -189,8 +190,8 @@ def _checks(text: str | None) -> frozenset[PreflightCheck]:
     """Return the named checks; unknown names are ignored."""
     if text is None:
         return QUICK_CHECKS
-    known = {check.value: check for check in PreflightCheck}
-    return frozenset(known[name] for name in text.split(",") if name in known)
+    checks = {check.value: check for check in PreflightCheck}
+    return frozenset(checks[name] for name in text.split(",") if name in checks)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -203,27 +204,15 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _hang(text: str) -> HangSpec:
+def _spec(kind: type[_Spec], environment: Mapping[str, str], name: str, field: str) -> _Spec | None:
+    """Return a part of the job's spec from its JSON; None without it."""
+    text = environment.get(name)
     try:
-        return HangSpec.model_validate_json(text) if text else HangSpec()
+        return kind.model_validate_json(text) if text else None
     except ValidationError as error:
-        sentence = f"{worker_env.ENV_HANG_LIMITS} must be spec.recovery.hang as JSON: {_format_first_error(error)}."
-        raise SettingsError(sentence) from error
-
-
-def _program(text: str) -> ProgramSpec | None:
-    try:
-        return ProgramSpec.model_validate_json(text) if text else None
-    except ValidationError as error:
-        raise SettingsError(
-            f"{worker_env.ENV_PROGRAM} must be spec.program as JSON: {_format_first_error(error)}."
-        ) from error
-
-
-def _format_first_error(error: ValidationError) -> str:
-    """Return the location and the message of the first error."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc']) or 'the text'}: {first['msg']}"
+        first = error.errors(include_url=False, include_input=False)[0]
+        location = ".".join(str(part) for part in first["loc"]) or "the text"
+        raise SettingsError(f"{name} must be {field} as JSON: {location}: {first['msg']}.") from error
 
 
 def _endpoints(text: str) -> tuple[Endpoint, ...]:

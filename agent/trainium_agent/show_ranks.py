@@ -29,26 +29,26 @@ def newest_records(*, found_in_output: bool) -> dict[int, tuple[ProgressRecord, 
     `found_in_output`: include the records that the agent wrote, which have the agent's pid.
     """
     folder = Path(os.environ.get(worker_env.ENV_MEMORY_DIRECTORY, worker_env.MEMORY_DIRECTORY)) / "progress"
-    named = [
+    files = [
         (int(match[1]), int(match[2]), path) for path in folder.glob("g*") if (match := _FILE.fullmatch(path.name))
     ]
-    newest = max((generation for generation, _, _ in named), default=0)
-    found: dict[int, tuple[ProgressRecord, Path]] = {}
-    for generation, local_rank, path in sorted(named):
+    newest = max((generation for generation, _, _ in files), default=0)
+    records: dict[int, tuple[ProgressRecord, Path]] = {}
+    for generation, local_rank, path in sorted(files):
         record = read_progress(path)
         if generation != newest or record is None or (path.suffix and not found_in_output):
             continue
-        if local_rank not in found or record.step > found[local_rank][0].step:
-            found[local_rank] = (record, path)
-    return found
+        if local_rank not in records or record.step > records[local_rank][0].step:
+            records[local_rank] = (record, path)
+    return records
 
 
 def main() -> None:
     """Print the records in the order of the local ranks."""
     for local_rank, (record, _) in newest_records(found_in_output=True).items():
-        shown = {"localRank": local_rank, **asdict(record), "phase": record.phase.name}
-        shown = {key: None if value != value else value for key, value in shown.items()}  # noqa: PLR0124 - NaN
-        sys.stdout.write(json.dumps(shown) + "\n")
+        fields = {"localRank": local_rank, **asdict(record), "phase": record.phase.name}
+        fields = {key: None if value != value else value for key, value in fields.items()}  # noqa: PLR0124 - NaN
+        sys.stdout.write(json.dumps(fields) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from trainium_agent.show_ranks import newest_records
 
 def main() -> None:
     """Print the stacks in the order of the local ranks."""
-    found = newest_records(found_in_output=False)
-    answers = stacks.request_stacks({rank: (record.pid, path) for rank, (record, path) in found.items()})
-    for rank, (record, _) in found.items():
+    records = newest_records(found_in_output=False)
+    answers = stacks.request_stacks({rank: (record.pid, path) for rank, (record, path) in records.items()})
+    for rank, (record, _) in records.items():
         answer = answers[rank]
-        shown = {
+        fields = {
             "localRank": rank,
             "pid": record.pid,
             "phase": record.phase.name,
@@ -28,7 +28,7 @@ def main() -> None:
             "whyNot": answer.problem,
             "kernelPlace": answer.kernel_location,
         }
-        sys.stdout.write(json.dumps(shown) + "\n")
+        sys.stdout.write(json.dumps(fields) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import logging
 import signal
 import threading
 import time
-import traceback
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -26,13 +25,14 @@ from trainium_agent.coordinator.client import CoordinatorClient
 from trainium_agent.coordinator.report import PodReport
 from trainium_agent.exits.kernel_log import KernelLog
 from trainium_agent.generation_runner import GenerationRunner
-from trainium_agent.generation_tasks import BlockingWorker
 from trainium_agent.hang.detection import Calibration
 from trainium_agent.lifecycle import pod
 from trainium_agent.lifecycle.events import Order
+from trainium_agent.pod_services import PodServices
 from trainium_agent.ranks.output import OutputPump
 from trainium_agent.ranks.processes import Reaper, kill_descendants
 from trainium_agent.ranks.standby_manager import Standby, StandbyManager
+from trainium_agent.threads import BlockingWorker, EventLoop
 from trainium_agent.workload.base import progress_file
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.classify import stops_job
@@ -40,13 +40,13 @@ from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from trainium_agent.checks.preflight import PreflightFinding
-    from trainium_agent.generation.server import StoreServer
     from trainium_agent.lifecycle.state import LocalGeneration
     from trainium_agent.settings import AgentSettings
+    from trainium_agent.shared_state.server import StoreServer
     from trainium_agent.workload.base import Workload
     from trainium_contract.wire.messages import CheckResult
 
@@ -67,24 +67,28 @@ class AgentSupervisor:
     def __init__(self, settings: AgentSettings, workload: Workload, standby: Standby, store: StoreServer) -> None:
         self._settings = settings
         self._workload = workload
-        self._loop = asyncio.get_running_loop()
+        self._event_loop = event_loop = EventLoop(self._fail)
         self._store = store  # serves for the life of the pod
         self._reaper = Reaper()
-        self._worker = BlockingWorker()
-        self._report = PodReport(settings, workload, lambda: self._post(self._client.heartbeat_now))
+        self._report = PodReport(settings, workload, lambda: event_loop.post(self._client.heartbeat_now))
         self._standby_manager = StandbyManager(
-            workload.plan, standby, self._reaper, OutputPump(settings), self._loop.call_soon_threadsafe
+            workload.plan,
+            standby,
+            self._reaper,
+            OutputPump(settings),
+            asyncio.get_running_loop().call_soon_threadsafe,
+        )
+        self._services = PodServices(
+            settings, workload, self._standby_manager, self._report, Calibration(), event_loop, BlockingWorker()
         )
         self._compiler = BackgroundCompiler(
             settings,
             self._standby_manager,
-            post=self._post,
+            post=event_loop.post,
             on_compiled=self._report.record_compiled_size,
             on_end=lambda: self._handle(pod.SimpleEvent.COMPILER_ENDED),
         )
-        self._checks = NodeChecks(
-            settings, self._standby_manager, report=lambda result: self._post(lambda: self._report.record_check(result))
-        )
+        self._checks = NodeChecks(settings, self._standby_manager, report=self._services.record_check)
         self._report.standby_warm = self._is_warm
         self._kernel_log = KernelLog(settings.kernel_log, self._report.diagnoser.kernel)
         self._client = CoordinatorClient(
@@ -97,32 +101,32 @@ class AgentSupervisor:
             on_job_deleted=lambda: self._handle(pod.SimpleEvent.JOB_DELETED),
             on_coordinator_time=self._on_coordinator_time,
         )
-        self._calibration = Calibration()
         self._pod = pod.Pod(settings.check_seconds)
         self._membership: Membership | None = None
         self._runner: GenerationRunner | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._clock_passed: bool | None = None
-        self._exit: asyncio.Future[int] = self._loop.create_future()
+        self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(self, findings: Iterable[PreflightFinding], checked: Iterable[CheckResult] = ()) -> int:
         """Run until the pod ends, given the findings of the quick checks; return its exit code."""
         for result in checked:
             self._report.record_check(result)
-        self._loop.add_signal_handler(signal.SIGCHLD, self._reaper.reap)
-        self._loop.add_signal_handler(signal.SIGTERM, self._run_guarded, self._terminate)
-        self._loop.add_signal_handler(signal.SIGINT, self._run_guarded, self._terminate)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._reaper.reap)
+        loop.add_signal_handler(signal.SIGTERM, self._event_loop.run, self._terminate)
+        loop.add_signal_handler(signal.SIGINT, self._event_loop.run, self._terminate)
         self._reaper.reap()
         tasks = [asyncio.create_task(self._client.run()), asyncio.create_task(self._observe())]
         for task in tasks:
             task.add_done_callback(self._on_task_end)
         self._kernel_log.start()
-        unfit = next((finding for finding in findings if finding.code is not None), None)
-        if unfit is None:
+        failure = next((finding for finding in findings if finding.code is not None), None)
+        if failure is None:
             self._report.set_phase(WorkerPhase.STANDBY)
             threading.Thread(target=self._check, name="preflight", daemon=True).start()
         else:
-            self._give_up(unfit.code or ExitCode.USER_ERROR, unfit.sentence)
+            self._give_up(failure.code or ExitCode.USER_ERROR, failure.sentence)
         try:
             code = await self._exit
             if self._pod.terminating:
@@ -136,10 +140,10 @@ class AgentSupervisor:
             self._compiler.stop()
             self._kernel_log.stop()
             self._standby_manager.close()
-            self._loop.remove_signal_handler(signal.SIGCHLD)
-            left = kill_descendants(_LAST_KILL_SECONDS)
-            if left:
-                _log.error("processes %s did not end", left)
+            loop.remove_signal_handler(signal.SIGCHLD)
+            survivors = kill_descendants(_LAST_KILL_SECONDS)
+            if survivors:
+                _log.error("processes %s did not end", survivors)
 
     # From any thread.
 
@@ -148,15 +152,11 @@ class AgentSupervisor:
         report = self._report
         return {"generation": report.generation, "attempt": report.attempt} if report.generation else {}
 
-    def _post(self, what: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._run_guarded, what)
-
     # Called in the thread of the node's checks.
 
     def _check(self) -> None:
         sentence = self._checks.run()
-        self._post(lambda: self._on_checked(sentence))
+        self._event_loop.post(lambda: self._on_checked(sentence))
 
     # Events, handled in the event loop.
 
@@ -180,10 +180,10 @@ class AgentSupervisor:
         elif message.phase is WorkerPhase.FAILED and message.verdict and stops_job(message.verdict.exit_code):
             self._handle(pod.VerdictAcknowledged(message.generation))
 
-    def _on_coordinator_time(self, theirs: float, asked: float, answered: float) -> None:
+    def _on_coordinator_time(self, coordinator_time: float, sent_at: float, received_at: float) -> None:
         if PreflightCheck.CLOCK not in self._settings.checks:
             return
-        result = compare_clocks(theirs, asked, answered)
+        result = compare_clocks(coordinator_time, sent_at, received_at)
         if result.passed and self._clock_passed:
             return
         if not result.passed and self._clock_passed is not False:
@@ -191,9 +191,9 @@ class AgentSupervisor:
         self._clock_passed = result.passed
         self._report.record_check(result)
 
-    def _on_checked(self, unfit: str) -> None:
-        if unfit:
-            self._give_up(ExitCode.DEVICE_FAULT, unfit)
+    def _on_checked(self, problem: str) -> None:
+        if problem:
+            self._give_up(ExitCode.DEVICE_FAULT, problem)
             return
         self._handle(pod.SimpleEvent.NODE_CHECKED)
         self._client.heartbeat_now()
@@ -215,7 +215,7 @@ class AgentSupervisor:
             _log.error("the agent failed", exc_info=task.exception())
             self._exit_with(_INTERNAL_ERROR)
 
-    def _on_broken(self, failure: str) -> None:
+    def _fail(self, failure: str) -> None:
         """End the pod, which must not stay idle."""
         _log.error("the agent failed:\n%s", failure)
         self._exit_with(_INTERNAL_ERROR)
@@ -225,23 +225,14 @@ class AgentSupervisor:
         while True:
             self._workload.observe()
             self._report.observe()
-            close = self._report.recovering or self._report.phase is WorkerPhase.LOADING
-            await asyncio.sleep(_RECOVERING_SECONDS if close else _TRAINING_SECONDS)
-            unacknowledged = time.monotonic() - self._client.answered_at > _UNACKNOWLEDGED_SECONDS
-            if unacknowledged and self._report.phase is WorkerPhase.FAILED:
+            is_recovering = self._report.recovering or self._report.phase is WorkerPhase.LOADING
+            await asyncio.sleep(_RECOVERING_SECONDS if is_recovering else _TRAINING_SECONDS)
+            is_unacknowledged = time.monotonic() - self._client.answered_at > _UNACKNOWLEDGED_SECONDS
+            if is_unacknowledged and self._report.phase is WorkerPhase.FAILED:
                 _log.error("no coordinator has taken the verdict for %.0f s; leaving with it", _UNACKNOWLEDGED_SECONDS)
                 self._exit_with(self._report.verdict_code or ExitCode.YIELDING)
 
     # Actions, performed in the event loop.
-
-    def _run_guarded(self, what: Callable[[], None]) -> None:
-        try:
-            what()
-        except Exception:  # noqa: BLE001 - the loop would only log it
-            self._on_broken(traceback.format_exc())
-
-    def _call_at(self, deadline: float, what: Callable[[], None]) -> asyncio.TimerHandle:
-        return self._loop.call_at(deadline, self._run_guarded, what)
 
     def _handle(self, event: pod.Event) -> None:
         assert threading.current_thread() is threading.main_thread(), "threads post events, this one handles them"
@@ -253,7 +244,9 @@ class AgentSupervisor:
         if self._timer is not None:
             self._timer.cancel()
         deadline = self._pod.wake_at
-        self._timer = None if deadline is None else self._call_at(deadline, lambda: self._handle(pod.SimpleEvent.TICK))
+        self._timer = None
+        if deadline is not None:
+            self._timer = self._event_loop.call_at(deadline, lambda: self._handle(pod.SimpleEvent.TICK))
 
     def _perform(self, action: pod.Action) -> None:
         match action:
@@ -283,26 +276,14 @@ class AgentSupervisor:
         assert node_rank is not None, "only a member takes part"
         self._report.start_generation(membership.generation, WorkerPhase.JOINING)
         self._report.progress_files = _fresh_progress_files(self._settings, membership)
-        self._runner = GenerationRunner(
-            self._settings,
-            membership,
-            node_rank,
-            workload=self._workload,
-            standby_manager=self._standby_manager,
-            report=self._report,
-            calibration=self._calibration,
-            worker=self._worker,
-            post=self._post,
-            call_at=self._call_at,
-            on_end=self._on_end,
-            on_broken=self._on_broken,
-        )
+        self._runner = GenerationRunner(self._services, membership, node_rank, self._on_end)
         self._runner.start()
 
     def _leave_generation(self, order: Order, superseded_by: int) -> None:
         if not superseded_by:
             grace = self._settings.grace_seconds if order is Order.TERMINATE else 0.0
-            self._loop.call_later(grace + _SLACK_SECONDS, self._exit_with, ExitCode.YIELDING)
+            deadline = time.monotonic() + grace + _SLACK_SECONDS
+            self._event_loop.call_at(deadline, lambda: self._exit_with(ExitCode.YIELDING))
         else:
             # Later progress of the old ranks is not reported for the new generation.
             self._report.start_generation(superseded_by, WorkerPhase.JOINING)
@@ -322,7 +303,7 @@ def _fresh_progress_files(settings: AgentSettings, membership: Membership) -> tu
     directory = settings.progress_directory
     directory.mkdir(parents=True, exist_ok=True)
     files = tuple(progress_file(settings, membership.generation, rank) for rank in range(membership.processes_per_node))
-    for left_over in set(directory.glob("g*-r*")) - set(files):
+    for path in set(directory.glob("g*-r*")) - set(files):
         with contextlib.suppress(OSError):
-            left_over.unlink()
+            path.unlink()
     return files

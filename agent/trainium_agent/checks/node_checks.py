@@ -70,12 +70,12 @@ class NodeChecks:
         self._standby_manager = standby_manager
         self._report = report
         self._folder: Path = settings.memory_directory / "preflight"
-        alone = settings.processes_per_node == 1
+        is_single = settings.processes_per_node == 1
         self._checks = tuple(
             check
             for check in _NAMES
             if check in settings.checks
-            and not (alone and check is PreflightCheck.LOOPBACK)
+            and not (is_single and check is PreflightCheck.LOOPBACK)
             and settings.program is None  # the checks compute with the trainer's libraries
         )
         self._cancelled = threading.Event()
@@ -88,11 +88,11 @@ class NodeChecks:
         """Run the checks and return the problem of the node as a sentence; empty for a healthy node."""
         if not self._checks:
             return ""
-        began = time.monotonic()
-        deadline = began + self._settings.check_seconds
+        started_at = time.monotonic()
+        deadline = started_at + self._settings.check_seconds
         try:
             outcomes = self._outcomes(deadline)
-            return self._evaluate(outcomes, time.monotonic() - began)
+            return self._evaluate(outcomes, time.monotonic() - started_at)
         except OSError as error:
             _log.warning("the node's checks could not be made (%s); they count as passed", error)
             return ""
@@ -135,10 +135,7 @@ class NodeChecks:
             StartRequest(
                 (json.dumps(asdict(task)),), {}, f"trainium-preflight {task.index}", self._settings.check_entry
             ),
-            local_rank=task.index,
             rank=task.index,
-            attempt=-1,
-            on_exit=lambda _: None,
         )
 
     def _evaluate(self, outcomes: list[dict[str, Any]], seconds: float) -> str:
@@ -173,7 +170,7 @@ class NodeChecks:
 
 def _read(task: NodeTask) -> dict[str, Any]:
     try:
-        found = json.loads(task.result.read_text(encoding="utf-8"))
+        result = json.loads(task.result.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_agent.checks import pairing
 from trainium_agent.checks.pairing import Group, PairingResult, Wave, WaveResults
-from trainium_agent.generation.store import StoreLostError
 from trainium_agent.ranks.processes import end_processes
 from trainium_agent.ranks.standby import StartRequest
 from trainium_agent.ranks.standby_manager import StandbyLostError
+from trainium_agent.shared_state.store import StoreLostError
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
@@ -31,9 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainium_agent.generation.store import GenerationStore
     from trainium_agent.ranks.standby_manager import StandbyManager
     from trainium_agent.settings import AgentSettings
+    from trainium_agent.shared_state.state_watcher import StateWatcher
+    from trainium_agent.shared_state.store import GenerationStore
     from trainium_agent.workload.base import RankPort
     from trainium_contract.wire.messages import Membership
 
@@ -93,28 +93,28 @@ class PairRound:
         settings: AgentSettings,
         membership: Membership,
         node_rank: int,
-        standby_manager: StandbyManager,
-        *,
         check: PreflightCheck,
+        *,
+        watcher: StateWatcher,
+        standby_manager: StandbyManager,
         reserve_port: Callable[[str], RankPort],
-        interrupted: Callable[[], None],
         report: Callable[[CheckResult], None],
     ) -> None:
-        """`check` is Pairwise or Bandwidth; `interrupted` raises when the agent must leave."""
+        """`check` is Pairwise or Bandwidth; the watcher interrupts the test."""
+        self._settings = settings
         self._check = check
         self._minimum = settings.minimum_bandwidth if check is PreflightCheck.BANDWIDTH else None
-        self._settings = settings
         self._membership = membership
         self._node_rank = node_rank
         self._seconds = settings.pair_seconds
         self._nodes = len(membership.members)
+        self._watcher = watcher
         self._standby_manager = standby_manager
         self._reserve_port = reserve_port
-        self._interrupted = interrupted
         self._report = report
 
     def run(self, store: GenerationStore, attempt: int) -> PairVerdict:
-        """Run all waves. Raises NodeFailedPairTestError, StoreLostError, and the errors of `interrupted`."""
+        """Run all waves. Raises NodeFailedPairTestError, StoreLostError, and WaitInterruptedError."""
         if self._check is PreflightCheck.PAIRWISE:
             _log.warning("collectives failed again and nobody is known to be at fault: testing the nodes in pairs")
         self._store, self._attempt = store, attempt
@@ -141,7 +141,7 @@ class PairRound:
     # A single exchange.
 
     def _exchange(self, number: int, group: Group) -> PairingResult:
-        served, port = self._open_exchange(number, group)
+        reserved, port = self._open_exchange(number, group)
         if port is None:
             return PairingResult(passed=False, detail=f"node rank {group[0]} did not open the exchange")
         host = self._membership.members[group[0]].pod_ip
@@ -151,43 +151,39 @@ class PairRound:
         task = PairTask(group.index(self._node_rank), len(group), host, port, self._seconds, str(result), bandwidth)
         others = ", ".join(str(node) for node in group if node != self._node_rank)
         try:
-            return self._outcome_of(task, result, others)
+            return self._run_exchange(task, result, others)
         finally:
-            del served  # closes the store of the exchange
+            del reserved  # closes the store of the exchange
 
     def _open_exchange(self, number: int, group: Group) -> tuple[RankPort | None, int | None]:
         """Return the store of the exchange, on its first node only, and the store's port."""
         key = self._key(number, "port", group[0])
         if self._node_rank == group[0]:
-            served = self._reserve_port(self._settings.pod_ip)
-            self._store.set(key, str(served.port))
-            return served, int(served.port)
+            reserved = self._reserve_port(self._settings.pod_ip)
+            self._store.set(key, str(reserved.port))
+            return reserved, int(reserved.port)
         deadline = time.monotonic() + self._seconds
         while not self._store.has(key):
-            self._interrupted()
+            self._watcher.raise_if_interrupted()
             if time.monotonic() > deadline:
                 return None, None
             time.sleep(_POLL_SECONDS)
         return None, int(self._store.get(key))
 
-    def _outcome_of(self, task: PairTask, result: Path, others: str) -> PairingResult:
-        ended = threading.Event()
+    def _run_exchange(self, task: PairTask, result: Path, others: str) -> PairingResult:
         try:
             process = self._standby_manager.start(
                 StartRequest(
                     (json.dumps(asdict(task)),), {}, f"trainium-pairing with {others}", self._settings.pair_entry
                 ),
-                local_rank=0,
                 rank=self._node_rank,
-                attempt=-1,
-                on_exit=lambda _: ended.set(),
             )
         except StandbyLostError as loss:
             return PairingResult(passed=False, detail=str(loss))
         began = time.monotonic()
         try:
-            while not ended.wait(_POLL_SECONDS):
-                self._interrupted()
+            while not process.ended.wait(_POLL_SECONDS):
+                self._watcher.raise_if_interrupted()
                 elapsed = time.monotonic() - began
                 if elapsed > self._seconds + _START_SECONDS and not result.exists():
                     break
@@ -209,7 +205,7 @@ class PairRound:
         timeout = 2 * (self._seconds + _START_SECONDS) + _OWN_CHECKS_SECONDS + self._nodes * _SECONDS_PER_NODE
         deadline = time.monotonic() + timeout
         while self._store.count(self._key(number, "outcomes")) < len(nodes) and time.monotonic() < deadline:
-            self._interrupted()
+            self._watcher.raise_if_interrupted()
             time.sleep(_POLL_SECONDS)
         keys = {node: self._key(number, "outcome", node) for node in nodes}
         return {node: PairingResult.decode(self._store.get(key)) for node, key in keys.items() if self._store.has(key)}
@@ -231,7 +227,7 @@ class PairRound:
     def _await_wave(self, number: int) -> tuple[Wave, PairVerdict | None]:
         key = self._key(number, "wave")
         while not self._store.has(key):
-            self._interrupted()
+            self._watcher.raise_if_interrupted()
             newest = self._store.state()
             if newest.attempt != self._attempt or newest.stopped is not None:
                 raise StoreLostError("another attempt began")
@@ -248,9 +244,9 @@ class PairRound:
 
     def _report_result(self, verdict: PairVerdict, own_results: list[PairingResult], seconds: float) -> None:
         detail = "; ".join(filter(None, (*(outcome.detail for outcome in own_results), verdict.link)))
-        bad = self._node_rank in verdict.bad_nodes
-        self._report(CheckResult(check=self._check, passed=not bad, seconds=round(seconds, 3), detail=detail[:1000]))
-        if bad:
+        is_bad = self._node_rank in verdict.bad_nodes
+        self._report(CheckResult(check=self._check, passed=not is_bad, seconds=round(seconds, 3), detail=detail[:1000]))
+        if is_bad:
             problem = "cannot exchange with any peer" + (f" at {self._minimum:g} Gbit/s" if self._minimum else "")
             problem = "computes wrong numbers" if self._node_rank in verdict.unhealthy else problem
             raise NodeFailedPairTestError(

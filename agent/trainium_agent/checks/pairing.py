@@ -104,18 +104,18 @@ def unhealthy_nodes(results: Sequence[WaveResults]) -> frozenset[int]:
 def disconnected_nodes(results: Sequence[WaveResults], minimum: float | None = None) -> frozenset[int]:
     """Return the nodes that could not exchange with any peer, although others could; `minimum` as in `next_wave`."""
     typical = _typical_seconds(results)
-    tried: dict[int, int] = {}
+    exchanges: dict[int, int] = {}
     passed: set[int] = set()
     for result in results:
         for group in result.wave:
             group_passed = _group_passed(group, result.outcomes, typical, minimum)
             for node in group:
-                tried[node] = tried.get(node, 0) + 1
+                exchanges[node] = exchanges.get(node, 0) + 1
                 if group_passed:
                     passed.add(node)
     if not passed:
         return frozenset()
-    return frozenset(node for node, times in tried.items() if times > 1 and node not in passed)
+    return frozenset(node for node, count in exchanges.items() if count > 1 and node not in passed)
 
 
 def slowest_link(results: Sequence[WaveResults]) -> tuple[Group, float] | None:

@@ -76,25 +76,26 @@ def check_results(
     settings: AgentSettings, findings: Iterable[PreflightFinding], seconds: float
 ) -> tuple[CheckResult, ...]:
     """Return the outcome of each quick check, for the heartbeat."""
-    found = {finding.check: finding.sentence for finding in findings}
+    failed = {finding.check: finding.sentence for finding in findings}
     quick = (PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK)
     return tuple(
         CheckResult(
-            check=check, passed=check not in found, seconds=round(seconds, 3), detail=found.get(check, "")[:1024]
+            check=check, passed=check not in failed, seconds=round(seconds, 3), detail=failed.get(check, "")[:1024]
         )
         for check in quick
         if check in settings.checks
     )
 
 
-def compare_clocks(theirs: float, sent: float, answered: float) -> CheckResult:
+def compare_clocks(coordinator_time: float, sent_at: float, received_at: float) -> CheckResult:
     """Compare the coordinator's clock with ours, which was read before and after the request."""
-    uncertainty = max(0.0, (answered - sent) / 2)
-    difference = theirs - (sent + uncertainty)
+    uncertainty = max(0.0, (received_at - sent_at) / 2)
+    difference = coordinator_time - (sent_at + uncertainty)
     passed = abs(difference) <= CLOCK_SECONDS + uncertainty
     where = "behind" if difference > 0 else "ahead of"
     detail = "" if passed else f"The node's clock is {abs(difference):.1f} s {where} the coordinator's; check its NTP."
-    return CheckResult(check=PreflightCheck.CLOCK, passed=passed, seconds=round(answered - sent, 3), detail=detail)
+    seconds = round(received_at - sent_at, 3)
+    return CheckResult(check=PreflightCheck.CLOCK, passed=passed, seconds=seconds, detail=detail)
 
 
 def _memory_directory(directory: Path) -> Iterator[PreflightFinding]:
@@ -135,7 +136,7 @@ def _explain_unwritable(directory: Path) -> str:
 
 def _file_system_of(directory: Path) -> str:
     """Return the type of the file system that holds a directory; empty if unknown."""
-    best, kind = "", ""
+    longest, file_system = "", ""
     resolved = str(directory.resolve())
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
@@ -144,9 +145,9 @@ def _file_system_of(directory: Path) -> str:
     for line in lines:
         fields = line.split(" ")
         mount = fields[1].replace("\\040", " ")
-        if len(mount) >= len(best) and (resolved == mount or resolved.startswith(mount.rstrip("/") + "/")):
-            best, kind = mount, fields[2]
-    return kind
+        if len(mount) >= len(longest) and (resolved == mount or resolved.startswith(mount.rstrip("/") + "/")):
+            longest, file_system = mount, fields[2]
+    return file_system
 
 
 def _config(path: Path) -> Iterator[PreflightFinding]:
@@ -166,11 +167,11 @@ def _config(path: Path) -> Iterator[PreflightFinding]:
 def _devices(expected: int, devices: Path) -> Iterator[PreflightFinding]:
     if expected == 0:
         return
-    found = [entry for entry in devices.glob("neuron*") if entry.name[len("neuron") :].isdigit()]
-    if len(found) < expected:
+    visible = [entry for entry in devices.glob("neuron*") if entry.name[len("neuron") :].isdigit()]
+    if len(visible) < expected:
         yield PreflightFinding(
             ExitCode.DEVICE_FAULT,
-            f"{len(found)} Neuron devices are visible under {devices} but the worker was given {expected}; "
+            f"{len(visible)} Neuron devices are visible under {devices} but the worker was given {expected}; "
             "the node's driver, device plugin or DRA driver lost some.",
             PreflightCheck.DEVICES,
         )
@@ -249,13 +250,13 @@ def driver_version(path: Path = DRIVER) -> Version | None:
 
 def runtime_version(path: Path = PACKAGES) -> Version | None:
     """Return the version of the image's package; None if it was installed in another way."""
-    found = _STANZA.search(_read(path))
-    return _version(found[1]) if found else None
+    match = _STANZA.search(_read(path))
+    return _version(match[1]) if match else None
 
 
 def _version(text: str) -> Version | None:
-    found = _VERSION.match(text.strip())
-    return (int(found[1]), int(found[2])) if found else None
+    match = _VERSION.match(text.strip())
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _read(path: Path) -> str:

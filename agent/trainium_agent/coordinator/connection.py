@@ -78,14 +78,14 @@ class Connector:
 
     async def addresses(self) -> list[Address]:
         """Return the addresses of all endpoints, in the resolver's order. Raises CoordinatorUnavailableError."""
-        found: dict[Address, None] = {}
+        addresses: dict[Address, None] = {}
         for endpoint in self._settings.coordinator:
             for ip in await self._resolve(endpoint):
-                found[Address(endpoint.host, ip, endpoint.port)] = None
-        if not found:
+                addresses[Address(endpoint.host, ip, endpoint.port)] = None
+        if not addresses:
             names = ", ".join(endpoint.host for endpoint in self._settings.coordinator)
             raise CoordinatorUnavailableError(f"the coordinator's name {names} does not resolve")
-        return list(found)
+        return list(addresses)
 
     async def open_stream(self, address: Address, query: dict[str, str]) -> Stream:
         """Open a stream to one address. Raises CoordinatorUnavailableError, JobDeletedError."""
@@ -118,13 +118,13 @@ class Connector:
         lookup = self._lookups.get(endpoint)
         if lookup is None:
             lookup = self._lookups[endpoint] = _start_lookup(endpoint)
-        known = self._known.get(endpoint, [])
-        done, _ = await asyncio.wait({lookup}, timeout=LOOKUP_SECONDS if known else None)
+        addresses = self._known.get(endpoint, [])
+        done, _ = await asyncio.wait({lookup}, timeout=LOOKUP_SECONDS if addresses else None)
         if done:
             self._lookups.pop(endpoint, None)
-            known = lookup.result() or known
-            self._known[endpoint] = known
-        return known
+            addresses = lookup.result() or addresses
+            self._known[endpoint] = addresses
+        return addresses
 
     def _context(self) -> ssl.SSLContext:
         """Return a TLS context that trusts only the mounted certificate authority, read now."""
@@ -154,20 +154,20 @@ def _start_lookup(endpoint: Endpoint) -> asyncio.Future[list[str]]:
     future: asyncio.Future[list[str]] = loop.create_future()
 
     def resolve() -> None:
-        found: list[str] = []
+        addresses: list[str] = []
         with contextlib.suppress(OSError, UnicodeError):  # unknown or invalid name
             entries = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-            found = [str(entry[4][0]) for entry in entries]
+            addresses = [str(entry[4][0]) for entry in entries]
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(_set_result, future, found)
+            loop.call_soon_threadsafe(_set_result, future, addresses)
 
     threading.Thread(target=resolve, name="coordinator-lookup", daemon=True).start()
     return future
 
 
-def _set_result(future: asyncio.Future[list[str]], found: list[str]) -> None:
+def _set_result(future: asyncio.Future[list[str]], addresses: list[str]) -> None:
     if not future.done():
-        future.set_result(found)
+        future.set_result(addresses)
 
 
 class StreamRefusedError(Exception):
@@ -191,10 +191,10 @@ class Stream:
         self._writer = writer
 
     @classmethod
-    async def open(cls, where: tuple[str, int], context: ssl.SSLContext, name: str, request: str) -> Stream:
+    async def open(cls, address: tuple[str, int], context: ssl.SSLContext, name: str, request: str) -> Stream:
         """Connect and send the request. Raises StreamRefusedError, OSError, ValueError."""
         reader, writer = await asyncio.open_connection(
-            *where, ssl=context, server_hostname=name, limit=_LONGEST_HEAD, ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS
+            *address, ssl=context, server_hostname=name, limit=_LONGEST_HEAD, ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS
         )
         stream = cls(reader, writer)
         try:

@@ -65,14 +65,14 @@ class _Failure:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last lines have arrived; a child that holds the pipe open is not waited for."""
+        """Whether the last lines have arrived; a child that holds the pipe open delays it for a second only."""
         if self.sentence or self.process.output.complete.is_set():
             return True
         return time.time() > self.process.ended_at + _LAST_LINES_SECONDS
 
     def message(self) -> ProcessFailure:
         """Return the failure as sent to the coordinator; it does not change once complete."""
-        word = None if self.sentence else last_runtime_message(self.process)
+        runtime_message = None if self.sentence else last_runtime_message(self.process)
         return ProcessFailure(
             sequence=self.sequence,
             generation=self.generation,
@@ -81,7 +81,7 @@ class _Failure:
             exit_code=self.exit_code,
             step=self.step,
             message=self.sentence[:MESSAGE_CHARACTERS] or describe_exit(self.process),
-            runtime_status=word.status if word is not None else None,
+            runtime_status=runtime_message.status if runtime_message is not None else None,
             output_line="" if self.sentence else self.process.output.last_error_sign(),
             at=self.at or self.process.ended_at,
         )
@@ -247,12 +247,12 @@ class PodReport:
         newest = self._workload.newest(self.progress_files)
         if newest is None or not self._is_of_current_attempt(newest[0]):
             return
-        record, beside = newest
+        record, path = newest
         self._record_times(record)
         stage = RunStage.of(record.stage)
-        trains = stage is RunStage.TRAIN
+        is_training = stage is RunStage.TRAIN
         hang_detection = self._workload.hang_detection
-        results = read_results(beside)
+        results = read_results(path)
         self._progress = Progress(
             step=max(record.step, 0),
             loss=record.loss,
@@ -268,12 +268,12 @@ class PodReport:
             productive_seconds=max(_finite(record.productive_seconds) or 0.0, 0.0),
             started=self._started,
             loaded=self._loaded,
-            notice=read_notice(beside)[:MESSAGE_CHARACTERS],
-            alerts=_alerts(beside),
+            notice=read_notice(path)[:MESSAGE_CHARACTERS],
+            alerts=_alerts(path),
             total_steps=max(record.total_steps, 0),
             stage=stage.value,
-            stage_progress=None if trains else round(_finite(record.stage_progress) or 0.0, 4),
-            stage_since=0.0 if trains else max(_finite(record.stage_since) or 0.0, 0.0),
+            stage_progress=None if is_training else round(_finite(record.stage_progress) or 0.0, 4),
+            stage_since=0.0 if is_training else max(_finite(record.stage_since) or 0.0, 0.0),
             artifacts=results.artifacts,
             evaluation=results.evaluation,
             hang_detection="" if hang_detection is None else hang_detection.value,
@@ -287,10 +287,9 @@ class PodReport:
                 )
         if record.step > 0 or record.resume_step > 0:
             self._best_step = max(self._best_step, record.step, record.resume_step)
-            after = 0.0 if trains else stage.number + record.stage_progress
-            self.best_progress = max(self.best_progress, self._best_step + after)
-        training = self.phase is WorkerPhase.LOADING and record.phase is ProgressPhase.TRAINING
-        if training:
+            stage_share = 0.0 if is_training else stage.number + record.stage_progress
+            self.best_progress = max(self.best_progress, self._best_step + stage_share)
+        if self.phase is WorkerPhase.LOADING and record.phase is ProgressPhase.TRAINING:
             self.set_phase(WorkerPhase.TRAINING)
 
     def heartbeat(self) -> HeartbeatRequest:
@@ -349,8 +348,8 @@ def _resumed_at(record: ProgressRecord, step_before: int) -> float | None:
         return record.updated
     if record.step < 0 and step_before < 0 and record.phase is ProgressPhase.TRAINING:
         return record.updated  # a program without steps trains as soon as it runs
-    back = RunStage.of(record.stage) is not RunStage.TRAIN and record.step >= step_before
-    return record.stage_since if back else None
+    has_passed_step = RunStage.of(record.stage) is not RunStage.TRAIN and record.step >= step_before
+    return record.stage_since if has_passed_step else None
 
 
 def _finite(value: float) -> float | None:

@@ -130,9 +130,9 @@ class ExitDiagnoser:
         """Diagnose the end of this process and remember the diagnosis."""
         verdict = self.classify(process)
         at = process.ended_at
-        seen = any(cause is verdict.cause and at - before < _MEMORY_SECONDS for before, cause in self._earlier)
+        is_repeated = any(cause is verdict.cause and at - before < _MEMORY_SECONDS for before, cause in self._earlier)
         self._earlier.append((at, verdict.cause))
-        return Diagnosis(verdict, seen and verdict.blame is Blame.NODE and not verdict.indirect)
+        return Diagnosis(verdict, is_repeated and verdict.blame is Blame.NODE and not verdict.indirect)
 
     def classify(self, process: RankProcess) -> Verdict:
         """Classify this process's end by all signs of this pod."""

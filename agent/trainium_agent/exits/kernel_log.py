@@ -69,11 +69,11 @@ class KernelEvents:
             self._last[sign.key] = at
             event = KernelEvent(sequence=self._next, line=redact_secrets(line)[:_LINE_CHARACTERS], at=at)
             self._next += 1
-            kept = [known for known in self._events if known[0] != sign.key]
-            kept.append((sign.key, event))
-            if len(kept) > _KEPT:
-                kept.remove(max(kept, key=lambda known: _IMPORTANCE[known[0]]))
-            self._events = kept
+            events = [known for known in self._events if known[0] != sign.key]
+            events.append((sign.key, event))
+            if len(events) > _KEPT:
+                events.remove(max(events, key=lambda known: _IMPORTANCE[known[0]]))
+            self._events = events
         _log.error("kernel message (%s): %s", classify_sign(sign).sentence, event.line)
         self._on_event()
         return True
@@ -173,10 +173,10 @@ class KernelLog:
             os.lseek(descriptor, 0, os.SEEK_SET)
             self._partial = b""
         try:
-            now = self._path.stat()
+            current = self._path.stat()
         except OSError:
             return True
-        return (now.st_dev, now.st_ino) != (opened.st_dev, opened.st_ino)
+        return (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino)
 
     def _handle(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")

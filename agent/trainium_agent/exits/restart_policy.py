@@ -64,9 +64,9 @@ class GenerationState:
     def decode(text: bytes | str) -> GenerationState:
         """Decode a text; fields of a newer agent are ignored."""
         body = json.loads(text)
-        known = {name: body[name] for name in GenerationState.__dataclass_fields__ if name in body}
-        causes = {name: Cause(known.get(name, Cause.RESIZE)) for name in ("cause", "previous_cause")}
-        return GenerationState(**{**known, **causes})
+        fields = {name: body[name] for name in GenerationState.__dataclass_fields__ if name in body}
+        causes = {name: Cause(fields.get(name, Cause.RESIZE)) for name in ("cause", "previous_cause")}
+        return GenerationState(**{**fields, **causes})
 
 
 class RestartAction(StrEnum):

@@ -79,8 +79,8 @@ def _limit_of(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes) -> f
         case TrainerPhase.SAVE:
             return spec.save_seconds
         case TrainerPhase.STEP:
-            known = baseline.steps if len(baseline.steps) >= _ENOUGH_STEPS else (*baseline.steps, baseline.first_step)
-            return max(floor, factor * percentile(known, 0.99))
+            steps = baseline.steps if len(baseline.steps) >= _ENOUGH_STEPS else (*baseline.steps, baseline.first_step)
+            return max(floor, factor * percentile(steps, 0.99))
 
 
 def _calibrated(baseline: float, floor: float, factor: float) -> float:
@@ -157,21 +157,21 @@ class StallTracker:
 
     def sample(self, now: float, samples: Iterable[RankSample]) -> tuple[Stall, ...]:
         """Return the stall of each sampled rank; `now` is monotonic."""
-        passed = 0.0 if self._sampled_at is None else min(max(0.0, now - self._sampled_at), _LONGEST_SAMPLE_SECONDS)
+        elapsed = 0.0 if self._sampled_at is None else min(max(0.0, now - self._sampled_at), _LONGEST_SAMPLE_SECONDS)
         self._sampled_at = now
-        before, self._states = self._states, {}
-        found = []
+        previous, self._states = self._states, {}
+        stalls = []
         for sample in samples:
-            known = before.get(sample.stall.rank)
-            if known is None or known.activity != sample.activity:
-                known = _StallState(sample.activity)
+            state = previous.get(sample.stall.rank)
+            if state is None or state.activity != sample.activity:
+                state = _StallState(sample.activity)
             else:
-                known = replace(known, seconds=known.seconds + passed)
-            if known.cpu_at is None and sample.stall.state:
-                known = replace(known, cpu_at=(sample.cpu_seconds, known.seconds))
-            self._states[sample.stall.rank] = known
-            found.append(_stall(sample, known))
-        return tuple(found)
+                state = replace(state, seconds=state.seconds + elapsed)
+            if state.cpu_at is None and sample.stall.state:
+                state = replace(state, cpu_at=(sample.cpu_seconds, state.seconds))
+            self._states[sample.stall.rank] = state
+            stalls.append(_stall(sample, state))
+        return tuple(stalls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +182,13 @@ class _StallState:
     """Processor time, and the length of the stall, when /proc was first read."""
 
 
-def _stall(sample: RankSample, known: _StallState) -> Stall:
+def _stall(sample: RankSample, state: _StallState) -> Stall:
     busy = 0.0
-    if known.cpu_at is not None and sample.stall.state:
-        cpu, since = known.cpu_at
-        busy = (sample.cpu_seconds - cpu) / (known.seconds - since) if known.seconds > since else 0.0
+    if state.cpu_at is not None and sample.stall.state:
+        cpu, since = state.cpu_at
+        busy = (sample.cpu_seconds - cpu) / (state.seconds - since) if state.seconds > since else 0.0
     limit = round(min(sample.stall.limit, 1e9), 3)
-    return replace(sample.stall, seconds=round(known.seconds, 3), limit=limit, busy=round(max(0.0, busy), 3))
+    return replace(sample.stall, seconds=round(state.seconds, 3), limit=limit, busy=round(max(0.0, busy), 3))
 
 
 class FindingKind(StrEnum):
@@ -233,14 +233,14 @@ def find_culprits(answers: Mapping[int, Sequence[Stall]], members: int) -> Findi
     overdue = [rank for rank in ranks if rank.overdue]
     if not overdue:
         return Finding(FindingKind.PROGRESSING)
-    known = [rank for rank in ranks if not rank.unreported] or ranks
+    reported = [rank for rank in ranks if not rank.unreported] or ranks
     # If some ranks of a program report nothing, nobody knows which rank waits for which.
-    odd = _outliers(overdue, ranks) if known == ranks else [rank for rank in ranks if rank.stopped]
-    if odd:
-        return Finding(FindingKind.STUCK, culprits=tuple(sorted(rank.rank for rank in odd)))
-    with_time = [rank.limit - rank.seconds for rank in known if not rank.overdue]
-    if with_time:
-        retry = min(max(min(with_time), _SHORTEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS)
+    culprits = _outliers(overdue, ranks) if reported == ranks else [rank for rank in ranks if rank.stopped]
+    if culprits:
+        return Finding(FindingKind.STUCK, culprits=tuple(sorted(rank.rank for rank in culprits)))
+    remaining = [rank.limit - rank.seconds for rank in reported if not rank.overdue]
+    if remaining:
+        retry = min(max(min(remaining), _SHORTEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS)
         return Finding(FindingKind.PROGRESSING, retry_seconds=retry)
     silent = tuple(sorted(set(range(members)) - set(answers)))
     if silent:
@@ -253,26 +253,26 @@ def _outliers(overdue: list[Stall], ranks: list[Stall]) -> list[Stall]:
     stopped = [rank for rank in overdue if rank.stopped]
     if stopped:
         return stopped
-    alone = len(ranks) == 1
-    odd = [rank for rank in overdue if rank.waits is False]
-    if odd:
-        phases = {rank.phase for rank in odd}
-        likely = [rank for rank in ranks if not rank.overdue and rank.waits is False and rank.phase in phases]
-        about_to_join = any(rank.seconds > rank.limit / 2 for rank in likely)
-        return odd if alone or (len(odd) < len(ranks) and not about_to_join) else []
-    odd = [rank for rank in overdue if rank.waits is None]
-    others_wait = all(rank.overdue and rank.waits for rank in ranks if rank not in odd)
-    return odd if alone or (others_wait and len(odd) < len(ranks)) else []
+    is_only_rank = len(ranks) == 1
+    outliers = [rank for rank in overdue if rank.waits is False]
+    if outliers:
+        phases = {rank.phase for rank in outliers}
+        candidates = [rank for rank in ranks if not rank.overdue and rank.waits is False and rank.phase in phases]
+        may_follow = any(rank.seconds > rank.limit / 2 for rank in candidates)
+        return outliers if is_only_rank or (len(outliers) < len(ranks) and not may_follow) else []
+    outliers = [rank for rank in overdue if rank.waits is None]
+    others_wait = all(rank.overdue and rank.waits for rank in ranks if rank not in outliers)
+    return outliers if is_only_rank or (others_wait and len(outliers) < len(ranks)) else []
 
 
 def after_hang(
     finding: Finding, attempt: int, best_progress: float, state: GenerationState, limit: int
 ) -> GenerationState:
     """Return the shared state after the ranks of `attempt` were ended for a hang; it counts once, as any failure."""
-    after = decide_restart(ExitCode.HUNG, attempt, best_progress, state, limit).state
-    if after.attempt > state.attempt and finding.kind is FindingKind.COLLECTIVE:
-        return replace(after, unexplained_failures=after.unexplained_failures + 1)
-    return after
+    following = decide_restart(ExitCode.HUNG, attempt, best_progress, state, limit).state
+    if following.attempt > state.attempt and finding.kind is FindingKind.COLLECTIVE:
+        return replace(following, unexplained_failures=following.unexplained_failures + 1)
+    return following
 
 
 def describe_stall(stall: Stall, pod: str) -> str:
@@ -316,8 +316,8 @@ def decode_stalls(text: str) -> tuple[Stall, ...]:
 
 
 def _decode_stall(body: dict[str, Any]) -> Stall:
-    known = {name: body[name] for name in Stall.__dataclass_fields__ if name in body}
-    return Stall(**{**known, "phase": TrainerPhase(body["phase"]), "stage": RunStage(body["stage"])})
+    fields = {name: body[name] for name in Stall.__dataclass_fields__ if name in body}
+    return Stall(**{**fields, "phase": TrainerPhase(body["phase"]), "stage": RunStage(body["stage"])})
 
 
 @dataclass(slots=True)

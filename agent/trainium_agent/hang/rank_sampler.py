@@ -82,15 +82,15 @@ class RankSampler:
         for process in living:
             sample, timing = self._sample_rank(process, now)
             samples.append(sample)
-            timings.append(timing)
+            if timing is not None:
+                timings.append(timing)
             pids.add(process.pid)
-        known = (timing for timing in timings if timing is not None)
-        self.timing = max(known, key=lambda timing: timing.own_seconds, default=None)  # the rank with the most work
+        self.timing = max(timings, key=lambda timing: timing.own_seconds, default=None)  # the rank with the most work
         self._waits.keep_only(frozenset(pids))
         return self._watch.sample(now, samples)
 
     def _sample_rank(self, process: RankProcess, now: float) -> tuple[RankSample, StepTiming | None]:
-        began = self._starting_since.setdefault(process.pid, now)
+        starting_since = self._starting_since.setdefault(process.pid, now)
         path = self._progress_of(process.local_rank)
         reading = self._workload.read(path)
         if reading is None or reading.pulse is None:
@@ -99,8 +99,8 @@ class RankSampler:
         if (record.generation, record.attempt) != (self._generation, process.attempt):
             return self._sample_unreported(process, now), None
         phase = _PHASES[pulse.activity]
-        if phase is not TrainerPhase.INIT and began is not None:
-            self._calibration.record_init(self._world_size, now - began)
+        if phase is not TrainerPhase.INIT and starting_since is not None:
+            self._calibration.record_init(self._world_size, now - starting_since)
             self._starting_since[process.pid] = None
         if pulse.first_step_seconds:
             self._calibration.record_first_step(self._world_size, pulse.first_step_seconds)
@@ -127,14 +127,14 @@ class RankSampler:
         counter = self._workload.activity_counter(process, now)
         activity = (process.pid, -1 if counter is None else counter)
         letter, cpu_seconds = self._kernel_state(process, activity, now)
-        program = self._workload.hang_detection is not None
-        if not program:
+        is_program = self._workload.hang_detection is not None
+        if not is_program:
             baseline, waiting = self._calibration.baseline(self._world_size, ()), False
             limit = stall_limit(TrainerPhase.INIT, self._spec, baseline, state=letter)
         else:  # its state is unknown
             limit, waiting = (math.inf if counter is None else self._spec.init_seconds), None
         stall = Stall(
-            process.rank, TrainerPhase.INIT, -1, 0.0, limit, waiting=waiting, state=letter, unreported=program
+            process.rank, TrainerPhase.INIT, -1, 0.0, limit, waiting=waiting, state=letter, unreported=is_program
         )
         return RankSample(stall, activity, cpu_seconds)
 

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trainium_agent.exits.restart_policy import GenerationState
-    from trainium_agent.generation.store import GenerationStore
     from trainium_agent.hang.detection import Calibration
     from trainium_agent.linux.stacks import StackDump
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.settings import AgentSettings
+    from trainium_agent.shared_state.store import GenerationStore
     from trainium_agent.workload.base import Workload
     from trainium_contract.wire.messages import Membership
 
@@ -94,18 +94,18 @@ class HangResponse:
     def apply_finding(self, finding: Finding, state: GenerationState) -> HangFound:
         """Log the stalls on this pod and return the result for the runner."""
         stalled = self._sample_ranks()
-        own = [stall for stall in stalled if stall.rank in finding.culprits]
+        own_stalls = [stall for stall in stalled if stall.rank in finding.culprits]
         self._write_log(finding, stalled)
         culprits = []
-        for stall in own:
-            known = self._stacks.get(stall.rank)
+        for stall in own_stalls:
+            stack = self._stacks.get(stall.rank)
             sentence = detection.describe_stall(stall, self._settings.pod_name)
-            culprits.append((stall.rank, f"{sentence}; {known.innermost}" if known is not None else sentence))
-        longest = max((stall.seconds for stall in own or stalled), default=0.0)
-        alike = finding.kind is FindingKind.COLLECTIVE
+            culprits.append((stall.rank, f"{sentence}; {stack.innermost}" if stack is not None else sentence))
+        longest = max((stall.seconds for stall in own_stalls or stalled), default=0.0)
+        is_collective = finding.kind is FindingKind.COLLECTIVE
         return HangFound(
             state,
-            Cause.HANG if own or alike else Cause.PEER_LOST,
+            Cause.HANG if own_stalls or is_collective else Cause.PEER_LOST,
             time.time() - longest,
             culprit_known=finding.kind is FindingKind.STUCK,
             culprits=tuple(culprits),
@@ -122,17 +122,14 @@ class HangResponse:
         stalled = self._watch.sample(self._living)
         suspicious = any(stall.overdue for stall in stalled)
         suspects = {stall.rank for stall in stalled if suspicious and stall.seconds > stall.limit / 2}
-        unasked = [process for process in self._living if process.rank in suspects and process.rank not in self._stacks]
-        answers = stacks.request_stacks(
-            {
-                process.rank: (process.pid, progress_file(self._settings, self._generation, process.local_rank))
-                for process in unasked
-                if process.alive
-            }
-        )
-        self._stacks = answered = {**self._stacks, **answers}
-        explained = tuple(_apply_stack(stall, answered.get(stall.rank)) for stall in stalled)
-        self._stuck = tuple(_stuck(stall, answered.get(stall.rank)) for stall in explained if stall.overdue)[:_REPORTED]
+        without_stack = {
+            process.rank: (process.pid, progress_file(self._settings, self._generation, process.local_rank))
+            for process in self._living
+            if process.rank in suspects and process.rank not in self._stacks and process.alive
+        }
+        self._stacks = dumps = {**self._stacks, **stacks.request_stacks(without_stack)}
+        explained = tuple(_apply_stack(stall, dumps.get(stall.rank)) for stall in stalled)
+        self._stuck = tuple(_stuck(stall, dumps.get(stall.rank)) for stall in explained if stall.overdue)[:_REPORTED]
         return explained
 
     def _write_log(self, finding: Finding, stalled: tuple[Stall, ...]) -> None:
@@ -146,34 +143,34 @@ class HangResponse:
                 summary = "all ranks are in the same state, none is to blame"
         _log.error("training hangs: %s; all ranks restart in place", summary)
         for stall in stalled:
-            known = self._stacks.get(stall.rank)
+            stack = self._stacks.get(stall.rank)
             _log.warning(
                 "%s; %s",
                 detection.describe_stall(stall, self._settings.pod_name),
-                known.innermost if known else "not asked",
+                stack.innermost if stack else "not asked",
             )
-            if known is not None and known.text:
+            if stack is not None and stack.text:
                 if self._settings.log_format is LogFormat.JSON:
-                    _log.warning("%s", known.text, extra={"rank": stall.rank})
+                    _log.warning("%s", stack.text, extra={"rank": stall.rank})
                 else:
-                    sys.stdout.write("".join(f"[rank {stall.rank}] {line}\n" for line in known.text.splitlines()))
+                    sys.stdout.write("".join(f"[rank {stall.rank}] {line}\n" for line in stack.text.splitlines()))
         sys.stdout.flush()
 
 
-def _apply_stack(stall: Stall, known: StackDump | None) -> Stall:
-    if stall.waiting is not None or known is None or known.in_collective is None:
+def _apply_stack(stall: Stall, stack: StackDump | None) -> Stall:
+    if stall.waiting is not None or stack is None or stack.in_collective is None:
         return stall
-    return replace(stall, waiting=known.in_collective)
+    return replace(stall, waiting=stack.in_collective)
 
 
-def _stuck(stall: Stall, known: StackDump | None) -> StuckRank:
+def _stuck(stall: Stall, stack: StackDump | None) -> StuckRank:
     return StuckRank(
         rank=stall.rank,
         phase=stall.phase,
         step=max(stall.step, -1),
         seconds=stall.seconds,
         waiting=stall.waits,
-        stack=known.innermost[:_STACK_CHARACTERS] if known is not None else "",
+        stack=stack.innermost[:_STACK_CHARACTERS] if stack is not None else "",
     )
 
 
@@ -198,7 +195,7 @@ class Inquiry:
         self._node_rank = node_rank
         self._members = members
         self._sample_ranks = sample
-        self._asked = 0
+        self._own_inquiry = 0
         self._deadline = 0.0
         self._answered = 0
         self._inquiry_seen_at = 0.0
@@ -207,14 +204,14 @@ class Inquiry:
     @property
     def is_open(self) -> bool:
         """Whether this agent waits for answers."""
-        return self._asked > 0
+        return self._own_inquiry > 0
 
     def reset(self) -> None:
         """Reset at the start of an attempt."""
-        self._asked = 0
+        self._own_inquiry = 0
         self._inquiry_seen_at = self._not_before = 0.0
 
-    def start(self, attempt: int) -> None:
+    def open(self, attempt: int) -> None:
         """Open an inquiry, unless one is open or all ranks were just excused.
 
         Raises StoreLostError.
@@ -224,15 +221,15 @@ class Inquiry:
             return
         own = self._node_rank
 
-        def asked(state: GenerationState) -> GenerationState:
+        def open_inquiry(state: GenerationState) -> GenerationState:
             if state.attempt != attempt or state.stopped is not None:
                 return state
             return replace(state, inquiry=state.inquiry + 1, inquiry_attempt=attempt, inquiry_node_rank=own)
 
-        state = self._store.update_state(asked)
+        state = self._store.update_state(open_inquiry)
         if (state.inquiry_attempt, state.inquiry_node_rank) != (attempt, own):
             return
-        self._asked = state.inquiry
+        self._own_inquiry = state.inquiry
         self._deadline = now + _TIMEOUT_SECONDS + self._members * _SECONDS_PER_MEMBER
         self.answer(state)
 
@@ -243,7 +240,7 @@ class Inquiry:
         self._answered = state.inquiry
         if state.inquiry_node_rank != self._node_rank:
             self._inquiry_seen_at = time.monotonic()
-            self._asked = 0  # another agent asked at the same time, or took over
+            self._own_inquiry = 0  # another agent asked at the same time, or took over
         store = self._store
         store.set(
             self._key(state.attempt, self._node_rank),
@@ -259,11 +256,11 @@ class Inquiry:
         if not self.is_open:
             return None
         store = self._store
-        answered_count = store.count(self._key(attempt, "answers", self._asked))
+        answered_count = store.count(self._key(attempt, "answers", self._own_inquiry))
         if answered_count < self._members and time.monotonic() < self._deadline:
             return None
         finding = detection.find_culprits(self._read_answers(store, attempt), self._members)
-        self._asked = 0
+        self._own_inquiry = 0
         self._not_before = time.monotonic() + finding.retry_seconds
         if finding.kind is FindingKind.PROGRESSING:
             return None
@@ -276,14 +273,14 @@ class Inquiry:
         return Finding.decode(store.get(key)) if store.has(key) else Finding(FindingKind.COLLECTIVE)
 
     def _read_answers(self, store: GenerationStore, attempt: int) -> dict[int, tuple[Stall, ...]]:
-        found = {}
+        answers = {}
         for node_rank in range(self._members):
             key = self._key(attempt, node_rank)
             if store.has(key):
                 number, _, text = store.get(key).partition(" ")
-                if int(number) == self._asked:
-                    found[node_rank] = detection.decode_stalls(text)
-        return found
+                if int(number) == self._own_inquiry:
+                    answers[node_rank] = detection.decode_stalls(text)
+        return answers
 
     def _key(self, attempt: int, *parts: object) -> str:
         return self._store.key(attempt, "hang", *parts)

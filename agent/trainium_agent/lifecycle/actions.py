@@ -55,7 +55,7 @@ class DiagnoseExits:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerQuestion:
+class AnswerInquiry:
     """Answer the inquiry in this state: InquiryUpdated."""
 
     state: GenerationState
@@ -83,7 +83,7 @@ class Announce:
     superseded_by: int
 
 
-Task = SimpleTask | StartRanks | DiagnoseExits | AnswerQuestion | ReadFinding | EnterExitBarrier | Announce
+Task = SimpleTask | StartRanks | DiagnoseExits | AnswerInquiry | ReadFinding | EnterExitBarrier | Announce
 
 
 # Actions.

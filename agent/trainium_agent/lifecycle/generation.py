@@ -40,8 +40,6 @@ _KILL_SECONDS = 30.0
 _REPORT_STUCK_SECONDS = 2.5
 """A reported stall is kept until a heartbeat has carried it."""
 _CLEAN_EXITS = (ExitCode.FINISHED, ExitCode.YIELDING)
-
-
 _StepResult = tuple[LocalGeneration, tuple[actions.Action, ...]]
 
 
@@ -50,7 +48,7 @@ def step(local: LocalGeneration, event: events.Event, now: float) -> _StepResult
     if local.stage is Stage.ENDED:
         return local, ()
     local, requested = _record(local, event, now)
-    while local.busy is None and local.stage is not Stage.ENDED:
+    while local.running_task is None and local.stage is not Stage.ENDED:
         decided = _decide(local, now)
         if decided is None:
             break
@@ -70,10 +68,12 @@ def wake_at(local: LocalGeneration) -> float | None:
     deadlines = []
     if local.stuck_reported_at is not None and local.stage is not Stage.RUNNING:
         deadlines.append(local.stuck_reported_at + _REPORT_STUCK_SECONDS)
-    if local.busy is None:
+    if local.running_task is None:
         match local.stage:
             case Stage.RUNNING:
-                deadlines.append(min(local.next_sample_at, local.deadline) if local.inquiring else local.next_sample_at)
+                deadlines.append(local.next_sample_at)
+                if local.has_open_inquiry:
+                    deadlines.append(local.deadline)
             case Stage.KILLING | Stage.SAVING | Stage.STORE_LOST | Stage.BACKOFF | Stage.YIELDED | Stage.FINISHED:
                 deadlines.append(local.deadline)
     return min(deadlines, default=None) if local.stage is not Stage.ENDED else None
@@ -100,8 +100,8 @@ def _record(local: LocalGeneration, event: events.Event, now: float) -> _StepRes
         case events.SimpleEvent.TICK:
             return local, ()
         case _:
-            assert local.busy is not None, f"{event} is no task's that is under way"
-            return _handle_result(replace(local, busy=None), local.busy, event, now)
+            assert local.running_task is not None, f"{event} without a running task"
+            return _handle_result(replace(local, running_task=None), local.running_task, event, now)
 
 
 def _replace_state_change(
@@ -143,7 +143,7 @@ def _handle_result(local: LocalGeneration, task: actions.Task, result: events.Re
         case events.RanksSampled():
             return _handle_sample(local, result, now)
         case events.InquiryUpdated():
-            local = replace(local, inquiring=result.open, deadline=now + _POLL_SECONDS)
+            local = replace(local, has_open_inquiry=result.open, deadline=now + _POLL_SECONDS)
             if result.stuck is None:
                 return local, ()
             return replace(local, stuck_reported_at=now), (actions.ReportStuck(result.stuck),)
@@ -195,7 +195,7 @@ def _decide(local: LocalGeneration, now: float) -> _StepResult | None:
 def _decide_running(local: LocalGeneration, now: float) -> _StepResult | None:
     if local.overdue:
         return _run_task(replace(local, overdue=False), actions.SimpleTask.OPEN_INQUIRY)
-    if local.inquiring and now >= local.deadline:
+    if local.has_open_inquiry and now >= local.deadline:
         return _run_task(local, actions.SimpleTask.CONCLUDE_INQUIRY)
     if now >= local.next_sample_at:
         return _run_task(local, actions.SimpleTask.SAMPLE_RANKS)
@@ -204,13 +204,13 @@ def _decide_running(local: LocalGeneration, now: float) -> _StepResult | None:
 
 def _decide_waiting(local: LocalGeneration, now: float) -> _StepResult | None:
     """Wait for the other pods: all local ranks have ended without a failure."""
-    finished = local.stage is Stage.FINISHED
+    is_finished = local.stage is Stage.FINISHED
     if not local.entered_barrier:
-        phase = WorkerPhase.FINISHED if finished else WorkerPhase.YIELDED
+        phase = WorkerPhase.FINISHED if is_finished else WorkerPhase.YIELDED
         return _run_task(replace(local, entered_barrier=True), actions.EnterExitBarrier(phase))
     if now < local.deadline:
         return None
-    return _run_task(local, actions.SimpleTask.CHECK_FINISHED if finished else actions.SimpleTask.CHECK_YIELDED)
+    return _run_task(local, actions.SimpleTask.CHECK_FINISHED if is_finished else actions.SimpleTask.CHECK_YIELDED)
 
 
 def _handle_exit(local: LocalGeneration, end: events.RankExited, now: float) -> _StepResult | None:
@@ -222,9 +222,9 @@ def _handle_exit(local: LocalGeneration, end: events.RankExited, now: float) -> 
         return _end_attempt(local, SimpleFollowUp.DIAGNOSE_EXITS, now, log)
     if local.alive or _failed_exits(local):
         return None  # the ends of the other ranks, or a failure among them, decide
-    finished = local.all_ended_with(ExitCode.FINISHED)
-    stage, phase = (Stage.FINISHED, WorkerPhase.FINISHED) if finished else (Stage.YIELDED, WorkerPhase.YIELDED)
-    deadline = now if finished else now + _YIELD_TIMEOUT_SECONDS
+    all_finished = local.all_ended_with(ExitCode.FINISHED)
+    stage, phase = (Stage.FINISHED, WorkerPhase.FINISHED) if all_finished else (Stage.YIELDED, WorkerPhase.YIELDED)
+    deadline = now if all_finished else now + _YIELD_TIMEOUT_SECONDS
     return replace(local, stage=stage, deadline=deadline), (
         actions.SimpleAction.OBSERVE_PROGRESS,
         actions.ReportTiming(None),
@@ -250,7 +250,7 @@ def _handle_shared_state(local: LocalGeneration, state: GenerationState, now: fl
         cause = Cause.YIELDED if state.cause is Cause.YIELDED else Cause.PEER_LOST
         return _start_next_attempt(local, state.attempt, cause, None, now)
     if local.alive and state.attempt == local.attempt == state.inquiry_attempt and state.inquiry > local.answered:
-        return _run_task(replace(local, answered=state.inquiry), actions.AnswerQuestion(state))
+        return _run_task(replace(local, answered=state.inquiry), actions.AnswerInquiry(state))
     return None
 
 
@@ -261,18 +261,18 @@ def _handle_diagnosis(local: LocalGeneration, diagnosed: events.ExitsDiagnosed, 
     if diagnosed.withdraw or diagnosed.state.stopped is not None:
         sentence = f"giving up in place: rank {diagnosed.rank} ended with code {diagnosed.code} ({diagnosed.sentence})"
         return _fail(local), (actions.Log(sentence, severe=True), actions.ReportVerdict(diagnosed.local_rank))
-    again, reports = _start_next_attempt(local, diagnosed.state.attempt, diagnosed.cause, diagnosed.ended_at, now)
+    following, reports = _start_next_attempt(local, diagnosed.state.attempt, diagnosed.cause, diagnosed.ended_at, now)
     if not diagnosed.backoff_seconds or local.order is not Order.NONE:
-        return again, reports
-    return replace(again, stage=Stage.BACKOFF, deadline=now + diagnosed.backoff_seconds), reports
+        return following, reports
+    return replace(following, stage=Stage.BACKOFF, deadline=now + diagnosed.backoff_seconds), reports
 
 
 def _handle_sample(local: LocalGeneration, sampled: events.RanksSampled, now: float) -> _StepResult:
     local = replace(local, next_sample_at=now + local.limits.sample_seconds, overdue=sampled.overdue)
-    timed = actions.ReportTiming(sampled.timing)
+    report_timing = actions.ReportTiming(sampled.timing)
     if sampled.overdue or local.stuck_reported_at is None or now < local.stuck_reported_at + _REPORT_STUCK_SECONDS:
-        return local, (timed,)
-    return replace(local, stuck_reported_at=None), (timed, actions.ReportStuck(()))
+        return local, (report_timing,)
+    return replace(local, stuck_reported_at=None), (report_timing, actions.ReportStuck(()))
 
 
 def _handle_hang(local: LocalGeneration, found: events.HangFound, now: float) -> _StepResult:
@@ -282,12 +282,12 @@ def _handle_hang(local: LocalGeneration, found: events.HangFound, now: float) ->
     )
     local = replace(local, stuck_reported_at=now)
     if found.state.stopped is None:
-        again, more = _start_next_attempt(local, found.state.attempt, found.cause, found.failed_at, now)
+        following, further = _start_next_attempt(local, found.state.attempt, found.cause, found.failed_at, now)
     elif found.cause is Cause.HANG and found.culprit_known:
-        again, more = _end_attempt(local, Fail(actions.ReportVerdict()), now)
+        following, further = _end_attempt(local, Fail(actions.ReportVerdict()), now)
     else:
-        again, more = _fail_stopped(local, now)
-    return again, (*reports, *more)
+        following, further = _fail_stopped(local, now)
+    return following, (*reports, *further)
 
 
 def _handle_store_loss(local: LocalGeneration, task: actions.Task, reason: str, now: float) -> _StepResult:
@@ -295,8 +295,8 @@ def _handle_store_loss(local: LocalGeneration, task: actions.Task, reason: str, 
     if task in (actions.SimpleTask.OPEN_INQUIRY, actions.SimpleTask.CONCLUDE_INQUIRY):
         return _end_attempt(local, CountHang(reason), now)
     assert isinstance(task, actions.DiagnoseExits | actions.SimpleTask), f"{task} cannot lose the store"
-    again = replace(task, reconnect=True) if isinstance(task, actions.DiagnoseExits) else task
-    return _await_store(local, again, reason, now)
+    retry = replace(task, reconnect=True) if isinstance(task, actions.DiagnoseExits) else task
+    return _await_store(local, retry, reason, now)
 
 
 def _await_store(
@@ -309,8 +309,8 @@ def _await_store(
     if local.stage is not Stage.STORE_LOST:
         sentence = f"the store of generation {local.limits.generation} is gone ({reason}); waiting for a newer one"
         reports = (actions.Log(sentence), actions.EnterPhase(WorkerPhase.JOINING))
-    lost = replace(local, stage=Stage.STORE_LOST, retry=retry, deadline=now + _RECONNECT_SECONDS)
-    return lost, (*reports, actions.ReportWaiting((0,)))
+    waiting = replace(local, stage=Stage.STORE_LOST, retry=retry, deadline=now + _RECONNECT_SECONDS)
+    return waiting, (*reports, actions.ReportWaiting((0,)))
 
 
 def _fail_stopped(local: LocalGeneration, now: float) -> _StepResult:
@@ -320,7 +320,7 @@ def _fail_stopped(local: LocalGeneration, now: float) -> _StepResult:
 
 
 def _fail(local: LocalGeneration) -> LocalGeneration:
-    return replace(local, stage=Stage.FAILED, pending=(), inquiring=False, overdue=False)
+    return replace(local, stage=Stage.FAILED, pending=(), has_open_inquiry=False, overdue=False)
 
 
 # The end of an attempt, and of the generation.
@@ -331,7 +331,7 @@ def _start_next_attempt(
 ) -> _StepResult:
     """Start the next attempt; on a pod whose ranks did not fail the cause is a lost peer."""
     reports = (actions.SimpleAction.OBSERVE_PROGRESS, actions.ReportRestart(attempt, cause, failed_at))
-    return _end_attempt(replace(local, inquiring=False, overdue=False), SimpleFollowUp.REJOIN, now, *reports)
+    return _end_attempt(replace(local, has_open_inquiry=False, overdue=False), SimpleFollowUp.REJOIN, now, *reports)
 
 
 def _end_attempt(local: LocalGeneration, follow_up: FollowUp, now: float, *reports: actions.Action) -> _StepResult:
@@ -347,8 +347,8 @@ def _decide_killing(local: LocalGeneration, now: float) -> _StepResult | None:
         if now < local.deadline:
             return None
         # The process is stuck in the kernel and holds its device, so no other rank can start.
-        stuck = f"a training process did not end within {_KILL_SECONDS:.0f} s of SIGKILL"
-        return replace(local, stage=Stage.ENDED, pending=()), (actions.FailPod(stuck),)
+        sentence = f"a training process did not end within {_KILL_SECONDS:.0f} s of SIGKILL"
+        return replace(local, stage=Stage.ENDED, pending=()), (actions.FailPod(sentence),)
     failures = _failed_exits(local)
     local = replace(
         local, pending=tuple(event for event in local.pending if isinstance(event, events.SharedStateChanged))
@@ -383,17 +383,17 @@ def _decide_saving(local: LocalGeneration, now: float) -> _StepResult | None:
     changes = [event.state for event in local.pending if isinstance(event, events.SharedStateChanged)]
     cannot_finish = any(state.broken or state.stopped is not None for state in changes)
     if local.alive and now < local.deadline and not cannot_finish:
-        broken = any(end.code not in _CLEAN_EXITS for end in local.exits)
+        has_failed = any(end.code not in _CLEAN_EXITS for end in local.exits)
         return (
             _run_task(replace(local, broken_announced=True), actions.SimpleTask.ANNOUNCE_BROKEN)
-            if broken and not local.broken_announced
+            if has_failed and not local.broken_announced
             else None
         )
-    saved = replace(local, yielded=local.all_ended_with(ExitCode.YIELDING))
+    left = replace(local, yielded=local.all_ended_with(ExitCode.YIELDING))
     return _end_attempt(
-        saved, SimpleFollowUp.LEAVE, now, actions.SimpleAction.OBSERVE_PROGRESS
+        left, SimpleFollowUp.LEAVE, now, actions.SimpleAction.OBSERVE_PROGRESS
     )  # the report includes their last save
 
 
 def _run_task(local: LocalGeneration, task: actions.Task, *reports: actions.Action) -> _StepResult:
-    return replace(local, busy=task), (*reports, actions.RunTask(task))
+    return replace(local, running_task=task), (*reports, actions.RunTask(task))

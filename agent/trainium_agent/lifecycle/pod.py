@@ -177,21 +177,21 @@ def _record(pod: Pod, event: Event, now: float) -> _StepResult:
         case SimpleEvent.COMPILER_ENDED:
             return replace(pod, compiling=False, stopping=False), ()
         case GenerationEnded():
-            over = replace(pod, running=0, yielded=event.yielded)
+            ended = replace(pod, running=0, yielded=event.yielded)
             if event.outcome is GenerationOutcome.FINISHED:
-                return replace(over, finished=pod.running, deadline=now + _ACKNOWLEDGE_SECONDS), ()
-            return over, ()
+                return replace(ended, finished=pod.running, deadline=now + _ACKNOWLEDGE_SECONDS), ()
+            return ended, ()
         case FinishAcknowledged():
             return replace(pod, acknowledged_finish=max(pod.acknowledged_finish, event.generation)), ()
         case VerdictAcknowledged(generation):
-            late = pod.ends_at is not None or generation < pod.newest.generation
-            return (pod if late else replace(pod, ends_at=now + _PEERS_SECONDS)), ()
+            is_late = pod.ends_at is not None or generation < pod.newest.generation
+            return (pod if is_late else replace(pod, ends_at=now + _PEERS_SECONDS)), ()
         case SimpleEvent.TERMINATE | SimpleEvent.JOB_DELETED:
-            ending = replace(pod, terminating=True)
+            terminated = replace(pod, terminating=True)
             if not pod.running:
-                return replace(ending, has_exited=True), (ExitPod(None),)
+                return replace(terminated, has_exited=True), (ExitPod(None),)
             order = Order.TERMINATE if event is SimpleEvent.TERMINATE else Order.IMMEDIATE
-            return ending, (LeaveGeneration(order),)
+            return terminated, (LeaveGeneration(order),)
         case SimpleEvent.TICK:
             return pod, ()
 
@@ -199,12 +199,12 @@ def _record(pod: Pod, event: Event, now: float) -> _StepResult:
 def _receive_membership(pod: Pod, received: MembershipReceived) -> _StepResult:
     if received.generation <= pod.newest.generation:
         return pod, ()
-    known = (ReportGeneration(received.generation),) if pod.unfit else ()
+    reports = (ReportGeneration(received.generation),) if pod.unfit else ()
     pod = replace(pod, newest=received, ends_at=None)
     if not pod.running:
-        return pod, known
+        return pod, reports
     order = Order.IMMEDIATE if received.immediate else Order.GRACEFUL
-    return pod, (*known, LeaveGeneration(order, received.generation))
+    return pod, (*reports, LeaveGeneration(order, received.generation))
 
 
 def _decide(pod: Pod, now: float) -> _StepResult | None:
@@ -214,12 +214,12 @@ def _decide(pod: Pod, now: float) -> _StepResult | None:
     if pod.running:
         return None
     if pod.finished and newest <= pod.finished:
-        acknowledged = (
+        can_exit = (
             pod.acknowledged_finish >= pod.finished
             or pod.terminating
             or (pod.deadline is not None and now >= pod.deadline)
         )
-        return (replace(pod, has_exited=True), (ExitPod(ExitCode.FINISHED),)) if acknowledged else None
+        return (replace(pod, has_exited=True), (ExitPod(ExitCode.FINISHED),)) if can_exit else None
     if pod.finished:
         return replace(pod, finished=0, deadline=None), ()
     if pod.terminating:

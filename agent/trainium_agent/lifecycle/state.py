@@ -86,7 +86,7 @@ class LocalGeneration:
     """Local ranks that have ended."""
     pending: tuple[events.RankExited | events.SharedStateChanged, ...] = ()
     """Events that have not been handled yet."""
-    busy: actions.Task | None = None
+    running_task: actions.Task | None = None
     order: Order = Order.NONE
     superseded_by: int = 0
     follow_up: FollowUp | None = None
@@ -97,7 +97,7 @@ class LocalGeneration:
     next_sample_at: float = 0.0
     overdue: bool = False
     """Whether a rank is stalled beyond its limit."""
-    inquiring: bool = False
+    has_open_inquiry: bool = False
     """Whether this agent waits for answers to an inquiry."""
     answered: int = 0
     """Number of the newest answered inquiry."""

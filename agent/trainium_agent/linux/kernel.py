@@ -84,23 +84,23 @@ def thread_names() -> tuple[str, ...]:
 
 def descendants(pid: int) -> list[int]:
     """Return every live descendant of a process, parents before children."""
-    found: list[int] = []
+    processes: list[int] = []
     pending = [pid]
     while pending:
-        born = children(pending.pop())
-        found += born
-        pending += born
-    return found
+        new = children(pending.pop())
+        processes += new
+        pending += new
+    return processes
 
 
 def children(pid: int) -> list[int]:
     """Return the children of a process."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
-                found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+                pids += [int(child) for child in (task / "children").read_text().split()]
+    return pids
 
 
 def process_name(pid: int) -> str:
@@ -171,14 +171,14 @@ class CpuWaitSampler:
 
     def share(self, pid: int, now: float) -> float | None:
         """Return the share of the wanted processor time spent waiting, over the newest sample of some seconds."""
-        known = self._samples.get(pid)
-        if known is not None and now - known[0] < _SAMPLE_SECONDS:
+        sample = self._samples.get(pid)
+        if sample is not None and now - sample[0] < _SAMPLE_SECONDS:
             return self._shares.get(pid)
         ran, waited = self._totals(pid)
         self._samples[pid] = (now, ran, waited)
-        if known is not None:
-            waited_for = max(0, waited - known[2])
-            wanted = max(0, ran - known[1]) + waited_for
+        if sample is not None:
+            waited_for = max(0, waited - sample[2])
+            wanted = max(0, ran - sample[1]) + waited_for
             self._shares[pid] = round(waited_for / wanted, 3) if wanted >= _LEAST_WANTED_NS else None
         return self._shares.get(pid)
 

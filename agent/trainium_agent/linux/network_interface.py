@@ -39,15 +39,15 @@ def use_interface(default: str) -> None:
 def find_interface(address: str) -> str | None:
     """Return the name of the interface; None if the address is not the first IPv4 address of any."""
     try:
-        wanted = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
+        expected = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
     except ValueError:
         return None
-    if wanted.is_loopback:
+    if expected.is_loopback:
         return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for _, name in socket.if_nameindex():
             request = struct.pack(f"{_REQUEST_BYTES}s", name[:_NAME_BYTES].encode())
             with contextlib.suppress(OSError):  # it has no IPv4 address
-                if fcntl.ioctl(asking, _SIOCGIFADDR, request)[_ADDRESS] == wanted.packed:
+                if fcntl.ioctl(control, _SIOCGIFADDR, request)[_ADDRESS] == expected.packed:
                     return name
     return None

@@ -73,15 +73,15 @@ class StackDump:
         """Frames of the main thread, innermost first, as `function (file:line)`."""
         # The fault handler lists the newest thread first, so the main thread is the last one.
         block = re.split(r"^(?:Current thread|Thread) .*$", self.text, flags=re.MULTILINE)[-1]
-        found = (_FRAME.match(line) for line in block.splitlines())
-        return tuple(f"{frame['name']} ({frame['file']}:{frame['line']})" for frame in found if frame)
+        matches = (_FRAME.match(line) for line in block.splitlines())
+        return tuple(f"{frame['name']} ({frame['file']}:{frame['line']})" for frame in matches if frame)
 
     @property
     def innermost(self) -> str:
         """The innermost frames in one line, or the reason why there are none."""
         frames = " < ".join(_LONG_PATH.sub("(", frame) for frame in self.main_frames[:_FRAMES])
-        place = f"; in the kernel: {self.kernel_location}" if self.kernel_location else ""
-        return (frames or self.problem) + place
+        location = f"; in the kernel: {self.kernel_location}" if self.kernel_location else ""
+        return (frames or self.problem) + location
 
     @property
     def in_collective(self) -> bool | None:
@@ -93,18 +93,18 @@ class StackDump:
 def request_stacks(processes: Mapping[int, tuple[int, Path]]) -> dict[int, StackDump]:
     """Request the stacks of living processes (rank to pid and progress file), all at once."""
     answers: dict[int, StackDump] = {}
-    before: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for rank, (pid, progress) in processes.items():
         if kernel.process_state(pid).letter in ("T", "t"):
             answers[rank] = StackDump(problem="no stack: it is stopped, so it cannot answer")
         elif not stacks_path(progress).exists() or not kernel.has_signal_handler(pid, DUMP_SIGNAL):
             answers[rank] = StackDump(problem="no stack: it has not come far enough to answer")
         else:
-            before[rank] = _size(stacks_path(progress))
+            sizes[rank] = _size(stacks_path(progress))
             with contextlib.suppress(OSError):
                 os.kill(pid, DUMP_SIGNAL)
-    _await_answers({rank: (stacks_path(processes[rank][1]), size) for rank, size in before.items()})
-    for rank, size in before.items():
+    _await_answers({rank: (stacks_path(processes[rank][1]), size) for rank, size in sizes.items()})
+    for rank, size in sizes.items():
         pid, progress = processes[rank]
         text = _tail(stacks_path(progress), size)
         letter = kernel.process_state(pid).letter or "?"

@@ -26,8 +26,7 @@ def explain_forbidden(number: int | None, where: object = "", *, user: int | Non
         return "it is not writable: give the worker's role write permission"
     if number == errno.EROFS:
         return "it is mounted read-only: mount it writable"
-    who = os.geteuid() if user is None else user
     return (
-        f"user {who} cannot write there: make it writable for that user (fsGroup; a hostPath takes none: chown it on "
-        "the node)"
+        f"user {os.geteuid() if user is None else user} cannot write there: make it writable for that user (fsGroup; a "
+        "hostPath takes none: chown it on the node)"
     )

@@ -233,7 +233,7 @@ def line_formatter(settings: AgentSettings, source: OutputSource) -> LineFormatt
     blank = _blank_log_line(settings, source)
     attribution = {field: getattr(blank, field) for field in _ATTRIBUTION}
 
-    def show(line: bytes) -> FormattedLine:
+    def format_line(line: bytes) -> FormattedLine:
         parsed = read_log_line(line)
         if parsed is not None and parsed.source is LogSource.TRAINER:
             attributed = parsed.replaced(**attribution)
@@ -245,7 +245,7 @@ def line_formatter(settings: AgentSettings, source: OutputSource) -> LineFormatt
             line, _encode_lines(blank.replaced(time=now, message=piece) for piece in _split_long(text))
         )
 
-    return show
+    return format_line
 
 
 def _blank_log_line(settings: AgentSettings, source: OutputSource) -> LogLine:
@@ -268,8 +268,8 @@ def _blank_log_line(settings: AgentSettings, source: OutputSource) -> LogLine:
 
 def _split_long(text: str) -> Iterator[str]:
     """Split the text into parts that each fit into a line; escaping enlarges a character up to twelve times."""
-    for at in range(0, len(text), MESSAGE_CHARACTERS):
-        part = text[at : at + MESSAGE_CHARACTERS]
+    for start in range(0, len(text), MESSAGE_CHARACTERS):
+        part = text[start : start + MESSAGE_CHARACTERS]
         size = len(part) if len(json.dumps(part)) <= _MESSAGE_BYTES else _MESSAGE_BYTES // 12
         yield from (part[begin : begin + size] for begin in range(0, len(part), size))
 

@@ -98,11 +98,13 @@ class RankProcess:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _end: tuple[int, float] | None = None
     _exit_requested: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set once the exit is recorded."""
 
     @property
     def alive(self) -> bool:
         """Whether no exit was recorded."""
-        return self.exit_code is None
+        return not self.ended.is_set()
 
     @property
     def exit_code(self) -> int | None:
@@ -126,6 +128,7 @@ class RankProcess:
         """Record the exit."""
         with self._lock:
             self._end = (code, time.time())
+        self.ended.set()
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the process; SIGKILL goes to its whole group. Does nothing once it has ended."""
@@ -161,10 +164,10 @@ def kill_descendants(seconds: float) -> list[int]:
     """Send SIGKILL to all descendants and reap them; return the pids that are left after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
-        left = kernel.descendants(os.getpid())
-        if not left or time.monotonic() > deadline:
-            return left
-        for pid in left:
+        survivors = kernel.descendants(os.getpid())
+        if not survivors or time.monotonic() > deadline:
+            return survivors
+        for pid in survivors:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):

@@ -54,10 +54,10 @@ def find_status(line: str) -> int | None:
     text = line[:_LONGEST_LINE]
     if _HARMLESS.search(text):
         return None
-    found = [status for pattern, status in _SENTENCES if pattern.search(text)][:1]
-    found += [_NAMES[name] for name in _NAME.findall(text) if name in _NAMES]
-    found += [int(number) for number in _NUMBER.findall(text)]
-    return min((status for status in found if status in _ORDER), key=_ORDER.__getitem__, default=None)
+    statuses = [status for pattern, status in _SENTENCES if pattern.search(text)][:1]
+    statuses += [_NAMES[name] for name in _NAME.findall(text) if name in _NAMES]
+    statuses += [int(number) for number in _NUMBER.findall(text)]
+    return min((status for status in statuses if status in _ORDER), key=_ORDER.__getitem__, default=None)
 
 
 class RuntimeMessages:
@@ -77,8 +77,8 @@ class RuntimeMessages:
 
     def last(self, at: float) -> RuntimeMessage | None:
         """Return the most specific message shortly before a process ended at `at` (Unix seconds)."""
-        near = [message for message in self._newest.values() if message.at >= at - _SHORTLY_SECONDS]
-        return min(near, key=lambda message: _ORDER[message.status], default=None)
+        recent = [message for message in self._newest.values() if message.at >= at - _SHORTLY_SECONDS]
+        return min(recent, key=lambda message: _ORDER[message.status], default=None)
 
 
 def format_message(message: RuntimeMessage) -> str:

@@ -174,9 +174,9 @@ def _foreign_threads() -> list[str]:
     """Return the threads that a fork would lose; the kernel still lists a joined thread for a moment."""
     deadline = time.monotonic() + _THREAD_END_SECONDS
     while True:
-        found = [name for name in kernel.thread_names() if name not in _HARMLESS_THREADS]
-        if not found or time.monotonic() > deadline:
-            return found
+        threads = [name for name in kernel.thread_names() if name not in _HARMLESS_THREADS]
+        if not threads or time.monotonic() > deadline:
+            return threads
         time.sleep(_REPARENT_POLL_SECONDS)
 
 

@@ -186,16 +186,17 @@ class StandbyManager:
         self,
         request: standby.StartRequest,
         *,
-        local_rank: int,
-        rank: int,
-        attempt: int,
-        on_exit: Callable[[RankProcess], None],
+        local_rank: int = 0,
+        rank: int = 0,
+        attempt: int = -1,
+        on_exit: Callable[[RankProcess], None] = lambda _process: None,
         on_line: Callable[[bytes], None] | None = None,
         label: str = "",
     ) -> RankProcess:
-        """Start a rank; `on_exit` is called from the reaper's thread, `on_line` from the output's.
+        """Start a rank, or another process, which has no attempt; `label` then starts each line of its output.
 
-        `label` starts each line of its output. Raises StandbyLostError if two standbys in a row ended during the start.
+        `on_exit` is called from the reaper's thread, `on_line` from the output's. Raises StandbyLostError if two
+        standbys in a row ended during the start.
         """
         write_end, tail = self._pump.open(_output_source(request, rank, attempt, label), on_line)
         with self._starting:

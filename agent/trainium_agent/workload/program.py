@@ -101,27 +101,27 @@ class Program(ProgramMonitor):
         """Return an error if the program ended at once and left processes running, in the background."""
         super().on_finish(processes)
         seconds = time.monotonic() - self._started_at
-        left = [name for process in processes for name in process.leftover_processes]
-        if seconds > _SHORT_SECONDS or not left or self.has_steps:
+        leftovers = sorted({name for process in processes for name in process.leftover_processes})
+        if seconds > _SHORT_SECONDS or not leftovers or self.has_steps:
             return ""
         return (
-            f"the program ended with code 0 after {seconds:.1f} s and left {', '.join(sorted(set(left)))} running: "
+            f"the program ended with code 0 after {seconds:.1f} s and left {', '.join(leftovers)} running: "
             "have it stay in the foreground, because its end is taken for the end of training"
         )
 
     def _rank_environment(self, layout: AttemptLayout, local_rank: int) -> dict[str, str]:
-        given = self._environment
-        found = rank_environment(self._settings, layout, local_rank, agent_serves=False)
+        container = self._environment
+        environment = rank_environment(self._settings, layout, local_rank, agent_serves=False)
         defaults = neuron_environment(layout, local_rank, self._settings.neuron_devices)
         if layout.ranks_per_node > 1:
             defaults["OMP_NUM_THREADS"] = "1"  # as torchrun does
         defaults["PYTHONUNBUFFERED"] = "1"  # else Python buffers its output to a pipe, and steps are found late
         defaults["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
         if layout.accumulation:
-            found[worker_env.ENV_ACCUMULATION] = str(layout.accumulation)
+            environment[worker_env.ENV_ACCUMULATION] = str(layout.accumulation)
         if _LIBRARY.is_dir():
-            found["PYTHONPATH"] = os.pathsep.join(filter(None, (given.get("PYTHONPATH", ""), str(_LIBRARY))))
-        return {**{name: value for name, value in defaults.items() if name not in given}, **found}
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (container.get("PYTHONPATH", ""), str(_LIBRARY))))
+        return {**{name: value for name, value in defaults.items() if name not in container}, **environment}
 
 
 def neuron_environment(layout: AttemptLayout, local_rank: int, devices: int) -> dict[str, str]:
@@ -134,16 +134,16 @@ def neuron_environment(layout: AttemptLayout, local_rank: int, devices: int) -> 
         return {}
     # Only root may read the driver's `core_count` (neuron_cdev.c), and programs do not run as root.
     cores = devices * len([*_NEURON.glob("neuron0/neuron_core*")]) // max(1, _logical())
-    each = cores // layout.ranks_per_node
-    found = {"NEURON_RT_ROOT_COMM_ID": f"{layout.master_ip}:{_NEURON_PORT}"}
-    if each:
-        first = local_rank * each
-        found["NEURON_RT_VISIBLE_CORES"] = str(first) if each == 1 else f"{first}-{first + each - 1}"
-        found["NEURON_PJRT_PROCESSES_NUM_DEVICES"] = ",".join([str(each)] * layout.world_size)
-        found["NEURON_PJRT_PROCESS_INDEX"] = str(layout.rank(local_rank))
+    rank_cores = cores // layout.ranks_per_node
+    environment = {"NEURON_RT_ROOT_COMM_ID": f"{layout.master_ip}:{_NEURON_PORT}"}
+    if rank_cores:
+        first = local_rank * rank_cores
+        environment["NEURON_RT_VISIBLE_CORES"] = str(first) if rank_cores == 1 else f"{first}-{first + rank_cores - 1}"
+        environment["NEURON_PJRT_PROCESSES_NUM_DEVICES"] = ",".join([str(rank_cores)] * layout.world_size)
+        environment["NEURON_PJRT_PROCESS_INDEX"] = str(layout.rank(local_rank))
     if _INFINIBAND.is_dir():
-        found |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
-    return found
+        environment |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+    return environment
 
 
 def _logical() -> int:

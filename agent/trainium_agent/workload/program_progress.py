@@ -115,14 +115,14 @@ class ProgramMonitor(Workload):
         if local_rank == 0 and self._checkpoints is not None:
             self._checkpoints.list_now()  # the program resumes from the newest one
 
-        def take(line: bytes) -> None:
+        def append_line(line: bytes) -> None:
             if not rank.written:
                 rank.first_at = time.monotonic()
             rank.written += 1
             rank.last = line[:_LINE_BYTES]
             rank.lines.append((time.monotonic(), rank.last))
 
-        return take
+        return append_line
 
     def observe(self, *, fresh: bool = False) -> None:
         """Search the lines that have arrived since the last call; in the main thread."""
@@ -158,8 +158,8 @@ class ProgramMonitor(Workload):
         if reported is not None or rank is None:
             return reported
         # Most programs print steps on the first or the last rank only, so only the first node waits for one.
-        waits = self._pattern is not None and rank.node_rank == 0 and not rank.unmatched
-        phase = ProgressPhase.LOADING if waits else ProgressPhase.TRAINING
+        awaits_step = self._pattern is not None and rank.node_rank == 0 and not rank.unmatched
+        phase = ProgressPhase.LOADING if awaits_step else ProgressPhase.TRAINING
         record = ProgressRecord(
             pid=0, generation=rank.generation, attempt=rank.attempt, phase=phase, updated=rank.started
         )
@@ -173,8 +173,8 @@ class ProgramMonitor(Workload):
 
     def step_limit(self, path: Path, limit: float) -> float:
         """Allow for unreported saves and validations between steps that are found in output."""
-        found = any(rank.path == path and rank.writer is not None for rank in self._ranks.values())
-        return max(limit, self._settings.hang.save_seconds) if found else limit
+        prints_steps = any(rank.path == path and rank.writer is not None for rank in self._ranks.values())
+        return max(limit, self._settings.hang.save_seconds) if prints_steps else limit
 
     def activity_counter(self, process: RankProcess, now: float) -> int | None:
         """Return a count of the activity: output, processor time, use of the devices; None before any output."""
@@ -182,12 +182,12 @@ class ProgramMonitor(Workload):
         if rank is None or not rank.written:
             return None
         if rank.cpu is None or now - rank.cpu[0] >= _CPU_SECONDS:
-            used = sum(kernel.process_state(pid).cpu_seconds for pid in (process.pid, *kernel.descendants(process.pid)))
-            executed = executions()
+            pids = (process.pid, *kernel.descendants(process.pid))
+            seconds, count = sum(kernel.process_state(pid).cpu_seconds for pid in pids), executions()
             if rank.cpu is not None:
-                at, before, counted = rank.cpu
-                rank.activity += used - before >= _BUSY * (now - at) or executed != counted
-            rank.cpu = (now, used, executed)
+                read_at, last_seconds, last_count = rank.cpu
+                rank.activity += seconds - last_seconds >= _BUSY * (now - read_at) or count != last_count
+            rank.cpu = (now, seconds, count)
         return rank.activity + rank.written
 
     @property
@@ -240,7 +240,7 @@ class ProgramMonitor(Workload):
         if rank.writer is None:
             rank.writer = self._open(rank, step)
         seconds = (at - rank.step_at) if rank.step_at else 0.0
-        each = seconds / max(1, step - rank.step)
+        step_seconds = seconds / max(1, step - rank.step)
         rank.writer.publish(
             step=step,
             loss=_parse_number(match, "loss"),
@@ -248,11 +248,11 @@ class ProgramMonitor(Workload):
             samples_per_second=_parse_number(match, "samples_per_second"),
             updated=time.time() - (time.monotonic() - at),
             monotonic=at,
-            step_seconds=each,
+            step_seconds=step_seconds,
             productive_seconds=rank.writer.record.productive_seconds + seconds,
         )
         if seconds:
-            rank.writer.pulse.complete_step(each)
+            rank.writer.pulse.complete_step(step_seconds)
         rank.step, rank.step_at = step, at
 
     def _open(self, rank: _Rank, step: int) -> ProgressWriter:
@@ -384,17 +384,17 @@ def _parse_number(match: re.Match[bytes], group: str) -> float:
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError when the block takes longer; only a signal ends the search of an expression."""
-    armed = True
+    is_armed = True
 
     def expire(_number: int, _frame: FrameType | None) -> None:
-        if armed:
+        if is_armed:
             raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, expire)
+    previous = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        armed = False
+        is_armed = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)

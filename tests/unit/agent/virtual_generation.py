@@ -104,8 +104,8 @@ class VirtualGeneration:
         self.local, requested = step(before, event, self.now)
         self.stages.add(self.local.stage)
         assert sum(isinstance(action, actions.RunTask) for action in requested) <= 1
-        if before.busy is not None and not isinstance(event, events.Result):
-            assert self.local.busy == before.busy, "a task under way was forgotten"
+        if before.running_task is not None and not isinstance(event, events.Result):
+            assert self.local.running_task == before.running_task, "a task under way was forgotten"
             assert not any(isinstance(action, actions.RunTask) for action in requested), "two tasks at once"
         for action in requested:
             self.execute(action)
@@ -121,7 +121,7 @@ class VirtualGeneration:
         local = self.local
         if isinstance(event, events.SharedStateChanged):
             self.reported = event.state
-        if local.busy is not None or local.stage not in (Stage.RUNNING, Stage.YIELDED, Stage.FINISHED):
+        if local.running_task is not None or local.stage not in (Stage.RUNNING, Stage.YIELDED, Stage.FINISHED):
             return
         assert not local.pending
         assert local.alive == (local.stage is Stage.RUNNING)
@@ -266,7 +266,7 @@ class VirtualGeneration:
                 return events.RanksSampled(overdue=chance() < self.hang_rate / 4)
             case actions.SimpleTask.OPEN_INQUIRY:
                 return events.InquiryUpdated(chance() < 0.8, ())
-            case actions.AnswerQuestion():
+            case actions.AnswerInquiry():
                 return events.InquiryUpdated(open=False, stuck=())
             case actions.SimpleTask.CONCLUDE_INQUIRY:
                 return (

@@ -19,7 +19,7 @@ def main() -> None:
     import torch.distributed  # noqa: F401 - the agent imports it for each pod, in 2.3 seconds
 
     from trainium_agent import __main__, bootstrap, supervisor  # noqa: F401
-    from trainium_agent.generation import store  # noqa: F401
+    from trainium_agent.shared_state import store  # noqa: F401
     from trainium_agent.workload import program  # noqa: F401
     from trainium_trainer import agent_workload  # noqa: F401
     from trainium_trainer.checks import node_test, pair_test  # noqa: F401

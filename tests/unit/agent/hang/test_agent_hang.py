@@ -326,7 +326,7 @@ def inquiries(shared: FakeGenerationStore, count: int = 2) -> list[Inquiry]:
 def test_the_agent_that_asked_concludes_once_all_have_answered() -> None:
     shared = FakeGenerationStore()
     first, second = inquiries(shared)
-    second.start(0)
+    second.open(0)
     assert second.is_open
     assert not first.is_open
     assert second.conclude(0) is None, "one answer is missing"
@@ -348,7 +348,7 @@ def test_a_missing_finding_blames_no_rank() -> None:
 def test_no_inquiry_is_opened_after_the_attempt_or_generation_ended() -> None:
     for shared in (FakeGenerationStore(attempt=1), FakeGenerationStore(stopped=64)):
         first = inquiries(shared)[0]
-        first.start(0)
+        first.open(0)
         assert not first.is_open
         assert shared.values == {}
         assert first.conclude(0) is None
@@ -358,7 +358,7 @@ def test_no_inquiry_is_opened_after_the_attempt_or_generation_ended() -> None:
 def test_an_inquiry_of_an_earlier_attempt_is_not_answered() -> None:
     shared = FakeGenerationStore()
     first, second = inquiries(shared)
-    first.start(0)
+    first.open(0)
     second.answer(
         shared.update_state(lambda state: GenerationState(attempt=1, inquiry=state.inquiry, inquiry_attempt=0))
     )
@@ -368,12 +368,12 @@ def test_an_inquiry_of_an_earlier_attempt_is_not_answered() -> None:
 def test_an_agent_takes_over_only_an_overdue_inquiry(clock: list[float]) -> None:
     shared = FakeGenerationStore()
     first, second = inquiries(shared)
-    first.start(0)
+    first.open(0)
     second.answer(shared.state())
-    second.start(0)
+    second.open(0)
     assert not second.is_open
     clock[0] += 1000.0
-    second.start(0)
+    second.open(0)
     assert second.is_open, "the asking agent is assumed to have failed"
     first.answer(shared.state())
     assert not first.is_open, "another agent took over"
@@ -382,8 +382,8 @@ def test_an_agent_takes_over_only_an_overdue_inquiry(clock: list[float]) -> None
 def test_an_open_inquiry_is_not_repeated_and_is_forgotten_with_its_attempt(clock: list[float]) -> None:
     shared = FakeGenerationStore()
     first = inquiries(shared)[0]
-    first.start(0)
-    first.start(0)
+    first.open(0)
+    first.open(0)
     assert shared.state().inquiry == 1
     first.reset()
     assert not first.is_open
@@ -392,13 +392,13 @@ def test_an_open_inquiry_is_not_repeated_and_is_forgotten_with_its_attempt(clock
 def test_an_inquiry_times_out_and_answers_to_it_do_not_count_for_the_next(clock: list[float]) -> None:
     shared = FakeGenerationStore()
     first, second, third = inquiries(shared, 3)
-    third.start(0)
+    third.open(0)
     second.answer(shared.state())
     clock[0] += 1000.0
     finding = third.conclude(0)
     assert finding is not None
     clock[0] += 1000.0
-    second.start(0)  # the third's answer belongs to the first inquiry
+    second.open(0)  # the third's answer belongs to the first inquiry
     first.answer(shared.state())
     clock[0] += 1000.0
     assert set(second._read_answers(shared, 0)) == {0, 1}  # type: ignore[arg-type]

@@ -158,7 +158,9 @@ def test_a_pod_exits_after_its_verdict_is_acknowledged_unless_a_generation_follo
 
 def test_a_hang_report_is_cleared_before_the_next_attempt_joins() -> None:
     limits = GenerationLimits(1, grace_seconds=10.0, sample_seconds=0.5)
-    local = LocalGeneration(limits, stage=Stage.RUNNING, attempt=2, started=1, busy=actions.SimpleTask.CONCLUDE_INQUIRY)
+    local = LocalGeneration(
+        limits, stage=Stage.RUNNING, attempt=2, started=1, running_task=actions.SimpleTask.CONCLUDE_INQUIRY
+    )
     stuck = (StuckRank(rank=0, phase=TrainerPhase.STEP, step=7, seconds=9.0, waiting=False),)
     hang = events.HangFound(
         GenerationState(attempt=3, cause=Cause.HANG), Cause.HANG, 1.0, culprit_known=True, stuck=stuck
@@ -166,7 +168,7 @@ def test_a_hang_report_is_cleared_before_the_next_attempt_joins() -> None:
     local, requested = step(local, hang, 100.0)
     assert actions.ReportStuck(stuck) in requested
     local, _ = step(local, events.RankExited(2, 0, 0, 137, requested=True), 100.1)
-    assert local.busy == actions.SimpleTask.JOIN
+    assert local.running_task == actions.SimpleTask.JOIN
     wake_time = wake_at(local)
     assert wake_time == 102.5, "a heartbeat carries it first"
     local, requested = step(local, events.SimpleEvent.TICK, wake_time)

@@ -1,7 +1,6 @@
 """The supervisor of a pod and the runner of a generation: failed tasks, wrong clocks, late events."""
 
 import asyncio
-import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,18 +10,18 @@ import pytest
 
 from tests.unit.agent.fake_generation_store import FakeGenerationStore, build_membership
 from trainium_agent import supervisor as supervisor_module
+from trainium_agent.blocking_tasks import BlockingTasks, TaskContext
 from trainium_agent.exits.restart_policy import GenerationState
-from trainium_agent.generation.store import ExitBarrier, GenerationStore, StoreLostError
 from trainium_agent.generation_runner import GenerationRunner
-from trainium_agent.generation_tasks import GenerationTasks, TaskContext
 from trainium_agent.lifecycle import actions, events, pod
 from trainium_agent.lifecycle.events import Order
 from trainium_agent.lifecycle.generation import step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, SimpleFollowUp, Stage
 from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess
-from trainium_agent.rendezvous import RendezvousInterruptedError
+from trainium_agent.shared_state.store import ExitBarrier, GenerationStore, StoreLostError
 from trainium_agent.supervisor import AgentSupervisor
+from trainium_agent.threads import EventLoop
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import WorkerPhase
 
@@ -32,14 +31,13 @@ LIMITS = GenerationLimits(generation=3, grace_seconds=20.0, sample_seconds=2.0)
 JUST_STARTED = LocalGeneration(LIMITS, stage=Stage.RUNNING)
 
 
-def generation_tasks(store: Any = None, *, all_yielded: bool = True) -> GenerationTasks:
+def blocking_tasks(store: Any = None, *, all_yielded: bool = True) -> BlockingTasks:
     """Return the tasks of one generation that need no process."""
-    tasks = object.__new__(GenerationTasks)
-    tasks._settings = SimpleNamespace(max_in_place_restarts=3)
+    tasks = object.__new__(BlockingTasks)
+    tasks._max_restarts = 3
     tasks._membership = MEMBERSHIP
     tasks._store = store or FakeGenerationStore()
     tasks._exit_barrier = SimpleNamespace(all_entered=lambda _: all_yielded)
-    tasks._leave_requested = threading.Event()
     tasks._hangs = SimpleNamespace(sample=lambda: events.RanksSampled(overdue=False), set_living_ranks=lambda _: None)
     return tasks
 
@@ -58,7 +56,7 @@ def generation_tasks(store: Any = None, *, all_yielded: bool = True) -> Generati
 def test_yielded_ranks_restart_in_place_only_when_all_yielded_and_no_pod_leaves(
     state: dict[str, Any], all_yielded: bool, should_restart: bool
 ) -> None:
-    tasks = generation_tasks(FakeGenerationStore(**state), all_yielded=all_yielded)
+    tasks = blocking_tasks(FakeGenerationStore(**state), all_yielded=all_yielded)
     result = tasks.perform(actions.SimpleTask.CHECK_YIELDED, TASK_CONTEXT)
     assert isinstance(result, events.YieldChecked)
     assert (result.state is not None and result.state.attempt == 1) is should_restart
@@ -86,15 +84,15 @@ class LostStore(FakeGenerationStore):
 
 def test_an_unanswered_hang_is_counted_once_the_store_is_back() -> None:
     task = actions.SimpleTask.COUNT_UNANSWERED_HANG
-    assert isinstance(generation_tasks(LostStore()).perform(task, TASK_CONTEXT), events.StoreLost)
-    counted = generation_tasks(LostStore(is_back=True)).perform(task, TASK_CONTEXT)
+    assert isinstance(blocking_tasks(LostStore()).perform(task, TASK_CONTEXT), events.StoreLost)
+    counted = blocking_tasks(LostStore(is_back=True)).perform(task, TASK_CONTEXT)
     assert isinstance(counted, events.HangCounted)
     assert counted.state.attempt == 1
 
 
 def test_an_announcement_to_a_lost_store_is_no_error() -> None:
     shared = FakeGenerationStore()
-    tasks, tasks_without_store = generation_tasks(shared), generation_tasks(LostStore())
+    tasks, tasks_without_store = blocking_tasks(shared), blocking_tasks(LostStore())
     announce_broken = actions.SimpleTask.ANNOUNCE_BROKEN
     assert tasks.perform(announce_broken, TASK_CONTEXT) == events.SimpleResult.DONE
     assert shared.state().broken
@@ -106,14 +104,6 @@ def test_an_announcement_to_a_lost_store_is_no_error() -> None:
     assert tasks_without_store.perform(check, TASK_CONTEXT).state is None  # type: ignore[union-attr]
 
 
-def test_an_order_to_leave_ends_a_pair_test() -> None:
-    tasks = generation_tasks()
-    tasks._raise_when_ordered_to_leave()
-    tasks._leave_requested.set()
-    with pytest.raises(RendezvousInterruptedError):
-        tasks._raise_when_ordered_to_leave()
-
-
 def generation_runner(local: LocalGeneration = JUST_STARTED, perform: Any = None) -> Any:
     runner: Any = object.__new__(GenerationRunner)
     runner._local, runner._timer, runner._ranks, runner._generation = local, None, (), 3
@@ -121,9 +111,9 @@ def generation_runner(local: LocalGeneration = JUST_STARTED, perform: Any = None
     runner._watcher = SimpleNamespace(stop=lambda: None)
     runner._tasks = SimpleNamespace(perform=perform, close=lambda: None)
     runner._worker = SimpleNamespace(submit=lambda function: function())
-    runner._post = lambda function: function()
     runner.errors, runner.ended = [], []
-    runner._on_broken, runner._on_end = runner.errors.append, runner.ended.append
+    runner._on_end = runner.ended.append
+    runner._event_loop = SimpleNamespace(post=lambda function: function(), fail=runner.errors.append)
     return runner
 
 
@@ -139,7 +129,8 @@ def test_an_unexpected_error_of_a_task_ends_the_pod() -> None:
 
 def test_a_successful_rank_has_ended_once_its_output_is_read() -> None:
     runner, exits, scheduled = generation_runner(), [], []
-    runner._stop, runner._handle, runner._call_at = None, exits.append, lambda _, function: scheduled.append(function)
+    runner._stop, runner._handle = None, exits.append
+    runner._event_loop.call_at = lambda _, function: scheduled.append(function)
     rank = RankProcess(0, 0, 0, 1, OutputTail(""))
     rank.record_exit(0)
     runner._handle_exit(rank)
@@ -205,7 +196,7 @@ def supervisor(loop: Any = None, *, checks: Any = (PreflightCheck.CLOCK,)) -> An
     agent._workload = SimpleNamespace(observe=lambda: None)
     agent._client = SimpleNamespace(answered_at=-1e9, heartbeat_now=lambda: None)
     agent._pod = pod.Pod(check_seconds=1.0)
-    agent._loop = loop
+    agent._event_loop = loop
     agent.codes = []
     agent._exit = SimpleNamespace(done=lambda: bool(agent.codes), set_result=agent.codes.append)
     return agent
@@ -251,7 +242,7 @@ async def test_a_failed_task_ends_the_pod_and_a_cancelled_one_does_not() -> None
     agent._on_task_end(cancelled)
     assert agent.codes == []
     agent._on_task_end(failed)
-    agent._on_broken("and once more")
+    agent._fail("and once more")
     assert agent.codes == [supervisor_module._INTERNAL_ERROR], "the first error counts"
 
 
@@ -276,20 +267,20 @@ def test_events_after_the_end_of_the_pod_are_ignored() -> None:
     assert agent._pod is before
 
 
-def test_an_unexpected_error_of_an_event_ends_the_pod() -> None:
+async def test_an_unexpected_error_of_an_event_ends_the_pod() -> None:
     agent = supervisor()
-    agent._run_guarded(lambda: {}["unforeseen"])
+    EventLoop(agent._fail).run(lambda: {}["unforeseen"])
     assert agent.codes == [supervisor_module._INTERNAL_ERROR]
 
 
 def test_orders_between_generations_are_carried_out() -> None:
     calls: list[Any] = []
-    agent = supervisor(SimpleNamespace(call_later=lambda *call: calls.append(call)))
+    agent = supervisor(SimpleNamespace(call_at=lambda *call: calls.append(call)))
     agent._leave_generation(Order.IMMEDIATE, 4)
     assert agent._report.generations == [(4, WorkerPhase.JOINING)]
     assert calls == []
     agent._leave_generation(Order.TERMINATE, 0)
-    assert calls[0][0] > 5.0, "the ranks have their time to save"
+    assert calls[0][0] > time.monotonic() + 5.0, "the ranks have their time to save"
 
 
 def test_a_store_that_was_never_connected_is_lost() -> None:
@@ -327,7 +318,7 @@ def test_a_late_end_of_an_earlier_attempt_is_ignored() -> None:
 
 @pytest.mark.parametrize("order", [Order.TERMINATE, Order.GRACEFUL])
 def test_an_order_to_leave_prevents_the_start_of_ranks(order: Order) -> None:
-    joining = LocalGeneration(LIMITS, stage=Stage.JOINING, busy=actions.SimpleTask.JOIN, order=order)
+    joining = LocalGeneration(LIMITS, stage=Stage.JOINING, running_task=actions.SimpleTask.JOIN, order=order)
     local, requested = step(joining, events.AttemptJoined(GenerationState(), 29500), 1.0)
     assert local.stage is not Stage.STARTING
     assert not any(isinstance(action, actions.StartRanks) for action in requested)

@@ -31,14 +31,13 @@ def test_a_compiler_stopped_during_the_start_leaves_no_process() -> None:
     class SlowManager:
         warm = True
 
-        def start(self, _: object, *, on_exit: Callable[[RankProcess], None], **__: object) -> RankProcess:
+        def start(self, _: object, **__: object) -> RankProcess:
             process = RankProcess(0, 0, -1, pid, OutputTail(""))
             under_way.wait()
             compiler.stop()
 
             def wait() -> None:
                 process.record_exit(exit_code_from_returncode(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
-                on_exit(process)
 
             threading.Thread(target=wait).start()
             return process
@@ -183,14 +182,14 @@ class FakeCompilerManager:
         self.go = threading.Event()
         self.go.set()
 
-    def start(self, request: Any, *, on_exit: Callable[[Any], None], **_: Any) -> Any:
+    def start(self, request: Any, **_: Any) -> Any:
         self.go.wait(30)
         self.sizes.append(int(request.argv[1]))
         code = next(self._codes)
         if isinstance(code, Exception):
             raise code
-        process = SimpleNamespace(exit_code=code, signal=lambda _: None)
-        on_exit(process)
+        process = RankProcess(0, 0, -1, 0, OutputTail(""))
+        process.record_exit(code)
         return process
 
 

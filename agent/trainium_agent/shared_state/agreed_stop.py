@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trainium_agent.generation.store import GenerationStore, StoreLostError
+from trainium_agent.shared_state.store import GenerationStore, StoreLostError
 from trainium_worker.progress_record import read_progress, release_stop, request_stop, stop_at
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class AgreedStop:
 
     def _checks(self, path: Path) -> int:
         record = read_progress(path)
-        current = record is not None and (record.generation, record.attempt) == (self._generation, self.attempt)
-        return record.stop_checks if record is not None and current else 0
+        is_current = record is not None and (record.generation, record.attempt) == (self._generation, self.attempt)
+        return record.stop_checks if record is not None and is_current else 0
 
     def _agree(self, checks: int) -> int | None:
         """Return the check at which all ranks stop; None if the agents do not agree in time."""
@@ -106,5 +106,5 @@ class AgreedStop:
             if time.monotonic() > deadline:
                 return None
             time.sleep(_POLL_SECONDS)
-        found = [int(store.get(key)) for key in keys]
-        return max(found) + 1 if all(found) else None
+        all_checks = [int(store.get(key)) for key in keys]
+        return max(all_checks) + 1 if all(all_checks) else None

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from tests.unit.agent.fake_generation_store import build_membership
 from trainium_agent.exits.restart_policy import GenerationState
-from trainium_agent.generation.server import LONGEST_FRAME, Answer, StoreClient, StoreServer, frame
-from trainium_agent.generation.state_watcher import StateWatcher
-from trainium_agent.generation.store import (
+from trainium_agent.rendezvous import GenerationRendezvous
+from trainium_agent.shared_state.server import LONGEST_FRAME, Answer, StoreClient, StoreServer, frame
+from trainium_agent.shared_state.state_watcher import StateWatcher
+from trainium_agent.shared_state.store import (
     LONGEST_VALUE,
     ForgedValueError,
     GenerationStore,
     StoreLostError,
     ValueSigner,
 )
-from trainium_agent.rendezvous import GenerationRendezvous
 from trainium_agent.workload.program import ReservedPort
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import Membership
@@ -238,7 +238,6 @@ def test_the_first_node_checks_all_others_in_one_request_and_names_the_missing()
         membership,
         0,
         initial=GenerationState(),
-        interrupted=lambda: False,
         waiting_for=waiting_for,
         watcher=StateWatcher(membership, lambda _: None, lambda: None),
         reserve_port=ReservedPort,

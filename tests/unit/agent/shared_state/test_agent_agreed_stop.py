@@ -10,8 +10,8 @@ import pytest
 import trainium_worker
 from tests.testing.suite.timeouts import scaled
 from tests.unit.agent.fake_generation_store import FakeGenerationStore
-from trainium_agent.generation.agreed_stop import AgreedStop
-from trainium_agent.generation.store import StoreLostError
+from trainium_agent.shared_state.agreed_stop import AgreedStop
+from trainium_agent.shared_state.store import StoreLostError
 from trainium_worker.progress_record import ProgressWriter
 
 

@@ -13,16 +13,20 @@ import pytest
 
 from tests.unit.agent.fake_generation_store import build_membership
 from trainium_agent.exits.restart_policy import GenerationState
-from trainium_agent.generation import state_watcher
-from trainium_agent.generation import store as generation_store
-from trainium_agent.generation.server import StoreClient, StoreServer
-from trainium_agent.generation.state_watcher import MAX_PUBLISH_INTERVAL_SECONDS, StatePublisher, StateWatcher
-from trainium_agent.generation.store import GenerationStore, StoreLostError
 from trainium_agent.rendezvous import (
     GenerationRendezvous,
     GenerationStoppedError,
-    RendezvousInterruptedError,
 )
+from trainium_agent.shared_state import state_watcher
+from trainium_agent.shared_state import store as generation_store
+from trainium_agent.shared_state.server import StoreClient, StoreServer
+from trainium_agent.shared_state.state_watcher import (
+    MAX_PUBLISH_INTERVAL_SECONDS,
+    StatePublisher,
+    StateWatcher,
+    WaitInterruptedError,
+)
+from trainium_agent.shared_state.store import GenerationStore, StoreLostError
 from trainium_agent.workload.program import ReservedPort
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import Membership
@@ -64,7 +68,6 @@ class GenerationAgents:
         self.publishers: list[StatePublisher] = []
         self.handlers: list[GenerationRendezvous] = []
         self.threads: list[threading.Thread] = []
-        self.is_ending = threading.Event()
 
     def publish(self) -> StatePublisher:
         self.store.create_state(GenerationState())
@@ -79,12 +82,11 @@ class GenerationAgents:
         self.followers.append(RecordingWatcher(self.membership))
         return self.followers[-1]
 
-    def rendezvous(self, node_rank: int, interrupt: threading.Event | None = None) -> GenerationRendezvous:
+    def rendezvous(self, node_rank: int) -> GenerationRendezvous:
         handler = GenerationRendezvous(
             self.membership,
             node_rank,
             initial=GenerationState(),
-            interrupted=lambda: self.is_ending.is_set() or (interrupt is not None and interrupt.is_set()),
             waiting_for=lambda _missing: None,
             watcher=self.follower().watcher,
             reserve_port=ReservedPort,
@@ -101,7 +103,7 @@ class GenerationAgents:
         def join() -> None:
             try:
                 results.append(handler.next_rendezvous())
-            except (RendezvousInterruptedError, GenerationStoppedError) as interruption:
+            except (WaitInterruptedError, GenerationStoppedError) as interruption:
                 results.append(interruption)
 
         thread = threading.Thread(target=join, daemon=True)
@@ -111,10 +113,9 @@ class GenerationAgents:
 
     def end(self) -> None:
         """Stop all threads: none may be in the library when the interpreter exits."""
-        self.is_ending.set()
         for follower in self.followers:
             follower.watcher.stop()
-            follower.watcher.interrupt_waits()
+            follower.watcher.interrupt()
         self.threads += [follower.watcher._thread for follower in self.followers]
         self.publishers += [handler._publisher for handler in self.handlers if handler._publisher is not None]
         for publisher in self.publishers:
@@ -291,17 +292,15 @@ def test_a_waiting_agent_sees_the_stop_of_its_generation_at_once(agents: Generat
 
 def test_a_waiting_agent_can_be_interrupted_at_once(agents: GenerationAgents) -> None:
     agents.publish()
-    interrupt = threading.Event()
-    handler = agents.rendezvous(1, interrupt)
+    handler = agents.rendezvous(1)
     thread, results = agents.join(handler)
     agents.until(lambda: agents.store.has(agents.store.key(0, "joined", 1)))
     time.sleep(0.3)
     started_at = time.monotonic()
-    interrupt.set()
-    handler._watcher.interrupt_waits()
+    handler._watcher.interrupt()
     thread.join(20)
     assert time.monotonic() - started_at < 0.2
-    assert isinstance(results[0], RendezvousInterruptedError)
+    assert isinstance(results[0], WaitInterruptedError)
 
 
 def test_a_rendezvous_completes_without_notifications(agents: GenerationAgents) -> None:

@@ -6,8 +6,6 @@ connection to the generation's store, the rendezvous and the observed stalls.
 
 from __future__ import annotations
 
-import queue
-import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,15 +19,12 @@ from trainium_agent.exits.restart_policy import (
     after_yield,
     decide_restart,
 )
-from trainium_agent.generation.store import ExitBarrier, StoreLostError
 from trainium_agent.hang.detection import Finding, FindingKind, after_hang
 from trainium_agent.hang.response import HangResponse
 from trainium_agent.lifecycle import actions, events
-from trainium_agent.rendezvous import (
-    GenerationRendezvous,
-    GenerationStoppedError,
-    RendezvousInterruptedError,
-)
+from trainium_agent.rendezvous import GenerationRendezvous, GenerationStoppedError
+from trainium_agent.shared_state.state_watcher import WaitInterruptedError
+from trainium_agent.shared_state.store import ExitBarrier, StoreLostError
 from trainium_agent.workload.base import AttemptLayout
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
@@ -38,33 +33,14 @@ from trainium_contract.wire.messages import WorkerPhase
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_agent.exits.diagnosis import Diagnosis, ExitDiagnoser
-    from trainium_agent.generation.state_watcher import StateWatcher
-    from trainium_agent.hang.detection import Calibration
+    from trainium_agent.exits.diagnosis import Diagnosis
+    from trainium_agent.pod_services import PodServices
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.ranks.standby_manager import StandbyManager
-    from trainium_agent.settings import AgentSettings
-    from trainium_agent.workload.base import Workload
-    from trainium_contract.wire.messages import CheckResult, Membership
+    from trainium_agent.shared_state.state_watcher import StateWatcher
+    from trainium_contract.wire.messages import Membership
 
 _T = TypeVar("_T")
 _LAST_LINES_SECONDS = 1.0
-
-
-class BlockingWorker:
-    """Runs tasks one after another in one thread, for the life of the pod."""
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="worker", daemon=True).start()
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Queue a task, which must not raise."""
-        self._tasks.put(task)
-
-    def _run(self) -> None:
-        while True:
-            self._tasks.get()()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,67 +54,63 @@ class TaskContext:
     attempt: int
 
 
-class GenerationTasks:
+class BlockingTasks:
     """Performs the tasks of one generation."""
 
     def __init__(
         self,
-        settings: AgentSettings,
+        services: PodServices,
         membership: Membership,
         node_rank: int,
         *,
-        workload: Workload,
-        standby_manager: StandbyManager,
-        diagnoser: ExitDiagnoser,
-        calibration: Calibration,
         watcher: StateWatcher,
-        best_progress: float,
-        leave_requested: threading.Event,
         post_event: Callable[[events.ExternalEvent], None],
         on_started: Callable[[tuple[RankProcess, ...]], None],
         on_exit: Callable[[RankProcess], None],
-        report_check: Callable[[CheckResult], None],
     ) -> None:
         """Callbacks run in the worker thread, `on_exit` in any thread."""
-        self._settings = settings
+        settings = services.settings
+        self._services = services
+        self._workload = services.workload
+        self._max_restarts = settings.max_in_place_restarts
+        self._diagnoser = services.report.diagnoser
         self._membership = membership
         self._node_rank = node_rank
-        self._workload = workload
-        self._standby_manager = standby_manager
-        self._diagnoser = diagnoser
-        self._leave_requested = leave_requested
         self._on_exit = on_exit
         self._on_started = on_started
         self._diagnosed: tuple[RankProcess, Diagnosis] | None = None
         self._cause = membership.cause
-        pair_checks = (PreflightCheck.PAIRWISE, PreflightCheck.BANDWIDTH) if settings.program is None else ()
         self._rendezvous = GenerationRendezvous(
             membership,
             node_rank,
-            initial=GenerationState(best_progress=best_progress),
-            interrupted=leave_requested.is_set,
+            initial=GenerationState(best_progress=services.report.best_progress),
             waiting_for=lambda nodes: post_event(events.WaitingForNodes(nodes)),
             watcher=watcher,
-            reserve_port=workload.reserve_port,
+            reserve_port=services.workload.reserve_port,
             pair_rounds={
                 check: PairRound(
                     settings,
                     membership,
                     node_rank,
-                    standby_manager,
-                    check=check,
-                    reserve_port=workload.reserve_port,
-                    interrupted=self._raise_when_ordered_to_leave,
-                    report=report_check,
+                    check,
+                    watcher=watcher,
+                    standby_manager=services.standby_manager,
+                    reserve_port=services.workload.reserve_port,
+                    report=services.record_check,
                 )
-                for check in pair_checks
-                if check in settings.checks
+                for check in (PreflightCheck.PAIRWISE, PreflightCheck.BANDWIDTH)
+                if check in settings.checks and settings.program is None
             },
         )
         self._store = self._rendezvous.store
         self._exit_barrier = ExitBarrier(self._store, node_rank, len(membership.members))
         self._hangs = HangResponse(
-            settings, membership, node_rank, calibration=calibration, store=self._store, workload=workload
+            settings,
+            membership,
+            node_rank,
+            calibration=services.calibration,
+            store=self._store,
+            workload=services.workload,
         )
 
     def perform(self, task: actions.Task, context: TaskContext) -> events.Result:
@@ -191,12 +163,12 @@ class GenerationTasks:
             state, port = self._rendezvous.next_rendezvous()
             self._cause = state.cause if state.attempt else self._membership.cause
             return events.AttemptJoined(state, port)
-        except RendezvousInterruptedError:
+        except WaitInterruptedError:
             return events.SimpleResult.INTERRUPTED
         except GenerationStoppedError:
             return events.SimpleResult.STOPPED
-        except NodeFailedPairTestError as found:
-            return self._give_up(self._rendezvous.attempt, found.code, str(found), context)
+        except NodeFailedPairTestError as failure:
+            return self._give_up(self._rendezvous.attempt, failure.code, str(failure), context)
 
     def _give_up(self, attempt: int, code: ExitCode, sentence: str, context: TaskContext) -> events.PodGaveUp:
         self._unless_store_lost(
@@ -224,7 +196,7 @@ class GenerationTasks:
         return events.RanksStarted(len(ranks))
 
     def _start_rank(self, layout: AttemptLayout, local_rank: int) -> RankProcess:
-        return self._standby_manager.start(
+        return self._services.standby_manager.start(
             self._workload.request(layout, local_rank),
             local_rank=local_rank,
             rank=layout.rank(local_rank),
@@ -252,15 +224,15 @@ class GenerationTasks:
                 attempt,
                 context.best_progress,
                 state,
-                self._settings.max_in_place_restarts,
+                self._max_restarts,
                 verdict=diagnosis.verdict,
                 seen_before=diagnosis.seen_before,
             )
 
         decision = decide(self._store.state())
         new_state = self._store.update_state(lambda state: count_unexplained(state, decide(state).state))
-        withdraw = decision.action is RestartAction.WITHDRAW
-        if withdraw or new_state.stopped is not None:
+        should_withdraw = decision.action is RestartAction.WITHDRAW
+        if should_withdraw or new_state.stopped is not None:
             process.output.complete.wait(_LAST_LINES_SECONDS)  # nothing can ask for them later
         return events.ExitsDiagnosed(
             local_rank=process.local_rank,
@@ -269,7 +241,7 @@ class GenerationTasks:
             cause=diagnosis.verdict.cause,
             sentence=diagnosis.verdict.sentence,
             ended_at=process.ended_at,
-            withdraw=withdraw,
+            withdraw=should_withdraw,
             backoff_seconds=decision.backoff_seconds,
             state=new_state,
         )
@@ -285,9 +257,9 @@ class GenerationTasks:
     def _perform_hang_task(self, task: actions.Task, context: TaskContext) -> events.Result:
         match task:
             case actions.SimpleTask.OPEN_INQUIRY:
-                self._hangs.inquiry.start(context.attempt)
+                self._hangs.inquiry.open(context.attempt)
                 return self._hangs.inquiry_update()
-            case actions.AnswerQuestion():
+            case actions.AnswerInquiry():
                 self._unless_store_lost(lambda: self._hangs.inquiry.answer(task.state))
                 return self._hangs.inquiry_update()
             case actions.SimpleTask.CONCLUDE_INQUIRY:
@@ -302,18 +274,17 @@ class GenerationTasks:
                 return self._hangs.sample()
 
     def _count_hang(self, finding: Finding, context: TaskContext) -> GenerationState:
-        limit = self._settings.max_in_place_restarts
         return self._store.update_state(
-            lambda state: after_hang(finding, context.attempt, context.best_progress, state, limit)
+            lambda state: after_hang(finding, context.attempt, context.best_progress, state, self._max_restarts)
         )
 
     # Ends without a failure.
 
     def _check_finished(self, attempt: int) -> events.FinishChecked:
-        finished = self._exit_barrier.all_finished(attempt)
-        if finished:
+        all_finished = self._exit_barrier.all_finished(attempt)
+        if all_finished:
             self._exit_barrier.leave()
-        return events.FinishChecked(finished)
+        return events.FinishChecked(all_finished)
 
     def _continue_after_yield(self, context: TaskContext) -> GenerationState | None:
         """Start the next attempt if all ranks yielded, without a newer generation or a member that leaves the job."""
@@ -331,10 +302,6 @@ class GenerationTasks:
             return operation()
         except StoreLostError:
             return None
-
-    def _raise_when_ordered_to_leave(self) -> None:
-        if self._leave_requested.is_set():
-            raise RendezvousInterruptedError("ordered to leave")
 
 
 def _with_announcement(task: actions.Announce, state: GenerationState) -> GenerationState:

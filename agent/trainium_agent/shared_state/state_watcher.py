@@ -7,7 +7,7 @@ the store, which costs each of them two messages a publication.
 Guarantees:
 - A publication holds the whole shared state, so an agent that missed some is complete with the next.
 - Without publications (node rank 0 has left) the agents poll the state at intervals.
-- `interrupt_waits` ends every wait.
+- `interrupt` ends every wait.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_agent.exits.restart_policy import GenerationState
-from trainium_agent.generation.store import GenerationStore, StoreLostError
+from trainium_agent.shared_state.store import GenerationStore, StoreLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,6 +98,10 @@ class StatePublisher:
             store.remove(_publication_key(store, number - _KEPT))
 
 
+class WaitInterruptedError(Exception):
+    """The agent must leave the generation while it waits for the other agents."""
+
+
 class StateWatcher:
     """Follows the shared state in a separate thread; calls back from it for each change and when the store is lost."""
 
@@ -117,6 +121,8 @@ class StateWatcher:
         """Number of the last publication received; 0 while none is expected."""
         self._previous_publication = 0
         """Number of the last publication received before the newest wait, which ended without another one."""
+        self.is_interrupted = False
+        """Whether the agent must leave the generation."""
         self._observed = threading.Condition()
         self._observations = 0
         self._state: GenerationState | None = None
@@ -132,14 +138,23 @@ class StateWatcher:
 
     @property
     def observations(self) -> int:
-        """Number of publications and nudges; see `next_observation`."""
+        """Number of publications and interruptions; see `next_observation`."""
         with self._observed:
             return self._observations
 
-    def interrupt_waits(self, seen: GenerationState | None = None) -> None:
-        """End the waits in `next_observation`."""
+    def interrupt(self) -> None:
+        """End this wait and all later ones, because the agent must leave the generation. Thread-safe."""
+        self.is_interrupted = True
+        self._add_observation(self._state)
+
+    def raise_if_interrupted(self) -> None:
+        """Raise WaitInterruptedError if the agent must leave the generation."""
+        if self.is_interrupted:
+            raise WaitInterruptedError("ordered to leave")
+
+    def _add_observation(self, state: GenerationState | None) -> None:
         with self._observed:
-            self._state = seen or self._state
+            self._state = state
             self._observations += 1
             self._observed.notify_all()
 
@@ -170,7 +185,7 @@ class StateWatcher:
                 self._stopped.wait(_RECONNECT_SECONDS)
                 continue
             if state is not None:
-                self.interrupt_waits(state)
+                self._add_observation(state)
                 if state != last and not self._stopped.is_set():
                     self._on_change(state)
                 last = state

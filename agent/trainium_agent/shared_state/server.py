@@ -175,11 +175,11 @@ class StoreClient:
     def _read(self, length: int, remaining: Callable[[], float]) -> bytes:
         data = bytearray()
         while len(data) < length:
-            left = remaining()
-            if left <= 0:
+            seconds = remaining()
+            if seconds <= 0:
                 raise TimeoutError("the host of the generation's store does not answer")
             # In short waits, because the remaining time shrinks when something else is urgent.
-            self._socket.settimeout(min(left, _POLL_SECONDS))
+            self._socket.settimeout(min(seconds, _POLL_SECONDS))
             try:
                 part = self._socket.recv(length - len(data))
             except TimeoutError:

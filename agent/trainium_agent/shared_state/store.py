@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_agent.exits.restart_policy import GenerationState
-from trainium_agent.generation.server import LONGEST_FRAME, Answer, StoreClient
+from trainium_agent.shared_state.server import LONGEST_FRAME, Answer, StoreClient
 from trainium_contract.wire.messages import WorkerPhase
 
 if TYPE_CHECKING:
@@ -112,14 +112,14 @@ class GenerationStore:
         key = self.key("state")
         stored = self._read(key)
         while True:
-            seen = self._verify(key, stored)
-            wanted = step(GenerationState.decode(seen)).encode()
-            if wanted == seen:
-                return GenerationState.decode(seen)
-            found = str(self._request("swap", key, self._signer.sign(key, seen), self._signer.sign(key, wanted)))
-            if self._verify(key, found) == wanted:
-                return GenerationState.decode(wanted)
-            stored = found
+            current = self._verify(key, stored)
+            following = step(GenerationState.decode(current)).encode()
+            if following == current:
+                return GenerationState.decode(current)
+            signed = self._signer.sign(key, following)
+            stored = str(self._request("swap", key, self._signer.sign(key, current), signed))
+            if self._verify(key, stored) == following:
+                return GenerationState.decode(following)
 
     def _read(self, key: str) -> str:
         stored = self._request("get", key, _WAIT_SECONDS)
