@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from trainium_trainer.weights.adapter import AdapterWeights
     from trainium_trainer.weights.base import BaseWeights
 
-_COLUMNS = 64
+_PADDED_COLUMNS = 64
 """The multiple to which the longest row of a micro-batch is padded: few lengths, so that memory is reused."""
 
 
@@ -77,7 +77,7 @@ class NativeBackend:
             join_process_group(self._device, settings.launch)
         self.mesh, self._device_mesh = create_mesh(settings, self._device)
         self._pipeline: Pipeline | None = None
-        self._waiting: list[MicroBatch] = []
+        self._pipeline_batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
         self._nonfinite = NonfiniteOrigins(self.mesh, self._config.parallelism.stages_per_rank, self._pulse)
         self._tokens = 0
@@ -98,7 +98,8 @@ class NativeBackend:
         for model in self._models:
             if self._config.precision.keeps_half:
                 model.to(torch.bfloat16)
-            self._apply_tuning(model)
+            tuning, narrow = self._config.tuning, self._config.precision is not Precision.FLOAT32
+            apply_tuning(model, self._trainable, tuning.lora, frozen=torch.bfloat16 if narrow else None)
         if self.mesh.tp_size > 1:
             from trainium_trainer.models.parallel_plan import apply_tensor_parallel  # noqa: PLC0415 - imports DTensor
 
@@ -144,12 +145,6 @@ class NativeBackend:
         self.state = self._store
         if self.mesh.pp is not None:
             self._pipeline = self._build_pipeline()
-
-    def _apply_tuning(self, model: Llama) -> None:
-        """Add adapters to a model or a stage and freeze the other weights, in the type of computation."""
-        tuning = self._config.tuning
-        narrow = self._config.precision is not Precision.FLOAT32
-        apply_tuning(model, self._trainable, tuning.lora, frozen=torch.bfloat16 if narrow else None)
 
     def _build_stages(self) -> list[LlamaStage]:
         """Create this rank's stages: every pp_size-th stage."""
@@ -241,7 +236,9 @@ class NativeBackend:
     def _local_part(self, batch: MicroBatch) -> MicroBatch:
         """Return this rank's part of a micro-batch, which still counts all tokens."""
         if self._token_positions is None:
-            return trim_padding(batch, math.lcm(_COLUMNS, self.mesh.tp_size)) if self._takes_any_length else batch
+            return (
+                trim_padding(batch, math.lcm(_PADDED_COLUMNS, self.mesh.tp_size)) if self._takes_any_length else batch
+            )
         positions = None if batch.positions is None else batch.positions[:, self._token_positions]
         inputs, labels = batch.inputs[:, self._token_positions], batch.labels[:, self._token_positions]
         return replace(batch, inputs=inputs, labels=labels, positions=positions)
@@ -263,7 +260,7 @@ class NativeBackend:
         self._tokens += batch.valid_tokens
         self._divisor += batch.divisor
         if self._pipeline is not None:
-            self._waiting.append(batch)
+            self._pipeline_batches.append(batch)
             if last:
                 self._run_pipeline(self._pipeline)
             return
@@ -359,7 +356,7 @@ class NativeBackend:
 
     def _run_pipeline(self, pipeline: Pipeline) -> None:
         """Run forward and backward of all micro-batches of the step."""
-        batches, self._waiting = self._waiting, []
+        batches, self._pipeline_batches = self._pipeline_batches, []
         (batch,) = map(self._with_references, pipeline.join_batches(batches))
         self._store.begin_backward(len(batches))
         with self._pulse.work_with_collectives, self._autocast():
@@ -387,8 +384,8 @@ class NativeBackend:
     def totals(self, *, stop: bool, memory_ends: bool, vote: int) -> StepTotals:
         """See `Backend.totals`: one small all-reduce; one rank contributes loss and tokens of a data-parallel share."""
         self._own_loss = _sum(self._losses)
-        mine = self._zero_unless_counted(self._own_loss, self._tokens, self._divisor, *self._reward_sums())
-        values = torch.tensor([*mine, stop, memory_ends, vote], dtype=torch.float64)
+        contribution = self._zero_unless_counted(self._own_loss, self._tokens, self._divisor, *self._reward_sums())
+        values = torch.tensor([*contribution, stop, memory_ends, vote], dtype=torch.float64)
         if self.mesh.world_size > 1:
             with self._pulse.waiting_for_peers:
                 dist.all_reduce(values)

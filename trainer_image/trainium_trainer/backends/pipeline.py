@@ -138,7 +138,7 @@ class Pipeline:
         waiting: list[MicroBatch] = []
         for batch in batches:
             waiting.append(batch)
-            if sum(len(one.inputs) for one in waiting) == self._samples:
+            if sum(len(batch.inputs) for batch in waiting) == self._samples:
                 yield self._pad_batch(waiting)
                 waiting = []
         if waiting:
@@ -155,9 +155,9 @@ class Pipeline:
             functional.pad(torch.cat([batch.sample_positions for batch in batches]), missing[2:]),
             functional.pad(torch.cat(positions), missing) if positions else None,
             Pairs(
-                sum(one.count for one in pairs),
-                functional.pad(torch.cat([one.answers for one in pairs]), missing[2:]),
-                functional.pad(torch.cat([one.references for one in pairs]), missing[2:]),
+                sum(pair_group.count for pair_group in pairs),
+                functional.pad(torch.cat([pair_group.answers for pair_group in pairs]), missing[2:]),
+                functional.pad(torch.cat([pair_group.references for pair_group in pairs]), missing[2:]),
             )
             if pairs
             else None,

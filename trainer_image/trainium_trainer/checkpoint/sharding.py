@@ -143,11 +143,11 @@ def box_at(shape: tuple[int, ...], division: Division, grid: Grid, data: int, te
     """Return the box of the rank at these coordinates; a size is 0 when the rank holds nothing."""
     offsets, sizes = [0] * len(shape), list(shape)
     for cut in division:
-        at = cut.dimension
+        dimension = cut.dimension
         number = cut.number(data if cut.axis is Axis.DATA else tensor)
-        begin, end = cut.window(number, sizes[at], grid.length(cut.axis))
-        offsets[at] += begin
-        sizes[at] = end - begin
+        begin, end = cut.window(number, sizes[dimension], grid.length(cut.axis))
+        offsets[dimension] += begin
+        sizes[dimension] = end - begin
     return Box(tuple(offsets), tuple(sizes))
 
 

@@ -132,19 +132,19 @@ def _print_sample(
     if sample is None:
         console.print(Text(f"── sample {number}: fills up the last batch of an epoch, does not count ──", "dim"))
         return
-    used = sum(len(one.ids) - 1 for one in sample)
-    learned = sum(sum(one.loss_mask) for one in sample)
+    used = sum(len(tokens.ids) - 1 for tokens in sample)
+    learned = sum(sum(tokens.loss_mask) for tokens in sample)
     several = f"{len(sample)} {'answers' if pairs else 'examples'}, " if len(sample) > 1 else ""
     head = f"── sample {number}: {several}{used:,} of {length:,} positions used, {learned:,} tokens learned ──"
     console.print(Text(head, "bold cyan"))
-    for index, one in enumerate(sample):
+    for index, tokens in enumerate(sample):
         if index:
             sees = "does not see" if config.masked else "sees"
             other = f"example {index + 1} of this sample, which {sees} the one before"
             console.print(Text(f"── {'the answer that is not preferred' if pairs else other} ──", "dim"))
-        console.print(_format_tokens(display, one), soft_wrap=True)
+        console.print(_format_tokens(display, tokens), soft_wrap=True)
         if display.ids:
-            console.print(Text(f"ids: {' '.join(map(str, one.ids))}", "dim"), soft_wrap=True)
+            console.print(Text(f"ids: {' '.join(map(str, tokens.ids))}", "dim"), soft_wrap=True)
     console.print()
 
 

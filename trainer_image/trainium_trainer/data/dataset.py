@@ -148,7 +148,7 @@ def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int,
     tokenizer = load_tokenizer(sources.tokenizer)
     tokenizer.encode_special_tokens = False  # a prompt may contain special tokens
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [tuple(sources.beginning.prepend_to(one.ids)[0]) for one in encoded]
+    return [tuple(sources.beginning.prepend_to(encoding.ids)[0]) for encoding in encoded]
 
 
 def _tokenizes_online(texts: TextSources, *, epochs: bool, steps_differ: bool) -> bool:

@@ -86,13 +86,13 @@ class RunRevisions:
                 "hub": config.hub and self._pin_config(config.hub),
                 "sources": sources
                 and tuple(
-                    one.model_copy(
+                    source.model_copy(
                         update={
-                            "source": one.source and self._pin_name(one.source),
-                            "hub": one.hub and self._pin_config(one.hub),
+                            "source": source.source and self._pin_name(source.source),
+                            "hub": source.hub and self._pin_config(source.hub),
                         }
                     )
-                    for one in sources
+                    for source in sources
                 ),
                 "validation": split
                 and split.model_copy(update={"source": split.source and self._pin_name(split.source)}),

@@ -101,7 +101,10 @@ def _score_batch(
 ) -> list[QuestionScore]:
     questions = [question_set.questions[number] for number in batch]
     truth = compute_likelihoods(
-        model, [(one.prompt_ids, one.answer_ids) for one in questions], batch_size=len(batch), heartbeat=heartbeat
+        model,
+        [(question.prompt_ids, question.answer_ids) for question in questions],
+        batch_size=len(batch),
+        heartbeat=heartbeat,
     )
     answers: list[GeneratedAnswer | None] = [None] * len(batch)
     if question_set.has_answers:

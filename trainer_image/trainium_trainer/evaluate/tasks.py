@@ -114,7 +114,9 @@ class TaskReport(MessageModel):
 
     def to_markdown(self) -> str:
         """Return a table with a column for each model."""
-        columns = [{(each.task, each.name): each for each in model.figures if not each.part} for model in self.models]
+        columns = [
+            {(figure.task, figure.name): figure for figure in model.figures if not figure.part} for model in self.models
+        ]
         rows = {key: figure for column in columns for key, figure in column.items()}
         lines = [
             f"| task | measure | shots | questions | {' | '.join(model.model for model in self.models)} |",
@@ -173,21 +175,21 @@ def measure_tasks(
     refuse_missing_harness()
     harness = importlib.metadata.version("lm-eval")
     same = known is not None and (known.tasks, known.lm_eval) == (tasks, harness) and not tasks.keep_samples
-    measured = {each.identity: each for each in known.models if each.identity} if known is not None and same else {}
+    measured = {model.identity: model for model in known.models if model.identity} if known is not None and same else {}
     run = TaskRun(TaskReport(tasks=tasks, lm_eval=harness, models=()), "")
     with _silence_harness():
         loaded = _load_tasks(tasks)
-        for each in models:
-            identity = _compute_identity(each, tasks) if endpoint is None else ""
+        for model in models:
+            identity = _compute_identity(model, tasks) if endpoint is None else ""
             if identity in measured:
                 figures_by_model.append(measured[identity])
                 continue
             _set_seeds(tasks, loaded)
-            name = each.name if endpoint is None else endpoint.model
+            name = model.name if endpoint is None else endpoint.model
             opened = (
-                _open_folder_model(each, tasks, device, precision, heartbeat)
+                _open_folder_model(model, tasks, device, precision, heartbeat)
                 if endpoint is None
-                else _open_endpoint_model(endpoint, each, tasks)
+                else _open_endpoint_model(endpoint, model, tasks)
             )
             with opened as (network, computed):
                 results = _run_harness(network, tasks, loaded, endpoint)

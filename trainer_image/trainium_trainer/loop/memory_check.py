@@ -71,7 +71,7 @@ def largest_trained_part(settings: Settings) -> Trained:
                 if is_adapter(name)
                 else Trained(before.weights + number, before.adapters)
             )
-    return max(by_stage, key=lambda one: one.weights + one.adapters)
+    return max(by_stage, key=lambda trained: trained.weights + trained.adapters)
 
 
 def _is_divided(shape: ModelShape, name: str) -> bool:

@@ -133,16 +133,16 @@ def _unrecorded_metrics(path: Path, fallback: Path | None, last: int) -> list[by
 def _unrecorded_samples(root: Path, path: Path, fallback: Path | None, last: int) -> list[bytes]:
     """Return the lines on this node without samples that were recorded while it was unreachable."""
     waiting = [json.loads(line) for line in read_fallback_lines(path, fallback, last=last)]
-    recorded: dict[int, Counter[int]] = {one["step"]: Counter() for one in waiting}
+    recorded: dict[int, Counter[int]] = {line["step"]: Counter() for line in waiting}
     for file in root.glob("samples-*.jsonl") if waiting else ():
         with contextlib.suppress(OSError), file.open("rb") as stream:
             for line in stream:
                 step = read_step(line)
                 if step is not None and step in recorded:
                     recorded[step].update(json.loads(line)["samples"])
-    left = [list((Counter(one["samples"]) - recorded[one["step"]]).elements()) for one in waiting]
-    unrecorded = [one | {"samples": samples} for one, samples in zip(waiting, left, strict=True) if samples]
-    return [(json.dumps(one, separators=(",", ":")) + "\n").encode() for one in unrecorded]
+    left = [list((Counter(line["samples"]) - recorded[line["step"]]).elements()) for line in waiting]
+    unrecorded = [line | {"samples": samples} for line, samples in zip(waiting, left, strict=True) if samples]
+    return [(json.dumps(line, separators=(",", ":")) + "\n").encode() for line in unrecorded]
 
 
 class Recorder:
@@ -235,9 +235,11 @@ class Recorder:
         """
         # Two lines: the rank's own, and one of an earlier resume at the same step.
         lines = [line for path in root.glob("samples-*.jsonl") for line in newest_lines(path, 2)]
-        recorded = Counter(one for line in lines if line["step"] == step for one in line["samples"])
-        for one in (Recorder.read_fallback_samples(step, fallback) if waiting is None else waiting).values():
-            recorded.update(one)
+        recorded = Counter(sample for line in lines if line["step"] == step for sample in line["samples"])
+        for samples_on_node in (
+            Recorder.read_fallback_samples(step, fallback) if waiting is None else waiting
+        ).values():
+            recorded.update(samples_on_node)
         missing = list((Counter(samples) - recorded).elements())
         if missing:
             writer = LineWriter(root / "samples-0.jsonl", fallback=fallback, last=step)

@@ -452,7 +452,11 @@ def _check_names(where: str, tensors: dict[str, FileTensor], config: _AdapterCon
         )
     names = {name: from_tensor(name) for name in tensors}
     # These are the parts of linear adapters; every other name with "lora" belongs to another kind.
-    if strange := [old for old, name in names.items() if not _is_plain(name)]:
+    if strange := [
+        old
+        for old, name in names.items()
+        if not is_adapter(name) and (not name.endswith((".weight", ".bias")) or "lora_" in name)
+    ]:
         raise UserError(
             f"{where}: {TENSORS_NAME} holds {listed(strange)}, which is no part of a plain LoRA adapter of linear "
             f"layers: {_MERGE_WITH_PEFT}, or train a plain LoRA adapter of linear layers"
@@ -486,7 +490,3 @@ def _check_names(where: str, tensors: dict[str, FileTensor], config: _AdapterCon
                 f"{rank}: copy or fetch the folder again"
             )
     return by_name
-
-
-def _is_plain(name: str) -> bool:
-    return is_adapter(name) or (name.endswith((".weight", ".bias")) and "lora_" not in name)

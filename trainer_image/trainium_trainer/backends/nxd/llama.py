@@ -223,7 +223,11 @@ def apply_recompute(model: Llama, mode: Recompute) -> None:
     if mode is Recompute.NONE:
         return
     layers = model.model.layers
-    trained = [number for number, block in enumerate(layers) if any(one.requires_grad for one in block.parameters())]
+    trained = [
+        number
+        for number, block in enumerate(layers)
+        if any(parameter.requires_grad for parameter in block.parameters())
+    ]
     again = CoreAttention if mode is Recompute.SELECTIVE else Block
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, again))
     if mode is Recompute.FULL and trained:

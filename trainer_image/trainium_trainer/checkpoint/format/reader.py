@@ -147,7 +147,7 @@ class Index:
                     raise DamagedFileError(f"{self._folder}/{name} is not divided as in {INDEX_NAME}")
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise DamagedFileError(f"{self._folder} has no description of {name}") from error
-            digests = [blocks[at : at + _DIGEST] for at in range(0, len(blocks), _DIGEST)]
+            digests = [blocks[start : start + _DIGEST] for start in range(0, len(blocks), _DIGEST)]
             starts = array("Q", bytes(8 * len(self._numbers)))
             for item, (start, _) in zip(items, spans, strict=True):
                 starts[self._numbers[item.name]] = start
@@ -156,10 +156,10 @@ class Index:
 
     def _table(self, rank: int) -> dict[str, Any]:
         """Return the table that contains a rank's digests."""
-        at = bisect_right(self._firsts, rank) - 1
-        if at < 0:
+        position = bisect_right(self._firsts, rank) - 1
+        if position < 0:
             raise KeyError(rank)
-        first = self._firsts[at]
+        first = self._firsts[position]
         if first not in self._tables:
             self._tables[first] = self._read(blocks_name(first))
         return self._tables[first]
@@ -281,8 +281,8 @@ class CheckpointReader:
         if verified < len(view):
             read_part(self._storage, path, base + verified, view[verified:], self._retry)
         for number in range(first if known is None else first + 1, last):
-            at = number * BLOCK_BYTES - base
-            if block_digest([view[at : at + BLOCK_BYTES]]) != digests[number]:
+            offset = number * BLOCK_BYTES - base
+            if block_digest([view[offset : offset + BLOCK_BYTES]]) != digests[number]:
                 raise DamagedFileError(f"{path} does not have the contents that were written")
         if max(chunk.end for chunk in chunks) < end:
             self._cache_block(name, last - 1, view[(last - 1) * BLOCK_BYTES - base :], lock)
@@ -337,20 +337,20 @@ def _chunks(wanted: ReadItem) -> Iterator[_Chunk]:
     if not part.sizes:
         yield _Chunk(part.start, part.start + part.length, wanted.dtype, (), (), target, part.length)
         return
-    row = part.length // part.sizes[0]
-    rows_per_chunk = max(1, _CHUNK_BYTES // row)
+    row_bytes = part.length // part.sizes[0]
+    rows_per_chunk = max(1, _CHUNK_BYTES // row_bytes)
     rows = target.shape[0]
-    for at in range(0, rows, rows_per_chunk):
-        count = min(rows_per_chunk, rows - at)
-        start = part.start + (wanted.offsets[0] + at) * row
+    for first_row in range(0, rows, rows_per_chunk):
+        count = min(rows_per_chunk, rows - first_row)
+        start = part.start + (wanted.offsets[0] + first_row) * row_bytes
         yield _Chunk(
             start=start,
-            end=start + count * row,
+            end=start + count * row_bytes,
             dtype=wanted.dtype,
             sizes=(count, *part.sizes[1:]),
             offsets=wanted.offsets[1:],
-            target=target.narrow(0, at, count),
-            missing=count * row,
+            target=target.narrow(0, first_row, count),
+            missing=count * row_bytes,
         )
 
 

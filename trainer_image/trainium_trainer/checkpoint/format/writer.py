@@ -147,7 +147,9 @@ def write_tables(
     entries = [_write_json(storage, folder, INDEX_NAME, index, retry)]
     for table in every:
         entries.append(ManifestFile(name=blocks_name(table.first), size=table.size, digest=table.digest.hex()))
-        entries += [ManifestFile(name=shard_name(at), size=size, digest=sha.hex()) for at, size, sha in table.files]
+        entries += [
+            ManifestFile(name=shard_name(index), size=size, digest=sha.hex()) for index, size, sha in table.files
+        ]
     return sorted(entries, key=lambda entry: entry.name)
 
 
@@ -250,11 +252,11 @@ def split_blocks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     block: list[memoryview] = []
     space = BLOCK_BYTES
     for view in views:
-        at = 0
-        while at < len(view):
-            piece = view[at : at + space]
+        offset = 0
+        while offset < len(view):
+            piece = view[offset : offset + space]
             block.append(piece)
-            at += len(piece)
+            offset += len(piece)
             space -= len(piece)
             if not space:
                 yield block

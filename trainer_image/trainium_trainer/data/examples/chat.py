@@ -67,7 +67,7 @@ class ChatFormat(RecordFormat):
     def example(self, record: Mapping[str, Any]) -> Example:
         """Build the example of a record. Raises BadRecordError."""
         messages, tools = self._messages(record), self._tools(record)
-        assistants = [number for number, one in enumerate(messages) if one["role"] == _ASSISTANT]
+        assistants = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT]
         learned = [number for number in assistants if messages[number].get(_WEIGHT) != 0]
         if not learned:
             problem = (
@@ -76,7 +76,10 @@ class ChatFormat(RecordFormat):
                 else "all of the assistant's messages have the weight 0"
             )
             raise BadRecordError(f"{problem}, so there is nothing to learn: add its answer")
-        if any(not _has_answer(messages[number]) for number in learned):
+        if any(
+            not (messages[number]["content"] or "").strip() and not messages[number].get("tool_calls")
+            for number in learned
+        ):
             raise BadRecordError("the answer is empty: give the assistant's message a content")
         marked = self._render(messages, tools, prompt=False)
         text = marked.replace(_OPEN, "").replace(_CLOSE, "")
@@ -111,8 +114,10 @@ class ChatFormat(RecordFormat):
         yield from (name for name in fields if name not in used)
         messages = _from_json(fields.get(self.field))
         if isinstance(messages, list):
-            dictionaries = [one for one in messages if isinstance(one, dict)]
-            names = dict.fromkeys(name for one in dictionaries for name, value in one.items() if value is not None)
+            dictionaries = [message for message in messages if isinstance(message, dict)]
+            names = dict.fromkeys(
+                name for message in dictionaries for name, value in message.items() if value is not None
+            )
             known = {"role", "content", _WEIGHT} | self._words
             yield from (f"{self.field}[].{name}" for name in names if name not in known)
 
@@ -123,10 +128,12 @@ class ChatFormat(RecordFormat):
                 f"({list_fields(record, self.field)})"
             )
         messages = _from_json(record[self.field])
-        whole = isinstance(messages, list) and all(isinstance(one, dict) and one.get("role") for one in messages)
+        whole = isinstance(messages, list) and all(
+            isinstance(message, dict) and message.get("role") for message in messages
+        )
         if not whole or not messages:
             raise BadRecordError(f"the field {self.field!r} is no list of messages with `role` and `content`")
-        return [self._message(one) for one in messages]
+        return [self._message(message) for message in messages]
 
     def _message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as input of the template: the content is a text or null, and no other value is null."""
@@ -213,10 +220,6 @@ def _from_json(value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return None
-
-
-def _has_answer(message: Mapping[str, Any]) -> bool:
-    return bool((message["content"] or "").strip() or message.get("tool_calls"))
 
 
 def _reason(error: Exception, where: str) -> str:

@@ -144,6 +144,6 @@ def _messages(value: Any) -> _Messages | None:
             value = json.loads(value)
         except ValueError:
             return None
-    if isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value):
+    if isinstance(value, list) and value and all(isinstance(message, dict) and "role" in message for message in value):
         return list(value)
     return None

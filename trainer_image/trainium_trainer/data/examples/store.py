@@ -63,10 +63,10 @@ class StoredExamples:
     def example(self, number: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Return the tokens of an example, and which of them are learned."""
         piece = int(self._places[number])
-        at = int(np.searchsorted(self._prepared.piece_ends, piece, side="right"))
-        row = piece - (int(self._prepared.piece_ends[at - 1]) if at else 0)
-        values, starts, _ = self._prepared.batch(at)
-        loss_mask = from_arrow(self._prepared.arrow_batch(at).column("trained").values).view(np.bool_)
+        batch = int(np.searchsorted(self._prepared.piece_ends, piece, side="right"))
+        row = piece - (int(self._prepared.piece_ends[batch - 1]) if batch else 0)
+        values, starts, _ = self._prepared.batch(batch)
+        loss_mask = from_arrow(self._prepared.arrow_batch(batch).column("trained").values).view(np.bool_)
         tokens = slice(int(starts[row]), int(starts[row + 1]))
         return values[tokens], loss_mask[tokens]
 

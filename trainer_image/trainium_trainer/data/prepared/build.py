@@ -187,9 +187,9 @@ class PartialFolder:
                 writer = ShardWriter(self.path / f"tokens-{len(self.shards):05d}.arrow", dtype, end)
             done += 1
             for block in encoded:
-                for one in block.skipped:
+                for record in block.skipped:
                     skipped += 1
-                    refuse_skipped(skipped, one, inputs.max_bad_lines, inputs.unit)
+                    refuse_skipped(skipped, record, inputs.max_bad_lines, inputs.unit)
                 writer.add(block)
             if writer.tokens >= inputs.shard_tokens:
                 self._record_shard(writer, done)

@@ -151,8 +151,8 @@ def _extra_special(file: Path) -> list[dict[str, Any]]:
     texts: dict[str, None] = {}
     for key in ("additional_special_tokens", "extra_special_tokens"):
         listed = config.get(key, names.get(key))
-        for one in listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ():
-            if (text := token_text(one)) is not None:
+        for token in listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ():
+            if (text := token_text(token)) is not None:
                 texts[text] = None
     return [{"content": text} | {flag: flag == "special" for flag in _TOKEN_FLAGS} for text in texts]
 
@@ -203,7 +203,7 @@ def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
     match part["type"]:
         case "Sequence":
             name = "normalizers" if "normalizers" in part else "pretokenizers"
-            return part | {name: [cleaned for one in part[name] if (cleaned := _without_prefix(one)) is not None]}
+            return part | {name: [cleaned for token in part[name] if (cleaned := _without_prefix(token)) is not None]}
         case "Metaspace":
             rest = {name: value for name, value in part.items() if name != "add_prefix_space"}
             return rest | {"prepend_scheme": "never"}
@@ -285,7 +285,7 @@ def read_chat_template(file: bytes | None, config: Mapping[str, Any]) -> str | N
         return file.decode()
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
 
