@@ -161,7 +161,7 @@ class AgentSupervisor:
     # Events, handled in the event loop.
 
     def _on_membership(self, membership: Membership) -> None:
-        node_rank = membership.rank_of(self._settings.pod_uid)
+        node_rank = membership.find_node_rank(self._settings.pod_uid)
         _log.info(
             "generation %d: %d members, %s, node rank %s",
             membership.generation,
@@ -272,7 +272,7 @@ class AgentSupervisor:
 
     def _start_generation(self) -> None:
         membership = self._newest
-        node_rank = membership.rank_of(self._settings.pod_uid)
+        node_rank = membership.find_node_rank(self._settings.pod_uid)
         assert node_rank is not None, "only a member takes part"
         self._report.start_generation(membership.generation, WorkerPhase.JOINING)
         self._report.progress_files = _fresh_progress_files(self._settings, membership)

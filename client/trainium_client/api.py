@@ -17,7 +17,7 @@ from trainium_contract.wire.worker_env import GROUP, KIND, LABEL_JOB, LABEL_ROLE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_contract.api_server.connection import Answer, Connection
+    from trainium_contract.api_server.connection import Connection, HttpResponse
 
 Json = dict[str, Any]
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io"
@@ -236,7 +236,7 @@ def _items(response: Json) -> list[Json]:
     return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
-def _object(request: Request, answer: Answer) -> Json:
+def _object(request: Request, answer: HttpResponse) -> Json:
     try:
         body = read_json(answer.body)
     except ValueError as error:
@@ -244,7 +244,7 @@ def _object(request: Request, answer: Answer) -> Json:
     return body if isinstance(body, dict) else {}
 
 
-def _status(answer: Answer) -> Json:
+def _status(answer: HttpResponse) -> Json:
     try:
         body = read_json(answer.body)
     except ValueError:
@@ -252,7 +252,7 @@ def _status(answer: Answer) -> Json:
     return body if isinstance(body, dict) else {}
 
 
-def _refusal(request: Request, answer: Answer) -> ClientError:
+def _refusal(request: Request, answer: HttpResponse) -> ClientError:
     sentence = " ".join(str(_status(answer).get("message") or answer.body[:200].decode(errors="replace")).split())
     if answer.status == _FORBIDDEN:
         return ForbiddenError(

@@ -129,7 +129,7 @@ class TrainingJob:
         """Return the lines of a rank in its current pod; `tail` limits them to the last lines of the pod."""
 
         def read(api: Api) -> list[str]:
-            member = read_members(api, self.name).of_rank(rank)
+            member = read_members(api, self.name).find_by_rank(rank)
             if member is None:
                 raise ClientError(f"there is no rank {rank} of {self.name}")
             query = {"timestamps": "true", **({} if tail is None else {"tailLines": str(tail)})}

@@ -72,9 +72,9 @@ def read_members(api: Api, name: str) -> Members:
 
 def find_member(members: Members, rank: int, name: str) -> MemberRow:
     """Return the member that has a rank. Raises ClientError with the ranks of the job."""
-    row = members.of_rank(rank)
+    row = members.find_by_rank(rank)
     if row is None:
-        raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.ranks - 1}")
+        raise ClientError(f"there is no rank {rank}: {name} has ranks 0 to {members.rank_count - 1}")
     return row
 
 

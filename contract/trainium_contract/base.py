@@ -49,7 +49,7 @@ class ContractModel(BaseModel):
         object.__setattr__(copied, "__pydantic_private__", None)
         return copied
 
-    def fit_default(self, field: str, value: Any) -> None:
+    def set_if_omitted(self, field: str, value: Any) -> None:
         """Set a field that was not given; for validators of the model."""
         if field not in self.model_fields_set:
             self.__dict__[field] = value
@@ -73,7 +73,7 @@ class ContractModel(BaseModel):
         return self
 
 
-class Identical(Generic[_Value]):
+class IdentityKey(Generic[_Value]):
     """Key of a cache for a value that is not hashable and never changes: equal only to the key of the same object."""
 
     __slots__ = ("value",)
@@ -82,7 +82,7 @@ class Identical(Generic[_Value]):
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identical) and other.value is self.value
+        return isinstance(other, IdentityKey) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -99,7 +99,7 @@ def derived(default: Any, **bounds: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Matching:
+class MatchesPattern:
     """Annotation of a text that must match a regular expression; `sentence` explains the form.
 
     The definition has the sentence as a rule, because the refusal of a schema's `pattern` shows only the expression.

@@ -17,7 +17,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from trainium_contract.base import ContractModel, Identical
+from trainium_contract.base import ContractModel, IdentityKey
 from trainium_contract.requirements.worker_requests import smallest_fitting_size
 from trainium_contract.sizes import MAX_COMPILED, BatchShape, SizeRule, order_by_likelihood
 from trainium_contract.spec.elasticity import ElasticitySpec
@@ -96,7 +96,7 @@ class TrainingJobSpec(ContractModel):
             raise ValueError("trainer and program are both given: leave one of them out")
         if self.program is None:
             # The definition refuses a job without both; tests and simulations use the defaults.
-            self.fit_default("trainer", TrainerSpec())
+            self.set_if_omitted("trainer", TrainerSpec())
         return self
 
     @property
@@ -125,7 +125,7 @@ class TrainingJobSpec(ContractModel):
 
         Raises ValueError for a program.
         """
-        return _training_config(Identical(self))
+        return _training_config(IdentityKey(self))
 
     def batch_shape(self) -> BatchShape:
         """Return the arithmetic that decides this job's legal sizes."""
@@ -142,7 +142,7 @@ class TrainingJobSpec(ContractModel):
             rule=SizeRule.EVEN,
         )
 
-    def least_size(self, largest: int) -> int:
+    def min_size(self, largest: int) -> int:
         """Return the fewest nodes that the job may shrink to from `largest`, which fits; a rigid job never shrinks."""
         least, accelerator = self.workers.min_replicas, self.workers.accelerator
         if least is None or least >= largest or self.has_fixed_size:
@@ -171,7 +171,7 @@ class TrainingJobSpec(ContractModel):
         start = self._start(shape)
         if not start:
             return ()
-        sizes = shape.useful_sizes(self.least_size(start), max(start, workers.max_replicas or start))
+        sizes = shape.useful_sizes(self.min_size(start), max(start, workers.max_replicas or start))
         return (start, *order_by_likelihood({*sizes} - {start}, start))
 
     def _start(self, shape: BatchShape) -> int:
@@ -180,7 +180,7 @@ class TrainingJobSpec(ContractModel):
 
 
 @lru_cache(maxsize=16)  # a plan needs it several times; few, since specs may be large
-def _training_config(key: Identical[TrainingJobSpec]) -> TrainingConfig:
+def _training_config(key: IdentityKey[TrainingJobSpec]) -> TrainingConfig:
     spec = key.value
     if spec.trainer is None:
         raise ValueError("spec.program runs without the trainer's configuration")

@@ -32,12 +32,12 @@ class SizeRule(StrEnum):
     """Only sizes at which the global batch is divisible by data parallel x micro-batch."""
 
 
-def passes(global_size: int, micro_size: int, data_parallel: int) -> int:
+def count_micro_batches(global_size: int, micro_size: int, data_parallel: int) -> int:
     """Return the micro-batches of one step on each data-parallel rank."""
     return -(-global_size // (micro_size * data_parallel))
 
 
-def step_batch(global_size: int, micro_size: int, data_parallel: int, tolerance: float = 0.0) -> int:
+def step_batch_size(global_size: int, micro_size: int, data_parallel: int, tolerance: float = 0.0) -> int:
     """Return the samples of one step: the nearest number without an empty row, if within the tolerance.
 
     Otherwise the global batch. The tolerance is a share; of two equally near numbers the smaller is used.
@@ -87,11 +87,11 @@ class BatchShape:
         world = nodes * self.cores_per_node
         return 0 if world % self.group else world // self.group
 
-    def passes(self, nodes: int) -> int:
+    def micro_batches(self, nodes: int) -> int:
         """Return the micro-batches per optimizer step and data-parallel rank; 0 if the size is not legal."""
         if not self.is_legal(nodes):
             return 0
-        return passes(self.batch(nodes), self.micro_batch_size, self.data_parallel(nodes))
+        return count_micro_batches(self.batch(nodes), self.micro_batch_size, self.data_parallel(nodes))
 
     def batch(self, nodes: int) -> int:
         """Return the samples of a step over all ranks; 0 when the size is not legal."""
@@ -99,7 +99,7 @@ class BatchShape:
             return 0
         if not self.global_batch_size:
             return self.data_parallel(nodes) * self.micro_batch_size
-        return step_batch(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes), self.tolerance)
+        return step_batch_size(self.global_batch_size, self.micro_batch_size, self.data_parallel(nodes), self.tolerance)
 
     def is_legal(self, nodes: int) -> bool:
         """Return whether a job of this shape can train on `nodes` nodes."""
@@ -130,7 +130,7 @@ class BatchShape:
             return _best_with_tolerance(self, nodes, smallest)
         largest = self.floor(nodes, smallest)
         # Fewer nodes of an even size always need one more pass.
-        return self._least(self.passes(largest), smallest) if largest and self.rule is SizeRule.ANY else largest
+        return self._least(self.micro_batches(largest), smallest) if largest and self.rule is SizeRule.ANY else largest
 
     def useful_sizes(self, smallest: int, largest: int) -> tuple[int, ...]:
         """Return the legal sizes in [smallest, largest] that are the `best` of some number of nodes, ascending."""
@@ -142,9 +142,9 @@ class BatchShape:
         size = self._whole(smallest)
         while size <= largest:
             sizes.append(size)
-            if self.passes(size) == 1:
+            if self.micro_batches(size) == 1:
                 break
-            size = self._least(self.passes(size) - 1, smallest)
+            size = self._least(self.micro_batches(size) - 1, smallest)
         return tuple(sizes)
 
     def speed(self, nodes: int, full: int) -> float:
@@ -152,11 +152,11 @@ class BatchShape:
 
         The duration of a step follows from its passes.
         """
-        return self.batch(nodes) * self.passes(full) / (self.batch(full) * self.passes(nodes))
+        return self.batch(nodes) * self.micro_batches(full) / (self.batch(full) * self.micro_batches(nodes))
 
-    def filled(self, nodes: int) -> float:
+    def fill_ratio(self, nodes: int) -> float:
         """Return the share of the rows of a step that hold a sample, at a legal size."""
-        rows = self.passes(nodes) * self.data_parallel(nodes) * self.micro_batch_size
+        rows = self.micro_batches(nodes) * self.data_parallel(nodes) * self.micro_batch_size
         return self.batch(nodes) / rows
 
     def idle_ranks(self, nodes: int) -> int:
@@ -165,7 +165,7 @@ class BatchShape:
 
     def _least(self, most_passes: int, smallest: int) -> int:
         """Return the smallest size >= smallest that needs at most this many passes."""
-        replicas = passes(self.global_batch_size, self.micro_batch_size, most_passes)
+        replicas = count_micro_batches(self.global_batch_size, self.micro_batch_size, most_passes)
         return self._whole(max(smallest, -(-replicas * self.group // self.cores_per_node)))
 
     def _whole(self, smallest: int) -> int:
@@ -181,7 +181,7 @@ def _best_with_tolerance(shape: BatchShape, nodes: int, smallest: int) -> int:
     for size in reversed(shape.legal_sizes(smallest, nodes)):
         # No rank computes more in a pass than a micro-batch, so a smaller size cannot be faster.
         rows = shape.data_parallel(size) * shape.micro_batch_size
-        if best and rows * shape.passes(best) < shape.batch(best):
+        if best and rows * shape.micro_batches(best) < shape.batch(best):
             break
         if not best or shape.speed(size, best) >= 1:
             best = size

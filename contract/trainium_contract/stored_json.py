@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-DEEPEST = 100
+MAX_DEPTH = 100
 """Levels that are kept of an answer that cannot be read as a whole; ten times as many as this project's objects
 have."""
-LEFT_OUT = "nested too deeply to be read"
+OMITTED = "nested too deeply to be read"
 """Placeholder of a part that was left out."""
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
-_LONGEST_NUMBER = 400
+_MAX_DIGITS = 400
 """Digits; Python refuses to read some thousands."""
 
 
@@ -32,11 +32,11 @@ def read_json(body: bytes, parser: Callable[[bytes], Any] = json.loads) -> Any:
     try:
         return parser(body)
     except (ValueError, RecursionError):
-        text = shallow(body).decode("utf-8", "replace")
-        return json.loads(text, parse_int=_number)
+        text = remove_deep_parts(body).decode("utf-8", "replace")
+        return json.loads(text, parse_int=_parse_integer)
 
 
-def shallow(body: bytes) -> bytes:
+def remove_deep_parts(body: bytes) -> bytes:
     """Remove parts nested deeper than `DEEPEST` levels from a JSON text."""
     pieces: list[bytes] = []
     depth, copied_until = 0, 0
@@ -44,16 +44,16 @@ def shallow(body: bytes) -> bytes:
         match token.group()[:1]:
             case b"[" | b"{":
                 depth += 1
-                if depth == DEEPEST + 1:
-                    pieces += [body[copied_until : token.start()], json.dumps(LEFT_OUT).encode()]
+                if depth == MAX_DEPTH + 1:
+                    pieces += [body[copied_until : token.start()], json.dumps(OMITTED).encode()]
             case b"]" | b"}":
-                if depth == DEEPEST + 1:
+                if depth == MAX_DEPTH + 1:
                     copied_until = token.end()
                 depth -= 1
             case _:
                 pass
     # A text that ends in a removed part has nothing more.
-    return b"".join([*pieces, body[copied_until:] if depth <= DEEPEST else b""])
+    return b"".join([*pieces, body[copied_until:] if depth <= MAX_DEPTH else b""])
 
 
 def optional_part(place: Sequence[str | int]) -> tuple[str | int, ...]:
@@ -79,5 +79,5 @@ def remove_places(value: Any, places: Iterable[Sequence[str | int]]) -> None:
             holder.pop(last, None)
 
 
-def _number(digits: str) -> int | float:
-    return int(digits) if len(digits) < _LONGEST_NUMBER else float(digits)
+def _parse_integer(digits: str) -> int | float:
+    return int(digits) if len(digits) < _MAX_DIGITS else float(digits)

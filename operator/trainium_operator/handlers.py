@@ -19,7 +19,7 @@ import kopf
 from pydantic_core import from_json
 
 from trainium_contract.api_server.connection import tls_context
-from trainium_contract.stored_json import read_json, shallow
+from trainium_contract.stored_json import read_json, remove_deep_parts
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _readable(line: bytes) -> bytes:
     try:
         from_json(line)
     except ValueError:
-        return shallow(line).decode("utf-8", "replace").encode()
+        return remove_deep_parts(line).decode("utf-8", "replace").encode()
     return line
 
 

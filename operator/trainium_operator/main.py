@@ -218,7 +218,7 @@ class RuntimeSupervisor:
         freeze_gc()
         registry = handlers.make_registry(
             observe=lambda raw, deleted: runtime.caches.jobs.observe(raw, deleted=deleted),
-            credentials=self._transport.renewed_access,
+            credentials=self._transport.refresh_access,
         )
         ready = asyncio.Event()
         retake = asyncio.ensure_future(self._reinstall_signal_handlers(ready))

@@ -85,7 +85,7 @@ def variables(config: TrainingConfig, *, nxd: bool, given: Mapping[str, str]) ->
     The user's compiler flags are kept. Raises UserError if `given` contradicts the configuration.
     """
     neuron = config.neuron
-    rounds = config.precision.keeps_half if neuron.stochastic_rounding is None else neuron.stochastic_rounding
+    rounds = config.precision.has_bfloat16_state if neuron.stochastic_rounding is None else neuron.stochastic_rounding
     environment = {
         "NEURON_FUSE_SOFTMAX": str(int(neuron.fuse_softmax)),
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": str(int(rounds)),

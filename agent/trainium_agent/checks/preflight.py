@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from trainium_agent.linux.open_files import read_limit
 from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.requirements.descriptors import explain_shortage
+from trainium_contract.requirements.descriptors import explain_file_limit
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
 
@@ -59,7 +59,7 @@ def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[Prefli
         findings += _config(settings.config_path)
     # Any worker may become node rank 0, to which all others connect, so each needs the limit of node rank 0.
     nodes = settings.largest_nodes
-    sentence = explain_shortage(read_limit(), nodes * settings.processes_per_node, nodes) if nodes else ""
+    sentence = explain_file_limit(read_limit(), nodes * settings.processes_per_node, nodes) if nodes else ""
     if sentence:
         findings.append(PreflightFinding(ExitCode.USER_ERROR, f"Too few open files: {sentence}."))
     if PreflightCheck.DEVICES in settings.checks:

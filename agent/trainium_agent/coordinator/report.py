@@ -249,7 +249,7 @@ class PodReport:
             return
         record, path = newest
         self._record_times(record)
-        stage = RunStage.of(record.stage)
+        stage = RunStage.parse(record.stage)
         is_training = stage is RunStage.TRAIN
         hang_detection = self._workload.hang_detection
         results = read_results(path)
@@ -348,7 +348,7 @@ def _resumed_at(record: ProgressRecord, step_before: int) -> float | None:
         return record.updated
     if record.step < 0 and step_before < 0 and record.phase is ProgressPhase.TRAINING:
         return record.updated  # a program without steps trains as soon as it runs
-    has_passed_step = RunStage.of(record.stage) is not RunStage.TRAIN and record.step >= step_before
+    has_passed_step = RunStage.parse(record.stage) is not RunStage.TRAIN and record.step >= step_before
     return record.stage_since if has_passed_step else None
 
 

@@ -118,7 +118,7 @@ class RankSampler:
             limit=self._workload.step_limit(path, stall_limit(phase, self._spec, baseline, state=state[0])),
             waiting=_WAITING[pulse.waiting],
             state=state[0],
-            stage=RunStage.of(record.stage),
+            stage=RunStage.parse(record.stage),
         )
         return RankSample(stall, activity, state[1]), timing_of(pulse.steps, self._waits.share(process.pid, now))
 

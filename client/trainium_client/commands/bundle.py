@@ -31,7 +31,7 @@ from trainium_client.pod_exec import for_each_pod
 from trainium_client.read import decode_members
 from trainium_client.render.json_output import as_json
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.pages.formatting import plural, size
+from trainium_contract.pages.formatting import format_bytes, pluralize
 from trainium_contract.redaction import redact_secrets
 from trainium_contract.views.raw import mapping, text
 
@@ -76,8 +76,8 @@ def support_bundle(
     except OSError as error:
         raise ClientError(f"cannot write {path}: {error.strerror or error}") from error
     archive_bytes = path.stat().st_size
-    gaps = f"{plural(len(missing), 'thing')} could not be read (missing.txt)" if missing else "nothing is missing"
-    sentence = f"{path}: {len(files)} files, {size(archive_bytes)}; {gaps}"
+    gaps = f"{pluralize(len(missing), 'thing')} could not be read (missing.txt)" if missing else "nothing is missing"
+    sentence = f"{path}: {len(files)} files, {format_bytes(archive_bytes)}; {gaps}"
     session.print_message(sentence, file=str(path), bytes=archive_bytes, files=sorted(files), missing=missing)
 
 

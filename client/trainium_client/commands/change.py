@@ -12,7 +12,7 @@ from trainium_client.commands.options import JobName, Session
 from trainium_client.manifest import read_manifest
 from trainium_client.retry import correct_manifest, retry_job
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.pages.formatting import plural
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, text
 from trainium_contract.views.status_reader import public_status
@@ -46,7 +46,7 @@ def scale(
     api = session.open()
     _require_running(api.job(name), "scaled")
     api.scale_job(name, size)
-    sentence = f"{name} is asked to train on {plural(size, 'node')}; see: kubectl trn watch {name}"
+    sentence = f"{name} is asked to train on {pluralize(size, 'node')}; see: kubectl trn watch {name}"
     session.print_message(sentence, name=name, namespace=api.namespace, nodes=size)
 
 

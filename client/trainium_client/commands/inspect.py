@@ -17,7 +17,7 @@ from trainium_client.read import find_member, read_members
 from trainium_client.views.machines import MachineView, find_machine, machine_views
 from trainium_contract.api_server.errors import ClientError, NotFoundError
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.pages.formatting import plural
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.views.checkpoints import checkpoint_root, describe_location, parse_checkpoint_rows
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, text
@@ -186,7 +186,7 @@ def release(
     request = Request("patch", "configmaps", operator_namespace, quarantine)
     api.call(request, body=[{"op": "remove", "path": f"/data/{key}"}], content_type=JSON_PATCH)
     label = machine.renamed or machine.node or machine.key
-    sentence = f"{label} is released ({machine.state}, {plural(len(machine.strikes), 'strike')})"
+    sentence = f"{label} is released ({machine.state}, {pluralize(len(machine.strikes), 'strike')})"
     session.print_message(f"{sentence}; the operator reads it within 15 seconds", machine=label, was=machine)
 
 

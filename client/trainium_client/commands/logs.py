@@ -17,7 +17,7 @@ from trainium_client.read import decode_members, find_member, read_members
 from trainium_client.views.log_lines import parse_log_line
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.interruptions import read_interruptions
-from trainium_contract.views.raw import plain
+from trainium_contract.views.raw import strip_control_characters
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import parse_pod_table
 
@@ -87,7 +87,7 @@ class _RankLogPrinter:
             text = json.dumps(fields | ({} if parsed.record is None else {"record": parsed.record}), ensure_ascii=False)
         else:
             # A program's output must not control the terminal; a file receives it unchanged.
-            text = plain(text) if self._is_terminal else text
+            text = strip_control_characters(text) if self._is_terminal else text
             text = "\n".join(f"{stamp} {part}" for part in text.split("\n")) if self._timestamps else text
         sys.stdout.write(f"{text}\n")
         return True
@@ -187,7 +187,7 @@ def _follow_pod(
         def close_when_rank_moves() -> None:
             while not stopped.wait(_POLL_SECONDS):
                 members = decode_members(api.membership(name))
-                row = members.of_rank(rank) if members else None
+                row = members.find_by_rank(rank) if members else None
                 if row is not None and row.pod != member.pod:
                     stream.close()
                     return
@@ -215,13 +215,13 @@ def _find_next_member(api: Api, name: str, rank: int, current: MemberRow) -> Mem
             notify(f"-- the job has {'failed' if phase == 'Failed' else 'completed'}")
             return None
         members = decode_members(api.membership(name))
-        row = members.of_rank(rank) if members else None
+        row = members.find_by_rank(rank) if members else None
         if row is not None:
             if row.pod == current.pod:
                 time.sleep(_POLL_SECONDS)
             return row
         if members is not None and members.rows:
-            notify(f"-- there is no rank {rank} at this size ({members.ranks} ranks); waiting for it")
+            notify(f"-- there is no rank {rank} at this size ({members.rank_count} ranks); waiting for it")
         time.sleep(_POLL_SECONDS)
 
 

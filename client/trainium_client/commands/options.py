@@ -129,7 +129,7 @@ def with_session(
 def open_api(namespace: str | None, context: str | None, kubeconfig: str | None, *, seconds: float = 30.0) -> Api:
     """Connect to the API server that the options name."""
     access = find_access(kubeconfig, context, os.environ)
-    connection = Connection(access, seconds=seconds)
+    connection = Connection(access, timeout=seconds)
     _connections.append(connection)
     return Api(connection, namespace or access.namespace)
 

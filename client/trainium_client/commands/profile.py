@@ -14,7 +14,7 @@ from trainium_client.commands.options import JobName, Session, notify
 from trainium_client.pod_exec import for_each_pod, parse_json_lines, query_pods, run_in_pod
 from trainium_client.read import read_members
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.views.raw import integer, mapping, plain, text
+from trainium_contract.views.raw import integer, mapping, strip_control_characters, text
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.trace import (
     Trace,
@@ -120,14 +120,14 @@ def _parse_ranks(text: str, members: Members, name: str) -> set[int]:
     if not all(part.strip().isdecimal() for part in parts) or len(parts) > _MAX_RANKS:
         raise ClientError(f"--ranks {text}: give up to {_MAX_RANKS} ranks, such as 0,3")
     ranks = {int(part) for part in parts}
-    absent = sorted(rank for rank in ranks if rank >= members.ranks)
+    absent = sorted(rank for rank in ranks if rank >= members.rank_count)
     if absent:
-        raise ClientError(f"there is no rank {absent[0]}: {name} has ranks 0 to {members.ranks - 1}")
+        raise ClientError(f"there is no rank {absent[0]}: {name} has ranks 0 to {members.rank_count - 1}")
     return ranks
 
 
 def _pod_of(members: Members, rank: int) -> str:
-    row = members.of_rank(rank)
+    row = members.find_by_rank(rank)
     return "" if row is None else row.pod
 
 
@@ -171,7 +171,10 @@ def _record(
 
     results = for_each_pod(list(rows_by_rank), record_rank)
     problems = {rank: result for rank, result in results.items() if isinstance(result, str)}
-    sentences = [f"rank {rank} in {rows_by_rank[rank].pod}: {plain(problem)}" for rank, problem in problems.items()]
+    sentences = [
+        f"rank {rank} in {rows_by_rank[rank].pod}: {strip_control_characters(problem)}"
+        for rank, problem in problems.items()
+    ]
     if len(problems) == len(results):
         raise ClientError(sentences[0])
     for sentence in sentences:

@@ -14,7 +14,7 @@ from trainium_client.commands.options import Format, JobName, Session, notify
 from trainium_client.pod_exec import read_curve_in_pod
 from trainium_client.read import JobSnapshot, read_job_snapshot
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.pages.formatting import size
+from trainium_contract.pages.formatting import format_bytes
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.views.checkpoints import checkpoint_root, describe_location, metrics_path
 from trainium_contract.views.curve import CurvePoint, read_curve
@@ -57,7 +57,7 @@ def report(
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ClientError(f"cannot write {path}: {error.strerror or error}") from error
-    notify(f"{path}: {size(len(page.encode()))}" + "".join(f"\nnot in it: {note}" for note in notes))
+    notify(f"{path}: {format_bytes(len(page.encode()))}" + "".join(f"\nnot in it: {note}" for note in notes))
 
 
 def read_run_curve(api: Api, snapshot: JobSnapshot, metrics: Path | None = None) -> tuple[tuple[CurvePoint, ...], str]:

@@ -50,11 +50,11 @@ def watch(
             sys.stdout.write(f"{_CLEAR}{page}")
         else:
             from trainium_client.render.status import status_line  # noqa: PLC0415
-            from trainium_contract.pages.formatting import clock  # noqa: PLC0415
+            from trainium_contract.pages.formatting import format_utc  # noqa: PLC0415
 
             line = status_line(view)
             if line != last_line:
-                sys.stdout.write(f"{clock(now)}  {line}\n")
+                sys.stdout.write(f"{format_utc(now)}  {line}\n")
             last_line = line
         sys.stdout.flush()
         if view.ended:

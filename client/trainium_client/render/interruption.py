@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trainium_client.render.page import bullet_list, heading, label_grid, vertical_group
-from trainium_contract.pages.formatting import clock, duration, plural, shortened
+from trainium_contract.pages.formatting import format_duration, format_utc, pluralize, shorten
 from trainium_contract.program_output import drop_noise
 from trainium_contract.views.interruptions import describe_stage
 
@@ -30,20 +30,20 @@ def interruption_page(report: InterruptionReport) -> RenderableType:
         state = f"{report.namespace}/{report.name} is {report.phase or 'not answered yet'}: {sentence}"
         return vertical_group(Text(state), bullet_list(report.advice))
     seconds = {name: value for name, value in entry.stages.items() if value}
-    stages = ", ".join(f"{describe_stage(name)} {duration(value)}" for name, value in seconds.items())
+    stages = ", ".join(f"{describe_stage(name)} {format_duration(value)}" for name, value in seconds.items())
     steps = _format_steps(entry.step_before, entry.resume_step, entry.steps_lost)
     end = (
         ""
         if entry.stopped
         else "the recovery is under way"
         if entry.open
-        else f"after {duration(entry.recovered_seconds)}"
+        else f"after {format_duration(entry.recovered_seconds)}"
     )
-    joined = [f"{plural(entry.pods_replaced, 'pod')} joined"] if entry.pods_replaced else []
+    joined = [f"{pluralize(entry.pods_replaced, 'pod')} joined"] if entry.pods_replaced else []
     return vertical_group(
         Text(_format_title(report), "bold"),
         label_grid([
-            ("When", f"{clock(entry.at)} UTC" + (f", known {duration(entry.detected_seconds)} later"
+            ("When", f"{format_utc(entry.at)} UTC" + (f", known {format_duration(entry.detected_seconds)} later"
                                                    if entry.detected_seconds is not None else "")),
             ("Who", _format_worker(entry)),
             ("Cause", entry.cause),
@@ -73,7 +73,7 @@ def _format_evidence(report: InterruptionReport, entry: InterruptionView) -> str
     """Return the evidence, shortened unless it is a verdict, which ends with advice."""
     if not report.log_lines:
         return entry.message
-    return drop_noise(entry.message) if entry.stopped else shortened(drop_noise(entry.message), _MAX_EVIDENCE_LENGTH)
+    return drop_noise(entry.message) if entry.stopped else shorten(drop_noise(entry.message), _MAX_EVIDENCE_LENGTH)
 
 
 def _format_worker(entry: InterruptionView) -> str:

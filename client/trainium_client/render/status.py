@@ -8,7 +8,16 @@ from rich.text import Text
 
 from trainium_client.render.page import Column, bullet_list, heading, label_grid, styled_word, table, vertical_group
 from trainium_contract.pages.facts import job_facts, step_text
-from trainium_contract.pages.formatting import ago, count, duration, figure, measured, plural, shortened, size
+from trainium_contract.pages.formatting import (
+    format_age,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_measurement,
+    format_number,
+    pluralize,
+    shorten,
+)
 from trainium_contract.program_output import drop_noise
 
 if TYPE_CHECKING:
@@ -47,25 +56,25 @@ def status_line(view: JobView) -> str:
     parts = [view.phase or "no status"]
     parts += [view.stage] if view.stage not in {"", "Train"} else []
     parts += [step_text(view)]
-    parts += [f"loss {figure(view.loss)}"] if view.loss is not None else []
+    parts += [f"loss {format_number(view.loss)}"] if view.loss is not None else []
     parts += [f"{view.training}/{view.size or view.desired or view.requested} workers"]
-    return ", ".join([*parts, plural(view.restarts, "interruption")])
+    return ", ".join([*parts, pluralize(view.restarts, "interruption")])
 
 
 def _fact_rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]:
     facts = job_facts(view, with_bar=width >= _BAR_MIN_WIDTH)
     alerts = [fact for fact in facts if fact.label == "Alert"]
     return [
-        ("Job", f"{view.namespace}/{view.name}, {view.model}, {duration(view.age_seconds)} old"),
+        ("Job", f"{view.namespace}/{view.name}, {view.model}, {format_duration(view.age_seconds)} old"),
         *((fact.label, _format_fact(fact)) for fact in facts if fact.label != "Alert"),
         (
             "Stopped" if view.last and view.last.stopped else "Last",
             _format_interruption(view.last, now) if view.last else "",
         ),
         *((alert.label, _format_fact(alert)) for alert in alerts),
-        *(("Artifact", f"{a.kind} of step {a.step}: {a.path} ({size(a.bytes)})") for a in view.artifacts),
+        *(("Artifact", f"{a.kind} of step {a.step}: {a.path} ({format_bytes(a.bytes)})") for a in view.artifacts),
         *(
-            ("Evaluation", f"{f.name} {figure(f.before)} -> {measured(f.after, f.standard_error)}")
+            ("Evaluation", f"{f.name} {format_number(f.before)} -> {format_measurement(f.after, f.standard_error)}")
             for f in view.evaluation
         ),
         *(("Milestone", _format_milestone(evaluation)) for evaluation in view.evaluations),
@@ -73,9 +82,11 @@ def _fact_rows(view: JobView, now: float, width: int) -> list[tuple[str, str | T
 
 
 def _format_milestone(milestone: MilestoneView) -> str:
-    figures = ", ".join(f"{item.name} {measured(item.after, item.standard_error)}" for item in milestone.figures)
+    figures = ", ".join(
+        f"{item.name} {format_measurement(item.after, item.standard_error)}" for item in milestone.figures
+    )
     figures = figures or milestone.message or "not measured yet"
-    return f"step {milestone.step}, {count(milestone.tokens)} tokens: {figures}"
+    return f"step {milestone.step}, {format_count(milestone.tokens)} tokens: {figures}"
 
 
 def _format_fact(fact: Fact) -> Text:
@@ -88,11 +99,11 @@ def _format_fact(fact: Fact) -> Text:
 
 def _format_interruption(entry: InterruptionView, now: float) -> str:
     worker = f" on {entry.pod or entry.node}" if entry.pod or entry.node else ""
-    when = f", {ago(max(0.0, now - entry.at))}" if entry.at is not None else ""
+    when = f", {format_age(max(0.0, now - entry.at))}" if entry.at is not None else ""
     if entry.stopped:
         return f"{entry.cause}{worker}{when}"
-    lost = f", {plural(entry.steps_lost, 'step')} lost" if entry.steps_lost else ""
-    outcome = "under way" if entry.open else f"{duration(entry.recovered_seconds)}{lost}"
+    lost = f", {pluralize(entry.steps_lost, 'step')} lost" if entry.steps_lost else ""
+    outcome = "under way" if entry.open else f"{format_duration(entry.recovered_seconds)}{lost}"
     return f"{entry.cause}{worker}{when}: {entry.answer} ({outcome})"
 
 
@@ -101,8 +112,8 @@ def _event_table(events: tuple[EventView, ...], now: float, width: int) -> list[
         return []
     columns = (Column("AGE", 6, right=True), Column("REASON", 8), Column("MESSAGE", 9, fold=True))
     rows = [
-        (duration(max(0.0, now - event.at)), Text(event.reason, "yellow" if event.warning else ""),
-         shortened(drop_noise(event.message), _MAX_EVENT_LENGTH) + (f" (x{event.count})" if event.count > 1 else ""))
+        (format_duration(max(0.0, now - event.at)), Text(event.reason, "yellow" if event.warning else ""),
+         shorten(drop_noise(event.message), _MAX_EVENT_LENGTH) + (f" (x{event.count})" if event.count > 1 else ""))
         for event in events
     ]  # fmt: skip
     return [heading("What happened last"), table(columns, rows, width)]

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from trainium_client.render.page import Column, heading, label_grid, styled_word, table, vertical_group
-from trainium_contract.pages.facts import bar
-from trainium_contract.pages.formatting import ago, clock, duration, figure, share, shortened, size
+from trainium_contract.pages.facts import format_bar
+from trainium_contract.pages.formatting import (
+    format_age,
+    format_bytes,
+    format_duration,
+    format_number,
+    format_percent,
+    format_utc,
+    shorten,
+)
 from trainium_contract.program_output import drop_noise
 from trainium_contract.views.interruptions import describe_stage
 
@@ -40,10 +48,10 @@ def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableT
         Column("SEEN", 2, fold=True),
     )  # fmt: skip
     rows = [
-        (str(number), clock(entry.at)[5:], entry.cause, entry.rung, entry.pod or "-", entry.node or "-",
-         "-" if entry.stopped else "open" if entry.open else figure(entry.recovered_seconds, 3),
+        (str(number), format_utc(entry.at)[5:], entry.cause, entry.rung, entry.pod or "-", entry.node or "-",
+         "-" if entry.stopped else "open" if entry.open else format_number(entry.recovered_seconds, 3),
          "-" if entry.steps_lost is None else str(entry.steps_lost),
-         shortened(drop_noise(entry.message), _MAX_EVIDENCE_LENGTH))
+         shorten(drop_noise(entry.message), _MAX_EVIDENCE_LENGTH))
         for number, entry in enumerate(entries, 1)
     ]  # fmt: skip
     return table(columns, rows, width)
@@ -55,16 +63,20 @@ def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
         return Text("nothing is counted yet: no workers have started together")
     wall = goodput.wall_seconds or 1.0
     columns = (Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
-    stages = [(describe_stage(name), f"{seconds:.1f}", share(seconds / wall), bar(seconds / wall, _BAR_WIDTH))
-              for name, seconds in sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])]  # fmt: skip
+    stages = [
+        (describe_stage(name), f"{seconds:.1f}", format_percent(seconds / wall), format_bar(seconds / wall, _BAR_WIDTH))
+        for name, seconds in sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])
+    ]
     by_size = (Column("NODES", 9, right=True), Column("STEPS", 8, right=True), Column("STEP TIME", 7, right=True))
-    sizes = [(str(size_row.size), str(size_row.steps), duration(size_row.step_seconds)) for size_row in goodput.sizes]
-    after_training = ", ".join(f"{name} {duration(seconds)}" for name, seconds in goodput.stage_seconds.items())
+    sizes = [
+        (str(size_row.size), str(size_row.steps), format_duration(size_row.step_seconds)) for size_row in goodput.sizes
+    ]
+    after_training = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in goodput.stage_seconds.items())
     ledger: list[RenderableType] = [
         label_grid([
-            ("Goodput", f"{share(goodput.ratio)} of {duration(goodput.wall_seconds)} (strict)"),
-            ("Uptime", share(goodput.uptime_ratio)),
-            ("Fleet", f"{share(goodput.fleet_ratio)} of {goodput.node_seconds / 3600:.1f} node hours"),
+            ("Goodput", f"{format_percent(goodput.ratio)} of {format_duration(goodput.wall_seconds)} (strict)"),
+            ("Uptime", format_percent(goodput.uptime_ratio)),
+            ("Fleet", f"{format_percent(goodput.fleet_ratio)} of {goodput.node_seconds / 3600:.1f} node hours"),
             ("Cost", _format_cost(goodput.cost)),
             ("After steps", after_training),
         ]),
@@ -91,7 +103,8 @@ def _cause_table(goodput: GoodputView, width: int) -> RenderableType:
     seconds = {"productive": goodput.productive_seconds, **goodput.lost_seconds}
     columns = (Column("CAUSE", 9), Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
     rows = [
-        (name, f"{value:.1f}", share(value / wall), bar(value / wall, _BAR_WIDTH)) for name, value in seconds.items()
+        (name, f"{value:.1f}", format_percent(value / wall), format_bar(value / wall, _BAR_WIDTH))
+        for name, value in seconds.items()
     ]
     if cost is None:
         return table(columns, rows, width)
@@ -113,8 +126,8 @@ def scaling_page(rows: Sequence[ScalingRow], width: int) -> RenderableType:
         Column("", 3),
     )  # fmt: skip
     cells = [
-        (str(row.nodes), f"{row.steps:,}", duration(row.step_seconds), figure(row.samples_per_second),
-         "-" if row.speedup is None else f"x{row.speedup:.2f}", share(row.efficiency), "now" * row.current)
+        (str(row.nodes), f"{row.steps:,}", format_duration(row.step_seconds), format_number(row.samples_per_second),
+         "-" if row.speedup is None else f"x{row.speedup:.2f}", format_percent(row.efficiency), "now" * row.current)
         for row in rows
     ]  # fmt: skip
     if any(row.samples_per_second is None for row in rows):
@@ -135,7 +148,8 @@ def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
     )  # fmt: skip
     cells = [
         (str(row.fewest) if row.fewest == row.most else f"{row.fewest}-{row.most}", str(row.trains),
-         str(row.passes), f"{row.batch:,}", share(row.speed), share(row.filled), duration(row.step_seconds),
+         str(row.passes), f"{row.batch:,}", format_percent(row.speed), format_percent(row.filled),
+         format_duration(row.step_seconds),
          {True: "ready", False: "none", None: "-"}[row.compiled],
          " ".join(["now"] * row.current + ["idle nodes"] * row.idle))
         for row in rows
@@ -150,7 +164,7 @@ def _explain_idle_ranks(row: SizeRow) -> str:
     return (
         f"At {row.trains} nodes the batch of {row.batch:,} samples is smaller than the data-parallel degree "
         f"({row.data_parallel:,}): {row.idle_ranks:,} of its ranks never have work, and the job has "
-        f"{share(row.batch / row.data_parallel)} of the speed that these nodes could give. Raise "
+        f"{format_percent(row.batch / row.data_parallel)} of the speed that these nodes could give. Raise "
         "trainer.batch.globalSize or take fewer cores."
     )
 
@@ -164,8 +178,9 @@ def ranks_page(rows: Sequence[RankRow], width: int, *, limit: int | None) -> Ren
     ]  # fmt: skip
     shown = rows if limit is None else rows[:limit]
     cells = [
-        (str(row.rank), row.pod, row.node, "-" if row.step is None else str(row.step), duration(row.step_seconds),
-         ago(row.seconds_since_step) or "-", row.phase or "-",
+        (str(row.rank), row.pod, row.node, "-" if row.step is None else str(row.step),
+         format_duration(row.step_seconds),
+         format_age(row.seconds_since_step) or "-", row.phase or "-",
          "-" if row.slowdown is None else f"x{row.slowdown:.2f}", row.note)
         for row in shown
     ]  # fmt: skip
@@ -182,7 +197,7 @@ def checkpoints_page(
     checkpoints = view.checkpoints
     summary = label_grid([
         ("Storage", "nothing committed yet" if checkpoints.durable_step is None
-         else f"step {checkpoints.durable_step}, {ago(checkpoints.durable_age_seconds)}"),
+         else f"step {checkpoints.durable_step}, {format_age(checkpoints.durable_age_seconds)}"),
         ("Memory", "" if checkpoints.memory_step is None else f"step {checkpoints.memory_step}, on every member"),
         ("Notice", Text(checkpoints.notice, "yellow")),
     ])  # fmt: skip
@@ -192,7 +207,8 @@ def checkpoints_page(
                Column("RANKS", 3, right=True), Column("PROBLEM", 4, fold=True))  # fmt: skip
     cells = [
         (row.name, styled_word(row.state, "red" if row.problem else "green"),
-         "-" if row.created is None else duration(max(0.0, now - row.created)), size(row.bytes), row.world,
+         "-" if row.created is None else format_duration(max(0.0, now - row.created)),
+         format_bytes(row.bytes), row.world,
          row.problem)
         for row in rows
     ]  # fmt: skip
@@ -215,9 +231,9 @@ def machines_page(machines: Sequence[MachineView], width: int, *, now: float) ->
                Column("MACHINE", 2), Column("EVIDENCE", 5, fold=True))  # fmt: skip
     rows = [
         (_node_name(machine), styled_word(machine.state),
-         duration(max(0.0, machine.until - now)) if machine.until is not None else "-",
+         format_duration(max(0.0, machine.until - now)) if machine.until is not None else "-",
          str(len(machine.strikes)), machine.machine,
-         "; ".join(f"{strike.cause} {clock(strike.at)[5:16]} by {strike.by}"
+         "; ".join(f"{strike.cause} {format_utc(strike.at)[5:16]} by {strike.by}"
                    for strike in reversed(machine.strikes[-3:])))
         for machine in machines
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_client.views.log_lines import PodLogLine, parse_log_line
 from trainium_contract.program_output import is_native_frame
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
-from trainium_contract.views.raw import mapping, parse_rfc3339, plain, text
+from trainium_contract.views.raw import mapping, parse_rfc3339, strip_control_characters, text
 from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
@@ -96,4 +96,4 @@ def select_log_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
 def _without_native_frames(line: PodLogLine) -> list[str]:
     """Return the lines without frames of C++, which repeat the Python traceback."""
     pairs = zip(line.text.split("\n"), line.shown.split("\n"), strict=True)
-    return [plain(shown)[:400] for text, shown in pairs if not is_native_frame(text)]
+    return [strip_control_characters(shown)[:400] for text, shown in pairs if not is_native_frame(text)]

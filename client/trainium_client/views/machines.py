@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_contract.views.raw import mapping, parse_rfc3339, plain
+from trainium_contract.views.raw import mapping, parse_rfc3339, strip_control_characters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,10 +69,10 @@ def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineVi
     except (yaml.YAMLError, ValueError, RecursionError):
         entry = None
     if not isinstance(entry, dict):
-        return MachineView(plain(key), plain(key), "", "Unreadable", None, 0, ())
-    node = plain(str(entry.get("node") or ""))
+        return MachineView(strip_control_characters(key), strip_control_characters(key), "", "Unreadable", None, 0, ())
+    node = strip_control_characters(str(entry.get("node") or ""))
     strikes = entry.get("strikes")
-    machine = plain(str(entry.get("machine") or key))
+    machine = strip_control_characters(str(entry.get("machine") or key))
     node_by_machine = {} if nodes is None else {provider_id: name for name, provider_id in nodes.items() if provider_id}
     present_node = node_by_machine.get(
         machine, node if nodes is not None and not nodes.get(node) and node in nodes else ""
@@ -81,10 +81,12 @@ def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineVi
         key=key,
         machine=machine,
         node=node,
-        state=plain(str(entry.get("state") or "Watched")),
+        state=strip_control_characters(str(entry.get("state") or "Watched")),
         until=_parse_time(entry.get("until")),
         quarantines=entry["quarantines"] if isinstance(entry.get("quarantines"), int) else 0,
-        strikes=tuple(_strike(plain(str(line))) for line in strikes) if isinstance(strikes, list) else (),
+        strikes=tuple(_strike(strip_control_characters(str(line))) for line in strikes)
+        if isinstance(strikes, list)
+        else (),
         present=None if nodes is None or not node else bool(present_node),
         renamed=present_node if present_node != node else "",
     )

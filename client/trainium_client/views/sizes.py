@@ -111,7 +111,7 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
     workers, shape = spec.workers, spec.batch_shape()
     most = max(workers.replicas, workers.max_replicas or 0)
     full = shape.best(workers.replicas, workers.min_replicas or 1)
-    least = spec.least_size(full) if full and workers.min_replicas else workers.min_replicas or 1
+    least = spec.min_size(full) if full and workers.min_replicas else workers.min_replicas or 1
     useful = shape.useful_sizes(least, most)
     current_size = status.part("membership").integer("size")
     measured = {
@@ -123,10 +123,10 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
             fewest=size,
             most=max(size, following - 1),
             trains=size,
-            passes=shape.passes(size),
+            passes=shape.micro_batches(size),
             batch=shape.batch(size),
             speed=shape.speed(size, full) if full else 0.0,
-            filled=shape.filled(size),
+            filled=shape.fill_ratio(size),
             idle_ranks=shape.idle_ranks(size),
             data_parallel=shape.data_parallel(size),
             step_seconds=measured.get(size),

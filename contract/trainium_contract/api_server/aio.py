@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
-from trainium_contract.api_server.connection import as_yaml, find_proxy, tls_context
+from trainium_contract.api_server.connection import HttpResponse, encode_json, find_proxy, lower_case_keys, tls_context
 from trainium_contract.api_server.errors import NoClusterError
 
 if TYPE_CHECKING:
@@ -31,22 +31,13 @@ if TYPE_CHECKING:
     from trainium_contract.api_server.kubeconfig import Access
 
 CONNECT_SECONDS = 10.0
-LONGEST_LINE = 16 << 20
-"""Bytes of a watch event; etcd stores no larger object."""
+MAX_LINE_BYTES = 16 << 20
+"""Largest watch event; etcd stores no larger object."""
 logger = logging.getLogger(__name__)
 
 
 class ConnectionFailedError(Exception):
     """No answer: connection refused, reset, or timed out."""
-
-
-@dataclass(frozen=True, slots=True)
-class HttpResponse:
-    """One HTTP response; `headers` has lower-case keys."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +52,24 @@ class HttpClient:
     """Connections to one API server; created within an event loop and used in it."""
 
     def __init__(
-        self, access: Access, *, user_agent: str, connections: int = 0, find: Callable[[], Access] | None = None
+        self, access: Access, *, user_agent: str, connections: int = 0, find_access: Callable[[], Access] | None = None
     ) -> None:
         """Connect lazily; `connections` is the largest number, 0 without a limit.
 
-        `find` renews expiring credentials. Raises NoClusterError if a certificate cannot be used.
+        `find_access` renews expiring credentials. Raises NoClusterError if a certificate cannot be used.
         """
         import aiohttp  # noqa: PLC0415 - an extra
 
         self.access = access
-        self._find = find
+        self._find_access = find_access
         self._read_at = time.monotonic()
         self._user_agent = user_agent
         server = urlsplit(access.server)
         tls = tls_context(access) if server.scheme == "https" else True
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=connections, ssl=tls))
         self._proxy = find_proxy(access, server.scheme, server.hostname or "") or None
-        self._limits = aiohttp.ClientTimeout
-        self._failures = (aiohttp.ClientError, TimeoutError, OSError)
+        self._client_timeout = aiohttp.ClientTimeout
+        self._connection_errors = (aiohttp.ClientError, TimeoutError, OSError)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -91,36 +82,36 @@ class HttpClient:
 
         `timeout` in seconds.
         """
-        limits = self._limits(total=timeout, sock_connect=CONNECT_SECONDS)
-        with self._failures_of(method, path):
-            async with await self._send(method, path, query, limits, content_type, body) as response:
-                data = await response.read()
-        return HttpResponse(response.status, {key.lower(): value for key, value in response.headers.items()}, data)
+        timeouts = self._client_timeout(total=timeout, sock_connect=CONNECT_SECONDS)
+        with self._wrap_errors(method, path):
+            async with await self._send(method, path, query, timeouts, content_type, body) as response:
+                content = await response.read()
+        return HttpResponse(response.status, lower_case_keys(response.headers.items()), content)
 
     @asynccontextmanager
     async def stream(
         self, path: str, *, query: Mapping[str, str], silence: float | None
     ) -> AsyncIterator[ResponseStream]:
         """Stream a GET line by line; `silence` seconds without a byte raise ConnectionFailedError."""
-        limits = self._limits(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence)
-        with self._failures_of("GET", path):
-            response = await self._send("GET", path, query, limits)
+        timeouts = self._client_timeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence)
+        with self._wrap_errors("GET", path):
+            response = await self._send("GET", path, query, timeouts)
         try:
             yield ResponseStream(response.status, self._lines(path, response.content))
         finally:
             response.close()
 
-    async def renewed_access(self) -> Access:
+    async def refresh_access(self) -> Access:
         """Return the credentials, read again if they have expired."""
-        kept, now = self.access.keep_seconds, time.monotonic()
-        if self._find is not None and kept is not None and now >= self._read_at + kept:
+        valid_seconds, now = self.access.valid_seconds, time.monotonic()
+        if self._find_access is not None and valid_seconds is not None and now >= self._read_at + valid_seconds:
             self._read_at = now  # other tasks use the old ones meanwhile
             try:
-                fresh = await asyncio.to_thread(self._find)
+                fresh = await asyncio.to_thread(self._find_access)
             except NoClusterError as error:
                 logger.warning("the credentials cannot be read again: %s", error)
             else:
-                self.access = replace(self.access, headers=fresh.headers, keep_seconds=fresh.keep_seconds)
+                self.access = replace(self.access, headers=fresh.headers, valid_seconds=fresh.valid_seconds)
         return self.access
 
     async def _send(
@@ -128,41 +119,41 @@ class HttpClient:
         method: str,
         path: str,
         query: Mapping[str, str],
-        limits: aiohttp.ClientTimeout,
+        timeouts: aiohttp.ClientTimeout,
         content_type: str = "application/json",
         body: Any = None,
     ) -> aiohttp.ClientResponse:
-        access = await self.renewed_access()
+        access = await self.refresh_access()
         headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": self._user_agent}
         url = f"{access.server}{path}" + (f"?{urlencode(query)}" if query else "")
         return await self._session.request(
             method,
             url,
-            data=None if body is None else as_yaml(body),
+            data=None if body is None else encode_json(body),
             headers={**headers, **dict(access.headers)},
-            timeout=limits,
+            timeout=timeouts,
             proxy=self._proxy,
             server_hostname=access.server_name or None,
             allow_redirects=method == "GET",
         )
 
     async def _lines(self, path: str, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-        part = bytearray()
-        with self._failures_of("GET", path):
+        partial = bytearray()
+        with self._wrap_errors("GET", path):
             while chunk := await content.readany():
-                *complete, partial = chunk.split(b"\n")
+                *complete, rest = chunk.split(b"\n")
                 for line in complete:
-                    yield bytes(part + line)
-                    part.clear()
-                part += partial
-                if len(part) > LONGEST_LINE:
-                    raise ConnectionFailedError(f"GET {path}: a line of more than {LONGEST_LINE >> 20} MiB")
-        if part:
-            yield bytes(part)
+                    yield bytes(partial + line)
+                    partial.clear()
+                partial += rest
+                if len(partial) > MAX_LINE_BYTES:
+                    raise ConnectionFailedError(f"GET {path}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
+        if partial:
+            yield bytes(partial)
 
     @contextmanager
-    def _failures_of(self, method: str, path: str) -> Iterator[None]:
+    def _wrap_errors(self, method: str, path: str) -> Iterator[None]:
         try:
             yield
-        except self._failures as error:
+        except self._connection_errors as error:
             raise ConnectionFailedError(f"{method} {path}: {error or type(error).__name__}") from error

@@ -27,24 +27,25 @@ from urllib.parse import urlencode, urlsplit
 from trainium_contract.api_server.errors import NoClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from trainium_contract.api_server.kubeconfig import Access
 
-ANSWER_SECONDS = 30.0
-IDLE_SECONDS = 30.0
+RESPONSE_TIMEOUT_SECONDS = 30.0
+MAX_IDLE_SECONDS = 30.0
 """Below the time after which an API server closes an idle connection (90 s), because a write is not repeated."""
-_CHUNK = 1 << 16
+_CHUNK_BYTES = 1 << 16
 _ESCAPED_CHARACTERS = re.compile(r"[^\x20-\x7e\U00010000-\U0010ffff]")
 """Characters to escape: line breaks, controls, characters with a meaning in YAML, halves of surrogate pairs."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One HTTP response."""
+class HttpResponse:
+    """One HTTP response; `headers` has lower-case keys."""
 
     status: int
+    headers: Mapping[str, str]
     body: bytes
 
 
@@ -57,15 +58,15 @@ class LineStream:
         self._response = response
         self._connection = connection
 
-    def rest(self) -> bytes:
+    def read_rest(self) -> bytes:
         """Read the rest of an error response."""
-        return self._response.read(_CHUNK)
+        return self._response.read(_CHUNK_BYTES)
 
     def lines(self) -> Iterator[bytes]:
         """Yield lines without their ends, until the server or `close` ends the response."""
         partial = b""
         try:
-            while chunk := self._response.read1(_CHUNK):
+            while chunk := self._response.read1(_CHUNK_BYTES):
                 *complete, partial = (partial + chunk).split(b"\n")
                 yield from complete
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
@@ -87,12 +88,14 @@ class LineStream:
 class Connection:
     """The API server of one `Access`."""
 
-    def __init__(self, access: Access, *, seconds: float = ANSWER_SECONDS, user_agent: str = "kubectl-trn") -> None:
+    def __init__(
+        self, access: Access, *, timeout: float = RESPONSE_TIMEOUT_SECONDS, user_agent: str = "kubectl-trn"
+    ) -> None:
         self._idle: deque[tuple[http.client.HTTPConnection, float]] = deque()
         self.access = access
         self._user_agent = user_agent
         self._parts = urlsplit(access.server)
-        self._seconds = seconds
+        self._timeout = timeout
         self._context = tls_context(access) if self._parts.scheme == "https" else None
 
     @property
@@ -118,16 +121,18 @@ class Connection:
         body: Any = None,
         content_type: str = "application/json",
         accept: str = "application/json",
-    ) -> Answer:
+    ) -> HttpResponse:
         """Send a request whose body is bytes or JSON. Raises NoClusterError without a response."""
-        data = body if isinstance(body, bytes | None) else as_yaml(body)
+        data = body if isinstance(body, bytes | None) else encode_json(body)
         headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
         for idle in (self._take_idle(), None):
-            connection = idle or self._open(self._seconds)
+            connection = idle or self._open()
             try:
                 self._send(connection, method, self.path(path, query), data, headers)
                 response = connection.getresponse()
-                answer = Answer(response.status, response.read())
+                http_response = HttpResponse(
+                    response.status, lower_case_keys(response.headers.items()), response.read()
+                )
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 # The server may close an idle connection at any time; only requests that change nothing are sent again.
@@ -135,7 +140,7 @@ class Connection:
                     raise self._connection_error(error) from error
             else:
                 self._idle.append((connection, time.monotonic()))
-                return answer
+                return http_response
         raise AssertionError("unreachable")
 
     def close(self) -> None:
@@ -150,8 +155,8 @@ class Connection:
         """Return a recently used connection; other threads may use the last one at any time."""
         with contextlib.suppress(IndexError):
             while True:
-                connection, used = self._idle.pop()
-                if time.monotonic() - used < IDLE_SECONDS:
+                connection, last_used = self._idle.pop()
+                if time.monotonic() - last_used < MAX_IDLE_SECONDS:
                     return connection
                 connection.close()
         return None
@@ -159,7 +164,7 @@ class Connection:
     @contextlib.contextmanager
     def stream(self, path: str, *, query: Mapping[str, str], silence: float | None = None) -> Iterator[LineStream]:
         """Send a GET and read it line by line on a separate connection; `silence` seconds without a byte end it."""
-        connection = self._open(self._seconds)
+        connection = self._open()
         try:
             try:
                 self._send(connection, "GET", self.path(path, query), None, {"Accept": "*/*"})
@@ -187,16 +192,16 @@ class Connection:
             connection.putheader("Content-Length", str(len(data)))
         connection.endheaders(data)
 
-    def _open(self, seconds: float) -> http.client.HTTPConnection:
+    def _open(self) -> http.client.HTTPConnection:
         host, port = self.address
         proxy = find_proxy(self.access, self._parts.scheme, host)
         target = urlsplit(proxy) if proxy else None
         to_host, to_port = (target.hostname or "", target.port or 3128) if target else (host, port)
         connection: http.client.HTTPConnection
         if self._context is not None:
-            connection = _NamedConnection(to_host, to_port, self._context, self.access.server_name, seconds)
+            connection = _ServerNameConnection(to_host, to_port, self._context, self.access.server_name, self._timeout)
         else:
-            connection = http.client.HTTPConnection(to_host, to_port, timeout=seconds)
+            connection = http.client.HTTPConnection(to_host, to_port, timeout=self._timeout)
         if target:
             connection.set_tunnel(host, port, proxy_headers(target.username, target.password))
         return connection
@@ -208,31 +213,37 @@ class Connection:
         )
 
 
-class _NamedConnection(http.client.HTTPSConnection):
+class _ServerNameConnection(http.client.HTTPSConnection):
     """HTTPS with a server name that may differ from the host's (`tls-server-name`)."""
 
-    def __init__(self, host: str, port: int, context: ssl.SSLContext, server_name: str, seconds: float) -> None:
-        super().__init__(host, port, context=context, timeout=seconds)
-        self._trn_context, self._trn_name = context, server_name
+    def __init__(self, host: str, port: int, context: ssl.SSLContext, server_name: str, timeout: float) -> None:
+        super().__init__(host, port, context=context, timeout=timeout)
+        self._tls_context, self._tls_server_name = context, server_name
 
     def connect(self) -> None:
-        if not self._trn_name:
+        if not self._tls_server_name:
             super().connect()
             return
         http.client.HTTPConnection.connect(self)
-        self.sock = self._trn_context.wrap_socket(self.sock, server_hostname=self._trn_name)
+        self.sock = self._tls_context.wrap_socket(self.sock, server_hostname=self._tls_server_name)
 
 
-def as_yaml(body: Any) -> bytes:
-    """Return JSON that is also YAML, with characters beyond U+FFFF unescaped, because YAML has no surrogate pairs.
+def lower_case_keys(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the headers of a response by lower-case names."""
+    return {name.lower(): value for name, value in headers}
 
-    Otherwise the server would refuse a job's status forever because of an emoji in a pod's last output.
+
+def encode_json(body: Any) -> bytes:
+    """Encode a request body as JSON that a YAML parser reads too.
+
+    Characters beyond U+FFFF stay unescaped, because YAML has no surrogate pairs: the API server would refuse the status
+    of a job with an emoji in a pod's last output.
     """
     return _ESCAPED_CHARACTERS.sub(_escape, json.dumps(body, ensure_ascii=False)).encode()
 
 
-def _escape(match_: re.Match[str]) -> str:
-    code = ord(match_[0])
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"
 
 
@@ -245,13 +256,13 @@ def tls_context(access: Access) -> ssl.SSLContext:
         if not access.verify:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         if access.certificate:
-            _load_identity(context, access)
+            _load_client_certificate(context, access)
     except (ssl.SSLError, ValueError, OSError) as error:
         raise NoClusterError(f"no cluster: a certificate of the kubeconfig cannot be used: {error}") from error
     return context
 
 
-def _load_identity(context: ssl.SSLContext, access: Access) -> None:
+def _load_client_certificate(context: ssl.SSLContext, access: Access) -> None:
     """Load the client certificate from private files, which the library needs, and delete them at once."""
     with tempfile.TemporaryDirectory(prefix="kubectl-trn-") as folder:
         path = Path(folder) / "identity.pem"

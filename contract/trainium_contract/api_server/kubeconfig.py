@@ -26,7 +26,7 @@ from trainium_contract.api_server.errors import NoClusterError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_SERVICE_ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _EXEC_EXTENSION = "client.authentication.k8s.io/exec"
 _PLUGIN_SECONDS = 60.0
 _FILE_SECONDS = 60.0
@@ -47,8 +47,18 @@ class Access:
     verify: bool = True
     server_name: str = ""
     proxy: str = ""
-    keep_seconds: float | None = None
-    """Seconds for which the headers may be used before they are read again; None without a limit."""
+    valid_seconds: float | None = None
+    """Seconds after which the headers are read again; None without a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Credentials:
+    """The fields of `Access` that prove an identity."""
+
+    certificate: bytes
+    key: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    valid_seconds: float | None = None
 
 
 def find_access(kubeconfig: str | None, context: str | None, environment: Mapping[str, str]) -> Access:
@@ -72,45 +82,46 @@ def pod_access(environment: Mapping[str, str]) -> Access:
     """Return the access of the pod's ServiceAccount, whose token the kubelet renews. Raises NoClusterError."""
     host, port = environment["KUBERNETES_SERVICE_HOST"], environment.get("KUBERNETES_SERVICE_PORT", "443")
     try:
-        token = (_ACCOUNT / "token").read_text(encoding="utf-8").strip()
-        authority = (_ACCOUNT / "ca.crt").read_bytes()
-        namespace = (_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+        token = (_SERVICE_ACCOUNT_FOLDER / "token").read_text(encoding="utf-8").strip()
+        authority = (_SERVICE_ACCOUNT_FOLDER / "ca.crt").read_bytes()
+        namespace = (_SERVICE_ACCOUNT_FOLDER / "namespace").read_text(encoding="utf-8").strip()
     except OSError as error:
         raise NoClusterError(f"no cluster: the pod's ServiceAccount cannot be read ({error})") from error
-    shown = f"[{host}]" if ":" in host else host
-    address = f"https://{shown}:{port}"
-    return Access(address, namespace, "pod", authority, headers=_bearer_header(token), keep_seconds=_FILE_SECONDS)
+    server = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    return Access(server, namespace, "pod", authority, headers=_bearer_header(token), valid_seconds=_FILE_SECONDS)
 
 
-def _access_from_files(paths: list[Path], wanted: str | None) -> Access:
+def _access_from_files(paths: list[Path], context: str | None) -> Access:
     documents = [(path.parent, _load_document(path)) for path in paths]
     names = (str(document.get("current-context") or "") for _, document in documents)
-    context = wanted or next((name for name in names if name), "")
-    where = ", ".join(str(path) for path in paths)
+    context = context or next((name for name in names if name), "")
+    files = ", ".join(str(path) for path in paths)
     if not context:
-        raise NoClusterError(f"no cluster: {where} has no current-context; give --context NAME")
-    _, chosen = _find_entry(documents, "contexts", "context", context, where)
-    cluster_folder, cluster = _find_entry(documents, "clusters", "cluster", str(chosen.get("cluster") or ""), where)
+        raise NoClusterError(f"no cluster: {files} has no current-context; give --context NAME")
+    _, context_entry = _find_entry(documents, "contexts", "context", context, files)
+    cluster_folder, cluster = _find_entry(
+        documents, "clusters", "cluster", str(context_entry.get("cluster") or ""), files
+    )
     server = str(cluster.get("server") or "").rstrip("/")
     if not server.startswith(("https://", "http://")):
-        raise NoClusterError(f"no cluster: the context {context} of {where} names no server")
+        raise NoClusterError(f"no cluster: the context {context} of {files} names no server")
     user_folder, user = Path(), dict[str, Any]()
-    if chosen.get("user"):
-        user_folder, user = _find_entry(documents, "users", "user", str(chosen["user"]), where)
+    if context_entry.get("user"):
+        user_folder, user = _find_entry(documents, "users", "user", str(context_entry["user"]), files)
     authority = _read_pem(cluster, "certificate-authority", cluster_folder)
-    certificate, key, headers, keep = _identity(user, user_folder, cluster, server, authority)
+    credentials = _read_credentials(user, user_folder, cluster, server, authority)
     return Access(
         server=server,
-        namespace=str(chosen.get("namespace") or "default"),
+        namespace=str(context_entry.get("namespace") or "default"),
         context=context,
         authority=authority,
-        certificate=certificate,
-        key=key,
-        headers=headers,
+        certificate=credentials.certificate,
+        key=credentials.key,
+        headers=credentials.headers,
         verify=cluster.get("insecure-skip-tls-verify") is not True,
         server_name=str(cluster.get("tls-server-name") or ""),
         proxy=str(cluster.get("proxy-url") or ""),
-        keep_seconds=keep,
+        valid_seconds=credentials.valid_seconds,
     )
 
 
@@ -127,14 +138,14 @@ def _load_document(path: Path) -> dict[str, Any]:
 
 
 def _find_entry(
-    documents: list[tuple[Path, dict[str, Any]]], kind: str, inner: str, name: str, where: str
+    documents: list[tuple[Path, dict[str, Any]]], section: str, kind: str, name: str, files: str
 ) -> tuple[Path, dict[str, Any]]:
-    """Return the first entry of that name, with the folder of its file."""
+    """Return the folder of the first file with an entry of that name in a section, and the entry."""
     for folder, document in documents:
-        for entry in document.get(kind) or ():
-            if isinstance(entry, dict) and entry.get("name") == name and isinstance(entry.get(inner), dict):
-                return folder, entry[inner]
-    raise NoClusterError(f"no cluster: {where} has no {inner} named {name!r}")
+        for entry in document.get(section) or ():
+            if isinstance(entry, dict) and entry.get("name") == name and isinstance(entry.get(kind), dict):
+                return folder, entry[kind]
+    raise NoClusterError(f"no cluster: {files} has no {kind} named {name!r}")
 
 
 def _read_pem(fields: Mapping[str, Any], name: str, folder: Path) -> bytes:
@@ -147,15 +158,15 @@ def _read_pem(fields: Mapping[str, Any], name: str, folder: Path) -> bytes:
         raise NoClusterError(f"no cluster: {name} of the kubeconfig cannot be read: {_one_line(error)}") from error
 
 
-def _identity(
+def _read_credentials(
     user: Mapping[str, Any], folder: Path, cluster: Mapping[str, Any], server: str, authority: bytes
-) -> tuple[bytes, bytes, tuple[tuple[str, str], ...], float | None]:
-    """Return the client certificate, its key, headers, and how long these may be used."""
+) -> _Credentials:
+    """Read or request the credentials of a user of a kubeconfig."""
     certificate, key = _read_pem(user, "client-certificate", folder), _read_pem(user, "client-key", folder)
     headers: tuple[tuple[str, str], ...] = ()
-    keep: float | None = None
+    valid_seconds: float | None = None
     if user.get("tokenFile"):
-        keep = _FILE_SECONDS
+        valid_seconds = _FILE_SECONDS
         try:
             headers = _bearer_header((folder / str(user["tokenFile"])).read_text(encoding="utf-8").strip())
         except OSError as error:
@@ -170,13 +181,13 @@ def _identity(
         certificate = str(status.get("clientCertificateData") or "").encode() or certificate
         key = str(status.get("clientKeyData") or "").encode() or key
         headers = _bearer_header(str(status["token"])) if status.get("token") else ()
-        keep = _seconds_until(str(status.get("expirationTimestamp") or ""))
+        valid_seconds = _seconds_until(str(status.get("expirationTimestamp") or ""))
     elif user.get("auth-provider"):
         raise NoClusterError("the kubeconfig uses an auth-provider, which is not supported: use an exec plugin instead")
     if user.get("as"):
         headers = (*headers, ("Impersonate-User", str(user["as"])))
         headers += tuple(("Impersonate-Group", str(group)) for group in user.get("as-groups") or ())
-    return certificate, key, headers, keep
+    return _Credentials(certificate, key, headers, valid_seconds)
 
 
 def _seconds_until(expiry: str) -> float | None:

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from trainium_contract.sizes import Instance
 
 
-def _instance_figure(figure: Callable[[Instance], int]) -> str:
+def _value_of_instance_type(figure: Callable[[Instance], int]) -> str:
     """Return an expression for a figure of the job's instance type."""
     known = ", ".join(f"'{name}': {figure(each)}" for name, each in INSTANCES.items())
     return f"{{{known}}}[self.instanceType]"
 
 
-_DEVICES = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"
-_KNOWN = f"self.?instanceType.orValue('') in {_DEVICES}"
-_OF_TYPE = f"{_DEVICES}[self.instanceType]"
-_ALL = _instance_figure(lambda each: each.cores * each.core_parts)
-_CLAIMED = f"""{_instance_figure(lambda each: each.cores * each.core_parts // each.devices)}
-* self.claim.?count.orValue({_instance_figure(lambda each: each.devices)})
-/ self.claim.?logicalNeuronCore.orValue({_instance_figure(lambda each: each.core_parts)})"""
-_MOST = f"(has(self.claim) && !self.claim.ultraServerNode ? {_CLAIMED} : {_ALL})"
+_DEVICES_BY_TYPE = "{" + ", ".join(f"'{name}': {instance.devices}" for name, instance in INSTANCES.items()) + "}"
+_IS_KNOWN_TYPE = f"self.?instanceType.orValue('') in {_DEVICES_BY_TYPE}"
+_DEVICES_OF_TYPE = f"{_DEVICES_BY_TYPE}[self.instanceType]"
+_PHYSICAL_CORES = _value_of_instance_type(lambda each: each.cores * each.core_parts)
+_CLAIMED_CORES = f"""{_value_of_instance_type(lambda each: each.cores * each.core_parts // each.devices)}
+* self.claim.?count.orValue({_value_of_instance_type(lambda each: each.devices)})
+/ self.claim.?logicalNeuronCore.orValue({_value_of_instance_type(lambda each: each.core_parts)})"""
+_MAX_CORES = f"(has(self.claim) && !self.claim.ultraServerNode ? {_CLAIMED_CORES} : {_PHYSICAL_CORES})"
 
 ACCELERATOR_RULES: tuple[Rule, ...] = (
     Rule(
@@ -46,26 +46,27 @@ ACCELERATOR_RULES: tuple[Rule, ...] = (
         ".resources",
     ),
     Rule(
-        f"!has(self.claim) || has(self.claim.count) || self.claim.ultraServerNode || {_KNOWN}",
+        f"!has(self.claim) || has(self.claim.count) || self.claim.ultraServerNode || {_IS_KNOWN_TYPE}",
         "give the number of devices that a worker claims: accelerator.claim.count, or a known instanceType to claim "
         "all of its devices",
         ".claim",
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        f"!has(self.claim) || !has(self.claim.count) || !({_KNOWN}) || self.claim.count <= {_OF_TYPE}",
+        f"!has(self.claim) || !has(self.claim.count) || !({_IS_KNOWN_TYPE}) || self.claim.count <= {_DEVICES_OF_TYPE}",
         "accelerator.claim.count must not be above the devices of the instance type",
         ".claim.count",
         format_message(
             "accelerator.claim.count %s is above the %s devices of %s: lower it",
             "self.claim.count",
-            _OF_TYPE,
+            _DEVICES_OF_TYPE,
             "self.instanceType",
         ),
     ),
     Rule(
-        f"""!has(self.claim) || has(self.coresPerNode) || !({_KNOWN})
-        || (self.claim.?count.orValue({_OF_TYPE}) == {_OF_TYPE} && self.claim.?logicalNeuronCore.orValue(2) == 2)""",
+        f"""!has(self.claim) || has(self.coresPerNode) || !({_IS_KNOWN_TYPE})
+        || (self.claim.?count.orValue({_DEVICES_OF_TYPE}) == {_DEVICES_OF_TYPE}
+        && self.claim.?logicalNeuronCore.orValue(2) == 2)""",
         "accelerator.coresPerNode must be given when a worker claims fewer devices than its instance type has, or "
         "logical cores of another size: it is the number of cores that its processes see",
         ".coresPerNode",
@@ -73,7 +74,7 @@ ACCELERATOR_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"""!has(self.claim) || !self.claim.connected
-        || self.claim.?count.orValue({_KNOWN} ? {_OF_TYPE} : 0) in [1, 4, 8, 16]""",
+        || self.claim.?count.orValue({_IS_KNOWN_TYPE} ? {_DEVICES_OF_TYPE} : 0) in [1, 4, 8, 16]""",
         "accelerator.claim.connected needs a count of 1, 4, 8 or 16: devices are connected in groups of these sizes",
         ".claim.connected",
     ),
@@ -99,14 +100,15 @@ ACCELERATOR_RULES: tuple[Rule, ...] = (
         reason=RefusalReason.FORBIDDEN,
     ),
     Rule(
-        f"self.device != 'neuron' || !has(self.coresPerNode) || !({_KNOWN}) || self.coresPerNode <= {_MOST}",
+        f"""self.device != 'neuron' || !has(self.coresPerNode) || !({_IS_KNOWN_TYPE})
+        || self.coresPerNode <= {_MAX_CORES}""",
         "accelerator.coresPerNode must not be above the cores that a worker has on a node of the instance type",
         ".coresPerNode",
         format_message(
             "accelerator.coresPerNode %s is above the %s cores that a worker has on a node of %s: lower it, or leave "
             "it out",
             "self.coresPerNode",
-            _MOST,
+            _MAX_CORES,
             "self.instanceType",
         ),
     ),

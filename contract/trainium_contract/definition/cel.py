@@ -49,7 +49,7 @@ class Rule:
 
 
 # CEL before Kubernetes 1.34 has no range, so the numbers below 10,000 are written as hundreds and ones.
-HUNDRED = "[" + ",".join(str(number) for number in range(100)) + "]"
+ZERO_TO_99 = "[" + ",".join(str(number) for number in range(100)) + "]"
 
 
 def format_message(text: str, *values: str) -> str:
@@ -71,4 +71,4 @@ def exists_up_to(limit: str, root: int, name: str, condition: str) -> str:
     hundreds = " * ".join(["h * 100"] * root)
     power = " * ".join([name] * root)
     number = f"{name} >= 1 && {power} <= {limit} && {condition}"
-    return f"{HUNDRED}.exists(h, {hundreds} <= {limit} && {HUNDRED}.map(l, h * 100 + l).exists({name}, {number}))"
+    return f"{ZERO_TO_99}.exists(h, {hundreds} <= {limit} && {ZERO_TO_99}.map(l, h * 100 + l).exists({name}, {number}))"

@@ -48,7 +48,7 @@ _LIST_KEYS: dict[str, list[str]] = {"status.conditions": ["type"]}
 _PINNED_LISTS = "spec.trainer."
 """Lists below which defaults are stored with the job too; elsewhere (preflight checks) a later default may apply."""
 
-_KEPT = ("pattern", "minLength", "maxLength", "minItems", "maxItems", "maxProperties", "minimum", "maximum")
+_COPIED_KEYS = ("pattern", "minLength", "maxLength", "minItems", "maxItems", "maxProperties", "minimum", "maximum")
 
 
 class SchemaError(ValueError):
@@ -90,12 +90,12 @@ def _version() -> dict[str, Any]:
                 "labelSelectorPath": ".status.selector",
             },
         },
-        "additionalPrinterColumns": _columns(),
+        "additionalPrinterColumns": _printer_columns(),
         "schema": {"openAPIV3Schema": object_schema()},
     }
 
 
-def _columns() -> list[dict[str, Any]]:
+def _printer_columns() -> list[dict[str, Any]]:
     def column(name: str, kind: str, path: str, description: str, priority: int = 0) -> dict[str, Any]:
         given = {"name": name, "type": kind, "jsonPath": path, "description": description}
         return given | ({"priority": priority} if priority else {})
@@ -122,15 +122,15 @@ def object_schema() -> dict[str, Any]:
     """Return the openAPIV3Schema of a whole TrainingJob."""
     spec = model_schema(TrainingJobSpec, "spec", strict=True)
     status = model_schema(TrainingJobStatus, "status", strict=False)
-    _attach(spec, SPEC_RULES)
-    _attach(spec["properties"]["workers"]["properties"]["accelerator"], ACCELERATOR_RULES)
-    _attach(spec["properties"]["program"], PROGRAM_RULES)
-    _attach(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
+    _attach_rules(spec, SPEC_RULES)
+    _attach_rules(spec["properties"]["workers"]["properties"]["accelerator"], ACCELERATOR_RULES)
+    _attach_rules(spec["properties"]["program"], PROGRAM_RULES)
+    _attach_rules(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
     # Users set a size of 0 to stop a job: a rule explains how, and rules do not run after a schema error.
     del spec["properties"]["workers"]["properties"]["replicas"]["minimum"]
     recovery = spec["properties"]["recovery"]["properties"]
-    _attach(recovery["rules"]["items"], RECOVERY_RULE_RULES)
-    _attach(recovery["budgets"]["properties"]["byCause"], BY_CAUSE_RULES)
+    _attach_rules(recovery["rules"]["items"], RECOVERY_RULE_RULES)
+    _attach_rules(recovery["budgets"]["properties"]["byCause"], BY_CAUSE_RULES)
     root = {
         "type": "object",
         "description": "A training run on Trainium nodes that keeps going through faults and resizes.",
@@ -143,11 +143,11 @@ def object_schema() -> dict[str, Any]:
             "status": status,
         },
     }
-    _attach(root, ROOT_RULES)
+    _attach_rules(root, ROOT_RULES)
     return root
 
 
-def _attach(schema: dict[str, Any], rules: tuple[Rule, ...]) -> None:
+def _attach_rules(schema: dict[str, Any], rules: tuple[Rule, ...]) -> None:
     schema["x-kubernetes-validations"] = [rule.to_schema() for rule in rules]
 
 
@@ -157,10 +157,10 @@ def model_schema(model: type[BaseModel], path: str, *, strict: bool) -> dict[str
     `strict` keeps defaults and enumerations (the spec); otherwise they are left out (the status).
     """
     source = model.model_json_schema(by_alias=True, mode="validation")
-    return _Writer(source.get("$defs", {}), strict=strict).schema(source, path)
+    return _SchemaConverter(source.get("$defs", {}), strict=strict).schema(source, path)
 
 
-class _Writer:
+class _SchemaConverter:
     """Converts pydantic's JSON schema into a structural one."""
 
     def __init__(self, definitions: dict[str, Any], *, strict: bool) -> None:
@@ -169,7 +169,7 @@ class _Writer:
 
     def schema(self, node: dict[str, Any], path: str) -> dict[str, Any]:
         node = self._resolved(node, path)
-        written: dict[str, Any] = {"type": node.get("type"), "description": _sentence(node, path)}
+        written: dict[str, Any] = {"type": node.get("type"), "description": _require_description(node, path)}
         match node.get("type"):
             case "object":
                 self._object(node, path, written)
@@ -185,9 +185,9 @@ class _Writer:
                 pass
             case other:
                 raise SchemaError(f"{path}: type {other!r} has no structural schema; give the field one plain type")
-        written |= {key: node[key] for key in _KEPT if key in node}
-        _exclusive(node, written)
-        written["description"] += _range(node)
+        written |= {key: node[key] for key in _COPIED_KEYS if key in node}
+        _add_exclusive_bounds(node, written)
+        written["description"] += _describe_range(node)
         stored = self._strict and not node.get(DERIVED) and node.get("type") not in {"object", "array"}
         if stored and node.get("default") is not None:
             written["default"] = node["default"]
@@ -262,7 +262,7 @@ def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str,
     return {"default": {}} if any("default" in child for child in children.values()) else {}
 
 
-def _exclusive(node: dict[str, Any], written: dict[str, Any]) -> None:
+def _add_exclusive_bounds(node: dict[str, Any], written: dict[str, Any]) -> None:
     """Convert an exclusive bound: a number in JSON schema 2020, a flag beside the bound in Kubernetes' dialect."""
     if "exclusiveMinimum" in node:
         written |= {"minimum": node["exclusiveMinimum"], "exclusiveMinimum": True}
@@ -270,7 +270,7 @@ def _exclusive(node: dict[str, Any], written: dict[str, Any]) -> None:
         written |= {"maximum": node["exclusiveMaximum"], "exclusiveMaximum": True}
 
 
-def _range(node: dict[str, Any]) -> str:
+def _describe_range(node: dict[str, Any]) -> str:
     """Describe a number's legal range as a second sentence of its description, for `kubectl explain`."""
     if node.get("type") not in {"integer", "number"}:
         return ""
@@ -287,7 +287,7 @@ def _range(node: dict[str, Any]) -> str:
     return f" Range: {' and '.join(ends)}." if ends else ""
 
 
-def _sentence(node: dict[str, Any], path: str) -> str:
+def _require_description(node: dict[str, Any], path: str) -> str:
     """Return the description in one line; a missing one stops the generation."""
     text = " ".join(str(node.get("description", "")).split())
     if not text:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.definition.size_expressions import (
     GLOBAL_BATCH,
-    JUDGED_BEFORE,
     MICRO_BATCH,
     MODEL_PARALLEL,
     NODES,
     OUT_OF_BOUNDS,
+    SIZE_FIELDS_UNCHANGED,
     bind_cores,
     fills_batch,
     format_size_message,
@@ -17,7 +17,7 @@ from trainium_contract.definition.size_expressions import (
 )
 from trainium_contract.spec.program import MAX_COMMAND, STEP_GROUP
 
-_LENGTH = "(self.command.map(a, size(a)).sum() + (has(self.args) ? self.args.map(a, size(a)).sum() : 0))"
+_COMMAND_LENGTH = "(self.command.map(a, size(a)).sum() + (has(self.args) ? self.args.map(a, size(a)).sum() : 0))"
 
 PROGRAM_RULES: tuple[Rule, ...] = (
     # A pattern that does not compile fails the evaluation, and the API server shows the parser's error and the message.
@@ -33,14 +33,14 @@ PROGRAM_RULES: tuple[Rule, ...] = (
         ".progress.pattern",
     ),
     Rule(
-        f"{_LENGTH} <= {MAX_COMMAND}",
+        f"{_COMMAND_LENGTH} <= {MAX_COMMAND}",
         f"program.command and args have too many characters together, at most {MAX_COMMAND}: move what is long into a "
         "file",
         ".command",
         format_message(
             f"program.command and args have %s characters together, and at most {MAX_COMMAND} are possible: move what "
             "is long into a file",
-            _LENGTH,
+            _COMMAND_LENGTH,
         ),
     ),
     Rule(
@@ -63,7 +63,7 @@ PROGRAM_RULES: tuple[Rule, ...] = (
 """Rules of `spec.program`."""
 
 
-def _trainer_only(field: str, given: str, instead: str) -> Rule:
+def _requires_trainer(field: str, given: str, instead: str) -> Rule:
     return Rule(
         f"!has(self.program) || !({given})",
         f"{field} needs spec.trainer, and the job has spec.program: {instead}",
@@ -86,34 +86,34 @@ PROGRAM_SPEC_RULES: tuple[Rule, ...] = (
         ".trainer",
         reason=RefusalReason.REQUIRED,
     ),
-    _trainer_only("image", "has(self.image)", "give program.image instead"),
-    _trainer_only("precompile.enabled", "self.precompile.enabled", "a program compiles by itself, leave it out"),
-    _trainer_only(
+    _requires_trainer("image", "has(self.image)", "give program.image instead"),
+    _requires_trainer("precompile.enabled", "self.precompile.enabled", "a program compiles by itself, leave it out"),
+    _requires_trainer(
         "health.preflight.checks",
         "has(self.health.preflight.checks) && 'Bandwidth' in self.health.preflight.checks",
         "Bandwidth exchanges through the collectives of the trainer's ranks, remove it from the list",
     ),
-    _trainer_only(
+    _requires_trainer(
         "checkpoint.milestones.everyTokens",
         "has(self.checkpoint.milestones) && has(self.checkpoint.milestones.everyTokens)",
         "a program writes its own checkpoints, leave it out",
     ),
-    _trainer_only(
+    _requires_trainer(
         "checkpoint.storage.takeOver",
         "has(self.checkpoint.storage) && has(self.checkpoint.storage.takeOver)",
         "a program's folder belongs to no job, leave it out",
     ),
-    _trainer_only(
+    _requires_trainer(
         "checkpoint.storage.subPath",
         "has(self.checkpoint.storage) && has(self.checkpoint.storage.subPath)",
         "name the folder in program.command and program.checkpoints.path",
     ),
-    _trainer_only(
+    _requires_trainer(
         "checkpoint.storage.uri",
         "has(self.checkpoint.storage) && has(self.checkpoint.storage.uri)",
         "let the program write to the bucket, or mount a volume (hostPath, persistentVolumeClaim)",
     ),
-    _trainer_only(
+    _requires_trainer(
         "elasticity.sizes",
         "self.elasticity.sizes == 'Even' && !has(self.program.batch)",
         "give program.batch, with which only sizes at which it divides are legal",
@@ -130,7 +130,7 @@ PROGRAM_SPEC_RULES: tuple[Rule, ...] = (
         ".elasticity.idleNodes",
     ),
     Rule(
-        f"""!has(self.program) || {OUT_OF_BOUNDS} || {JUDGED_BEFORE}
+        f"""!has(self.program) || {OUT_OF_BOUNDS} || {SIZE_FIELDS_UNCHANGED}
         || {bind_cores(f"!({is_divisible(NODES)}) || {fills_batch(NODES)}")}""",
         "program.batch.globalSize must be divisible by data-parallel degree x microSize",
         ".workers.replicas",

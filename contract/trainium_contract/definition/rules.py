@@ -13,13 +13,13 @@ from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.definition.program_rules import PROGRAM_SPEC_RULES
 from trainium_contract.definition.size_expressions import (
     GLOBAL_BATCH,
-    JUDGED_BEFORE,
     MICRO_BATCH,
+    MIN_NODES,
     MODEL_PARALLEL,
     NODES,
     OUT_OF_BOUNDS,
-    SAME_RANGE,
-    SMALLEST,
+    SIZE_FIELDS_UNCHANGED,
+    SIZE_RANGE_UNCHANGED,
     SOME_SIZE_IS_LEGAL,
     bind_cores,
     fills_batch,
@@ -33,8 +33,8 @@ from trainium_contract.sizes import INSTANCES
 from trainium_contract.spec.managed_by import MANAGER
 from trainium_contract.trainer.config import TrainerSpec
 
-_KNOWN = "[" + ", ".join(f"'{name}'" for name in INSTANCES) + "]"
-_KNOWN_TEXT = ", ".join(INSTANCES)
+_KNOWN_TYPES = "[" + ", ".join(f"'{name}'" for name in INSTANCES) + "]"
+_KNOWN_TYPES_TEXT = ", ".join(INSTANCES)
 
 
 _SUSPEND_INSTEAD = (
@@ -75,7 +75,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         ".elasticity.idleNodes",
     ),
     Rule(
-        f"{OUT_OF_BOUNDS} || {JUDGED_BEFORE} || {bind_cores(is_divisible(NODES))}",
+        f"{OUT_OF_BOUNDS} || {SIZE_FIELDS_UNCHANGED} || {bind_cores(is_divisible(NODES))}",
         "the training processes (replicas x cores per node) must be divisible by parallelism.tensor x pipeline x "
         "context",
         ".workers.replicas",
@@ -90,7 +90,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         optional_old=True,
     ),
     Rule(
-        f"""!has(self.trainer) || {OUT_OF_BOUNDS} || {JUDGED_BEFORE}
+        f"""!has(self.trainer) || {OUT_OF_BOUNDS} || {SIZE_FIELDS_UNCHANGED}
         || {bind_cores(f"!({is_divisible(NODES)}) || {fills_batch(NODES)}")}""",
         "with elasticity.sizes Even trainer.batch.globalSize must be divisible by data-parallel degree x microSize",
         ".workers.replicas",
@@ -105,23 +105,24 @@ SPEC_RULES: tuple[Rule, ...] = (
         optional_old=True,
     ),
     Rule(
-        f"{OUT_OF_BOUNDS} || !{JUDGED_BEFORE} || {SAME_RANGE} || {bind_cores(SOME_SIZE_IS_LEGAL)}",
+        f"{OUT_OF_BOUNDS} || !{SIZE_FIELDS_UNCHANGED} || {SIZE_RANGE_UNCHANGED} || {bind_cores(SOME_SIZE_IS_LEGAL)}",
         "no size between workers.minReplicas and workers.replicas is legal: change replicas or minReplicas",
         ".workers.replicas",
         format_size_message(
             "no size from %s to %s is legal for parallelism and batch: change workers.replicas or minReplicas",
-            SMALLEST,
+            MIN_NODES,
             NODES,
         ),
         optional_old=True,
     ),
     Rule(
-        f"""!has(self.workers.accelerator.instanceType) || self.workers.accelerator.instanceType in {_KNOWN}
+        f"""!has(self.workers.accelerator.instanceType) || self.workers.accelerator.instanceType in {_KNOWN_TYPES}
         || has(self.workers.accelerator.resources) || has(self.workers.accelerator.coresPerNode)""",
-        f"unknown instance type; known are {_KNOWN_TEXT}; for another one give resources and coresPerNode too",
+        f"unknown instance type; known are {_KNOWN_TYPES_TEXT}; for another one give resources and coresPerNode too",
         ".workers.accelerator.instanceType",
         format_message(
-            f"unknown instance type %s; known are {_KNOWN_TEXT}; for another one give resources and coresPerNode too",
+            f"unknown instance type %s; known are {_KNOWN_TYPES_TEXT}; "
+            "for another one give resources and coresPerNode too",
             "self.workers.accelerator.instanceType",
         ),
     ),
@@ -183,7 +184,7 @@ _NOT_WHILE_RUNNING = (
 )
 
 
-def _fixed_while_running(field: str) -> Rule:
+def _immutable_while_running(field: str) -> Rule:
     """Fix a field while the job runs; it always has a value, because the schema gives it a default."""
     trainer = "!has(self.spec.trainer) || !has(oldSelf.spec.trainer) || " if field.startswith("spec.trainer.") else ""
     return Rule(
@@ -194,20 +195,20 @@ def _fixed_while_running(field: str) -> Rule:
     )
 
 
-_FIXED = (
+_FIXED_FIELDS = (
     "spec.parallelism",
     "spec.workers.accelerator",
     *(f"spec.trainer.{field.alias}" for name, field in TrainerSpec.model_fields.items() if name != "monitor"),
 )
 
 _ENDED = "c.type in ['Complete', 'Failed'] && c.status == 'True'"
-_STAYS_ENDED = f"""
+_REMAINS_ENDED = f"""
 !has(oldSelf.status) || !has(oldSelf.status.conditions) || !oldSelf.status.conditions.exists(c, {_ENDED})
 || (has(self.status) && has(self.status.conditions) && self.status.conditions.exists(c, {_ENDED}))"""
 
 ROOT_RULES: tuple[Rule, ...] = (
     Rule(
-        _STAYS_ENDED,
+        _REMAINS_ENDED,
         "a job that has ended stays ended: its condition Complete or Failed cannot be taken back; create the job again "
         "under its name (kubectl trn retry), and it resumes from its newest checkpoint",
         ".status.conditions",
@@ -228,7 +229,7 @@ ROOT_RULES: tuple[Rule, ...] = (
         "because host names are made from it",
         ".metadata.name",
     ),
-    *(_fixed_while_running(field) for field in _FIXED),
+    *(_immutable_while_running(field) for field in _FIXED_FIELDS),
     Rule(
         f"""{_JOB_NOT_RUNNING} || (has(self.spec.checkpoint.storage) == has(oldSelf.spec.checkpoint.storage)
         && (!has(self.spec.checkpoint.storage) || self.spec.checkpoint.storage == oldSelf.spec.checkpoint.storage))""",
@@ -261,12 +262,12 @@ ROOT_RULES: tuple[Rule, ...] = (
 )
 
 
-def _listed(causes: frozenset[Cause]) -> str:
+def _cel_list(causes: frozenset[Cause]) -> str:
     return "[" + ", ".join(f"'{cause.value}'" for cause in Cause if cause in causes) + "]"
 
 
-_NO_FAULTS = ", ".join(cause.value for cause in Cause if cause in NO_FAULT_CAUSES)
-_FAULTS = frozenset(Cause) - NO_FAULT_CAUSES
+_NO_FAULT_NAMES = ", ".join(cause.value for cause in Cause if cause in NO_FAULT_CAUSES)
+_FAULT_CAUSES = frozenset(Cause) - NO_FAULT_CAUSES
 
 RECOVERY_RULE_RULES: tuple[Rule, ...] = (
     Rule(
@@ -275,12 +276,13 @@ RECOVERY_RULE_RULES: tuple[Rule, ...] = (
         "a rule needs a condition: give exitCodes, reason or message, or it would match every failure",
     ),
     Rule(
-        f"!(self.cause in {_listed(NO_FAULT_CAUSES)})",
-        f"{_NO_FAULTS} are no faults: give the cause that the failure is to be attributed to, for instance UserCode",
+        f"!(self.cause in {_cel_list(NO_FAULT_CAUSES)})",
+        f"{_NO_FAULT_NAMES} are no faults: give the cause that the failure is to be attributed to, "
+        "for instance UserCode",
         ".cause",
     ),
     Rule(
-        f"self.action != 'AvoidNode' || !(self.cause in {_listed(USER_CAUSES)})",
+        f"self.action != 'AvoidNode' || !(self.cause in {_cel_list(USER_CAUSES)})",
         "a node is not to blame for an error of the user: choose action ReplaceWorker, or a cause such as Host",
         ".action",
     ),
@@ -289,7 +291,7 @@ RECOVERY_RULE_RULES: tuple[Rule, ...] = (
 
 BY_CAUSE_RULES: tuple[Rule, ...] = (
     Rule(
-        f"self.all(cause, cause in {_listed(_FAULTS)})",
+        f"self.all(cause, cause in {_cel_list(_FAULT_CAUSES)})",
         "a key of byCause is not the cause of a fault; see the causes of recovery.rules[].cause",
     ),
 )

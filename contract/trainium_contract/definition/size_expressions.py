@@ -6,13 +6,13 @@ node, bound once by `bind_cores`: CEL has no `let`, and a comprehension over one
 
 from __future__ import annotations
 
-from trainium_contract.definition.cel import HUNDRED, bind_value, exists_up_to, format_message
+from trainium_contract.definition.cel import ZERO_TO_99, bind_value, exists_up_to, format_message
 from trainium_contract.sizes import INSTANCES
 
-_CORES_OF = "{" + ", ".join(f"'{name}': {instance.cores}" for name, instance in INSTANCES.items()) + "}"
+_CORES_BY_TYPE = "{" + ", ".join(f"'{name}': {instance.cores}" for name, instance in INSTANCES.items()) + "}"
 _CORES_GIVEN = (
     "self.workers.accelerator.?coresPerNode.orValue("
-    f"{_CORES_OF}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1))"
+    f"{_CORES_BY_TYPE}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1))"
 )
 _PROCESSES = "self.?program.?processesPerNode.orValue(1)"
 _CORES = f"({_PROCESSES} > {_CORES_GIVEN} ? {_PROCESSES} : {_CORES_GIVEN})"
@@ -22,7 +22,9 @@ MICRO_BATCH = "self.?trainer.?batch.?microSize.orValue(self.?program.?batch.?mic
 _DERIVED_BATCH = f"has(self.trainer) && {MICRO_BATCH} <= 8 ? 8 : {MICRO_BATCH}"
 GLOBAL_BATCH = f"self.?trainer.?batch.?globalSize.orValue(self.?program.?batch.?globalSize.orValue({_DERIVED_BATCH}))"
 """CEL of the global batch size; derived as in `BatchConfig` where it is not given."""
-_ANY_SIZE = "(has(self.trainer) ? self.elasticity.sizes == 'Any' : !has(self.program) || !has(self.program.batch))"
+_ALLOWS_ANY_SIZE = (
+    "(has(self.trainer) ? self.elasticity.sizes == 'Any' : !has(self.program) || !has(self.program.batch))"
+)
 MODEL_PARALLEL = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.context)"
 
 
@@ -37,10 +39,10 @@ def fills_batch(nodes: str) -> str:
     Fails at run time unless `is_divisible` holds.
     """
     whole = f"{GLOBAL_BATCH} % ({nodes} * c / {MODEL_PARALLEL} * {MICRO_BATCH}) == 0"
-    return f"({_ANY_SIZE} || {whole})"
+    return f"({_ALLOWS_ANY_SIZE} || {whole})"
 
 
-def _legal(nodes: str) -> str:
+def _is_legal(nodes: str) -> str:
     """Return an expression: `nodes` is a legal size. Its first half prevents a division by zero in the second."""
     return f"({is_divisible(nodes)} && {fills_batch(nodes)})"
 
@@ -53,8 +55,8 @@ def bind_cores(condition: str) -> str:
 def format_size_message(text: str, *values: str) -> str:
     """Return an expression as `format_message` does, with `c` bound and the legal sizes near the requested one."""
     nearby = f"{text}; legal sizes within 100 of it: %s below, %s above"
-    below = f"{HUNDRED}.map(i, {NODES} - i).filter(n, n >= 1 && {_legal('n')})"
-    above = f"{HUNDRED}.map(i, {NODES} + i + 1).filter(n, {_legal('n')})"
+    below = f"{ZERO_TO_99}.map(i, {NODES} - i).filter(n, n >= 1 && {_is_legal('n')})"
+    above = f"{ZERO_TO_99}.map(i, {NODES} + i + 1).filter(n, {_is_legal('n')})"
     return f"[{_CORES}].map(c, {format_message(nearby, *values, below, above)})[0]"
 
 
@@ -62,29 +64,29 @@ def format_size_message(text: str, *values: str) -> str:
 OUT_OF_BOUNDS = f"""
 {NODES} < 1 || {MODEL_PARALLEL} < 1 || {GLOBAL_BATCH} < 1 || {MICRO_BATCH} < 1
 || self.workers.accelerator.?coresPerNode.orValue(1) < 1"""
-SMALLEST = "self.workers.?minReplicas.orValue(1)"
+MIN_NODES = "self.workers.?minReplicas.orValue(1)"
 
 
-def _in_range(degree: str) -> str:
+def _has_degree(degree: str) -> str:
     """Return an expression: some number of nodes from s to n has this degree; m processes form a group."""
     return f"({degree} * m % c == 0 && {degree} * m / c >= s && {degree} * m / c <= n)"
 
 
 # Trying up to 10,000 sizes took an API server a second, a busy one ten. These cost as much as a node has cores (Any),
 # or as the root of the batch in micro-batches (Even), however long the range is.
-_UNIT = "(k * m / c)"
-_SOME_MULTIPLE = exists_up_to("c", 1, "k", f"k * m % c == 0 && n / {_UNIT} * {_UNIT} >= s")
+_NODES_OF_RANKS = "(k * m / c)"
+_HAS_MULTIPLE = exists_up_to("c", 1, "k", f"k * m % c == 0 && n / {_NODES_OF_RANKS} * {_NODES_OF_RANKS} >= s")
 """k data-parallel ranks fill whole nodes, so every multiple of that many nodes is legal."""
-_ROWS = f"{GLOBAL_BATCH} / {MICRO_BATCH}"
-_MOST_ROWS = 1 << 20
-_DIVISOR_OF_ROWS = exists_up_to("q", 2, "d", f"q % d == 0 && ({_in_range('d')} || {_in_range('q / d')})")
-_SOME_DIVISOR = f"""({GLOBAL_BATCH} % {MICRO_BATCH} == 0
-&& {bind_value("q", _ROWS, f"q > {_MOST_ROWS} || {_DIVISOR_OF_ROWS}")})"""
+_MICRO_BATCHES = f"{GLOBAL_BATCH} / {MICRO_BATCH}"
+_MAX_MICRO_BATCHES = 1 << 20
+_HAS_DIVISOR = exists_up_to("q", 2, "d", f"q % d == 0 && ({_has_degree('d')} || {_has_degree('q / d')})")
+_HAS_EVEN_SIZE = f"""({GLOBAL_BATCH} % {MICRO_BATCH} == 0
+&& {bind_value("q", _MICRO_BATCHES, f"q > {_MAX_MICRO_BATCHES} || {_HAS_DIVISOR}")})"""
 """The data-parallel degree is a divisor of the micro-batches. Beyond a million of them the operator reports it."""
-_SOME_SIZE = f"({_ANY_SIZE} ? {_SOME_MULTIPLE} : {_SOME_DIVISOR})"
-_SEARCH = bind_value("m", MODEL_PARALLEL, bind_value("n", NODES, bind_value("s", SMALLEST, _SOME_SIZE)))
-SOME_SIZE_IS_LEGAL = f"{_legal(NODES)} || {_SEARCH}"
-_DECIDING = (
+_HAS_SIZE = f"({_ALLOWS_ANY_SIZE} ? {_HAS_MULTIPLE} : {_HAS_EVEN_SIZE})"
+_SEARCH = bind_value("m", MODEL_PARALLEL, bind_value("n", NODES, bind_value("s", MIN_NODES, _HAS_SIZE)))
+SOME_SIZE_IS_LEGAL = f"{_is_legal(NODES)} || {_SEARCH}"
+_SIZE_FIELDS = (
     ".parallelism.tensor",
     ".parallelism.pipeline",
     ".parallelism.context",
@@ -97,6 +99,8 @@ _DECIDING = (
     ".workers.accelerator",
 )
 """Fields that a size depends on; a write that changes none of them does not check the size again."""
-JUDGED_BEFORE = f"(oldSelf.hasValue() && {' && '.join(f'oldSelf.value(){path} == self{path}' for path in _DECIDING)})"
-SAME_RANGE = f"""(oldSelf.value().workers.replicas == {NODES}
-&& oldSelf.value().workers.?minReplicas.orValue(1) == {SMALLEST})"""
+SIZE_FIELDS_UNCHANGED = (
+    f"(oldSelf.hasValue() && {' && '.join(f'oldSelf.value(){path} == self{path}' for path in _SIZE_FIELDS)})"
+)
+SIZE_RANGE_UNCHANGED = f"""(oldSelf.value().workers.replicas == {NODES}
+&& oldSelf.value().workers.?minReplicas.orValue(1) == {MIN_NODES})"""

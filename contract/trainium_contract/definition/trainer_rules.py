@@ -10,20 +10,20 @@ from dataclasses import replace
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.definition.size_expressions import GLOBAL_BATCH, MICRO_BATCH, OUT_OF_BOUNDS
 
-_ON_NXD = (
+_IS_NOT_NXD = (
     "!has(self.workers.accelerator.instanceType) || !self.workers.accelerator.instanceType.startsWith('trn1') "
     "|| self.trainer.backend == 'Native'"
 )
 """Start of a rule about limits of backend Nxd, which Auto selects on trn1, where TorchNeuron does not run."""
-_STEPS_FOLLOW = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmupRatio)"
+_STEPS_FROM_DATA = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmupRatio)"
 """Start of a rule about steps that follow from the data: the trainer checks them once it has read its data."""
-_WARMUP = "self.trainer.schedule.?warmupSteps.orValue(0)"
+_WARMUP_STEPS = "self.trainer.schedule.?warmupSteps.orValue(0)"
 """0 where it is not given: the trainer then fits it to the run."""
-_LORA = "self.trainer.tuning.method == 'LoRA'"
-_WEIGHTS = "has(self.trainer.model.weights)"
-_OBJECTIVE = "has(self.trainer.tuning.objective)"
-_AT_MILESTONES = "self.trainer.evaluate.atMilestones"
-_PAIRS = "self.trainer.data.format == 'Preference'"
+_IS_LORA = "self.trainer.tuning.method == 'LoRA'"
+_HAS_WEIGHTS = "has(self.trainer.model.weights)"
+_HAS_OBJECTIVE = "has(self.trainer.tuning.objective)"
+_EVALUATES_MILESTONES = "self.trainer.evaluate.atMilestones"
+_IS_PREFERENCE = "self.trainer.data.format == 'Preference'"
 
 _RULES: tuple[Rule, ...] = (
     Rule(
@@ -51,7 +51,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     # Only where the rules of sizes above ignore the size; there the operator must find some size to round it down to.
     Rule(
-        f"{_ON_NXD} || self.trainer.torchCompile == 'None'",
+        f"{_IS_NOT_NXD} || self.trainer.torchCompile == 'None'",
         "trainer.torchCompile must be None on trn1: its backend Nxd compiles whole steps by itself; leave it out",
         ".trainer.torchCompile",
     ),
@@ -80,12 +80,12 @@ _RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        f"{_ON_NXD} || self.parallelism.pipeline == 1",
+        f"{_IS_NOT_NXD} || self.parallelism.pipeline == 1",
         "parallelism.pipeline must be 1 on trn1: its backend Nxd has no pipeline; raise parallelism.tensor",
         ".parallelism.pipeline",
     ),
     Rule(
-        f"{_ON_NXD} || self.parallelism.context == 1",
+        f"{_IS_NOT_NXD} || self.parallelism.context == 1",
         "parallelism.context must be 1 on trn1: its backend Nxd does not divide sequences; raise parallelism.tensor",
         ".parallelism.context",
     ),
@@ -102,7 +102,7 @@ _RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        f"self.parallelism.context <= 1 || !({_PAIRS})",
+        f"self.parallelism.context <= 1 || !({_IS_PREFERENCE})",
         "parallelism.context is above 1 but trainer.data.format is Preference, whose loss needs whole answers on a "
         "rank: set parallelism.context to 1",
         ".parallelism.context",
@@ -155,13 +155,13 @@ _RULES: tuple[Rule, ...] = (
         ".trainer.model.hiddenSize",
     ),
     Rule(
-        f"{_STEPS_FOLLOW} || {_WARMUP} <= self.trainer.steps",
+        f"{_STEPS_FROM_DATA} || {_WARMUP_STEPS} <= self.trainer.steps",
         "trainer.schedule.warmupSteps must not be above trainer.steps",
         ".trainer.schedule.warmupSteps",
         format_message(
             "trainer.schedule.warmupSteps %s is above trainer.steps %s: the warm-up must end within the run; lower "
             "warmupSteps or raise steps",
-            _WARMUP,
+            _WARMUP_STEPS,
             "self.trainer.steps",
         ),
     ),
@@ -189,8 +189,8 @@ _RULES: tuple[Rule, ...] = (
         ".trainer.data.sources",
     ),
     Rule(
-        f"""{_STEPS_FOLLOW} || !has(self.trainer.schedule.decaySteps)
-        || {_WARMUP} + self.trainer.schedule.decaySteps <= self.trainer.steps""",
+        f"""{_STEPS_FROM_DATA} || !has(self.trainer.schedule.decaySteps)
+        || {_WARMUP_STEPS} + self.trainer.schedule.decaySteps <= self.trainer.steps""",
         "trainer.schedule.warmupSteps and decaySteps must together not be above trainer.steps",
         ".trainer.schedule.decaySteps",
     ),
@@ -204,7 +204,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     # Fine-tuning.
     Rule(
-        f"!{_WEIGHTS} || self.trainer.model.preset == 'Tiny'",
+        f"!{_HAS_WEIGHTS} || self.trainer.model.preset == 'Tiny'",
         "trainer.model.weights and trainer.model.preset both name a shape: leave model.preset out",
         ".trainer.model.preset",
         format_message(
@@ -214,30 +214,30 @@ _RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        f"!{_WEIGHTS} || !has(self.trainer.model.path)",
+        f"!{_HAS_WEIGHTS} || !has(self.trainer.model.path)",
         "trainer.model.weights and trainer.model.path both name a shape: leave model.path out",
         ".trainer.model.path",
     ),
     Rule(
-        f"(!({_LORA}) && !has(self.trainer.tuning.trainable)) || {_WEIGHTS}",
+        f"(!({_IS_LORA}) && !has(self.trainer.tuning.trainable)) || {_HAS_WEIGHTS}",
         "trainer.tuning leaves weights as they are, but there are none: give trainer.model.weights, the folder of a "
         "base model",
         ".trainer.model.weights",
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        f"{_LORA} || !has(self.trainer.tuning.lora.adapter)",
+        f"{_IS_LORA} || !has(self.trainer.tuning.lora.adapter)",
         "trainer.tuning.lora.adapter is given but trainer.tuning.method is Full: set tuning.method to LoRA",
         ".trainer.tuning.lora.adapter",
     ),
     Rule(
-        f"!({_LORA}) || self.trainer.precision != 'BFloat16Stochastic'",
+        f"!({_IS_LORA}) || self.trainer.precision != 'BFloat16Stochastic'",
         "trainer.precision is BFloat16Stochastic but trainer.tuning.method is LoRA, whose adapters are in float32: use "
         "BFloat16",
         ".trainer.precision",
     ),
     Rule(
-        f"{_LORA} || !has(self.trainer.artifacts.kinds) || !('Adapter' in self.trainer.artifacts.kinds)",
+        f"{_IS_LORA} || !has(self.trainer.artifacts.kinds) || !('Adapter' in self.trainer.artifacts.kinds)",
         "trainer.artifacts.kinds names Adapter but trainer.tuning.method is Full: leave Adapter out, or set "
         "tuning.method to LoRA",
         ".trainer.artifacts.kinds",
@@ -264,46 +264,46 @@ _RULES: tuple[Rule, ...] = (
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        f"!{_AT_MILESTONES} || has(self.trainer.data.validation) || has(self.trainer.evaluate.tasks)",
+        f"!{_EVALUATES_MILESTONES} || has(self.trainer.data.validation) || has(self.trainer.evaluate.tasks)",
         "trainer.evaluate.atMilestones is true but there is nothing to ask: give trainer.evaluate.tasks or "
         "trainer.data.validation",
         ".trainer.evaluate.tasks",
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        f"""!{_AT_MILESTONES} || (self.trainer.artifacts.atMilestones && has(self.checkpoint.milestones)
+        f"""!{_EVALUATES_MILESTONES} || (self.trainer.artifacts.atMilestones && has(self.checkpoint.milestones)
         && has(self.checkpoint.milestones.everyTokens))""",
         "trainer.evaluate.atMilestones is true but milestones write no models: give checkpoint.milestones.everyTokens, "
         "and set trainer.artifacts.atMilestones to true",
         ".trainer.evaluate.atMilestones",
     ),
     Rule(
-        f"""!{_AT_MILESTONES} || (has(self.trainer.artifacts.kinds) ? 'Model' in self.trainer.artifacts.kinds
-        : {_LORA} || {_WEIGHTS})""",
+        f"""!{_EVALUATES_MILESTONES} || (has(self.trainer.artifacts.kinds) ? 'Model' in self.trainer.artifacts.kinds
+        : {_IS_LORA} || {_HAS_WEIGHTS})""",
         "trainer.evaluate.atMilestones is true but the run writes no Model: set trainer.artifacts.kinds to [Model]",
         ".trainer.artifacts.kinds",
     ),
     Rule(
-        f"!{_AT_MILESTONES} || has(self.trainer.artifacts.path) || has(self.checkpoint.storage)",
+        f"!{_EVALUATES_MILESTONES} || has(self.trainer.artifacts.path) || has(self.checkpoint.storage)",
         "trainer.evaluate.atMilestones is true but no other pod can read the models: give checkpoint.storage, or set "
         "trainer.artifacts.path to a shared folder or an object store",
         ".checkpoint.storage",
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        f"!({_PAIRS}) || {_OBJECTIVE}",
+        f"!({_IS_PREFERENCE}) || {_HAS_OBJECTIVE}",
         "trainer.data.format is Preference but trainer.tuning.objective is not given: name its kind, DPO or ORPO",
         ".trainer.tuning.objective",
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        f"{_PAIRS} || !{_OBJECTIVE}",
+        f"{_IS_PREFERENCE} || !{_HAS_OBJECTIVE}",
         "trainer.tuning.objective is given but trainer.data.format has no two answers to compare: set data.format to "
         "Preference",
         ".trainer.data.format",
     ),
     Rule(
-        f"""!{_OBJECTIVE} || {_WEIGHTS} || self.trainer.tuning.objective.kind == 'ORPO'
+        f"""!{_HAS_OBJECTIVE} || {_HAS_WEIGHTS} || self.trainer.tuning.objective.kind == 'ORPO'
         || self.trainer.tuning.objective.referenceFree || self.trainer.tuning.objective.reference != 'Base'""",
         "trainer.tuning.objective compares with the model in trainer.model.weights, which is not given: give it, or "
         "set tuning.objective.referenceFree",
@@ -311,13 +311,13 @@ _RULES: tuple[Rule, ...] = (
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        f"!({_PAIRS}) || !self.trainer.data.examples.packing",
+        f"!({_IS_PREFERENCE}) || !self.trainer.data.examples.packing",
         "trainer.data.examples.packing is true but trainer.data.format is Preference, where each answer has a separate "
         "sequence: leave it out",
         ".trainer.data.examples.packing",
     ),
     Rule(
-        f"{_ON_NXD} || !({_PAIRS})",
+        f"{_IS_NOT_NXD} || !({_IS_PREFERENCE})",
         "trainer.data.format is Preference, which cannot be had on trn1: its backend Nxd has no loss on pairs; use "
         "trn2 or trn3",
         ".trainer.data.format",

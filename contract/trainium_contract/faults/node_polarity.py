@@ -24,8 +24,8 @@ class Severity(IntEnum):
 class Polarity:
     """Polarity of one type of condition."""
 
-    bad_when: bool
-    """The bad status: True or False; Unknown never is."""
+    is_bad_when_true: bool
+    """Whether the bad status is True, else False; Unknown is never bad."""
     severity: Severity
 
 
@@ -52,7 +52,7 @@ POLARITIES: dict[str, Polarity] = {
 """By type, without Ready, because a worker on a node that is merely not ready may train on."""
 
 
-def bad_when(kind: str) -> bool:
-    """Return the bad status of a condition of this type; unknown types follow the naming convention."""
-    known = POLARITIES.get(kind)
-    return known.bad_when if known is not None else not kind.endswith(("Ready", "Healthy", "Available"))
+def is_bad_when_true(kind: str) -> bool:
+    """Return whether True is the bad status of this type of condition; unknown types follow the naming convention."""
+    polarity = POLARITIES.get(kind)
+    return not kind.endswith(("Ready", "Healthy", "Available")) if polarity is None else polarity.is_bad_when_true

@@ -100,7 +100,7 @@ def _output(name: str, pattern: str, sentence: str) -> Sign:
     return Sign(kind, name, cause, sentence, indirect=True, pattern=re.compile(pattern))
 
 
-def _broken(error: str, sentence: str) -> Sign:
+def _uncorrectable_error(error: str, sentence: str) -> Sign:
     """Return the row of a device error that the Neuron driver itself calls uncorrectable."""
     name = f"NEURON_HW_ERR={error}"
     return _line(name, name, Cause.DEVICE, sentence, decisive=True)
@@ -225,10 +225,10 @@ OUTPUT_LINES = (
 """Patterns of a lost peer, from the texts of gloo, c10d, NCCL, XLA and Neuron's collectives; all are `indirect`."""
 
 KERNEL_LINES = (
-    _broken("SRAM_UNCORRECTABLE_ERROR", "uncorrectable error of a core's memory (SRAM)"),
-    _broken("NC_UNCORRECTABLE_ERROR", "uncorrectable error of a core"),
-    _broken("HBM_UNCORRECTABLE_ERROR", "uncorrectable error of device memory (HBM)"),
-    _broken("DMA_ERROR", "a DMA engine of the device failed"),
+    _uncorrectable_error("SRAM_UNCORRECTABLE_ERROR", "uncorrectable error of a core's memory (SRAM)"),
+    _uncorrectable_error("NC_UNCORRECTABLE_ERROR", "uncorrectable error of a core"),
+    _uncorrectable_error("HBM_UNCORRECTABLE_ERROR", "uncorrectable error of device memory (HBM)"),
+    _uncorrectable_error("DMA_ERROR", "a DMA engine of the device failed"),
     _line(
         "NEURON_HW_ERR (other)",
         r"NEURON_HW_ERR=\w+",

@@ -66,7 +66,7 @@ def window_traits(config: Config, default_windowed: Sequence[bool]) -> dict[str,
 
 def window_fields(shape: ModelShape) -> dict[str, Any]:
     """Return the reverse of `window_traits`."""
-    windows = [shape.window_of(number) for number in range(shape.num_layers)]
+    windows = [shape.window_size(number) for number in range(shape.num_layers)]
     return {
         "sliding_window": shape.sliding_window,
         "layer_types": [FULL if window is None else SLIDING for window in windows],

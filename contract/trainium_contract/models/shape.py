@@ -115,7 +115,7 @@ class ModelShape:
         is_dynamic = stretch is not None and stretch.kind is RopeScalingKind.DYNAMIC
         return int(self.max_positions * stretch.factor) if stretch is not None and is_dynamic else self.max_positions
 
-    def window_of(self, layer: int) -> int | None:
+    def window_size(self, layer: int) -> int | None:
         """Return the window of a layer; None if a token attends to all earlier ones."""
         return self.sliding_window if self.windowed[layer % len(self.windowed)] else None
 

@@ -8,13 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.pages.formatting import ago, clock, count, duration, figure, plural, share
+from trainium_contract.pages.formatting import (
+    format_age,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_utc,
+    pluralize,
+)
 
 if TYPE_CHECKING:
     from trainium_contract.views.job import JobView
 
 _BAR = 24
-_HANGS = {
+_HANG_DETECTION = {
     "Steps": "detected by steps that do not end",
     "Output": "detected by silence: no output, and neither processor nor device is used",
     "Off": "not detected: the program has printed nothing yet, or recovery.hang is disabled",
@@ -40,12 +48,12 @@ def job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tu
     checkpoints = view.checkpoints
     notice = "" if checkpoints.notice in view.advice else checkpoints.notice
     return (
-        _phase(view, ages=ages),
+        _phase_fact(view, ages=ages),
         Fact("Progress", _progress(view, ages=ages, with_bar=with_bar)),
         Fact("Speed", _speed(view)),
         Fact("Size", _size(view)),
         Fact("Workers", _workers(view)),
-        Fact("Hangs", _HANGS.get(view.status.text("hangDetection"), "")),
+        Fact("Hangs", _HANG_DETECTION.get(view.status.text("hangDetection"), "")),
         Fact("Checkpoint", _checkpoint(view, ages=ages) if view.phase else ""),
         Fact("", "", notice),
         Fact("Goodput", _goodput(view) if view.goodput.ratio is not None else ""),
@@ -59,22 +67,26 @@ def step_text(view: JobView, *, ages: bool = True) -> str:
     step = f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"
     if not view.step_is_old:
         return step
-    return f"{step} ({ago(view.step_age_seconds)})" if ages else f"{step} (at {clock(view.step_reported_at)} UTC)"
+    return (
+        f"{step} ({format_age(view.step_age_seconds)})"
+        if ages
+        else f"{step} (at {format_utc(view.step_reported_at)} UTC)"
+    )
 
 
-def bar(part: float, width: int) -> str:
+def format_bar(part: float, width: int) -> str:
     """Draw a share as a bar of this width."""
     full = round(max(0.0, min(1.0, part)) * width)
     return "━" * full + "╌" * (width - full)
 
 
-def _phase(view: JobView, *, ages: bool) -> Fact:
+def _phase_fact(view: JobView, *, ages: bool) -> Fact:
     parts = [view.phase or "not answered yet"]
     if view.stage and view.stage != "Train":
-        parts.append(f"{view.stage} {share(view.stage_share)}")
+        parts.append(f"{view.stage} {format_percent(view.stage_share)}")
     if view.phase == "Pending" and (wait := _pending_reason(view)):
         parts.append(wait)
-    warnings = [f"(as of {ago(view.written_seconds_ago)})"] if view.stale and ages else []
+    warnings = [f"(as of {format_age(view.written_seconds_ago)})"] if view.stale and ages else []
     if view.outdated and view.phase:
         warnings.append("(the operator has not answered the newest spec yet)")
     return Fact("Phase", ", ".join(parts), "  ".join(warnings))
@@ -93,17 +105,17 @@ def _pending_reason(view: JobView) -> str:
 def _progress(view: JobView, *, ages: bool, with_bar: bool) -> str:
     if view.share is None:
         return step_text(view, ages=ages) if view.step else ""
-    drawn = f"{bar(view.share, _BAR)}  " if with_bar else ""
-    left = f", {duration(view.eta_seconds)} left" if view.eta_seconds is not None else ""
+    drawn = f"{format_bar(view.share, _BAR)}  " if with_bar else ""
+    left = f", {format_duration(view.eta_seconds)} left" if view.eta_seconds is not None else ""
     return f"{drawn}{100 * view.share:.1f} %  {step_text(view, ages=ages)}{left}"
 
 
 def _speed(view: JobView) -> str:
-    parts = [f"loss {figure(view.loss, 5)}"] if view.loss is not None else []
+    parts = [f"loss {format_number(view.loss, 5)}"] if view.loss is not None else []
     parts += [f"{100 * view.reward_accuracy:.0f} % preferred"] if view.reward_accuracy is not None else []
-    parts += [f"{count(view.tokens_per_second)} tokens/s"] if view.tokens_per_second else []
-    parts += [f"{figure(view.samples_per_second, 3)} samples/s"] if view.samples_per_second else []
-    parts += [f"{duration(view.step_seconds)} a step"] if view.step_seconds else []
+    parts += [f"{format_count(view.tokens_per_second)} tokens/s"] if view.tokens_per_second else []
+    parts += [f"{format_number(view.samples_per_second, 3)} samples/s"] if view.samples_per_second else []
+    parts += [f"{format_duration(view.step_seconds)} a step"] if view.step_seconds else []
     return ", ".join(parts)
 
 
@@ -114,7 +126,7 @@ def _size(view: JobView) -> str:
     if view.requested != view.desired and view.desired:
         parts.append(f"{view.requested} asked for")
     parts += [f"{view.data_parallel} data-parallel"] if view.data_parallel else []
-    parts += [plural(view.spares, "spare")] if view.spares else []
+    parts += [pluralize(view.spares, "spare")] if view.spares else []
     parts += [f"generation {view.generation}.{view.attempt}"] if view.generation else []
     return ", ".join(parts)
 
@@ -125,7 +137,7 @@ def _workers(view: JobView) -> str:
     parts = [f"{view.training} train"] if view.size else []
     for label, counts in (("members", view.workers.members), ("others" if view.size else "pods", view.workers.others)):
         parts += [f"{label}: {', '.join(f'{n} {state}' for state, n in sorted(counts.items()))}"] if counts else []
-    unwell = [f"{row.name} {row.state}" + (f" on {row.node}" if row.node else "") for row in view.workers.not_well]
+    unwell = [f"{row.name} {row.state}" + (f" on {row.node}" if row.node else "") for row in view.workers.unhealthy]
     more = f" ({', '.join(unwell[:3])}{', …' if len(unwell) > 3 else ''})" if unwell and not view.ended else ""
     return "; ".join(parts) + more
 
@@ -134,16 +146,18 @@ def _checkpoint(view: JobView, *, ages: bool) -> str:
     durable, memory = view.checkpoints.durable_step, view.checkpoints.memory_step
     if any(condition.reason == "CheckpointsUnknown" for condition in view.conditions):
         return "not known: spec.program.checkpoints is not given"
-    age = f", {ago(view.checkpoints.durable_age_seconds)}".rstrip(", ") if ages else ""
+    age = f", {format_age(view.checkpoints.durable_age_seconds)}".rstrip(", ") if ages else ""
     kept = "none on storage" if durable is None else f"step {durable} on storage{age}"
     return kept + (f"; step {memory} in memory" if memory is not None else "")
 
 
 def _goodput(view: JobView) -> str:
     goodput = view.goodput
-    worst = [f"{cause} {duration(seconds)}" for cause, seconds in goodput.lost_seconds.items() if seconds >= 0.5][:3]
-    lost = f"; lost {duration(goodput.lost)}: {', '.join(worst)}" if worst else ""
-    return f"{share(goodput.ratio)} of {duration(goodput.wall_seconds)}{lost}"
+    worst = [
+        f"{cause} {format_duration(seconds)}" for cause, seconds in goodput.lost_seconds.items() if seconds >= 0.5
+    ][:3]
+    lost = f"; lost {format_duration(goodput.lost)}: {', '.join(worst)}" if worst else ""
+    return f"{format_percent(goodput.ratio)} of {format_duration(goodput.wall_seconds)}{lost}"
 
 
 def _interrupted(view: JobView) -> str:

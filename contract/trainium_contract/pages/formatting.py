@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "m"), (1, "s"))
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Format as `2h5m`: the two largest units; below ten seconds with a decimal, below one in milliseconds."""
     if seconds is None:
         return "-"
@@ -24,22 +24,26 @@ def duration(seconds: float | None) -> str:
     return "".join(parts) or "0s"
 
 
-def ago(seconds: float | None) -> str:
+def format_age(seconds: float | None) -> str:
     """Format as `5m ago`."""
-    return "" if seconds is None else f"{duration(seconds)} ago"
+    return "" if seconds is None else f"{format_duration(seconds)} ago"
 
 
-def figure(value: float | None, digits: int = 4) -> str:
+def format_number(value: float | None, digits: int = 4) -> str:
     """Format a measured number."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
-def measured(value: float | None, standard_error: float | None) -> str:
+def format_measurement(value: float | None, standard_error: float | None) -> str:
     """Format as `0.3125 ± 0.0208`."""
-    return figure(value) if standard_error is None else f"{figure(value)} ± {figure(standard_error, 2)}"
+    return (
+        format_number(value)
+        if standard_error is None
+        else f"{format_number(value)} ± {format_number(standard_error, 2)}"
+    )
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """Format a count: 0.4, 420, 12.3k, 4.5M."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
@@ -47,24 +51,24 @@ def count(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 10 or value == 0 else f"{value:.2g}"
 
 
-def share(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """Format a share as 97.3 %."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def clock(at: float | None) -> str:
+def format_utc(at: float | None) -> str:
     """Format a time in UTC; empty if there is none."""
     if at is None or not -6e10 < at < 2e11:
         return ""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def plural(number: int, thing: str) -> str:
+def pluralize(number: int, thing: str) -> str:
     """Format as 1 spare, 2 spares."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """Return the start of a text, on one line, cut between words if possible."""
     words = " ".join(text.split())
     if len(words) <= most:
@@ -72,7 +76,7 @@ def shortened(text: str, most: int) -> str:
     return f"{words[: most + 1].rpartition(' ')[0].rstrip() or words[:most]} …"
 
 
-def size(bytes_: int) -> str:
+def format_bytes(bytes_: int) -> str:
     """Format as 1.5 GiB."""
     value = float(bytes_)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

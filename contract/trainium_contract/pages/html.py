@@ -37,7 +37,7 @@ svg{{width:100%;height:auto;display:block}}svg text{{font-size:12px;fill:var(--s
 #quiet{{position:sticky;top:0;margin:0}}
 {COLOUR_CLASSES}
 """
-_SHORT = 20
+_MAX_UNWRAPPED_CHARACTERS = 20
 """Longest text of a cell that is not wrapped: a time, a state."""
 
 
@@ -84,4 +84,4 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str | Link]]) -> str:
 def _cell(value: str | Link) -> str:
     if isinstance(value, Link):
         return f'<td><a href="{escape(value.path)}">{escape(value.words)}</a></td>'
-    return f"<td{' class=short' if len(value) <= _SHORT else ''}>{escape(value)}</td>"
+    return f"<td{' class=short' if len(value) <= _MAX_UNWRAPPED_CHARACTERS else ''}>{escape(value)}</td>"

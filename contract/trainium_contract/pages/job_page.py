@@ -12,13 +12,34 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from trainium_contract.pages.facts import job_facts
-from trainium_contract.pages.formatting import clock, count, duration, figure, measured, plural, shortened, size
+from trainium_contract.pages.formatting import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_measurement,
+    format_number,
+    format_utc,
+    pluralize,
+    shorten,
+)
 from trainium_contract.pages.html import document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.pages.node_map import node_map_html
-from trainium_contract.pages.svg import BAD, COLOURS, GOOD, OTHER, WAITS, loss_chart, share_bar, squares, timeline
+from trainium_contract.pages.svg import (
+    BAD,
+    COLOURS,
+    GOOD,
+    OTHER,
+    WAITING,
+    Span,
+    Square,
+    draw_loss_chart,
+    draw_share_bar,
+    draw_squares,
+    draw_timeline,
+)
 from trainium_contract.program_output import drop_noise
-from trainium_contract.views.interruptions import describe_stage, format_ranks
+from trainium_contract.views.interruptions import describe_stage
 from trainium_contract.views.timeline import WorkerState, build_timeline
 
 if TYPE_CHECKING:
@@ -29,10 +50,10 @@ if TYPE_CHECKING:
     from trainium_contract.views.timeline import Timeline
     from trainium_contract.views.workers import Members, PodRow
 
-MOST_ROWS = 2_000
+MAX_ROWS = 2_000
 """Most workers and squares on a page; the rest is counted."""
-MOST_EVENTS = 100
-_LONGEST_MESSAGE = 240
+MAX_EVENTS = 100
+_MAX_MESSAGE_CHARACTERS = 240
 """Most characters of an interruption; `kubectl trn why` shows longer ones."""
 _TIME_STEPS = 200
 """Number of steps into which `_time_range` divides a job's time to round its end."""
@@ -41,7 +62,7 @@ _STATE_COLOURS = {
     WorkerState.TRAINED: GOOD,
     WorkerState.MEMBER: _MEMBER,
     WorkerState.SPARE: _SPARE,
-    WorkerState.PENDING: WAITS,
+    WorkerState.PENDING: WAITING,
     WorkerState.UNKNOWN: OTHER,
     WorkerState.FAILED: BAD,
 }
@@ -67,16 +88,21 @@ class JobReport:
     curve_note: str = ""
     """Extent of the curve, if it is not complete."""
 
+    @property
+    def ranks_by_pod(self) -> dict[str, str]:
+        """Return the ranks of each member's pod as text; empty if the members are not known."""
+        return {} if self.members is None else self.members.ranks_by_pod
+
 
 def report_html(report: JobReport, now: float) -> str:
     """Render the page as a file."""
-    return document(_title(report.view), f"<main>{_sections(report, now)}</main>")
+    return document(_title(report.view), f"<main>{_render_sections(report, now)}</main>")
 
 
 def live_job_html(report: JobReport, now: float, *, jobs: str = "") -> str:
     """Render the page for a server that sends `live.HEADERS`; `jobs` is the path of the list of jobs."""
     back = f'<p><a href="{escape(jobs)}">all jobs</a></p>' if jobs else ""
-    body = f"{back}<p class=bad id=quiet hidden></p><main>{_sections(report, now)}</main>"
+    body = f"{back}<p class=bad id=quiet hidden></p><main>{_render_sections(report, now)}</main>"
     return document(_title(report.view), body, script=LIVE_SCRIPT)
 
 
@@ -84,23 +110,23 @@ def _title(view: JobView) -> str:
     return f"{view.namespace}/{view.name}"
 
 
-def _sections(report: JobReport, now: float) -> str:
+def _render_sections(report: JobReport, now: float) -> str:
     view = report.view
     return "".join([
         section("job", f"<h1>{escape(_title(view))}</h1><p class=soft>{escape(view.model)}</p>"),
-        section("as-of", f"<p class=soft>as of {clock(now)} UTC</p>"),
+        section("as-of", f"<p class=soft>as of {format_utc(now)} UTC</p>"),
         section("advice", advice_html(view)),
         section("facts", facts_html(view)),
-        section("curve", _curve(report)),
-        section("time", _time(report)),
-        section("history", _history(report, now)),
-        section("times", _times(report, now)),
-        section("workers", _workers(report)),
-        section("nodes", node_map_html(report.pods, report.entries, _ranks_of(report), MOST_ROWS)),
-        section("checkpoints", _checkpoints(report)),
-        section("results", _results(view)),
-        section("events", _events(view)),
-        section("notes", _notes(report)),
+        section("curve", _curve_section(report)),
+        section("time", _goodput_section(report)),
+        section("history", _history_section(report, now)),
+        section("times", _timeline_section(report, now)),
+        section("workers", _workers_section(report)),
+        section("nodes", node_map_html(report.pods, report.entries, report.ranks_by_pod, MAX_ROWS)),
+        section("checkpoints", _checkpoints_section(report)),
+        section("results", _results_section(view)),
+        section("events", _events_section(view)),
+        section("notes", _notes_section(report)),
     ])  # fmt: skip
 
 
@@ -115,7 +141,7 @@ def facts_html(view: JobView) -> str:
     return f"<dl>{''.join(f'<dt>{escape(label)}</dt><dd>{escape(value)}</dd>' for label, value in rows if value)}</dl>"
 
 
-def _curve(report: JobReport) -> str:
+def _curve_section(report: JobReport) -> str:
     marks = [(entry.step_before, f"{entry.cause} -> {entry.rung}, after step {entry.step_before}")
              for entry in report.entries if entry.step_before is not None]  # fmt: skip
     legend = ["by step"]
@@ -124,42 +150,42 @@ def _curve(report: JobReport) -> str:
     if any(point.highest > point.lowest for point in report.curve):
         legend.append("the band: lowest and highest of the steps that a point stands for")
     legend += [report.curve_note] if report.curve_note else []
-    chart = loss_chart(report.curve, marks)
+    chart = draw_loss_chart(report.curve, marks)
     return f"<h2>Loss</h2><div class=scroll>{chart}</div><p class=soft>{escape('; '.join(legend))}</p>" if chart else ""
 
 
-def _time(report: JobReport) -> str:
+def _goodput_section(report: JobReport) -> str:
     goodput = report.view.goodput
     if goodput.ratio is None:
         return ""
     parts = [("productive", goodput.productive_seconds), *goodput.lost_seconds.items()]
     by_stage = sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])
     stages = [(describe_stage(name), seconds) for name, seconds in by_stage]
-    lost = f"<h2>What was lost, by stage</h2>{share_bar(stages, first=1)}" if goodput.lost else ""
-    return f"<h2>Where the time went</h2>{share_bar(parts)}{lost}"
+    lost = f"<h2>What was lost, by stage</h2>{draw_share_bar(stages, first=1)}" if goodput.lost else ""
+    return f"<h2>Where the time went</h2>{draw_share_bar(parts)}{lost}"
 
 
-def _history(report: JobReport, now: float) -> str:
+def _history_section(report: JobReport, now: float) -> str:
     if not report.entries:
         return "<h2>Interruptions</h2><p class=soft>Nothing has interrupted this job.</p>"
-    spans: dict[str, list[tuple[float, float, int, str]]] = {}
+    spans: dict[str, list[Span]] = {}
     for entry in report.entries:
         if entry.at is not None:
             until = entry.at + (entry.recovered_seconds or (0.0 if entry.stopped else now - entry.at))
-            title = f"{clock(entry.at)}: {entry.cause} -> {entry.rung} {entry.pod}"
+            title = f"{format_utc(entry.at)}: {entry.cause} -> {entry.rung} {entry.pod}"
             colour = 1 + list({**spans, entry.cause: ()}).index(entry.cause) % (len(COLOURS) - 1)
-            spans.setdefault(entry.cause, []).append((entry.at, until, colour, title))
+            spans.setdefault(entry.cause, []).append(Span(entry.at, until, colour, title))
     rows = [
-        (clock(entry.at), entry.cause, entry.rung, entry.pod, entry.node,
-         "-" if entry.stopped else "open" if entry.open else duration(entry.recovered_seconds),
+        (format_utc(entry.at), entry.cause, entry.rung, entry.pod, entry.node,
+         "-" if entry.stopped else "open" if entry.open else format_duration(entry.recovered_seconds),
          "-" if entry.steps_lost is None else str(entry.steps_lost),
-         shortened(drop_noise(entry.message), _LONGEST_MESSAGE))
+         shorten(drop_noise(entry.message), _MAX_MESSAGE_CHARACTERS))
         for entry in report.entries
     ]  # fmt: skip
     head = ("Time (UTC)", "Cause", "Answer", "Worker", "Node", "Took", "Steps lost", "Seen")
-    moments = [at for row_spans in spans.values() for since, until, _, _ in row_spans for at in (since, until)] or [now]
-    margin = max(30.0, (max(moments) - min(moments)) * 0.05)
-    drawn = timeline(min(moments) - margin, max(moments) + margin, tuple(spans.items()), "Interruptions by time")
+    times = [time for row in spans.values() for span in row for time in (span.since, span.until)] or [now]
+    margin = max(30.0, (max(times) - min(times)) * 0.05)
+    drawn = draw_timeline(min(times) - margin, max(times) + margin, tuple(spans.items()), "Interruptions by time")
     return f"<h2>Interruptions</h2>{drawn}{table(head, rows)}"
 
 
@@ -173,28 +199,27 @@ def _time_range(report: JobReport, now: float) -> tuple[float, float]:
     return begin, end if view.ended_at is not None else begin + math.ceil((end - begin) / step) * step
 
 
-def _times(report: JobReport, now: float) -> str:
+def _timeline_section(report: JobReport, now: float) -> str:
     begin, end = _time_range(report, now)
     workers = build_timeline(
         report.entries,
         report.pods,
         report.members,
-        _ranks_of(report),
         begin=begin,
         end=end,
         first_step=report.view.started_at,
         job_ended=report.view.ended,
     )
-    return _worker_times(workers, begin, end)
+    return _render_timeline(workers, begin, end)
 
 
-def _worker_times(workers: Timeline, begin: float, end: float) -> str:
+def _render_timeline(workers: Timeline, begin: float, end: float) -> str:
     """Render one row for each worker with recorded changes between two times; empty without any."""
     rows = [
-        (row.name, [(part.since, part.until, _STATE_COLOURS[part.state], part.text) for part in row.segments])
+        (row.name, [Span(part.since, part.until, _STATE_COLOURS[part.state], part.text) for part in row.segments])
         for row in workers.rows
     ]
-    drawn = timeline(begin, end, rows, "Workers by time")
+    drawn = draw_timeline(begin, end, rows, "Workers by time")
     if not drawn:
         return ""
     states = {segment.state for row in workers.rows for segment in row.segments}
@@ -209,30 +234,22 @@ def _worker_times(workers: Timeline, begin: float, end: float) -> str:
 
 def _omitted_note(workers: Timeline) -> str:
     parts = [
-        f"{plural(workers.quiet, 'member')} to which nothing happened that is recorded" if workers.quiet else "",
-        plural(workers.left_out, "other worker") if workers.left_out else "",
+        f"{pluralize(workers.quiet, 'member')} to which nothing happened that is recorded" if workers.quiet else "",
+        pluralize(workers.left_out, "other worker") if workers.left_out else "",
     ]
     text = " and ".join(filter(None, parts))
     return f"… and {text}." if text else ""
 
 
-def _ranks_of(report: JobReport) -> dict[str, str]:
-    members = report.members
-    if members is None:
-        return {}
-    per = members.processes_per_node
-    return {row.pod: format_ranks(row.rank * per, per) for row in members.rows}
-
-
-def _workers(report: JobReport) -> str:
-    members, ranks = report.members, _ranks_of(report)
+def _workers_section(report: JobReport) -> str:
+    members, ranks = report.members, report.ranks_by_pod
     known = members is not None
-    cells = [_square(pod, ranks.get(pod.name, "") if known else None) for pod in report.pods[:MOST_ROWS]]
-    drawn = squares(cells, "Workers by state")
+    cells = [_pod_square(pod, ranks.get(pod.name, "") if known else None) for pod in report.pods[:MAX_ROWS]]
+    drawn = draw_squares(cells, "Workers by state")
     legend = "; ".join(filter(None, (_count_by_role(report.view), _KEY)))
     shown = f"<h2>Workers</h2>{drawn}<p class=soft>{escape(legend)}</p>" if drawn else ""
     if members is not None and members.rows:
-        rows = [(ranks[row.pod], row.pod, row.node) for row in members.rows[:MOST_ROWS]]
+        rows = [(ranks[row.pod], row.pod, row.node) for row in members.rows[:MAX_ROWS]]
         verb = "trained last" if report.view.ended else "trains"
         title = f"Who {verb} (generation {members.generation})"
         left = len(members.rows) - len(rows)
@@ -241,12 +258,12 @@ def _workers(report: JobReport) -> str:
     return shown
 
 
-def _square(pod: PodRow, ranks: str | None) -> tuple[int, str]:
-    """Render one square; `ranks` is empty for a pod that is not a member, None if that is not known."""
+def _pod_square(pod: PodRow, ranks: str | None) -> Square:
+    """Return the square of a pod; `ranks` is empty for a pod that is not a member, None if that is not known."""
     well = pod.state in {"Running", "Completed"}
-    colour = WAITS if pod.state == "Pending" else BAD if not well else OTHER if ranks == "" else GOOD
+    colour = WAITING if pod.state == "Pending" else BAD if not well else OTHER if ranks == "" else GOOD
     member = "" if ranks is None else f", ranks {ranks}" if ranks else ", no member"
-    return colour, f"{pod.name} on {pod.node or 'no node'}: {pod.state}{member}"
+    return Square(colour, f"{pod.name} on {pod.node or 'no node'}: {pod.state}{member}")
 
 
 def _count_by_role(view: JobView) -> str:
@@ -257,11 +274,11 @@ def _count_by_role(view: JobView) -> str:
                      for name, counts in parts if counts)  # fmt: skip
 
 
-def _checkpoints(report: JobReport) -> str:
+def _checkpoints_section(report: JobReport) -> str:
     if not report.checkpoints:
         return ""
     rows = [
-        (row.name, row.state, clock(row.created) or "-", size(row.bytes), row.world, row.problem)
+        (row.name, row.state, format_utc(row.created) or "-", format_bytes(row.bytes), row.world, row.problem)
         for row in report.checkpoints
     ]
     return (
@@ -269,16 +286,26 @@ def _checkpoints(report: JobReport) -> str:
     )
 
 
-def _results(view: JobView) -> str:
-    artifacts = [(item.kind, str(item.step), item.path, size(item.bytes), item.digest) for item in view.artifacts]
-    figures = [(item.name, figure(item.before), measured(item.after, item.standard_error)) for item in view.evaluation]
+def _results_section(view: JobView) -> str:
+    artifacts = [
+        (item.kind, str(item.step), item.path, format_bytes(item.bytes), item.digest) for item in view.artifacts
+    ]
+    figures = [
+        (item.name, format_number(item.before), format_measurement(item.after, item.standard_error))
+        for item in view.evaluation
+    ]
     shown = ""
     if artifacts:
         shown += f"<h2>Artifacts</h2>{table(('Kind', 'Step', 'Path', 'Size', 'Digest'), artifacts)}"
     if figures:
         shown += f"<h2>Evaluation</h2>{table(('Measure', 'Before', 'After'), figures)}"
     milestones = [
-        (str(milestone.step), count(milestone.tokens), measure.name, measured(measure.after, measure.standard_error))
+        (
+            str(milestone.step),
+            format_count(milestone.tokens),
+            measure.name,
+            format_measurement(measure.after, measure.standard_error),
+        )
         for milestone in view.evaluations
         for measure in milestone.figures
     ]
@@ -287,11 +314,11 @@ def _results(view: JobView) -> str:
     return shown
 
 
-def _events(view: JobView) -> str:
-    rows = [(clock(event.at), event.reason, event.message) for event in view.events[:MOST_EVENTS]]
+def _events_section(view: JobView) -> str:
+    rows = [(format_utc(event.at), event.reason, event.message) for event in view.events[:MAX_EVENTS]]
     return f"<h2>Events</h2>{table(('Time (UTC)', 'Reason', 'Message'), rows)}" if rows else ""
 
 
-def _notes(report: JobReport) -> str:
+def _notes_section(report: JobReport) -> str:
     notes = (*report.view.not_shown, *report.notes)
     return f"<h2>Not shown</h2><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>" if notes else ""

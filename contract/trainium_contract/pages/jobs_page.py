@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from trainium_contract.pages.formatting import clock, figure, share
+from trainium_contract.pages.formatting import format_number, format_percent, format_utc
 from trainium_contract.pages.html import Link, document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
 from trainium_contract.views.raw import mapping, text
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-MOST_JOBS = 1_000
+MAX_JOBS = 1_000
 """On one page; those that have not ended come first."""
 _ENDED = {"Completed", "Failed"}
 
@@ -63,16 +63,16 @@ def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str)
     head = ("Namespace", "Job", "Phase", "Step", "Loss", "Nodes", "Goodput", "Interrupted", "")
     cells = [
         (job.namespace, Link(job.name, f"{root}/{job.namespace}/{job.name}"), job.phase or "not answered yet",
-         f"{job.step} of {job.total_steps}" if job.total_steps else "-", figure(job.loss),
-         f"{job.training} of {job.desired}", share(job.goodput), str(job.restarts), job.note)
-        for job in ordered[:MOST_JOBS]
+         f"{job.step} of {job.total_steps}" if job.total_steps else "-", format_number(job.loss),
+         f"{job.training} of {job.desired}", format_percent(job.goodput), str(job.restarts), job.note)
+        for job in ordered[:MAX_JOBS]
     ]  # fmt: skip
     left = len(ordered) - len(cells)
     title = f"TrainingJobs in {where}"
     body = "".join([
         "<p class=bad id=quiet hidden></p><main>",
         section("title", f"<h1>{escape(title)}</h1>"),
-        section("as-of", f"<p class=soft>as of {clock(now)} UTC</p>"),
+        section("as-of", f"<p class=soft>as of {format_utc(now)} UTC</p>"),
         section("jobs", table(head, cells) if cells else "<p>There are none.</p>"),
         section("left", f"<p class=soft>… and {left} more: look at one namespace.</p>" if left else ""),
         "</main>",
@@ -80,7 +80,7 @@ def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str)
     return document(title, body, script=LIVE_SCRIPT)
 
 
-def which_namespace_html(sentence: str, root: str) -> str:
+def namespace_form_html(sentence: str, root: str) -> str:
     """Render a form for one namespace, for users who may not list all jobs."""
     form = (
         f'<form action="{escape(root)}" method=get><label>Namespace <input name=namespace required '

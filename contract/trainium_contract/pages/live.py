@@ -12,51 +12,51 @@ from __future__ import annotations
 
 from trainium_contract.pages.html import STYLE, csp_digest
 
-EVERY_SECONDS = 5
+REFRESH_SECONDS = 5
 LIVE_SCRIPT = """
 (() => {
-  const every = %d000, quiet = document.getElementById('quiet');
-  let since = Date.now(), wait = every, asking = false;
-  const taken = (main, fresh) => {
-    const ids = (of) => [...of.children].map((each) => each.id).join();
+  const refreshMs = %d000, notice = document.getElementById('quiet');
+  let updated = Date.now(), wait = refreshMs, fetching = false;
+  const updateSections = (main, fresh) => {
+    const ids = (parent) => [...parent.children].map((section) => section.id).join();
     if (ids(main) !== ids(fresh)) { main.replaceChildren(...fresh.children); return; }
-    [...fresh.children].forEach((each, at) => {
-      const old = main.children[at];
-      if (old.outerHTML === each.outerHTML) return;
-      const places = [...old.querySelectorAll('.scroll')].map((box) => box.scrollLeft);
-      old.replaceWith(each);
-      each.querySelectorAll('.scroll').forEach((box, which) => { box.scrollLeft = places[which] || 0; });
+    [...fresh.children].forEach((section, index) => {
+      const old = main.children[index];
+      if (old.outerHTML === section.outerHTML) return;
+      const scrolls = [...old.querySelectorAll('.scroll')].map((box) => box.scrollLeft);
+      old.replaceWith(section);
+      section.querySelectorAll('.scroll').forEach((box, number) => { box.scrollLeft = scrolls[number] || 0; });
     });
   };
-  const look = async () => {
-    if (document.hidden || asking) return;
-    asking = true;
+  const refresh = async () => {
+    if (document.hidden || fetching) return;
+    fetching = true;
     try {
-      const answer = await fetch(location.href, {
+      const response = await fetch(location.href, {
         cache: 'no-store', redirect: 'error', signal: AbortSignal.timeout(20000),
       });
-      const text = await answer.text();
-      if (!answer.ok) throw new Error(text.length < 500 ? text : 'HTTP ' + answer.status);
+      const text = await response.text();
+      if (!response.ok) throw new Error(text.length < 500 ? text : 'HTTP ' + response.status);
       const fresh = new DOMParser().parseFromString(text, 'text/html').querySelector('main');
       if (fresh === null) throw new Error('another page came than was asked for');
-      taken(document.querySelector('main'), fresh);
-      since = Date.now();
-      wait = every;
-      quiet.hidden = true;
+      updateSections(document.querySelector('main'), fresh);
+      updated = Date.now();
+      wait = refreshMs;
+      notice.hidden = true;
     } catch (error) {
-      wait = Math.min(2 * wait, 12 * every);
-      const seconds = Math.round((Date.now() - since) / 1000);
-      quiet.textContent = 'What is shown is ' + seconds + ' s old. ' + error.message;
-      quiet.hidden = false;
+      wait = Math.min(2 * wait, 12 * refreshMs);
+      const seconds = Math.round((Date.now() - updated) / 1000);
+      notice.textContent = 'What is shown is ' + seconds + ' s old. ' + error.message;
+      notice.hidden = false;
     } finally {
-      asking = false;
+      fetching = false;
     }
   };
-  const again = async () => { await look(); setTimeout(again, wait); };
-  setTimeout(again, every);
-  document.addEventListener('visibilitychange', look);
+  const schedule = async () => { await refresh(); setTimeout(schedule, wait); };
+  setTimeout(schedule, refreshMs);
+  document.addEventListener('visibilitychange', refresh);
 })();
-""".replace("%d000", f"{EVERY_SECONDS}000")
+""".replace("%d000", f"{REFRESH_SECONDS}000")
 HEADERS = {
     "Content-Security-Policy": (
         f"default-src 'none'; style-src {csp_digest(STYLE)}; script-src {csp_digest(LIVE_SCRIPT)}; connect-src 'self'; "

@@ -11,8 +11,8 @@ from collections import Counter
 from html import escape
 from typing import TYPE_CHECKING
 
-from trainium_contract.pages.formatting import plural
-from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITS, squares
+from trainium_contract.pages.formatting import pluralize
+from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITING, Square, draw_squares
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _KEY = (
     "green: a worker runs there; yellow: it does, and the job was interrupted there before; red: interrupted there, "
     "and no worker runs there now; grey: neither"
 )
-_COLOURS = {(True, False): GOOD, (True, True): WAITS, (False, True): BAD, (False, False): OTHER}
+_COLOURS = {(True, False): GOOD, (True, True): WAITING, (False, True): BAD, (False, False): OTHER}
 """By whether a worker runs there, and whether the job was interrupted there."""
 _NUMBER = re.compile(r"(\d{1,18})")
 
@@ -49,19 +49,20 @@ def node_map_html(
     if not cells:
         return ""
     more = f"; {len(names) - limit} more are not shown" if len(names) > limit else ""
-    legend = f"{plural(len(names), 'node')} that the job has or had{more}; {_KEY}"
-    return f"<h2>Nodes</h2>{squares(cells, 'Nodes of the job')}<p class=soft>{escape(legend)}</p>"
+    legend = f"{pluralize(len(names), 'node')} that the job has or had{more}; {_KEY}"
+    return f"<h2>Nodes</h2>{draw_squares(cells, 'Nodes of the job')}<p class=soft>{escape(legend)}</p>"
 
 
-def _node_cell(node: str, pods: Sequence[PodRow], causes: Counter[str], ranks: Mapping[str, str]) -> tuple[int, str]:
-    """Return the colour and the title of a node's square."""
+def _node_cell(node: str, pods: Sequence[PodRow], causes: Counter[str], ranks: Mapping[str, str]) -> Square:
+    """Return the square of a node."""
     is_running = any(pod.state == "Running" for pod in pods)
     colour = _COLOURS[is_running, bool(causes)]
     workers = [
         f"{pod.name} {pod.state}" + (f", ranks {ranks[pod.name]}" if ranks.get(pod.name) else "") for pod in pods
     ]
     interruptions = ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
-    return colour, "; ".join([node, *workers, *([f"interrupted: {interruptions}"] if interruptions else [])])
+    title = "; ".join([node, *workers, *([f"interrupted: {interruptions}"] if interruptions else [])])
+    return Square(colour, title)
 
 
 def _natural_key(name: str) -> list[tuple[int, str]]:

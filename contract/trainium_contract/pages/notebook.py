@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from trainium_contract.pages.job_page import advice_html, facts_html
-from trainium_contract.pages.svg import loss_chart
+from trainium_contract.pages.svg import draw_loss_chart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,5 +28,5 @@ _STYLE = "".join(f".trn-job {rule}" for rule in _RULES)
 def cell_html(view: JobView, curve: Sequence[CurvePoint] = ()) -> str:
     """Render the job as it is now."""
     title = f"<h3>{escape(view.namespace)}/{escape(view.name)}</h3>"
-    drawn = loss_chart(curve, ())
+    drawn = draw_loss_chart(curve, ())
     return f'<div class="trn-job"><style>{_STYLE}</style>{title}{advice_html(view)}{facts_html(view)}{drawn}</div>'

@@ -15,9 +15,9 @@ from math import ceil, log2
 _RANK_BASE = 64
 """Standard streams, data, records, snapshots, device files and the listeners of the groups; 20 were measured on a
 CPU."""
-_GROUPS = 3
+_PROCESS_GROUPS = 3
 """Process groups of all ranks, over gloo: the trainer's own, that of saves, and that of the stages after training."""
-_PER_HOP = 2
+_PEERS_PER_LEVEL = 2
 """A collective in a tree talks to this many ranks per level."""
 _PER_PEER_OF_THE_FIRST = 1
 """Connections to rank 0 without an agent: the store's."""
@@ -26,25 +26,25 @@ _PER_AGENT = 4
 """Connections of one agent to the first: rendezvous, watcher, the pairwise test, and a replaced one."""
 
 
-def needed_by_most_ranks(world_size: int) -> int:
+def count_files_of_rank(world_size: int) -> int:
     """Return the descriptors of a rank other than 0: sockets of trees and rings, and a constant part."""
-    return _RANK_BASE + _GROUPS * (2 + _PER_HOP * ceil(log2(max(2, world_size))))
+    return _RANK_BASE + _PROCESS_GROUPS * (2 + _PEERS_PER_LEVEL * ceil(log2(max(2, world_size))))
 
 
-def needed_by_first_rank(world_size: int) -> int:
+def count_files_of_first_rank(world_size: int) -> int:
     """Return the descriptors of rank 0, which serves the store without an agent."""
-    return needed_by_most_ranks(world_size) + _PER_PEER_OF_THE_FIRST * (world_size - 1)
+    return count_files_of_rank(world_size) + _PER_PEER_OF_THE_FIRST * (world_size - 1)
 
 
-def needed(world_size: int, nodes: int = 1) -> int:
+def count_required_files(world_size: int, nodes: int = 1) -> int:
     """Return the limit of open files that every process of the job needs: the largest number of any process."""
     by_first_agent = _AGENT_BASE + world_size + _PER_AGENT * nodes  # it serves the store
-    return max(needed_by_first_rank(world_size), by_first_agent)
+    return max(count_files_of_first_rank(world_size), by_first_agent)
 
 
-def explain_shortage(limit: int, world_size: int, nodes: int = 1) -> str:
+def explain_file_limit(limit: int, world_size: int, nodes: int = 1) -> str:
     """Return a sentence if a hard limit (negative: none) is too low for the world; else empty."""
-    least = needed(world_size, nodes)
+    least = count_required_files(world_size, nodes)
     if limit < 0 or limit >= least:
         return ""
     return (

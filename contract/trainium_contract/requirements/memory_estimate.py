@@ -19,15 +19,15 @@ from trainium_contract.trainer.parallelism import DataParallelMode, Precision, R
 if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape
 
-OWN_FILES = 3
+SNAPSHOTS_OF_SHARD = 3
 """Snapshots of a shard that rotate in /dev/shm."""
-KEPT_FILES = 2
+COPIES_OF_BUDDY = 2
 """Copies of a buddy's shard."""
 DEVICE_RESERVE = 0.1
 """Share of a core's memory for the runtime, its programs and the buffers of collectives."""
-_TILE = 3 * (4 << 25)
+_ATTENTION_TILE_BYTES = 3 * (4 << 25)
 """Scores of a tile of attention, their probabilities and gradients, if the sequence is divided."""
-_PROCESS = 1 << 30
+_PROCESS_BYTES = 1 << 30
 """A training process without data or state: libraries, data loading, the compiler's client."""
 
 
@@ -40,7 +40,7 @@ def logits_chunk_tokens(width: int) -> int:
     return max(1024, (1 << 25) // width)
 
 
-class Layouts(StrEnum):
+class WeightLayout(StrEnum):
     """Rules by which weights are divided."""
 
     NATIVE = "native"
@@ -49,7 +49,7 @@ class Layouts(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedParameters:
     """Trained parameters of a rank if the rest is frozen, before data parallelism divides them."""
 
     weights: int
@@ -83,10 +83,10 @@ class MemorySetting:
     """Whether the loss needs the logits of a micro-batch as a whole (pairs of answers)."""
     snapshots: bool
     buddies: bool
-    layouts: Layouts = Layouts.NATIVE
+    layouts: WeightLayout = WeightLayout.NATIVE
     on_host: bool = False
     """Whether the device is the CPU, so that its memory is the node's."""
-    trained: Trained | None = None
+    trained: TrainedParameters | None = None
     """None: all of the model."""
     moments: int = 2
     """Values that the optimizer keeps of each weight."""
@@ -129,11 +129,11 @@ def estimate_memory(model: ModelShape, setting: MemorySetting) -> MemoryEstimate
         _activation_bytes(model, setting),
     )
     processes, distinct = setting.processes_per_node, _count_node_shards(setting, sharded=sharded)
-    shared = distinct * shard * OWN_FILES if setting.snapshots else 0
+    shared = distinct * shard * SNAPSHOTS_OF_SHARD if setting.snapshots else 0
     if setting.snapshots and setting.buddies and _needs_buddies(setting, sharded=sharded):
-        shared += distinct * shard * KEPT_FILES
+        shared += distinct * shard * COPIES_OF_BUDDY
     copies = 1 if setting.on_host else 2  # staging of a save; a device's state is fetched before it is copied
-    host = shared + processes * (_PROCESS + copies * shard)
+    host = shared + processes * (_PROCESS_BYTES + copies * shard)
     if setting.on_host:
         host += processes * (state + activations)
     return MemoryEstimate(trained + frozen, state, activations, shared, host)
@@ -155,7 +155,7 @@ def _state_bytes(parameters: int, value_bytes: int, setting: MemorySetting) -> i
     # If the state is divided, a narrow sum of the gradients exists beside the wide one.
     narrow_gradient_bytes = 2 if value_bytes == 2 and setting.mode is not DataParallelMode.REPLICATED else 0
     ranks, state_bytes = setting.data_parallel, (1 + setting.moments) * value_bytes + 4 + narrow_gradient_bytes
-    if setting.layouts is Layouts.NXD:
+    if setting.layouts is WeightLayout.NXD:
         if setting.mode is DataParallelMode.REPLICATED:
             return parameters * (state_bytes + (compute_bytes if compute_bytes != value_bytes else 0))
         return parameters * (compute_bytes + 4) + parameters * state_bytes // ranks
@@ -172,7 +172,7 @@ def _frozen_bytes(parameters: int, setting: MemorySetting) -> int:
     FSDP divides them, NxD does not.
     """
     size = parameters * (4 if setting.precision is Precision.FLOAT32 else 2)
-    if setting.layouts is Layouts.NXD or setting.mode is DataParallelMode.REPLICATED:
+    if setting.layouts is WeightLayout.NXD or setting.mode is DataParallelMode.REPLICATED:
         return size
     gathered = size if setting.mode is DataParallelMode.SHARDED_OPTIMIZER else 0  # during a step
     return size // setting.data_parallel + gathered
@@ -196,15 +196,15 @@ def _activation_bytes(model: ModelShape, setting: MemorySetting) -> int:
     in_flight = min(setting.pipeline, max(1, setting.micro_batches))
     kept_per_layer = layer_input_bytes if setting.recompute is Recompute.FULL else layer_bytes
     width = model.vocab_size // tensor
-    is_chunked = setting.layouts is Layouts.NATIVE and setting.pipeline == 1 and not setting.whole_logits
+    is_chunked = setting.layouts is WeightLayout.NATIVE and setting.pipeline == 1 and not setting.whole_logits
     rows = min(tokens, logits_chunk_tokens(width)) if is_chunked else tokens
     logits = 10 * rows * width  # in the type of computation, in float32, and a gradient
     gathered = 0.0
     if setting.context > 1:
         # Of one layer: keys and values of all ranks, their gradients in float32 and as they are sent.
-        gathered = (3 * size + 4) * setting.micro_size * setting.length * key_value / tensor + _TILE
+        gathered = (3 * size + 4) * setting.micro_size * setting.length * key_value / tensor + _ATTENTION_TILE_BYTES
     scores = 0.0
-    if setting.masked and setting.layouts is Layouts.NXD:
+    if setting.masked and setting.layouts is WeightLayout.NXD:
         # NxD's fused kernel has no mask: scores of all pairs of positions, their shares in float32 and as used.
         layers_with_scores = layers if setting.recompute is Recompute.NONE else 1
         scores = layers_with_scores * (2 * size + 4) * tokens * setting.length * model.num_attention_heads / tensor

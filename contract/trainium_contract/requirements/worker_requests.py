@@ -16,10 +16,10 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from trainium_contract.requirements.memory_estimate import (
-    Layouts,
     MemoryEstimate,
     MemorySetting,
-    Trained,
+    TrainedParameters,
+    WeightLayout,
     estimate_memory,
 )
 from trainium_contract.spec.workers import Device
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _GIB = 1 << 30
-SHARED_SHARE = 0.5
+SHARED_MEMORY_SHARE = 0.5
 """Share of a node's memory that /dev/shm may use (also tmpfs' default)."""
-_LARGEST_SHARE = 0.85
+_MAX_NODE_SHARE = 0.85
 """Largest share of a node's memory and CPUs in a request; the rest is for the kubelet and the system."""
-_LEAST_PROCESS = 256 * _MIB
+_MIN_PROCESS_BYTES = 256 * _MIB
 """Request for a process on a node of unknown type."""
-_LEAST_CPU = 100
+_MIN_PROCESS_MILLI_CPU = 100
 """The same in thousandths of a CPU."""
-_OTHER_SHARED = _GIB
+_OTHER_SHARED_BYTES = _GIB
 """Bytes of /dev/shm besides snapshots: batches of loader processes, rings of collectives."""
 
 
@@ -64,7 +64,7 @@ def build_memory_setting(
     micro_batches: int,
     instance_type: str,
     on_host: bool,
-    trained: Trained | None = None,
+    trained: TrainedParameters | None = None,
 ) -> MemorySetting:
     """Return the division of a configuration's model at a size with this many shares of the batch."""
     automatic = config.backend is BackendChoice.AUTO and instance_type.startswith("trn1")
@@ -87,7 +87,7 @@ def build_memory_setting(
         micro_batches=micro_batches,
         snapshots=config.checkpoint.memory.every_steps > 0,
         buddies=config.checkpoint.memory.buddies > 0,
-        layouts=Layouts.NXD if nxd else Layouts.NATIVE,
+        layouts=WeightLayout.NXD if nxd else WeightLayout.NATIVE,
         on_host=on_host and not instance_type.startswith("trn"),
         trained=trained,
     )
@@ -101,13 +101,13 @@ def estimate_at_size(
     Only a worker knows a model that a file describes, and the frozen part of one.
     """
     model = config.model.known_shape()
-    if model is None or config.tuning.freezes or not shape.passes(nodes):
+    if model is None or config.tuning.freezes or not shape.micro_batches(nodes):
         return None
     setting = build_memory_setting(
         config,
         data_parallel=shape.data_parallel(nodes),
         processes_per_node=shape.cores_per_node,
-        micro_batches=shape.passes(nodes),
+        micro_batches=shape.micro_batches(nodes),
         instance_type=accelerator.instance_type or "",
         on_host=accelerator.device is Device.CPU,
     )
@@ -121,7 +121,7 @@ def compute_worker_requests(
 
     A program has no configuration, so it gets the least that any process needs.
     """
-    processes, share = shape.cores_per_node, _compute_share(accelerator)
+    processes, share = shape.cores_per_node, _compute_node_share(accelerator)
     memory_size = share.host_bytes
     # Divided state is largest on the fewest nodes, and copies for a buddy need two.
     sizes = islice((nodes for nodes in range(1, 2 * shape.group + 1) if shape.is_legal(nodes)), 2)
@@ -130,15 +130,15 @@ def compute_worker_requests(
     if memory_size:
         memory = max((estimate.host for estimate in known), default=processes * _GIB)
         return WorkerRequests(
-            memory=min(memory, int(memory_size * _LARGEST_SHARE)),
-            milli_cpu=min(1000 * (processes + 1), int(1000 * share.vcpus * _LARGEST_SHARE)),  # one for the agent
-            shared_memory=int(memory_size * SHARED_SHARE),
+            memory=min(memory, int(memory_size * _MAX_NODE_SHARE)),
+            milli_cpu=min(1000 * (processes + 1), int(1000 * share.vcpus * _MAX_NODE_SHARE)),  # one for the agent
+            shared_memory=int(memory_size * SHARED_MEMORY_SHARE),
         )
     shared = max((estimate.shared_memory for estimate in known), default=None)
     return WorkerRequests(
-        memory=processes * _LEAST_PROCESS,
-        milli_cpu=processes * _LEAST_CPU,
-        shared_memory=None if shared is None else shared + shared // 8 + _OTHER_SHARED,
+        memory=processes * _MIN_PROCESS_BYTES,
+        milli_cpu=processes * _MIN_PROCESS_MILLI_CPU,
+        shared_memory=None if shared is None else shared + shared // 8 + _OTHER_SHARED_BYTES,
     )
 
 
@@ -155,9 +155,10 @@ def explain_misfit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: 
     if estimate is None or estimate.state <= memory_size:
         return ""
     return (
-        f"A core of {accelerator.instance_type} has {_gib(memory_size)}, but on {nodes} nodes a process needs "
-        f"{_gib(estimate.state)} for weights, gradients and optimizer alone ({estimate.parameters:,} parameters): "
-        "raise parallelism.tensor or pipeline, divide more with trainer.dataParallel, or take a type with more memory"
+        f"A core of {accelerator.instance_type} has {_format_gib(memory_size)}, but on {nodes} nodes a process needs "
+        f"{_format_gib(estimate.state)} for weights, gradients and optimizer alone ({estimate.parameters:,} "
+        "parameters): raise parallelism.tensor or pipeline, divide more with trainer.dataParallel, or take a type with "
+        "more memory"
     )
 
 
@@ -181,23 +182,23 @@ def smallest_fitting_size(
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _NodeShare:
     """A worker's share of its node; zeros if unknown."""
 
     host_bytes: int = 0
     vcpus: float = 0.0
 
 
-def _compute_share(accelerator: AcceleratorSpec) -> _Share:
+def _compute_node_share(accelerator: AcceleratorSpec) -> _NodeShare:
     """Return the worker's share, by its share of the devices."""
     instance = accelerator.instance()
     if instance is None or accelerator.device is not Device.NEURON:
-        return _Share()
+        return _NodeShare()
     requested = accelerator.resources.get("aws.amazon.com/neuron", "")
     devices = int(requested) if requested.isdecimal() else accelerator.claimed_devices() or instance.devices
     devices = min(devices, instance.devices)
-    return _Share(instance.host_bytes * devices // instance.devices, instance.vcpus * devices / instance.devices)
+    return _NodeShare(instance.host_bytes * devices // instance.devices, instance.vcpus * devices / instance.devices)
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / _GIB:,.1f} GiB"

@@ -12,7 +12,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from trainium_contract.base import ContractModel, Matching
+from trainium_contract.base import ContractModel, MatchesPattern
 
 MAX_COMMAND = 16_384
 """Characters of the command and its arguments together: Linux limits the length of the variable that passes them."""
@@ -22,12 +22,14 @@ _STEP_PLACE = "{step}"
 _Argument = Annotated[str, Field(max_length=4096)]
 _Arguments = Annotated[tuple[_Argument, ...], Field(max_length=256)]
 _AbsolutePath = Annotated[
-    str, Field(max_length=1024), Matching(r"/[^\x00]*", "write an absolute path, for instance /checkpoints/run")
+    str, Field(max_length=1024), MatchesPattern(r"/[^\x00]*", "write an absolute path, for instance /checkpoints/run")
 ]
 _Module = Annotated[
     str,
     Field(max_length=128),
-    Matching(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "write the name of a Python module, for instance torch.distributed"),
+    MatchesPattern(
+        r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "write the name of a Python module, for instance torch.distributed"
+    ),
 ]
 _Samples = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -69,7 +71,7 @@ class ProgramCheckpoints(ContractModel):
     committed: Annotated[
         str,
         Field(max_length=512),
-        Matching(
+        MatchesPattern(
             r"[^/{}\x00][^{}\x00]*\{step\}[^{}\x00]*|\{step\}[^{}\x00]*",
             "write a path below checkpoints.path with {step} once, for instance step-{step}/.metadata",
         ),

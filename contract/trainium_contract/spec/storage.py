@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel, Matching
+from trainium_contract.base import ContractModel, MatchesPattern
 from trainium_contract.trainer.addresses import OBJECT_STORES
 from trainium_contract.trainer.checkpoint import DurableTierConfig, JobLabel, MemoryTierConfig, Milestones
 
@@ -16,7 +16,7 @@ _SEGMENT = rf"({_NO_DOT}{_ANY}*|\.{_NO_DOT}{_ANY}*|\.\.{_ANY}+)"
 SubPath = Annotated[
     str,
     Field(max_length=512),
-    Matching(
+    MatchesPattern(
         rf"{_SEGMENT}(/+{_SEGMENT})*/*",
         "write names of folders separated by /, for instance runs/llama: no / at the start, no . or .. as a name, and "
         "no blanks",
@@ -29,7 +29,9 @@ class HostPathStorageSpec(ContractModel):
     """A folder on every node: one machine, or a shared mount such as FSx at the same path."""
 
     path: Annotated[
-        str, Field(max_length=1024), Matching(r"/[^\x00]*", "write an absolute path, for instance /shared/checkpoints")
+        str,
+        Field(max_length=1024),
+        MatchesPattern(r"/[^\x00]*", "write an absolute path, for instance /shared/checkpoints"),
     ]
     """Absolute path. A kubelet creates a missing one for root: make it writable for the workers' user (1000)."""
 
@@ -57,7 +59,7 @@ class StorageSpec(ContractModel):
         Annotated[
             str,
             Field(max_length=1024),
-            Matching(
+            MatchesPattern(
                 rf"({'|'.join(OBJECT_STORES)})://[a-z0-9][a-z0-9._-]{{1,61}}[a-z0-9](/[^/]+)*",
                 "write s3://bucket or s3://bucket/prefix: a bucket has 3 to 63 small letters, digits, dots and "
                 "hyphens, a prefix no / at its end",

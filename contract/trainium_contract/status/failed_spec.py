@@ -25,9 +25,9 @@ MAX_FIELDS = 256
 MAX_CHANGES = 32
 _LONGEST_PATH = 160
 _LONGEST_VALUE = 100
-_REST = "…"
+_OMITTED_FIELDS = "…"
 """All fields beyond the bound, as one."""
-_NEVER_SHOWN = "workers.template."
+_REDACTED_PREFIX = "workers.template."
 
 
 class SpecField(StatusModel):
@@ -61,14 +61,14 @@ class FailedSpecStatus(StatusModel):
 
 def record_failed_spec(spec: Mapping[str, Any]) -> FailedSpecStatus:
     """Record a spec in its wire form, with no changes since."""
-    return FailedSpecStatus(fields=_fields(spec), changes=())
+    return FailedSpecStatus(fields=_spec_fields(spec), changes=())
 
 
 def compare_failed_spec(record: FailedSpecStatus, spec: Mapping[str, Any]) -> FailedSpecStatus:
     """Compare the record with this spec."""
     if not record.fields:
         return record
-    was, now = ({item.field: item.value for item in fields} for fields in (record.fields, _fields(spec)))
+    was, now = ({item.field: item.value for item in fields} for fields in (record.fields, _spec_fields(spec)))
     changes = (
         SpecChange(field=name, was=was.get(name, ""), now=now.get(name, ""))
         for name in sorted(was.keys() | now.keys())
@@ -77,31 +77,31 @@ def compare_failed_spec(record: FailedSpecStatus, spec: Mapping[str, Any]) -> Fa
     return record.replaced(changes=tuple(changes)[:MAX_CHANGES])
 
 
-def _fields(spec: Mapping[str, Any]) -> tuple[SpecField, ...]:
-    leaves = sorted(_leaves("", spec))
+def _spec_fields(spec: Mapping[str, Any]) -> tuple[SpecField, ...]:
+    leaves = sorted(_iterate_leaves("", spec))
     shown, omitted = leaves[:MAX_FIELDS], leaves[MAX_FIELDS:]
     if omitted:
         shown, omitted = leaves[: MAX_FIELDS - 1], leaves[MAX_FIELDS - 1 :]
-    fields = [SpecField(field=_truncate(path, _LONGEST_PATH), value=_value(path, text)) for path, text in shown]
+    fields = [SpecField(field=_truncate(path, _LONGEST_PATH), value=_redact_value(path, text)) for path, text in shown]
     if omitted:
-        fields.append(SpecField(field=_REST, value=f"#{_digest(json.dumps(omitted))}"))
+        fields.append(SpecField(field=_OMITTED_FIELDS, value=f"#{_digest(json.dumps(omitted))}"))
     return tuple(fields)
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
+def _iterate_leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield the path of each leaf with its JSON; a list of plain values is one leaf."""
     if isinstance(value, dict) and value:
         for key, each in value.items():
-            yield from _leaves(f"{path}.{key}" if path else str(key), each)
+            yield from _iterate_leaves(f"{path}.{key}" if path else str(key), each)
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
         for index, each in enumerate(value):
-            yield from _leaves(f"{path}[{index}]", each)
+            yield from _iterate_leaves(f"{path}[{index}]", each)
     elif path:
         yield path, json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
-def _value(path: str, text: str) -> str:
-    if path.startswith(_NEVER_SHOWN):
+def _redact_value(path: str, text: str) -> str:
+    if path.startswith(_REDACTED_PREFIX):
         return f"#{_digest(text)}"
     shown = redact_secrets(text)
     return _truncate(shown, _LONGEST_VALUE) if shown == text else f"{shown[:_LONGEST_VALUE]}#{_digest(text)}"

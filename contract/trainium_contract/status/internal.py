@@ -17,7 +17,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
 
-WINDOW = 15
+WINDOW_SAMPLES = 15
 """Samples of the step time in one window."""
 
 
@@ -65,7 +65,7 @@ class StepWindow(StatusModel):
     """Newest step that was counted."""
     at: float | None = None
     """When it ended, by its agent's clock; absent while no sample may begin."""
-    samples: Annotated[tuple[float, ...], Field(max_length=WINDOW)] = ()
+    samples: Annotated[tuple[float, ...], Field(max_length=WINDOW_SAMPLES)] = ()
     """Seconds per step."""
 
 
@@ -105,7 +105,7 @@ class InternalStatus(StatusModel):
     """Counted failures within the largest budget window, oldest first."""
 
 
-_WITHIN: dict[str, type[StatusModel]] = {
+_PARTS_BY_PATH: dict[str, type[StatusModel]] = {
     "": InternalStatus,
     "goodput.": InternalGoodput,
     "idleNodes.": InternalIdleNodes,
@@ -116,5 +116,7 @@ _WITHIN: dict[str, type[StatusModel]] = {
 def internal_fields() -> frozenset[str]:
     """Return the paths below `status`, as on the wire, of all internal fields; a path includes all below it."""
     return frozenset(
-        f"{place}{field.alias or name}" for place, part in _WITHIN.items() for name, field in part.model_fields.items()
+        f"{place}{field.alias or name}"
+        for place, part in _PARTS_BY_PATH.items()
+        for name, field in part.model_fields.items()
     )

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 
 from trainium_contract.base import MessageModel, Text
 
-_LARGEST = 2**53
+_MAX_SAFE_INTEGER = 2**53
 MAX_ARTIFACTS = 8
 """Newest artifacts that are reported and shown."""
 MAX_FIGURES = 16
@@ -39,7 +39,7 @@ class RunStage(StrEnum):
         return tuple(RunStage).index(self)
 
     @staticmethod
-    def of(name: str) -> RunStage:
+    def parse(name: str) -> RunStage:
         """Return the stage of this name; `TRAIN` for another name that a program uses."""
         return RunStage(name) if name in tuple(RunStage) else RunStage.TRAIN
 
@@ -48,20 +48,20 @@ StageName = Annotated[str, Field(max_length=32)]
 """A RunStage; readers treat an unknown stage as one after the last step."""
 
 
-def _finite(value: float | None) -> float | None:
+def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-Figure = Annotated[float | None, AfterValidator(_finite)]
+Figure = Annotated[float | None, AfterValidator(_finite_or_none)]
 """A measured value; absent if it was not a finite number."""
 
 
 class StepFigures(MessageModel):
     """Figures of the newest finished optimizer step."""
 
-    step: int = Field(ge=0, le=_LARGEST, default=0)
+    step: int = Field(ge=0, le=_MAX_SAFE_INTEGER, default=0)
     """Newest finished optimizer step."""
-    total_steps: int = Field(ge=0, le=_LARGEST, default=0)
+    total_steps: int = Field(ge=0, le=_MAX_SAFE_INTEGER, default=0)
     """Steps of the whole run; 0 while epochs decide and the trainer has not read its data."""
     loss: Figure = None
     """Loss of that step."""
@@ -80,7 +80,7 @@ class Alert(MessageModel):
 
     kind: Annotated[str, Field(max_length=64)]
     """`LossSpike`, `LossAlarm` or `StepSkipped`."""
-    step: int = Field(ge=0, le=_LARGEST)
+    step: int = Field(ge=0, le=_MAX_SAFE_INTEGER)
     """The step that raised it."""
     message: Text = ""
     """Evidence of it, and what to do."""
@@ -93,13 +93,13 @@ class ArtifactReport(MessageModel):
     """`Adapter` or `Model`."""
     path: Annotated[str, Field(min_length=1, max_length=1024)]
     """Its place: a folder as the workers see it, or s3://bucket/prefix."""
-    step: int = Field(ge=0, le=_LARGEST)
+    step: int = Field(ge=0, le=_MAX_SAFE_INTEGER)
     """Optimizer step of its weights."""
-    bytes: int = Field(ge=0, le=_LARGEST, default=0)
+    bytes: int = Field(ge=0, le=_MAX_SAFE_INTEGER, default=0)
     """Size of all its files."""
     digest: Annotated[str, Field(max_length=128)] = ""
     """Checksum over its files; the same weights and settings give the same checksum."""
-    tokens: int = Field(ge=0, le=_LARGEST, default=0)
+    tokens: int = Field(ge=0, le=_MAX_SAFE_INTEGER, default=0)
     """Valid tokens trained on up to that step."""
 
 
@@ -119,17 +119,17 @@ class EvaluationFigure(MessageModel):
 class MilestoneEvaluation(MessageModel):
     """Figures of a milestone's model, which a pod beside the workers measures."""
 
-    step: int = Field(ge=0, le=_LARGEST)
+    step: int = Field(ge=0, le=_MAX_SAFE_INTEGER)
     """Optimizer step of the model's weights."""
-    tokens: int = Field(ge=0, le=_LARGEST, default=0)
+    tokens: int = Field(ge=0, le=_MAX_SAFE_INTEGER, default=0)
     """Valid tokens trained on up to that step."""
     path: Annotated[str, Field(min_length=1, max_length=1024)]
     """The model: a folder as the workers see it, or s3://bucket/prefix."""
-    bytes: int = Field(ge=0, le=_LARGEST, default=0)
+    bytes: int = Field(ge=0, le=_MAX_SAFE_INTEGER, default=0)
     """Size of its files."""
     figures: Annotated[tuple[EvaluationFigure, ...], Field(max_length=MAX_FIGURES)] = ()
     """Figures of the model, in `after`; empty until it is measured."""
-    failures: int = Field(ge=0, le=_LARGEST, default=0)
+    failures: int = Field(ge=0, le=_MAX_SAFE_INTEGER, default=0)
     """Pods that failed to measure it; after three it is skipped."""
     message: Text = ""
     """Why it is not measured yet, or not at all."""
@@ -147,7 +147,7 @@ class RunResults(MessageModel):
 
     def with_artifact(self, report: ArtifactReport) -> RunResults:
         """Return the results with an artifact, which replaces an earlier report of the same kind, step and path."""
-        others = tuple(artifact for artifact in self.artifacts if _place(artifact) != _place(report))
+        others = tuple(artifact for artifact in self.artifacts if _artifact_key(artifact) != _artifact_key(report))
         return self.replaced(artifacts=(*others, report)[-MAX_ARTIFACTS:])
 
     def with_evaluation(self, figures: tuple[EvaluationFigure, ...]) -> RunResults:
@@ -155,5 +155,5 @@ class RunResults(MessageModel):
         return self.replaced(evaluation=figures[:MAX_FIGURES])
 
 
-def _place(report: ArtifactReport) -> tuple[str, int, str]:
+def _artifact_key(report: ArtifactReport) -> tuple[str, int, str]:
     return report.kind, report.step, report.path

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel, Matching
+from trainium_contract.base import ContractModel, MatchesPattern
 
 _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -38,7 +38,7 @@ class PushConfig(ContractModel):
     repo: Annotated[
         str,
         Field(min_length=1, max_length=128),
-        Matching(r"[\w.-]+/[\w.-]+", "write the name of a repository on the hub, owner/name"),
+        MatchesPattern(r"[\w.-]+/[\w.-]+", "write the name of a repository on the hub, owner/name"),
     ]
     """Name of the repository, for instance acme/llama3-support."""
     private: bool = True

@@ -10,14 +10,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel, Matching
+from trainium_contract.base import ContractModel, MatchesPattern
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
 JobLabel = Annotated[
     str,
     Field(max_length=317),
-    Matching(r"[a-z0-9][a-z0-9-]*/[a-z0-9][a-z0-9.-]*", "write namespace/name of a job, for instance team-a/llama"),
+    MatchesPattern(
+        r"[a-z0-9][a-z0-9-]*/[a-z0-9][a-z0-9.-]*", "write namespace/name of a job, for instance team-a/llama"
+    ),
 ]
 """`namespace/name` of a job."""
 

@@ -52,7 +52,7 @@ class BatchConfig(ContractModel):
 
     @model_validator(mode="after")
     def _fit_defaults(self) -> Self:
-        self.fit_default("global_size", max(self.global_size, self.micro_size))
+        self.set_if_omitted("global_size", max(self.global_size, self.micro_size))
         return self
 
 
@@ -143,7 +143,7 @@ class TrainingConfig(TrainerSpec):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
-        if self.tuning.method is TuningMethod.LORA and self.precision.keeps_half:
+        if self.tuning.method is TuningMethod.LORA and self.precision.has_bfloat16_state:
             raise ValueError(
                 "precision is BFloat16Stochastic but tuning.method is LoRA, whose adapters are in float32: use BFloat16"
             )

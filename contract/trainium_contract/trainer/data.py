@@ -11,7 +11,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from trainium_contract.base import ContractModel, Matching, derived
+from trainium_contract.base import ContractModel, MatchesPattern, derived
 from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
 
 SMALLEST_VOCABULARY = 300
@@ -21,7 +21,7 @@ _Column = Annotated[str, Field(min_length=1, max_length=128)]
 _HubPart = Annotated[
     str,
     Field(min_length=1, max_length=128),
-    Matching(r"[\w.-][\w./-]*", "write letters, digits, '.', '_', '-' and '/', as in refs/convert/parquet"),
+    MatchesPattern(r"[\w.-][\w./-]*", "write letters, digits, '.', '_', '-' and '/', as in refs/convert/parquet"),
 ]
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -46,7 +46,7 @@ class HubConfig(ContractModel):
     dataset: Annotated[
         str,
         Field(min_length=1, max_length=128),
-        Matching(r"[\w.-]+(/[\w.-]+)?", "write the name of a data set on the hub, owner/name"),
+        MatchesPattern(r"[\w.-]+(/[\w.-]+)?", "write the name of a data set on the hub, owner/name"),
     ]
     """Name of the data set, for instance nyu-mll/glue."""
     name: _HubPart | None = None

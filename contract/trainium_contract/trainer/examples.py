@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.base import ContractModel, Matching
+from trainium_contract.base import ContractModel, MatchesPattern
 
 _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 _Column = Annotated[str, Field(min_length=1, max_length=128)]
@@ -20,7 +20,7 @@ _Template = Annotated[str, Field(min_length=1, max_length=8192)]
 _Function = Annotated[
     str,
     Field(min_length=3, max_length=1024),
-    Matching(
+    MatchesPattern(
         r".+:[A-Za-z_][A-Za-z0-9_]*", "write module:name or /path/file.py:name, for instance my_package.records:read"
     ),
 ]

@@ -96,16 +96,16 @@ class RopeScaling(ContractModel):
                 f"model.ropeScaling.factor is not given, but model.ropeScaling.kind is {self.kind}: give the ratio of "
                 "the longest sequence to that before scaling"
             )
-        self.fit_default("low_frequency_factor", min(1.0, self.high_frequency_factor / 4))
-        self.fit_default("high_frequency_factor", min(1024.0, max(4.0, self.low_frequency_factor * 4)))
+        self.set_if_omitted("low_frequency_factor", min(1.0, self.high_frequency_factor / 4))
+        self.set_if_omitted("high_frequency_factor", min(1024.0, max(4.0, self.low_frequency_factor * 4)))
         if self.low_frequency_factor >= self.high_frequency_factor:
             msg = (
                 f"model.ropeScaling.lowFrequencyFactor is {self.low_frequency_factor} but highFrequencyFactor is "
                 f"{self.high_frequency_factor}: the low one must be the smaller; Llama 3.1 has 1 and 4"
             )
             raise ValueError(msg)
-        self.fit_default("fast_turns", min(1024.0, max(32.0, self.slow_turns * 2)))
-        self.fit_default("slow_turns", min(1.0, self.fast_turns / 2))
+        self.set_if_omitted("fast_turns", min(1024.0, max(32.0, self.slow_turns * 2)))
+        self.set_if_omitted("slow_turns", min(1.0, self.fast_turns / 2))
         if self.slow_turns >= self.fast_turns:
             msg = (
                 f"model.ropeScaling.slowTurns is {self.slow_turns} but fastTurns is {self.fast_turns}: the slow one "

@@ -13,12 +13,12 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from trainium_contract.base import ContractModel, Matching
+from trainium_contract.base import ContractModel, MatchesPattern
 
 CompilerFlag = Annotated[
     str,
     Field(min_length=2, max_length=512),
-    Matching(r"-.*", "write one option as on a command line, for instance --enable-saturate-infinity"),
+    MatchesPattern(r"-.*", "write one option as on a command line, for instance --enable-saturate-infinity"),
 ]
 """One option of neuronx-cc as on a command line, for instance `--enable-saturate-infinity`."""
 

@@ -46,7 +46,7 @@ class Precision(StrEnum):
     small ones are not lost on average. Sums of gradients in float32."""
 
     @property
-    def keeps_half(self) -> bool:
+    def has_bfloat16_state(self) -> bool:
         """Return whether weights and moments are in bfloat16."""
         return self is Precision.BFLOAT16_STOCHASTIC
 

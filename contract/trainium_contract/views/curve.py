@@ -15,7 +15,7 @@ from trainium_contract.views.raw import integer, number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-MOST_POINTS = 1500
+MAX_POINTS = 1500
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class CurvePoint:
     tokens_per_second: float | None
 
 
-def read_curve(lines: Iterable[str], most: int = MOST_POINTS) -> tuple[CurvePoint, ...]:
+def read_curve(lines: Iterable[str], most: int = MAX_POINTS) -> tuple[CurvePoint, ...]:
     """Parse the curve without truncated lines and lines that are not a step."""
     points = []
     for line in lines:
@@ -46,7 +46,7 @@ def read_curve(lines: Iterable[str], most: int = MOST_POINTS) -> tuple[CurvePoin
         points.append(
             CurvePoint(step, loss, loss, loss, number(record, "validationLoss"), number(record, "tokensPerSecond"))
         )
-    return _thin_out(points, most)
+    return _downsample(points, most)
 
 
 class LiveCurve:
@@ -57,7 +57,7 @@ class LiveCurve:
 
     __slots__ = ("_most", "_points")
 
-    def __init__(self, most: int = MOST_POINTS, points: Sequence[CurvePoint] = ()) -> None:
+    def __init__(self, most: int = MAX_POINTS, points: Sequence[CurvePoint] = ()) -> None:
         """`points`: the known part of the curve."""
         self._most = max(2, most)
         self._points: list[CurvePoint] = list(points)
@@ -71,7 +71,7 @@ class LiveCurve:
             points.pop()
         points.append(CurvePoint(step, loss, loss, loss, None, tokens_per_second))
         if len(points) > self._most:
-            self._points = list(_thin_out(points, self._most // 2))
+            self._points = list(_downsample(points, self._most // 2))
 
     @property
     def points(self) -> tuple[CurvePoint, ...]:
@@ -79,7 +79,7 @@ class LiveCurve:
         return tuple(self._points)
 
 
-def _thin_out(points: Sequence[CurvePoint], most: int) -> tuple[CurvePoint, ...]:
+def _downsample(points: Sequence[CurvePoint], most: int) -> tuple[CurvePoint, ...]:
     if len(points) <= most:
         return tuple(points)
     edges = [len(points) * at // most for at in range(most + 1)]

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 STAGES = ("detect", "decide", "restart", "load", "replay")
 """Stages of a recovery, in their order."""
-_MEANT = {"decide": "wait for a worker"}
+_STAGE_EXPLANATIONS = {"decide": "wait for a worker"}
 """Explanations of stages whose names in the status are too short (docs/goodput.md, Lost time)."""
-ANSWERS = {
+RUNG_DESCRIPTIONS = {
     "InPlace": "processes restarted in place, pods kept",
     "Spare": "a warm spare took the rank",
     "Replace": "a new pod took the rank",
@@ -56,7 +56,7 @@ class InterruptionView:
 
     @property
     def stopped(self) -> bool:
-        """Whether it ended the job."""
+        """Return whether it ended the job."""
         return self.rung == "Stop"
 
     @property
@@ -67,7 +67,7 @@ class InterruptionView:
     @property
     def answer(self) -> str:
         """Return the operator's response as text."""
-        return ANSWERS.get(self.rung, self.rung)
+        return RUNG_DESCRIPTIONS.get(self.rung, self.rung)
 
 
 def read_interruptions(status: StatusReader[PublicStatus]) -> tuple[InterruptionView, ...]:
@@ -77,13 +77,13 @@ def read_interruptions(status: StatusReader[PublicStatus]) -> tuple[Interruption
 
 def describe_stage(name: str) -> str:
     """Describe a stage of the ledger by its name in the status, in either case."""
-    meant = _MEANT.get(name.lower())
-    return f"{name} ({meant})" if meant else name
+    explanation = _STAGE_EXPLANATIONS.get(name.lower())
+    return f"{name} ({explanation})" if explanation else name
 
 
-def format_ranks(first: int, per: int) -> str:
+def format_ranks(first: int, count: int) -> str:
     """Format the ranks of a worker: `3`, or `96-127`."""
-    return f"{first}-{first + per - 1}" if per > 1 else f"{first}"
+    return f"{first}-{first + count - 1}" if count > 1 else f"{first}"
 
 
 def _rank(entry: StatusReader[Interruption]) -> int | None:

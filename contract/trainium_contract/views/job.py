@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.spec.managed_by import is_managed_here
 from trainium_contract.views.goodput import CostView, GoodputView, build_goodput_view
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
-from trainium_contract.views.raw import integer, mapping, objects, parse_rfc3339, plain, text
+from trainium_contract.views.raw import integer, mapping, objects, parse_rfc3339, strip_control_characters, text
 from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
@@ -303,10 +303,14 @@ def _model(spec: Mapping[str, Any]) -> str:
         # A script has line breaks, which the page does not.
         command_parts = (program.get("command"), program.get("args"))
         words = " ".join(str(word) for part in command_parts if isinstance(part, list) for word in part).split()
-        command = plain(" ".join(words))
+        command = strip_control_characters(" ".join(words))
         return command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]}..."
     model = mapping(mapping(spec, "trainer"), "model")
-    return text(model, "preset") or plain(str(mapping(model, "weights").get("path") or "")) or "model of its own shape"
+    return (
+        text(model, "preset")
+        or strip_control_characters(str(mapping(model, "weights").get("path") or ""))
+        or "model of its own shape"
+    )
 
 
 def _manager(spec: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ _CONTROL = re.compile(
 )
 
 
-def plain(text: str) -> str:
+def strip_control_characters(text: str) -> str:
     """Remove control characters and halves of surrogate pairs from a text, except line breaks and tabs."""
     return _CONTROL.sub("", text)
 
@@ -26,7 +26,7 @@ def plain(text: str) -> str:
 def text(source: Any, key: str) -> str:
     """Return a string; empty when there is none."""
     value = source.get(key) if isinstance(source, Mapping) else None
-    return plain(value) if isinstance(value, str) else ""
+    return strip_control_characters(value) if isinstance(value, str) else ""
 
 
 def number(source: Any, key: str) -> float | None:
@@ -62,7 +62,9 @@ def objects(source: Any, key: str) -> list[Mapping[str, Any]]:
 def numbers(source: Any, key: str) -> dict[str, float]:
     """Return an object of numbers; other entries are left out."""
     entries = mapping(source, key)
-    return {plain(str(name)): value for name in entries if (value := number(entries, name)) is not None}
+    return {
+        strip_control_characters(str(name)): value for name in entries if (value := number(entries, name)) is not None
+    }
 
 
 def parse_rfc3339(stamp: str) -> float | None:

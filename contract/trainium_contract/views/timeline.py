@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 from trainium_contract.views.interruptions import format_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from trainium_contract.views.interruptions import InterruptionView
     from trainium_contract.views.workers import Members, PodRow
 
-MOST_ROWS = 40
-FEW_ROWS = 12
+MAX_ROWS = 40
+MIN_ROWS = 12
 """Up to this many rows, members without recorded changes are shown too."""
 _IN_PLACE = "InPlace"
 _HEALTHY_STATES = frozenset({"Running", "Completed"})
@@ -50,6 +50,8 @@ _PRECEDENCE = (
     WorkerState.UNKNOWN,
 )
 """The order of precedence of two states at one time."""
+_UNCHANGED = 4
+"""Priority of a member without recorded changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,67 +83,66 @@ class Timeline:
     """Other rows that are left out."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """Records about one worker."""
+
+    name: str
+    pod: PodRow | None
+    entries: Sequence[InterruptionView]
+    ranks: str | None
+    """Ranks as a member of the current generation; None for a worker that is not a member now."""
+    in_membership: bool
+    """Whether the current generation names it."""
+
+    @property
+    def is_unhealthy(self) -> bool:
+        """Return whether its pod exists and neither runs nor has completed."""
+        return self.pod is not None and self.pod.state not in _HEALTHY_STATES
+
+    def priority(self, begin: float) -> int:
+        """Rank its row; the lowest is the most informative."""
+        if self.is_unhealthy:
+            return 0
+        if self.entries:
+            return 1
+        if self.pod is not None and not self.in_membership:
+            return 2
+        is_new = self.pod is not None and self.pod.created is not None and self.pod.created > begin + 600.0
+        return 3 if is_new else _UNCHANGED
+
+
 def build_timeline(
     entries: Sequence[InterruptionView],
     pods: Sequence[PodRow],
     members: Members | None,
-    ranks: Mapping[str, str],
     *,
     begin: float,
     end: float,
     first_step: float | None = None,
     job_ended: bool = False,
 ) -> Timeline:
-    """Build the timeline between two times; `ranks` maps each member to its ranks."""
-    starts = _find_start_times(entries, begin if first_step is None else max(begin, first_step))
+    """Build the timeline between two times, Unix seconds."""
+    builder = _RowBuilder(entries, members, begin, end, first_step)
     pods_by_name = {pod.name: pod for pod in pods}
     interruptions: dict[str, list[InterruptionView]] = {}
     for entry in entries:
         if entry.pod and entry.at is not None:
             interruptions.setdefault(entry.pod, []).append(entry)
-    ranks_by_pod = {} if members is None else {row.pod: ranks.get(row.pod, "") for row in members.rows}
-    generation_started_at = None if members is None else starts.get(members.generation, max(starts.values()))
-    processes_per_node = 1 if members is None else members.processes_per_node
+    ranks_by_pod = {} if members is None else members.ranks_by_pod
     rows: list[tuple[int, float, WorkerRow]] = []
     for name in dict.fromkeys([*interruptions, *pods_by_name, *ranks_by_pod]):
-        pod, pod_entries = pods_by_name.get(name), interruptions.get(name, [])
-        is_member = generation_started_at is not None and (job_ended or pod is not None)
-        row = _build_row(
-            name,
-            pod,
-            pod_entries,
-            ranks_by_pod.get(name) if is_member else None,
-            generation_started_at,
-            starts,
-            begin,
-            end,
-            members_known=members is not None,
-            per=processes_per_node,
-        )
-        newest = max((entry.at or 0.0 for entry in pod_entries), default=0.0)
-        rows.append((_priority(pod, pod_entries, name in ranks_by_pod, begin), -newest, row))
+        pod = pods_by_name.get(name)
+        ranks = ranks_by_pod.get(name) if job_ended or pod is not None else None
+        worker = _Worker(name, pod, interruptions.get(name, []), ranks, name in ranks_by_pod)
+        newest = max((entry.at or 0.0 for entry in worker.entries), default=0.0)
+        rows.append((worker.priority(begin), -newest, builder.build(worker)))
     rows.sort(key=lambda priority_and_row: priority_and_row[:2])
     informative = sum(priority < _UNCHANGED for priority, _, _ in rows)
-    shown_count = min(MOST_ROWS, max(informative, FEW_ROWS))
+    shown_count = min(MAX_ROWS, max(informative, MIN_ROWS))
     quiet = sum(priority == _UNCHANGED for priority, _, _ in rows[shown_count:])
     left_out = max(0, len(rows) - shown_count) - quiet
     return Timeline(tuple(row for _, _, row in rows[:shown_count] if row.segments), quiet, left_out)
-
-
-_UNCHANGED = 4
-"""Priority of a member without recorded changes."""
-
-
-def _priority(pod: PodRow | None, entries: Sequence[InterruptionView], member: bool, begin: float) -> int:
-    """Rank a worker's row; the lowest is the most informative."""
-    if pod is not None and pod.state not in _HEALTHY_STATES:
-        return 0
-    if entries:
-        return 1
-    if pod is not None and not member:
-        return 2
-    late = pod is not None and pod.created is not None and pod.created > begin + 600.0
-    return 3 if late else _UNCHANGED
 
 
 def _find_start_times(entries: Iterable[InterruptionView], begin: float) -> dict[int, float]:
@@ -153,79 +154,71 @@ def _find_start_times(entries: Iterable[InterruptionView], begin: float) -> dict
     return start_times
 
 
-def _build_row(
-    name: str,
-    pod: PodRow | None,
-    entries: Sequence[InterruptionView],
-    ranks: str | None,
-    current_since: float | None,
-    starts: Mapping[int, float],
-    begin: float,
-    end: float,
-    *,
-    members_known: bool,
-    per: int,
-) -> WorkerRow:
-    created = pod.created if pod is not None else None
-    existed_before = created is None or any((entry.at or end) < created for entry in entries)
-    first = begin if created is None or existed_before else max(begin, created)
-    segments: list[Segment] = []
-    for entry in entries:
-        at = entry.at if entry.at is not None else begin
-        since = max(starts.get(entry.generation, at), first)
-        unresolved_seconds = 0.0 if entry.stopped else end - at
-        lost = entry.recovered_seconds if entry.recovered_seconds is not None else unresolved_seconds
-        text = f"{name} on {entry.node or 'no node'}: {entry.cause} -> {entry.rung}"
-        current_ranks = ranks if current_since is not None and since >= current_since else None
-        segments += [
-            _segment_until_interruption(name, entry, since, at, current_ranks, per),
-            Segment(at, at + lost, WorkerState.FAILED, text),
-        ]
-    if pod is not None or ranks is not None:
-        segments += _current_segments(
-            name, pod, ranks, current_since, max(first, created or first), end, members_known=members_known
+class _RowBuilder:
+    """Builds the rows of a timeline; times in Unix seconds."""
+
+    def __init__(
+        self,
+        entries: Sequence[InterruptionView],
+        members: Members | None,
+        begin: float,
+        end: float,
+        first_step: float | None,
+    ) -> None:
+        self._begin, self._end = begin, end
+        self._starts = _find_start_times(entries, begin if first_step is None else max(begin, first_step))
+        self._members = members
+        self._current_since = (
+            None if members is None else self._starts.get(members.generation, max(self._starts.values()))
         )
-    return WorkerRow(name, _merge_segments(segments, first, end, pod))
 
+    def build(self, worker: _Worker) -> WorkerRow:
+        """Return the row of a worker."""
+        created = worker.pod.created if worker.pod is not None else None
+        existed_before = created is None or any((entry.at or self._end) < created for entry in worker.entries)
+        first = self._begin if created is None or existed_before else max(self._begin, created)
+        segments: list[Segment] = []
+        for entry in worker.entries:
+            at = entry.at if entry.at is not None else self._begin
+            unresolved_seconds = 0.0 if entry.stopped else self._end - at
+            lost = entry.recovered_seconds if entry.recovered_seconds is not None else unresolved_seconds
+            text = f"{worker.name} on {entry.node or 'no node'}: {entry.cause} -> {entry.rung}"
+            segments += [
+                self._segment_until(entry, worker, max(self._starts.get(entry.generation, at), first), at),
+                Segment(at, at + lost, WorkerState.FAILED, text),
+            ]
+        if worker.pod is not None or worker.ranks is not None:
+            segments += self._current_segments(worker, max(first, created or first))
+        return WorkerRow(worker.name, _merge_segments(segments, first, self._end, worker.pod))
 
-def _segment_until_interruption(
-    name: str, entry: InterruptionView, since: float, at: float, current_ranks: str | None, per: int
-) -> Segment:
-    """Return a member's segment until an interruption, with its present or recorded ranks."""
-    if current_ranks is not None:
-        return Segment(since, at, WorkerState.TRAINED, f"{name}: ranks {current_ranks}")
-    if entry.rank is None:
-        text = f"{name}: member of generation {entry.generation}, rank not recorded"
-        return Segment(since, at, WorkerState.MEMBER, text)
-    text = f"{name}: ranks {format_ranks(entry.rank, per)} of generation {entry.generation}"
-    return Segment(since, at, WorkerState.TRAINED, text)
+    def _segment_until(self, entry: InterruptionView, worker: _Worker, since: float, at: float) -> Segment:
+        """Return a member's segment until an interruption, with its present or recorded ranks."""
+        if worker.ranks is not None and self._current_since is not None and since >= self._current_since:
+            return Segment(since, at, WorkerState.TRAINED, f"{worker.name}: ranks {worker.ranks}")
+        if entry.rank is None:
+            text = f"{worker.name}: member of generation {entry.generation}, rank not recorded"
+            return Segment(since, at, WorkerState.MEMBER, text)
+        ranks = format_ranks(entry.rank, 1 if self._members is None else self._members.processes_per_node)
+        text = f"{worker.name}: ranks {ranks} of generation {entry.generation}"
+        return Segment(since, at, WorkerState.TRAINED, text)
 
-
-def _current_segments(
-    name: str,
-    pod: PodRow | None,
-    ranks: str | None,
-    current_since: float | None,
-    first: float,
-    end: float,
-    *,
-    members_known: bool,
-) -> list[Segment]:
-    """Return the present segments of a worker."""
-    where = f"{name} on {(pod.node if pod is not None else '') or 'no node'}"
-    if pod is not None and pod.state == "Pending":
-        return [Segment(first, end, WorkerState.PENDING, f"{where}: pending")]
-    segments = []
-    if ranks is not None and current_since is not None:
-        segments = [Segment(max(first, current_since), end, WorkerState.TRAINED, f"{where}: ranks {ranks}")]
-    if pod is not None and pod.state not in _HEALTHY_STATES:
-        newest = max(first, end - (end - first) / 100)
-        segments.append(Segment(newest, end, WorkerState.FAILED, f"{where}: {pod.state}, since when is not recorded"))
-    if segments:
+    def _current_segments(self, worker: _Worker, first: float) -> list[Segment]:
+        """Return the present segments of a worker that has existed since `first`."""
+        pod, end = worker.pod, self._end
+        location = f"{worker.name} on {(pod.node if pod is not None else '') or 'no node'}"
+        if pod is not None and pod.state == "Pending":
+            return [Segment(first, end, WorkerState.PENDING, f"{location}: pending")]
+        current_since = None if self._current_since is None else max(first, self._current_since)
+        segments = []
+        if worker.ranks is not None and current_since is not None:
+            segments = [Segment(current_since, end, WorkerState.TRAINED, f"{location}: ranks {worker.ranks}")]
+        if pod is not None and worker.is_unhealthy:
+            newest = max(first, end - (end - first) / 100)
+            text = f"{location}: {pod.state}, since when is not recorded"
+            segments.append(Segment(newest, end, WorkerState.FAILED, text))
+        if not segments and pod is not None and pod.state == "Running" and current_since is not None:
+            segments = [Segment(current_since, end, WorkerState.SPARE, f"{location}: no member")]
         return segments
-    if members_known and pod is not None and pod.state == "Running" and current_since is not None:
-        return [Segment(max(first, current_since), end, WorkerState.SPARE, f"{where}: no member")]
-    return []
 
 
 def _merge_segments(segments: Sequence[Segment], first: float, end: float, pod: PodRow | None) -> tuple[Segment, ...]:

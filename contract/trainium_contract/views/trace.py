@@ -21,14 +21,14 @@ from trainium_contract.views.raw import integer, mapping, number, objects, text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_MOST_BYTES = 512 << 20
+_MAX_BYTES = 512 << 20
 _STEP = re.compile(r"(?:step |ProfilerStep#)(\d{1,18})")
-_IN_STEP = "step, outside its parts"
-_OUTSIDE = ", outside operators"
-_OTHER_VIEWS = frozenset({"Trace", "gpu_user_annotation", "python_function"})
+_STEP_SPAN = "step, outside its parts"
+_OUTSIDE_OPERATORS = ", outside operators"
+_REPEATED_CATEGORIES = frozenset({"Trace", "gpu_user_annotation", "python_function"})
 """Categories that repeat other spans."""
 _LONGEST_NAME = 48
-_SHOWN = 10
+_SHOWN_ROWS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ def parse_trace(data: bytes) -> Trace:
     if data[:2] == b"\x1f\x8b":
         unpacker = zlib.decompressobj(wbits=31)
         try:
-            data = unpacker.decompress(data, _MOST_BYTES)
+            data = unpacker.decompress(data, _MAX_BYTES)
         except zlib.error as error:
             raise ValueError(f"it is damaged ({error})") from error
         if unpacker.unconsumed_tail or not unpacker.eof:
-            raise ValueError(f"it is cut off or has more than {_MOST_BYTES >> 20} MiB")
+            raise ValueError(f"it is cut off or has more than {_MAX_BYTES >> 20} MiB")
     try:
         content = json.loads(data.decode(errors="replace"), strict=False)
     except (ValueError, RecursionError) as error:
@@ -98,23 +98,23 @@ def summarize_trace(trace: Trace) -> TraceSummary:
     annotations: list[tuple[tuple[str, str], float, str]] = []
     for event in objects(trace.content, "traceEvents"):
         start, length, name = number(event, "ts"), number(event, "dur"), text(event, "name")
-        if event.get("ph") != "X" or start is None or length is None or text(event, "cat") in _OTHER_VIEWS:
+        if event.get("ph") != "X" or start is None or length is None or text(event, "cat") in _REPEATED_CATEGORIES:
             continue
         thread = str(event.get("pid")), str(event.get("tid"))
         if step := _STEP.fullmatch(name):
-            lengths[int(step[1])], name = length, _IN_STEP
+            lengths[int(step[1])], name = length, _STEP_SPAN
         elif text(event, "cat") == "user_annotation":
             annotations.append((thread, length, name))
         threads[thread].append((start, length, name))
     parts: dict[str, list[float]] = {}
     for thread, length, name in annotations:
-        if any(span_name == _IN_STEP for _, _, span_name in threads[thread]):
+        if any(span_name == _STEP_SPAN for _, _, span_name in threads[thread]):
             parts.setdefault(name, []).append(length)
     seconds, calls = defaultdict[str, float](float), Counter[str]()
     for spans in threads.values():
         _add_self_times(spans, seconds, calls)
     ordered = sorted(seconds, key=lambda name: -seconds[name])
-    labels = {name: f"{name}{_OUTSIDE}" for name in parts}
+    labels = {name: f"{name}{_OUTSIDE_OPERATORS}" for name in parts}
     ends = [(start, start + length) for spans in threads.values() for start, length, _ in spans] or [(0.0, 0.0)]
     whole_trace = max(end for _, end in ends) - min(start for start, _ in ends)
     return TraceSummary(
@@ -189,7 +189,7 @@ def format_summaries(summaries: Sequence[TraceSummary]) -> Iterator[str]:
             continue
         yield ""
         yield f"{title:<{_LONGEST_NAME}} {'CALLS':>7}{heads}".rstrip()
-        for name in list(names)[:_SHOWN]:
+        for name in list(names)[:_SHOWN_ROWS]:
             yield _format_row(name, summaries, [{span.name: span for span in group} for group in groups])
 
 

@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.views.raw import integer, mapping, number, objects, plain, text
+from trainium_contract.views.interruptions import format_ranks
+from trainium_contract.views.raw import integer, mapping, number, objects, strip_control_characters, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_contract.views.status_reader import StatusReader
 
-_CELLS = {"Name": "name", "Status": "state", "Restarts": "restarts", "Node": "node", "Age": "age"}
+_FIELD_BY_COLUMN = {"Name": "name", "Status": "state", "Restarts": "restarts", "Node": "node", "Age": "age"}
 _AGE, _PART_OF_AGE = re.compile(r"(?:\d{1,6}[ydhms]){1,3}"), re.compile(r"(\d+)([ydhms])")
 _UNITS = {"y": 31_536_000.0, "d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
-_NOWHERE = "<none>"
+_NO_NODE = "<none>"
 """In the API server's table, the node of a pod without one."""
 
 
@@ -53,13 +54,19 @@ class Members:
     processes_per_node: int
     rows: tuple[MemberRow, ...]
 
-    def of_rank(self, rank: int) -> MemberRow | None:
+    def find_by_rank(self, rank: int) -> MemberRow | None:
         """Return the worker of a rank; None if there is no such rank."""
-        at = rank // self.processes_per_node
-        return self.rows[at] if rank >= 0 and at < len(self.rows) else None
+        node_rank = rank // self.processes_per_node
+        return self.rows[node_rank] if rank >= 0 and node_rank < len(self.rows) else None
 
     @property
-    def ranks(self) -> int:
+    def ranks_by_pod(self) -> dict[str, str]:
+        """Return the ranks of each pod as text."""
+        count = self.processes_per_node
+        return {row.pod: format_ranks(row.rank * count, count) for row in self.rows}
+
+    @property
+    def rank_count(self) -> int:
         """Return the number of ranks."""
         return len(self.rows) * self.processes_per_node
 
@@ -72,7 +79,7 @@ class WorkersView:
     """Members by the state of their pod."""
     others: dict[str, int]
     """Pods that are not members (spares, newcomers, ended ones) by state."""
-    not_well: tuple[PodRow, ...]
+    unhealthy: tuple[PodRow, ...]
     """Pods that are neither running nor completed; at most ten."""
 
 
@@ -105,15 +112,17 @@ def build_members(record: Mapping[str, Any]) -> Members:
 
 def parse_pod_table(table: Mapping[str, Any], now: float | None = None) -> tuple[PodRow, ...]:
     """Return the pods of the server's table; with `now`, also their creation times."""
-    columns = [_CELLS.get(text(column, "name"), "") for column in objects(table, "columnDefinitions")]
+    columns = [_FIELD_BY_COLUMN.get(text(column, "name"), "") for column in objects(table, "columnDefinitions")]
     rows = []
     for table_row in objects(table, "rows"):
         values = table_row.get("cells")
         cells = dict(zip(columns, values, strict=False)) if isinstance(values, list) else {}
-        name, state, node, age = (plain(str(cells.get(key) or "")) for key in ("name", "state", "node", "age"))
+        name, state, node, age = (
+            strip_control_characters(str(cells.get(key) or "")) for key in ("name", "state", "node", "age")
+        )
         seconds = _age_seconds(age) if now is not None else None
         created = now - seconds if now is not None and seconds is not None else None
-        rows.append(PodRow(name, state, "" if node == _NOWHERE else node, created))
+        rows.append(PodRow(name, state, "" if node == _NO_NODE else node, created))
     return tuple(rows)
 
 
@@ -127,34 +136,41 @@ def _age_seconds(age: str) -> float | None:
 def count_workers(rows: Sequence[PodRow], members: Members | None) -> WorkersView:
     """Count pods by state and role; without a membership all count as others."""
     names = {row.pod for row in members.rows} if members else set()
-    of_members, of_others = dict[str, int](), dict[str, int]()
+    member_counts, other_counts = dict[str, int](), dict[str, int]()
     for row in rows:
-        counts = of_members if row.name in names else of_others
+        counts = member_counts if row.name in names else other_counts
         counts[row.state] = counts.get(row.state, 0) + 1
     missing = len(names - {row.name for row in rows})
     if missing and rows:
-        of_members["missing"] = missing
+        member_counts["missing"] = missing
     unwell = tuple(row for row in rows if row.state not in {"Running", "Completed"})
-    return WorkersView(of_members, of_others, unwell[:10])
+    return WorkersView(member_counts, other_counts, unwell[:10])
 
 
 def build_rank_rows(
     members: Members,
-    records_of_pods: Mapping[str, Sequence[Mapping[str, Any]] | str],
+    records_by_pod: Mapping[str, Sequence[Mapping[str, Any]] | str],
     status: StatusReader[PublicStatus],
     now: float,
 ) -> tuple[RankRow, ...]:
-    """Return all ranks, the slowest first; `records` has the records of each pod's monitor, or why there are none."""
+    """Return all ranks, the slowest first.
+
+    `records_by_pod` has the records of each pod's monitor, or why there are none.
+    """
     slow = {straggler.text("pod"): straggler.number("slowdown") for straggler in status.parts("stragglers")}
     rows = []
     for member in members.rows:
-        answer = records_of_pods.get(member.pod, "")
-        records = {} if isinstance(answer, str) else {integer(record, "localRank"): record for record in answer}
-        note = answer if isinstance(answer, str) else ""
+        records_or_reason = records_by_pod.get(member.pod, "")
+        records = (
+            {}
+            if isinstance(records_or_reason, str)
+            else {integer(record, "localRank"): record for record in records_or_reason}
+        )
+        note = records_or_reason if isinstance(records_or_reason, str) else ""
         for local in range(members.processes_per_node):
             rank = member.rank * members.processes_per_node + local
             rows.append(_rank(rank, member, records.get(local), slow.get(member.pod), note, now))
-    return tuple(sorted(rows, key=_slowness))
+    return tuple(sorted(rows, key=_slowness_key))
 
 
 def _rank(
@@ -175,11 +191,10 @@ def _rank(
     )
 
 
-def _slowness(row: RankRow) -> tuple[float, float, float, int]:
+def _slowness_key(row: RankRow) -> tuple[float, float, float, int]:
     """Return a sort key: ranks that lag, then the operator's stragglers, then the longest steps."""
-    behind = float("inf") if row.step is None else float(row.step)
-    behind = -1.0 if row.note else behind
-    return (behind, -(row.slowdown or 0.0), -(row.step_seconds or 0.0), row.rank)
+    step = -1.0 if row.note else float("inf") if row.step is None else float(row.step)
+    return (step, -(row.slowdown or 0.0), -(row.step_seconds or 0.0), row.rank)
 
 
 def metadata_name(raw: Mapping[str, Any]) -> str:

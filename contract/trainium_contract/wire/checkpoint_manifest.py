@@ -36,7 +36,7 @@ BLOCK_BYTES = 8 << 20
 """Files are hashed in blocks of this size, so that a part of a file can be verified and blocks hashed in parallel."""
 
 _STEP = re.compile(r"^step-(\d{1,15})$")
-_WRITTEN = re.compile(r"shard-\d{5,}\.safetensors|blocks-\d{5,}\.json|index\.json|manifest\.json")
+_RANK_FILE = re.compile(r"shard-\d{5,}\.safetensors|blocks-\d{5,}\.json|index\.json|manifest\.json")
 _MILESTONE = re.compile(r"^milestone-(\d{1,15})$")
 
 
@@ -157,9 +157,9 @@ def blocks_name(first: int) -> str:
     return f"blocks-{first:05d}.json"
 
 
-def is_written_name(name: str) -> bool:
+def is_rank_file(name: str) -> bool:
     """Return whether a file name in an attempt's folder is one that ranks write."""
-    return _WRITTEN.fullmatch(name) is not None
+    return _RANK_FILE.fullmatch(name) is not None
 
 
 def block_digest(pieces: Iterable[bytes | memoryview]) -> str:

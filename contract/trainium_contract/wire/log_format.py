@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from trainium_contract.wire.log_line import LogLine, LogSource
 
-_OF_RECORD = ("namespace", "job", "pod", "node", "generation", "attempt", "rank")
+_EXTRA_FIELDS = ("namespace", "job", "pod", "node", "generation", "attempt", "rank")
 """Fields that a record may have as `extra`."""
-_LONGEST_LOGGER = 128
+_MAX_LOGGER_CHARACTERS = 128
 
 
 def choose_log_format(environment: Mapping[str, str]) -> LogFormat:
@@ -53,14 +53,14 @@ class JsonFormatter(logging.Formatter):
 
     def line(self, record: logging.LogRecord) -> LogLine:
         """Return the line of a record."""
-        own = {key: getattr(record, key) for key in _OF_RECORD if getattr(record, key, None) is not None}
+        own = {key: getattr(record, key) for key in _EXTRA_FIELDS if getattr(record, key, None) is not None}
         return build_log_line(
             record.getMessage(),
             error=self.formatException(record.exc_info) if record.exc_info else None,
             time=format_time(record.created),
             level=_level(record.levelno),
             source=self._source,
-            logger=record.name[:_LONGEST_LOGGER] or "root",
+            logger=record.name[:_MAX_LOGGER_CHARACTERS] or "root",
             **{**self._known(), **own},
         )
 

@@ -24,7 +24,7 @@ EXIT_LOGGER = "trainium.exit"
 """Logger of the sentence that explains a program's end."""
 PROGRAM = "program"
 """Logger of a program's output that did not use a logger of this project."""
-_LONGEST_READ = 1 << 16
+_MAX_READ_CHARACTERS = 1 << 16
 _OPENING = "{"
 
 
@@ -115,8 +115,8 @@ class LogLine(ContractModel):
         return f"{head}{self.message}\n{self.error}" if self.error else f"{head}{self.message}"
 
 
-_NEEDED = frozenset({"time", "source", "logger", "message"})
-_KNOWN = frozenset(LogLine.model_fields)
+_REQUIRED_FIELDS = frozenset({"time", "source", "logger", "message"})
+_FIELDS = frozenset(LogLine.model_fields)
 _LEVELS = frozenset(LogLevel)
 
 
@@ -132,7 +132,7 @@ def build_log_line(message: str, *, error: str | None = None, **fields: Any) -> 
         return LogLine(**values)
     except ValidationError as validation_error:
         invalid_fields = _invalid_fields(validation_error)
-        if invalid_fields & (_NEEDED | {"level"}):
+        if invalid_fields & (_REQUIRED_FIELDS | {"level"}):
             raise
         return LogLine(**{key: value for key, value in values.items() if key not in invalid_fields})
 
@@ -140,22 +140,22 @@ def build_log_line(message: str, *, error: str | None = None, **fields: Any) -> 
 def read_log_line(raw: str | bytes) -> LogLine | None:
     """Parse a line; None for any other text. Never raises."""
     text = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
-    if not text.startswith(_OPENING) or len(text) > _LONGEST_READ:
+    if not text.startswith(_OPENING) or len(text) > _MAX_READ_CHARACTERS:
         return None
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(values, dict) or not values.keys() >= _NEEDED:
+    if not isinstance(values, dict) or not values.keys() >= _REQUIRED_FIELDS:
         return None
-    values = {key: value for key, value in values.items() if key in _KNOWN}
+    values = {key: value for key, value in values.items() if key in _FIELDS}
     if not isinstance(values.get("level"), str) or values["level"] not in _LEVELS:
         values["level"] = LogLevel.INFO
     try:
         return LogLine.model_validate(values)
     except ValidationError as validation_error:
         invalid_fields = _invalid_fields(validation_error)
-    if invalid_fields & _NEEDED:
+    if invalid_fields & _REQUIRED_FIELDS:
         return None
     return LogLine.model_validate({key: value for key, value in values.items() if key not in invalid_fields})
 

@@ -27,7 +27,7 @@ from trainium_contract.wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-LARGEST_SHARE = 0.5
+MAX_CHANGED_SHARE = 0.5
 """Share of changed members above which the whole membership is sent, because it is not much longer."""
 
 
@@ -57,7 +57,7 @@ def diff_memberships(old: Membership, new: Membership) -> MembershipChange | Non
     """Return the change for an agent with `old`; None if the whole membership is as short."""
     old_members = {member.node_rank: member for member in old.members}
     changed = tuple(member for member in new.members if old_members.get(member.node_rank) != member)
-    if len(changed) > len(new.members) * LARGEST_SHARE:
+    if len(changed) > len(new.members) * MAX_CHANGED_SHARE:
         return None
     return MembershipChange(
         since=old.generation,

@@ -52,7 +52,7 @@ def _normalize_address(text: str) -> str:
     return str(ip_address(text))
 
 
-def _known_cause(value: Any) -> Any:
+def _replace_unknown_cause(value: Any) -> Any:
     """Map a cause of a newer operator to Resize: an agent only follows, so the cause does not matter to it."""
     # Only a string can be in the set; a list would raise an error that no reader expects.
     return value if not isinstance(value, str) or value in set(Cause) else Cause.RESIZE
@@ -61,18 +61,18 @@ def _known_cause(value: Any) -> Any:
 Protocol = Annotated[int, AfterValidator(_check_protocol)]
 Uid = Annotated[str, Field(min_length=1, max_length=128)]
 Address = Annotated[str, Field(max_length=45), AfterValidator(_normalize_address)]
-Time = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]
 """Unix seconds, or a duration."""
-_LARGEST = 2**53
-_LAST = 2**31 - 1
-LATEST_GENERATION = _LAST - 1_000_000
+_MAX_SAFE_INTEGER = 2**53
+_MAX_INT32 = 2**31 - 1
+MAX_GENERATION = _MAX_INT32 - 1_000_000
 """No job reaches it; a larger number in a record or a status is refused, so that numbers remain."""
-Count = Annotated[int, Field(ge=-1, le=_LARGEST)]
+Count = Annotated[int, Field(ge=-1, le=_MAX_SAFE_INTEGER)]
 """A step or a number of items; -1 for none."""
-Ordinal = Annotated[int, Field(ge=-1, le=_LAST)]
+Ordinal = Annotated[int, Field(ge=-1, le=_MAX_INT32)]
 """A generation, rank or similar; -1 for none."""
-Generation = Annotated[int, Field(ge=1, le=_LAST)]
-KnownCause = Annotated[Cause, BeforeValidator(_known_cause)]
+Generation = Annotated[int, Field(ge=1, le=_MAX_INT32)]
+KnownCause = Annotated[Cause, BeforeValidator(_replace_unknown_cause)]
 """Why a generation began; `Resize` also stands for the first one."""
 
 
@@ -92,7 +92,7 @@ class Member(WireMessage):
     pod_name: Name
     pod_ip: Address
     node_name: Name
-    node_rank: int = Field(ge=0, le=_LAST)
+    node_rank: int = Field(ge=0, le=_MAX_INT32)
     rendezvous_port: int = Field(ge=1, le=65535)
     """Port on `podIp` that this worker's agent reserves for the store of node rank 0."""
 
@@ -107,10 +107,10 @@ class Membership(WireMessage):
     members: tuple[Member, ...] = Field(min_length=1)
     """Ascending by node rank, which runs from 0 without gaps."""
     processes_per_node: int = Field(ge=1)
-    accumulation: int = Field(ge=0, le=_LAST, default=0)
+    accumulation: int = Field(ge=0, le=_MAX_INT32, default=0)
     """Micro-batches of a step on each data-parallel rank, for a program with a declared batch; 0 for any other job."""
 
-    def rank_of(self, pod_uid: str) -> int | None:
+    def find_node_rank(self, pod_uid: str) -> int | None:
         """Return the node rank of a pod; None when it is not a member."""
         return next((member.node_rank for member in self.members if member.pod_uid == pod_uid), None)
 
@@ -160,18 +160,18 @@ class Progress(StepFigures, WireMessage):
 
     resume_step: Count | None = None
     """Step that this generation's ranks last resumed from; absent until they have."""
-    samples: int = Field(ge=0, le=_LARGEST, default=0)
-    memory_step: int = Field(ge=-1, le=_LARGEST, default=-1)
+    samples: int = Field(ge=0, le=_MAX_SAFE_INTEGER, default=0)
+    memory_step: int = Field(ge=-1, le=_MAX_SAFE_INTEGER, default=-1)
     """Newest snapshot in this node's memory; -1 for none."""
-    durable_step: int = Field(ge=-1, le=_LARGEST, default=-1)
+    durable_step: int = Field(ge=-1, le=_MAX_SAFE_INTEGER, default=-1)
     """Newest committed durable checkpoint known to this rank; -1 for none."""
-    updated: Time = 0.0
+    updated: Seconds = 0.0
     """When the step ended."""
-    productive_seconds: Time = 0.0
+    productive_seconds: Seconds = 0.0
     """Seconds this generation's processes spent in steps that are in the history."""
-    started: Time = 0.0
+    started: Seconds = 0.0
     """When the processes of the present attempt had started; 0 before."""
-    loaded: Time = 0.0
+    loaded: Seconds = 0.0
     """When they had loaded their state and started to train; 0 before."""
     notice: Text = ""
     """Newest sentence of the trainer for people, for instance that a damaged checkpoint was skipped."""
@@ -181,7 +181,7 @@ class Progress(StepFigures, WireMessage):
     """The RunStage that the ranks are in."""
     stage_progress: Figure = None
     """Share of the stage that is over, 0 to 1; absent in Train."""
-    stage_since: Time = 0.0
+    stage_since: Seconds = 0.0
     """When the ranks of the present attempt entered the stage; 0 in Train."""
     artifacts: tuple[ArtifactReport, ...] = Field(max_length=MAX_ARTIFACTS, default=())
     """The newest complete ones."""
@@ -201,7 +201,7 @@ class Progress(StepFigures, WireMessage):
 class ProcessFailure(WireMessage):
     """One unrequested exit of a training process."""
 
-    sequence: int = Field(ge=0, le=_LARGEST)
+    sequence: int = Field(ge=0, le=_MAX_SAFE_INTEGER)
     """Counts this agent's failures from 0, so that a reader processes each once."""
     generation: Ordinal
     attempt: Ordinal
@@ -209,7 +209,7 @@ class ProcessFailure(WireMessage):
     rank: Ordinal
     exit_code: Ordinal
     """By the shell's convention (128 + signal)."""
-    step: int = Field(ge=-1, le=_LARGEST, default=-1)
+    step: int = Field(ge=-1, le=_MAX_SAFE_INTEGER, default=-1)
     """Last step that the rank had completed; -1 for none."""
     message: Text = ""
     """Last lines of output or the error."""
@@ -217,16 +217,16 @@ class ProcessFailure(WireMessage):
     """Status of the Neuron runtime (nrt_status.h) in the last output; absent if there is none."""
     output_line: Text = ""
     """Name of the output line (`faults.signs.OUTPUT_LINES`) with the reason of the end; empty for none."""
-    at: Time
+    at: Seconds
 
 
 class KernelEvent(WireMessage):
     """One kernel line that reports a device or host fault."""
 
-    sequence: int = Field(ge=0, le=_LARGEST)
+    sequence: int = Field(ge=0, le=_MAX_SAFE_INTEGER)
     """Counts this agent's kernel events from 0, so that a reader processes each once."""
     line: Text
-    at: Time
+    at: Seconds
 
 
 class TrainerPhase(StrEnum):
@@ -243,11 +243,11 @@ class TrainerPhase(StrEnum):
 class StuckRank(WireMessage):
     """One rank that has made no progress for longer than its phase allows."""
 
-    rank: int = Field(ge=0, le=_LAST)
+    rank: int = Field(ge=0, le=_MAX_INT32)
     phase: TrainerPhase
-    step: int = Field(ge=-1, le=_LARGEST)
+    step: int = Field(ge=-1, le=_MAX_SAFE_INTEGER)
     """Last step that it completed."""
-    seconds: Time
+    seconds: Seconds
     """Time without progress."""
     waiting: bool | None = None
     """Whether it waits for its peers in a collective, so that it is a victim; absent if unknown."""
@@ -258,11 +258,11 @@ class StuckRank(WireMessage):
 class StepTiming(WireMessage):
     """Step times of this node over the newest steps."""
 
-    steps: int = Field(ge=0, le=_LARGEST)
+    steps: int = Field(ge=0, le=_MAX_SAFE_INTEGER)
     """Number of steps that the figures cover."""
-    step_seconds: Time
+    step_seconds: Seconds
     """Median length of a step."""
-    own_seconds: Time
+    own_seconds: Seconds
     """Median of the slowest local rank's own work in a step: without the wait for its peers."""
     cpu_wait: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of the wanted processor time that this rank waited for, because others used the processors."""
@@ -273,7 +273,7 @@ class CheckResult(WireMessage):
 
     check: PreflightCheck
     passed: bool
-    seconds: Time
+    seconds: Seconds
     detail: Text = ""
     """Evidence; for a check that did not pass, what is wrong."""
 
@@ -281,15 +281,15 @@ class CheckResult(WireMessage):
 class RestartRecord(WireMessage):
     """One restart of the ranks in place, by the agent's own clock."""
 
-    sequence: int = Field(ge=0, le=_LARGEST)
+    sequence: int = Field(ge=0, le=_MAX_SAFE_INTEGER)
     generation: Ordinal
     attempt: Ordinal
     """The attempt that the restart began."""
     cause: Cause
-    failed_at: Time
+    failed_at: Seconds
     """When the process ended, or the peer's failure was reported."""
-    detected_at: Time
-    resumed_at: Time | None = None
+    detected_at: Seconds
+    resumed_at: Seconds | None = None
     """When the first step that was not completed before the failure ended."""
     step_before: Count = -1
     """Last step completed before the failure."""
@@ -315,10 +315,10 @@ class RegisterResponse(WireMessage):
     """The coordinator's answer to a registration."""
 
     protocol: Protocol = PROTOCOL
-    heartbeat_seconds: Time = 1.0
+    heartbeat_seconds: Seconds = 1.0
     membership: Membership | None = None
     """The current generation, whether or not the pod is in it."""
-    time: Time
+    time: Seconds
     """Unix seconds of the coordinator's clock."""
 
 
@@ -330,9 +330,9 @@ class HeartbeatRequest(WireMessage):
     job: Name
     pod_name: Name
     pod_uid: Uid
-    generation: int = Field(ge=0, le=_LAST)
+    generation: int = Field(ge=0, le=_MAX_INT32)
     """The generation that the agent belongs to; 0 before the first."""
-    attempt: int = Field(ge=0, le=_LAST, default=0)
+    attempt: int = Field(ge=0, le=_MAX_INT32, default=0)
     """Restarts in place within that generation."""
     phase: WorkerPhase
     progress: Progress | None = None
@@ -361,11 +361,11 @@ class HeartbeatResponse(WireMessage):
     """The coordinator's answer to a heartbeat; a membership is a separate frame."""
 
     protocol: Protocol = PROTOCOL
-    generation: int = Field(ge=0, le=_LAST)
+    generation: int = Field(ge=0, le=_MAX_INT32)
     """The current generation."""
-    full_heartbeat_seconds: Time
+    full_heartbeat_seconds: Seconds
     """Time for which KEEPALIVE replaces a heartbeat while only the step changes; see `wire.stream`."""
-    time: Time
+    time: Seconds
     """Unix seconds of the coordinator's clock."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_WORDS = re.compile(r"\(not finite on ranks? (\d{1,6})(?: alone\)|[, ])")
+_RANK_PATTERN = re.compile(r"\(not finite on ranks? (\d{1,6})(?: alone\)|[, ])")
 
 
 def format_nonfinite_ranks(ranks: Sequence[int], world_size: int) -> str:
@@ -23,5 +23,5 @@ def format_nonfinite_ranks(ranks: Sequence[int], world_size: int) -> str:
 
 def parse_nonfinite_rank(message: str) -> int | None:
     """Return the first rank in a failure's message that the values are attributed to; None without one."""
-    found = _WORDS.search(message)
+    found = _RANK_PATTERN.search(message)
     return int(found.group(1)) if found else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LARGEST_TEXT = 4 * 2**20
+MAX_RECORD_BYTES = 4 * 2**20
 """Bytes of a record: about 14,000 members, and less than 0.1 s to read."""
 MEMBERSHIP_KEY = "membership.json.gz"
 _GZIP = zlib.MAX_WBITS | 16
@@ -25,10 +25,10 @@ def unpack_membership(config_map: Mapping[str, Any]) -> bytes:
     packed = base64.b64decode(config_map["binaryData"][MEMBERSHIP_KEY])
     stream = zlib.decompressobj(_GZIP)
     try:
-        text = stream.decompress(packed, LARGEST_TEXT + 1)
+        text = stream.decompress(packed, MAX_RECORD_BYTES + 1)
     except zlib.error as error:
         raise ValueError(f"the membership cannot be unpacked: {error}") from error
-    if not stream.eof or len(text) > LARGEST_TEXT:
+    if not stream.eof or len(text) > MAX_RECORD_BYTES:
         raise ValueError("the membership is cut short, or longer than any membership")
     return text
 

@@ -32,7 +32,7 @@ class ApiClient:
     """A thread-safe client; every failure raises a ControlPlaneError with a sentence."""
 
     def __init__(self, access: Access, *, seconds: float = 10.0) -> None:
-        self._connection = Connection(access, seconds=seconds, user_agent="trainium-devcluster")
+        self._connection = Connection(access, timeout=seconds, user_agent="trainium-devcluster")
 
     def __enter__(self) -> Self:
         return self

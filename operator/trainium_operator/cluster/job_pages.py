@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.pages.formatting import clock
+from trainium_contract.pages.formatting import format_utc
 from trainium_contract.pages.job_page import JobReport
 from trainium_contract.pages.jobs_page import JobRow
 from trainium_contract.views.curve import CurvePoint, LiveCurve
@@ -179,7 +179,7 @@ def _report(snapshot: _JobSnapshot, *, now: float, events: tuple[EventView, ...]
         curve=snapshot.curve,
         notes=notes,
         pods=pods,
-        curve_note=f"as this operator has seen it since {clock(snapshot.watched_since)} UTC",
+        curve_note=f"as this operator has seen it since {format_utc(snapshot.watched_since)} UTC",
     )
 
 

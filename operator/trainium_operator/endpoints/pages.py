@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from aiohttp import web
 
 from trainium_contract.pages.job_page import JobReport, live_job_html
-from trainium_contract.pages.jobs_page import JobRow, live_jobs_html, which_namespace_html
+from trainium_contract.pages.jobs_page import JobRow, live_jobs_html, namespace_form_html
 from trainium_contract.pages.live import HEADERS
 from trainium_contract.wire.worker_env import GROUP, PLURAL
 from trainium_operator.endpoints.access import ObjectAttributes, ResourceAttributes
@@ -92,7 +92,7 @@ class Pages:
             return await self._list(request, "")
         except ForbiddenError as error:
             sentence = f"{error}. Name a namespace whose TrainingJobs you may list:"
-            page = which_namespace_html(sentence, ROOT)
+            page = namespace_form_html(sentence, ROOT)
             return web.Response(status=403, text=page, content_type="text/html", headers=HEADERS)
 
     async def _namespace(self, request: web.Request) -> web.StreamResponse:

@@ -85,7 +85,7 @@ class Training:
 
     def _micro_batches(self, size: int) -> int:
         """Return the micro-batches of a step on each rank, on this many nodes."""
-        return max(1, self._shape.passes(size))
+        return max(1, self._shape.micro_batches(size))
 
     @property
     def current_step_seconds(self) -> float:

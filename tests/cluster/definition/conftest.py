@@ -116,7 +116,7 @@ def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
     group = exit_stack_of_group(request.config, DEFINITION)
     cluster = group.enter_context(Cluster.start(nodes=()))
-    connection = Connection(find_access(cluster.variables()["KUBECONFIG"], None, {}), seconds=scaled(60))
+    connection = Connection(find_access(cluster.variables()["KUBECONFIG"], None, {}), timeout=scaled(60))
     group.callback(connection.close)
     return Api(Access("local", cluster.variables(), tmp_path_factory.mktemp("shared")), connection)
 

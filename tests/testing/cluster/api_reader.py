@@ -55,7 +55,7 @@ class ApiReader:
     """A client that reads objects over one connection, with the error messages of kubectl."""
 
     def __init__(self, kubeconfig: Path) -> None:
-        self._connection = Connection(find_access(str(kubeconfig), None, {}), seconds=scaled(60), user_agent="tests")
+        self._connection = Connection(find_access(str(kubeconfig), None, {}), timeout=scaled(60), user_agent="tests")
 
     def get(self, path: str) -> Json:
         """Return an object or a list, or raise ReadError."""

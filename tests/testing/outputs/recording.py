@@ -24,7 +24,7 @@ from trainium_client.api import Api
 from trainium_client.commands import inspect, logs, profile
 from trainium_client.commands.main import main
 from trainium_client.pod_exec import ExecOutput
-from trainium_contract.api_server.connection import Answer, Connection, LineStream
+from trainium_contract.api_server.connection import Connection, HttpResponse, LineStream
 
 WIDTH = 110
 """Columns of the terminal that a page shows."""
@@ -177,7 +177,7 @@ def _record_calls(recording: Recording, times: list[float]) -> Iterator[None]:
     run, stream = pod_exec.run_in_pod, Connection.stream
     paths: dict[int, str] = {}
 
-    def request(self: Connection, method: str, path: str, **more: Any) -> Answer:
+    def request(self: Connection, method: str, path: str, **more: Any) -> HttpResponse:
         answer = ask(self, method, path, **more)
         times.append(time.time())
         if method == "GET":
@@ -245,7 +245,7 @@ def _relevant_part(answer: Any) -> Any:
     return (answer.get("status") or {}).get("phase") if is_job else answer
 
 
-def _parse_answer(answer: Answer) -> Any:
+def _parse_answer(answer: HttpResponse) -> Any:
     text = answer.body.decode()
     try:
         return _without_irrelevant_fields(json.loads(text))

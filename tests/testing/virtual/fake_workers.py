@@ -62,7 +62,7 @@ class Agent:
 
     @property
     def member(self) -> bool:
-        return self.membership is not None and self.membership.rank_of(self.uid) is not None
+        return self.membership is not None and self.membership.find_node_rank(self.uid) is not None
 
 
 class Workers:

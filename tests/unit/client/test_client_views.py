@@ -29,15 +29,15 @@ from trainium_client.views.interruption_report import MAX_LINES, explain_interru
 from trainium_client.views.machines import find_machine, machine_views
 from trainium_client.views.sizes import scaling_rows, size_rows
 from trainium_contract.pages.facts import job_facts
-from trainium_contract.pages.formatting import duration
+from trainium_contract.pages.formatting import format_duration
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.views.events import build_event_views
 from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.job import STALE_SECONDS, JobView, build_job_view, cost_view
-from trainium_contract.views.raw import parse_rfc3339, plain
+from trainium_contract.views.raw import parse_rfc3339, strip_control_characters
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import Members, build_members, build_rank_rows, count_workers, parse_pod_table
-from trainium_contract.wire.recorded_membership import LARGEST_TEXT, parse_members, parse_membership
+from trainium_contract.wire.recorded_membership import MAX_RECORD_BYTES, parse_members, parse_membership
 from trainium_operator.plan.fleet.memory import MachineState
 
 
@@ -86,7 +86,7 @@ def test_status_shows_progress_and_remaining_time() -> None:
     assert view.eta_seconds == pytest.approx(3737 * 0.301376 * (120.851 - 2.479) / 79.563)
     assert view.checkpoints.durable_step == 254
     assert view.advice == ()
-    assert f"step 263/4000, {duration(view.eta_seconds)} left" in status_text(view)
+    assert f"step 263/4000, {format_duration(view.eta_seconds)} left" in status_text(view)
 
 
 def test_a_failed_job_shows_its_verdict_and_how_to_retry() -> None:
@@ -231,7 +231,7 @@ def test_members_spares_and_failing_pods_are_counted_separately() -> None:
 
     assert view.members == {"Running": 2}
     assert view.others == {"Running": 1, "ImagePullBackOff": 1}
-    assert [(row.name, row.node) for row in view.not_well] == [("llama-w-9", "")]
+    assert [(row.name, row.node) for row in view.unhealthy] == [("llama-w-9", "")]
 
 
 def test_a_member_whose_pod_is_missing_is_counted_as_missing() -> None:
@@ -261,9 +261,9 @@ def test_a_straggler_comes_before_a_rank_with_a_longer_step() -> None:
 def test_a_global_rank_is_mapped_to_its_worker() -> None:
     other_generation = Members(1, 4, members().rows)
 
-    assert [other_generation.of_rank(rank).pod for rank in (0, 3, 4, 7)] == ["llama-w-0"] * 2 + ["llama-w-2"] * 2  # type: ignore[union-attr]
-    assert other_generation.of_rank(8) is None
-    assert other_generation.of_rank(-1) is None
+    assert [other_generation.find_by_rank(rank).pod for rank in (0, 3, 4, 7)] == ["llama-w-0"] * 2 + ["llama-w-2"] * 2  # type: ignore[union-attr]
+    assert other_generation.find_by_rank(8) is None
+    assert other_generation.find_by_rank(-1) is None
 
 
 def test_why_shows_pod_cause_and_log_line_of_a_crash() -> None:
@@ -274,7 +274,7 @@ def test_why_shows_pod_cause_and_log_line_of_a_crash() -> None:
     assert any("rank 0 ended with code 137" in line for line in report.log_lines)
     assert len(report.log_lines) <= MAX_LINES
     output = rendered(interruption_page(report))
-    assert f"restart {duration(report.entry.stages['restart'])}" in output
+    assert f"restart {format_duration(report.entry.stages['restart'])}" in output
     assert "processes restarted in place, pods kept" in output
 
 
@@ -406,7 +406,7 @@ def test_the_stage_decide_is_labelled_as_the_wait_for_a_worker() -> None:
     job["status"]["goodput"]["lostByStage"]["Decide"] = 41.0
 
     output = rendered(interruption_page(explain_interruption(job)), 200)
-    assert f"decide (wait for a worker) {duration(41.0)}" in output
+    assert f"decide (wait for a worker) {format_duration(41.0)}" in output
     ledger = rendered(goodput_page(build_job_view(job, now=NOW).goodput, 100))
     assert re.search(r"Decide \(wait for a worker\) +41\.0", ledger)
     assert "Decide (wait for a worker): 41.0 s" in report_html(
@@ -583,7 +583,7 @@ def test_a_malformed_or_oversized_membership_is_refused() -> None:
 
     assert parse_members(recorded_object("membership"))[0]["podName"] == "llama-w-0"
     for config_map in (
-        membership_config_map(b" " * (LARGEST_TEXT + 1)),
+        membership_config_map(b" " * (MAX_RECORD_BYTES + 1)),
         membership_config_map(b"[]"),
         {"binaryData": {"membership.json.gz": "AAAA"}},
     ):
@@ -607,7 +607,7 @@ def test_a_malformed_or_oversized_membership_is_refused() -> None:
     ],
 )
 def test_durations_have_at_most_two_units(seconds: float | None, output: str) -> None:
-    assert duration(seconds) == output
+    assert format_duration(seconds) == output
 
 
 @pytest.mark.parametrize(
@@ -680,11 +680,11 @@ def test_a_job_of_another_controller_names_that_controller() -> None:
 
 
 def test_control_characters_are_removed_and_line_breaks_kept() -> None:
-    assert plain("a\x1b[31mb\x07\n\tc\x9b") == "ab\n\tc"
+    assert strip_control_characters("a\x1b[31mb\x07\n\tc\x9b") == "ab\n\tc"
 
 
 def test_unpaired_surrogates_are_removed() -> None:
     unpaired = json.loads('"a\\ud800b"')
-    assert plain(unpaired) == "ab"
+    assert strip_control_characters(unpaired) == "ab"
     (event,) = build_event_views([{"reason": unpaired, "message": unpaired}])
     assert (event.reason, event.message) == ("ab", "ab")

@@ -17,7 +17,7 @@ from trainium_client.read import JobSnapshot
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.pages.svg import LinearScale
 from trainium_contract.views.checkpoints import CheckpointRow, describe_location, metrics_path
-from trainium_contract.views.curve import MOST_POINTS, read_curve
+from trainium_contract.views.curve import MAX_POINTS, read_curve
 from trainium_contract.views.events import build_event_views
 from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.job import ArtifactView, FigureView, MilestoneView, build_job_view
@@ -99,10 +99,10 @@ def test_a_job_without_a_status_has_a_page() -> None:
 def test_an_axis_has_a_few_marks_of_any_two_values_in_its_range(low: float, high: float, count: int) -> None:
     axis = LinearScale(min(low, high), max(low, high), 0.0, 100.0)
 
-    marks = axis.marks(count)
+    marks = axis.ticks(count)
 
     assert 1 <= len(marks) <= 2 * count + 2
-    assert all(0 <= axis.at(value) <= 100 for value in (low, high, *marks))
+    assert all(0 <= axis.position(value) <= 100 for value in (low, high, *marks))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_an_axis_has_a_few_marks_of_any_two_values_in_its_range(low: float, high
     [(0, 299, [0, 50, 100, 150, 200, 250]), (5, 6, [5, 5.2, 5.4, 5.6, 5.8, 6]), (4, 4, [3.6, 3.8, 4, 4.2, 4.4])],
 )
 def test_marks_are_round_numbers(low: float, high: float, marks: list[float]) -> None:
-    assert LinearScale(low, high, 0, 1).marks(6 if high > 9 else 4) == pytest.approx(marks)
+    assert LinearScale(low, high, 0, 1).ticks(6 if high > 9 else 4) == pytest.approx(marks)
 
 
 def test_an_infinite_loss_is_left_out() -> None:
@@ -124,7 +124,7 @@ def test_a_long_curve_is_thinned_and_a_spike_stays() -> None:
 
     curve = read_curve([*long, "", "{", '{"step": 20001, "loss": null}', "[]"])
 
-    assert len(curve) == MOST_POINTS
+    assert len(curve) == MAX_POINTS
     assert curve[-1].step == 19_999
     assert max(point.highest for point in curve) == 99.0
     assert [point.validation for point in curve if point.validation is not None] == [3.0]

@@ -136,8 +136,8 @@ def test_the_trainer_accepts_an_example_at_each_of_its_sizes(example: str, tmp_p
     for nodes in sizes:
         settings = settings_of(example, tmp_path, nodes)
         rows = settings.dp_size * config.batch.micro_size * settings.passes
-        assert settings.passes == spec.batch_shape().passes(nodes)
-        assert config.batch.global_size == round(spec.batch_shape().filled(nodes) * rows)
+        assert settings.passes == spec.batch_shape().micro_batches(nodes)
+        assert config.batch.global_size == round(spec.batch_shape().fill_ratio(nodes) * rows)
 
 
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if spec_of(name).workers.min_replicas is not None])
@@ -161,7 +161,7 @@ def test_the_hlat_example_has_the_settings_of_the_papers_table() -> None:
         "micro batch size": config.batch.micro_size,
         "tensor, pipeline, data parallel": (parallelism.tensor, parallelism.pipeline, shape.data_parallel(nodes)),
         "sequence parallel": parallelism.sequence,
-        "gradient accumulation": shape.passes(nodes),
+        "gradient accumulation": shape.micro_batches(nodes),
         "beta1, beta2, eps": (optimizer.beta1, optimizer.beta2, optimizer.eps),
         "weight decay": (optimizer.weight_decay, optimizer.decay_scope),
         "gradient clipping": optimizer.clip_norm,
@@ -287,7 +287,7 @@ def test_llama2_7b_in_full_has_the_settings_of_nemo_megatron(example: str) -> No
     config, shape = spec.training_config(), spec.batch_shape()
     assert spec.workers.accelerator.instance_type == "trn1.32xlarge"
     assert legal_sizes(spec) == (1, 2, 3, 4)
-    assert [(shape.data_parallel(nodes), shape.passes(nodes)) for nodes in (1, 2, 3, 4)] == [
+    assert [(shape.data_parallel(nodes), shape.micro_batches(nodes)) for nodes in (1, 2, 3, 4)] == [
         (4, 64), (8, 32), (12, 22), (16, 16),
     ]  # fmt: skip
     assert (config.batch.global_size, config.data.sequence_length, config.steps, config.epochs) == (256, 4096, 500, 0)
@@ -339,7 +339,7 @@ def test_lora_beside_full_has_the_settings_and_the_numbers_of_hyperpod(tmp_path:
         shape = spec.batch_shape()
         assert (spec.workers.replicas, spec.workers.spares) == (1, 1)
         assert spec.workers.accelerator.instance_type == "trn1.32xlarge"
-        assert (spec.parallelism.tensor, shape.data_parallel(1), shape.passes(1)) == (8, 4, 3)
+        assert (spec.parallelism.tensor, shape.data_parallel(1), shape.micro_batches(1)) == (8, 4, 3)
         assert trainer_of(spec).epochs == 3
     same = ("model", "data", "batch", "epochs", "evaluate", "schedule", "seed")
     assert [getattr(trainer_of(lora), name) for name in same] == [getattr(trainer_of(full), name) for name in same]
@@ -376,7 +376,7 @@ def test_the_example_of_a_program_names_a_script_that_exists_and_sizes_that_keep
     script = Path(spec.program.command[-1])
     assert str(script.parent) == mount["mountPath"]
     assert (FOLDER / script.name).is_file()
-    assert [spec.batch_shape().passes(nodes) for nodes in (1, 2, 3)] == [12, 6, 4]
+    assert [spec.batch_shape().micro_batches(nodes) for nodes in (1, 2, 3)] == [12, 6, 4]
     line, pattern = "step: 12 loss: 0.026069", spec.program.progress.pattern
     assert pattern is not None
     match = re.search(pattern, line)

@@ -7,11 +7,11 @@ import pytest
 from trainium_contract.models.families import PRESETS
 from trainium_contract.models.parameters import count_parameters
 from trainium_contract.requirements.memory_estimate import (
-    KEPT_FILES,
-    OWN_FILES,
-    Layouts,
+    COPIES_OF_BUDDY,
+    SNAPSHOTS_OF_SHARD,
     MemorySetting,
-    Trained,
+    TrainedParameters,
+    WeightLayout,
     count_rank_parameters,
     estimate_memory,
     logits_chunk_tokens,
@@ -55,7 +55,7 @@ def test_the_bytes_of_a_parameter_are_those_of_the_documented_table(
         estimate = estimate_memory(MODEL, replace(SETTING, mode=mode, precision=precision))
         assert estimate.state / number == pytest.approx(expected, rel=1e-6), mode
     divided = replace(SETTING, mode=DataParallelMode.SHARDED_OPTIMIZER, precision=precision)
-    for setting in (replace(divided, micro_batches=4), replace(divided, layouts=Layouts.NXD)):
+    for setting in (replace(divided, micro_batches=4), replace(divided, layouts=WeightLayout.NXD)):
         assert estimate_memory(MODEL, setting).state / number == pytest.approx(accumulating, rel=1e-6)
 
 
@@ -68,7 +68,7 @@ def test_one_rank_holds_the_whole_model_and_repeated_heads_are_counted() -> None
 
 
 def test_snapshots_take_three_files_of_each_shard_of_a_node_and_two_of_a_buddys() -> None:
-    assert (OWN_FILES, KEPT_FILES) == (memory_tier._OWN_FILES, memory_tier._KEPT_FILES)
+    assert (SNAPSHOTS_OF_SHARD, COPIES_OF_BUDDY) == (memory_tier._OWN_FILES, memory_tier._KEPT_FILES)
     state = 12 * count_rank_parameters(MODEL, SETTING)
     assert estimate_memory(MODEL, SETTING).shared_memory == 3 * state, "replicas of a node share one shard"
     assert estimate_memory(MODEL, replace(SETTING, snapshots=False)).shared_memory == 0
@@ -96,9 +96,9 @@ def test_recomputing_and_dividing_the_sequence_take_less_and_longer_samples_more
 def test_frozen_weights_have_no_gradient_and_no_moments_and_are_in_no_snapshot(
     precision: Precision, weight_bytes: int, trained_bytes: int
 ) -> None:
-    number, tuned = count_rank_parameters(MODEL, SETTING), Trained(weights=1000, adapters=5000)
+    number, tuned = count_rank_parameters(MODEL, SETTING), TrainedParameters(weights=1000, adapters=5000)
     setting = replace(SETTING, precision=precision, trained=tuned)
-    estimate, kept = estimate_memory(MODEL, setting), 2 if precision.keeps_half else 4
+    estimate, kept = estimate_memory(MODEL, setting), 2 if precision.has_bfloat16_state else 4
     assert estimate.state == (number - 1000) * weight_bytes + 6000 * trained_bytes
     assert estimate.shared_memory == 3 * 3 * kept * 6000
     assert estimate.parameters == number + 5000
@@ -106,13 +106,15 @@ def test_frozen_weights_have_no_gradient_and_no_moments_and_are_in_no_snapshot(
     assert divided.state == pytest.approx(estimate.state / N, rel=1e-3)
     gathered = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.SHARDED_OPTIMIZER))
     assert gathered.state == pytest.approx(number * weight_bytes * (1 + 1 / N), rel=1e-3)
-    nxd = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED, layouts=Layouts.NXD))
+    nxd = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED, layouts=WeightLayout.NXD))
     assert nxd.state == pytest.approx(number * weight_bytes, rel=1e-3), "NxD divides no frozen weight over the replicas"
 
 
 def test_training_all_weights_by_name_needs_what_training_all_needs() -> None:
     number = count_rank_parameters(MODEL, SETTING)
-    assert estimate_memory(MODEL, replace(SETTING, trained=Trained(number, 0))) == estimate_memory(MODEL, SETTING)
+    assert estimate_memory(MODEL, replace(SETTING, trained=TrainedParameters(number, 0))) == estimate_memory(
+        MODEL, SETTING
+    )
 
 
 def test_a_divided_sequence_divides_activations_and_never_holds_the_logits_of_all_tokens() -> None:
@@ -128,11 +130,11 @@ def test_a_divided_sequence_divides_activations_and_never_holds_the_logits_of_al
 
 def test_a_mask_on_nxd_costs_the_scores_of_one_layer_or_of_all_without_recompute() -> None:
     model = PRESETS["Llama3-8B"]
-    plain = replace(SETTING, tensor=8, length=4096, layouts=Layouts.NXD)
+    plain = replace(SETTING, tensor=8, length=4096, layouts=WeightLayout.NXD)
     for recompute, layers in ((Recompute.FULL, 1), (Recompute.NONE, model.num_layers)):
         without = replace(plain, recompute=recompute)
         scores = estimate_memory(model, replace(without, masked=True)).activations
         scores -= estimate_memory(model, without).activations
         assert scores == layers * 12 * 4096**2 * model.num_attention_heads // 8
-    native = replace(plain, layouts=Layouts.NATIVE)
+    native = replace(plain, layouts=WeightLayout.NATIVE)
     assert estimate_memory(model, replace(native, masked=True)) == estimate_memory(model, native)

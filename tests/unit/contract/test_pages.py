@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tests.testing.page.html_page import Page
 from trainium_contract.pages.html import FILE_POLICY, STYLE, csp_digest
-from trainium_contract.pages.jobs_page import MOST_JOBS, JobRow, live_jobs_html, which_namespace_html
+from trainium_contract.pages.jobs_page import MAX_JOBS, JobRow, live_jobs_html, namespace_form_html
 from trainium_contract.pages.live import HEADERS, LIVE_SCRIPT
 from trainium_contract.pages.node_map import node_map_html
-from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITS
+from trainium_contract.pages.svg import BAD, GOOD, OTHER, WAITING
 from trainium_contract.views.curve import LiveCurve
 from trainium_contract.views.interruptions import InterruptionView
 from trainium_contract.views.workers import PodRow
@@ -19,12 +19,12 @@ HOSTILE = '"><script>alert(1)</script>'
 
 
 def test_running_jobs_come_first_and_omitted_jobs_are_counted() -> None:
-    rows = [JobRow("a", f"job-{number:04}", phase="Completed") for number in range(MOST_JOBS)]
+    rows = [JobRow("a", f"job-{number:04}", phase="Completed") for number in range(MAX_JOBS)]
     rows += [JobRow("z", "alive", phase="Running", step=5, total_steps=10)]
     page = Page(live_jobs_html(rows, 0.0, where="all namespaces", root="/ui"))
     links = [value for name, value in page.attributes if name == "href"]
     assert links[0] == "/ui/z/alive"
-    assert len(links) == MOST_JOBS
+    assert len(links) == MAX_JOBS
     assert "… and 1 more" in page.text
     assert page.open == []
 
@@ -34,7 +34,7 @@ def test_list_and_form_escape_user_text() -> None:
     listed = Page(live_jobs_html([row], 0.0, where=HOSTILE, root="/ui"))
     assert listed.tags.count("script") == 1
     assert listed.text.count("alert(1)") == 6, "title, heading and four cells"
-    form = Page(which_namespace_html(HOSTILE, "/ui"))
+    form = Page(namespace_form_html(HOSTILE, "/ui"))
     assert "script" not in form.tags
     assert form.open == []
 
@@ -83,7 +83,7 @@ def test_the_node_map_shows_workers_and_interruptions_of_each_node() -> None:
     titles = re.findall(r'class="c(\d+)"><title>(.*?)</title>', page)
     assert titles == [
         (str(BAD), "node-1; interrupted: NodeLost 1"),
-        (str(WAITS), "node-2; j-w-1 Running; interrupted: Crash 2"),
+        (str(WAITING), "node-2; j-w-1 Running; interrupted: Crash 2"),
         (str(GOOD), "node-10; j-w-0 Running, ranks 0 to 3"),
         (str(OTHER), "node-30; j-w-3 Error"),
     ]

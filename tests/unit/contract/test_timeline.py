@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tests.testing.api.recorded_jobs import NOW, recorded_object
 from tests.testing.page.html_page import Page
 from trainium_contract.pages.job_page import JobReport, live_job_html, report_html
-from trainium_contract.pages.svg import time_marks, timeline
+from trainium_contract.pages.svg import Span, draw_timeline, time_ticks
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.status_reader import public_status
-from trainium_contract.views.timeline import FEW_ROWS, MOST_ROWS, Timeline, WorkerState, build_timeline
+from trainium_contract.views.timeline import MAX_ROWS, MIN_ROWS, Timeline, WorkerState, build_timeline
 from trainium_contract.views.workers import MemberRow, Members, PodRow, count_workers, parse_pod_table
 
 BEGIN, END = 1_000.0, 11_000.0
@@ -36,8 +36,7 @@ def pod(name: str, state: str = "Running", created: float | None = BEGIN) -> Pod
 
 
 def timeline_of(entries: Any, pods: Any, current_members: Members | None, **changes: Any) -> Timeline:
-    ranks = {} if current_members is None else {row.pod: str(row.rank) for row in current_members.rows}
-    return build_timeline(entries, pods, current_members, ranks, begin=BEGIN, end=END, **changes)
+    return build_timeline(entries, pods, current_members, begin=BEGIN, end=END, **changes)
 
 
 def segments_of(view: Timeline, name: str) -> list[tuple[WorkerState, float, float]]:
@@ -111,9 +110,9 @@ def test_only_interrupted_workers_of_a_large_job_are_shown() -> None:
         [entry(2_000.0 + number, f"w-{number}", "InPlace") for number in range(30)], pods, members(*names)
     )
     assert (len(view.rows), view.quiet, view.left_out) == (30, 970, 0)
-    assert len(timeline_of([], pods, members(*names)).rows) == FEW_ROWS
+    assert len(timeline_of([], pods, members(*names)).rows) == MIN_ROWS
     view = timeline_of([], pods, members())
-    assert (len(view.rows), view.quiet, view.left_out) == (MOST_ROWS, 0, 960)
+    assert (len(view.rows), view.quiet, view.left_out) == (MAX_ROWS, 0, 960)
 
 
 @given(
@@ -174,19 +173,19 @@ def test_a_page_shows_each_workers_states_and_what_is_not_recorded() -> None:
     ],
 )
 def test_an_axis_has_round_times_and_names_each_new_day(begin: float, length: float, words: list[str]) -> None:
-    marks = time_marks(begin, begin + length)
+    marks = time_ticks(begin, begin + length)
     assert [label for _, label in marks][: len(words)] == words
     assert 2 <= len(marks) <= 9
 
 
 @given(st.floats(0, 2e9, allow_subnormal=False), st.floats(0.5, 1e9))
 def test_time_marks_are_ordered_and_in_range(begin: float, length: float) -> None:
-    times = [time for time, _ in time_marks(begin, begin + length)]
+    times = [time for time, _ in time_ticks(begin, begin + length)]
     assert times == sorted(set(times))
     assert all(begin <= time <= begin + length for time in times)
     assert len(times) <= 9
 
 
 def test_an_empty_timeline_is_no_picture() -> None:
-    assert timeline(5.0, 5.0, [("row", [(5.0, 5.0, 1, "x")])], "x") == ""
-    assert timeline(0.0, 5.0, [], "x") == ""
+    assert draw_timeline(5.0, 5.0, [("row", [Span(5.0, 5.0, 1, "x")])], "x") == ""
+    assert draw_timeline(0.0, 5.0, [], "x") == ""

@@ -164,7 +164,7 @@ def test_the_least_size_is_the_smallest_requested_one_that_fits(
         elasticity=job.elasticity.replaced(sizes=SizeRule.EVEN if even else SizeRule.ANY),
     )
     fitting = [nodes for nodes in job.batch_shape().legal_sizes(smallest, largest) if not refusal(job, nodes)]
-    least = job.least_size(largest)
+    least = job.min_size(largest)
     assert next((size for size in fitting if size >= least), None) == next(iter(fitting), None)
     assert least in {smallest, largest} or least == fitting[0]
     assert fitting == [] or fitting == list(job.batch_shape().legal_sizes(fitting[0], largest)), "more nodes hold less"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
 from tests.testing.trainer.data_files import TokenRange, read_batch
-from trainium_contract.sizes import BatchShape, SizeRule, order_by_likelihood, passes, step_batch
+from trainium_contract.sizes import BatchShape, SizeRule, count_micro_batches, order_by_likelihood, step_batch_size
 from trainium_trainer.backends.mesh import rank_coordinates
 from trainium_trainer.data.batches.samples import RankSamples, SampleRules, Samples, Share, TextPart
 from trainium_trainer.data.loader import Loader
@@ -68,7 +68,7 @@ def test_micro_batches_have_one_shape_and_padding_rows_add_no_tokens(
     batches = [read_batch(data, share, position) for share in shares(global_size, micro_size, dp_size)]
     assert [number for batch in batches for number in batch.samples] == data.numbers(position, global_size)
     micros = [micro for batch in batches for micro in batch.micro_batches]
-    assert len(micros) == dp_size * passes(global_size, micro_size, dp_size)
+    assert len(micros) == dp_size * count_micro_batches(global_size, micro_size, dp_size)
     assert {tuple(tensor.shape) for micro in micros for tensor in (micro.inputs, micro.labels)} == {
         (micro_size, LENGTH)
     }
@@ -116,7 +116,7 @@ def test_all_tensor_and_pipeline_ranks_of_a_data_parallel_rank_have_its_samples_
         micro_batch_size=micro_size,
     )
     assert shape.data_parallel(1) == dp_size, "operator and trainer agree"
-    assert shape.passes(1) == passes(shape.global_batch_size, micro_size, dp_size)
+    assert shape.micro_batches(1) == count_micro_batches(shape.global_batch_size, micro_size, dp_size)
     idle = sum(share.size == 0 for share in shares(shape.global_batch_size, micro_size, dp_size))
     assert shape.idle_ranks(1) == idle, "ranks that never have work are reported"
 
@@ -163,7 +163,7 @@ def test_the_best_size_has_the_most_samples_a_pass_and_of_those_the_fewest_nodes
     shape: BatchShape, nodes: int, smallest: int
 ) -> None:
     legal = shape.legal_sizes(smallest, nodes)
-    best = min(legal, key=lambda size: (-Fraction(shape.batch(size), shape.passes(size)), size), default=0)
+    best = min(legal, key=lambda size: (-Fraction(shape.batch(size), shape.micro_batches(size)), size), default=0)
     assert shape.best(nodes, smallest) == best
     assert shape.floor(nodes, smallest) == max(legal, default=0)
 
@@ -181,7 +181,7 @@ def test_a_step_has_the_nearest_divisible_batch_within_the_tolerance_else_the_gl
     global_size: int, micro_size: int, dp_size: int, tolerance: float
 ) -> None:
     rows = micro_size * dp_size
-    batch = step_batch(global_size, micro_size, dp_size, tolerance)
+    batch = step_batch_size(global_size, micro_size, dp_size, tolerance)
     even = range(rows, 2 * global_size + rows + 1, rows)
     nearest = min(even, key=lambda count: abs(count - global_size))
     difference = Fraction(abs(nearest - global_size), global_size)
@@ -190,14 +190,14 @@ def test_a_step_has_the_nearest_divisible_batch_within_the_tolerance_else_the_gl
         assert difference <= Fraction(round(tolerance * 10**6), 10**6)
     elif nearest != global_size:
         assert difference > Fraction(round(tolerance * 10**6), 10**6)
-    assert step_batch(global_size, micro_size, dp_size) == global_size
+    assert step_batch_size(global_size, micro_size, dp_size) == global_size
 
 
 @given(SHAPES)
 def test_a_size_that_divides_the_global_batch_uses_it_at_any_tolerance(batch_shape: BatchShape) -> None:
     for nodes in replace(batch_shape, rule=SizeRule.EVEN).legal_sizes(1, 60):
         assert batch_shape.batch(nodes) == batch_shape.global_batch_size
-        assert batch_shape.filled(nodes) == 1.0
+        assert batch_shape.fill_ratio(nodes) == 1.0
 
 
 @given(SHAPES)
@@ -205,7 +205,7 @@ def test_an_even_size_is_its_own_best(batch_shape: BatchShape) -> None:
     any_size = replace(batch_shape, rule=SizeRule.ANY, tolerance=0.0)
     for nodes in replace(batch_shape, rule=SizeRule.EVEN).legal_sizes(1, 60):
         assert any_size.best(nodes) == nodes
-        assert any_size.filled(nodes) == 1.0
+        assert any_size.fill_ratio(nodes) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_an_even_size_is_its_own_best(batch_shape: BatchShape) -> None:
 )
 def test_hlat_without_a_spare_keeps_two_thirds_of_its_speed(nodes: int, count: int, speed: float) -> None:
     hlat = batch_shape(1024, cores=32, tensor=8)
-    assert hlat.passes(nodes) == count
+    assert hlat.micro_batches(nodes) == count
     assert hlat.speed(nodes, 128) == pytest.approx(speed)
     assert hlat.useful_sizes(64, 128) == (64, 86, 128)
 
@@ -225,7 +225,7 @@ def test_hlat_with_a_hundredth_of_tolerance_keeps_nearly_all_of_its_speed(
     nodes: int, batch: int, count: int, speed: float
 ) -> None:
     hlat = replace(batch_shape(1024, cores=32, tensor=8), tolerance=0.01)
-    assert (hlat.batch(nodes), hlat.passes(nodes)) == (batch, count)
+    assert (hlat.batch(nodes), hlat.micro_batches(nodes)) == (batch, count)
     assert hlat.speed(nodes, 128) == pytest.approx(speed, rel=1e-3)
     assert hlat.best(nodes) == (nodes if count == 2 else 86)
     assert hlat.useful_sizes(64, 128) == (64, 85, 86, 127, 128)
@@ -250,6 +250,6 @@ def test_every_size_is_compiled_once_and_first_the_one_for_the_loss_of_a_node(si
 
 def test_a_llama_3_8b_job_keeps_eight_ninths_on_fifteen_of_sixteen_nodes() -> None:
     llama = batch_shape(16 * 16 * 4, cores=32, tensor=8)
-    assert (llama.passes(16), llama.passes(15)) == (16, 18)
+    assert (llama.micro_batches(16), llama.micro_batches(15)) == (16, 18)
     assert llama.speed(15, 16) == pytest.approx(8 / 9)
     assert batch_shape(16 * 16 * 4, cores=32, tensor=8, rule=SizeRule.EVEN).best(15) == 8

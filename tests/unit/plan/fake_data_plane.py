@@ -217,7 +217,7 @@ class FakeDataPlane:
             published = self.published if self.operator_up and not self.nodes[pod.view.node].partitioned else None
             if published is None or published.generation <= agent.generation:
                 continue
-            is_member = published.rank_of(pod.view.uid) is not None
+            is_member = published.find_node_rank(pod.view.uid) is not None
             if is_member or agent.phase not in (WorkerPhase.STANDBY, WorkerPhase.FINISHED):
                 agent.generation = published.generation
                 agent.attempt, agent.verdict = 0, None
@@ -234,7 +234,7 @@ class FakeDataPlane:
                 for pod, agent in self._training_agents()
                 if agent.generation == generation
                 and not pod.view.deleting
-                and membership.rank_of(pod.view.uid) is not None
+                and membership.find_node_rank(pod.view.uid) is not None
             }
             missing = tuple(m.node_rank for m in membership.members if m.pod_uid not in present)
             self._advance(list(present.values()), missing, steps)

@@ -122,7 +122,7 @@ def test_with_a_batch_only_sizes_that_divide_it_are_legal() -> None:
     decision = decide_size(spec)
     assert (decision.desired, decision.reason) == (6, Reason.FLOORED)
     assert [decision.legal_at_most(nodes) for nodes in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 4]
-    assert [decision.passes(nodes) for nodes in (1, 4, 6)] == [24, 6, 4]
+    assert [decision.micro_batches(nodes) for nodes in (1, 4, 6)] == [24, 6, 4]
 
 
 def test_a_process_with_all_cores_counts_as_all_of_them() -> None:

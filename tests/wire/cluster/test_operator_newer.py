@@ -192,4 +192,4 @@ def test_unknown_fields_of_a_membership_are_ignored() -> None:
         "processesPerNode": 1,
         "epochV9": 2,
     }
-    assert Membership.model_validate(received).rank_of("u") == 0
+    assert Membership.model_validate(received).find_node_rank("u") == 0

@@ -74,18 +74,18 @@ async def test_a_token_file_is_reloaded_after_its_age_limit(tmp_path: Path, monk
 async def test_a_pod_uses_its_service_account_and_reloads_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(files, "_SERVICE_ACCOUNT_FOLDER", tmp_path)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     for name, content in (("token", "t"), ("ca.crt", ""), ("namespace", "team")):
         (tmp_path / name).write_text(content)
     client = await connect(None)
-    found = (client.access.server, client.namespace, dict(client.access.headers), client.access.keep_seconds)
+    found = (client.access.server, client.namespace, dict(client.access.headers), client.access.valid_seconds)
     assert found == ("https://10.0.0.1:443", "team", {"Authorization": "Bearer t"}, 60.0)
     (tmp_path / "token").write_text("renewed")
     monkeypatch.setattr(client, "_read_at", client._read_at - 60.0)
-    assert dict((await client.renewed_access()).headers) == {"Authorization": "Bearer renewed"}
+    assert dict((await client.refresh_access()).headers) == {"Authorization": "Bearer renewed"}
     await client.close()
 
 
@@ -100,8 +100,8 @@ def test_a_credential_plugin_is_called_again_before_expiry(
     program.chmod(0o755)
     access = find_access(written(tmp_path, "https://example.test", exec={"command": "./login"}), None, {})
     assert access.headers == (("Authorization", "Bearer t1"),)
-    assert access.keep_seconds is not None
-    assert least <= access.keep_seconds <= most
+    assert access.valid_seconds is not None
+    assert least <= access.valid_seconds <= most
 
 
 async def test_a_watch_event_of_any_size_is_one_line(tmp_path: Path) -> None:

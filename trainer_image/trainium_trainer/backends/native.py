@@ -96,7 +96,7 @@ class NativeBackend:
             self._stages = [] if self.mesh.pp is None else self._build_stages()
             self._models: list[Llama] = [*self._stages] or [Llama(self._shape)]
         for model in self._models:
-            if self._config.precision.keeps_half:
+            if self._config.precision.has_bfloat16_state:
                 model.to(torch.bfloat16)
             tuning, narrow = self._config.tuning, self._config.precision is not Precision.FLOAT32
             apply_tuning(model, self._trainable, tuning.lora, frozen=torch.bfloat16 if narrow else None)
@@ -138,7 +138,7 @@ class NativeBackend:
                 keep_gathered=self.mesh.dp_mode is DataParallelMode.SHARDED_OPTIMIZER,
             )
         else:
-            half = self._config.precision.keeps_half
+            half = self._config.precision.has_bfloat16_state
             self._store = ReplicatedStore(
                 self._models, self._device, self.mesh.dp, self.mesh.tp_rank, moments=moments, half=half
             )
@@ -481,7 +481,7 @@ class NativeBackend:
             learning_rate=learning_rate,
             gradient_scale=gradient_scale,
             rounding=Rounding(self._config.seed, by_device=self._device.type == "neuron")
-            if self._config.precision.keeps_half
+            if self._config.precision.has_bfloat16_state
             else None,
         )
 

@@ -16,7 +16,7 @@ import typer
 from trainium_agent.linux.open_files import read_limit
 from trainium_contract.models.families import PRESETS
 from trainium_contract.models.parameters import count_parameters
-from trainium_contract.requirements.descriptors import explain_shortage, needed
+from trainium_contract.requirements.descriptors import count_required_files, explain_file_limit
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_contract.trainer.parallelism import BackendChoice
@@ -143,7 +143,7 @@ def check(
 
 def refuse_few_files(launch: Launch) -> None:
     """Raise UserError if this machine's limit of open files is too low for the first rank of this world."""
-    if launch.world_size > 1 and (shortage := explain_shortage(read_limit(), launch.world_size)):
+    if launch.world_size > 1 and (shortage := explain_file_limit(read_limit(), launch.world_size)):
         raise UserError(shortage)
 
 
@@ -193,7 +193,7 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
         ),
         _describe_length(config),
         _describe_learning_rate(config),
-        f"open files: up to {needed(settings.launch.world_size, nodes):,} in one process",
+        f"open files: up to {count_required_files(settings.launch.world_size, nodes):,} in one process",
     ]
 
 
@@ -203,7 +203,7 @@ def _describe_window(settings: Settings) -> list[str]:
     window = shape.sliding_window
     if window is None:
         return []
-    layers = sum(shape.window_of(layer) is not None for layer in range(shape.num_layers))
+    layers = sum(shape.window_size(layer) is not None for layer in range(shape.num_layers))
     effect = "" if window < length else f", which a sequence of {length:,} tokens does not exceed: it has no effect"
     return [f"window: a token sees {window:,} positions in {layers} of {shape.num_layers} layers{effect}"]
 

@@ -18,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
-from trainium_contract.sizes import passes, step_batch
+from trainium_contract.sizes import count_micro_batches, step_batch_size
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.optimizer import OptimizerKind
@@ -87,12 +87,12 @@ class Settings:
     def batch(self) -> int:
         """The samples of one step over all ranks."""
         batch = self.config.batch
-        return step_batch(batch.global_size, batch.micro_size, self.dp_size, batch.tolerance)
+        return step_batch_size(batch.global_size, batch.micro_size, self.dp_size, batch.tolerance)
 
     @property
     def passes(self) -> int:
         """The number of micro-batches per step on each data-parallel rank."""
-        return passes(self.batch, self.config.batch.micro_size, self.dp_size)
+        return count_micro_batches(self.batch, self.config.batch.micro_size, self.dp_size)
 
     def fixed_settings(self, data_identity: str, tokenizer: str, begin: Mapping[str, str]) -> dict[str, Any]:
         """Return the settings that must not change between runs of one history, by name.

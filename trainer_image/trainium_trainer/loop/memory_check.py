@@ -13,8 +13,13 @@ import os
 from typing import TYPE_CHECKING
 
 from trainium_contract.models.parameters import EMBEDDING, find_parameter
-from trainium_contract.requirements.memory_estimate import DEVICE_RESERVE, MemoryEstimate, Trained, estimate_memory
-from trainium_contract.requirements.worker_requests import SHARED_SHARE, build_memory_setting
+from trainium_contract.requirements.memory_estimate import (
+    DEVICE_RESERVE,
+    MemoryEstimate,
+    TrainedParameters,
+    estimate_memory,
+)
+from trainium_contract.requirements.worker_requests import SHARED_MEMORY_SHARE, build_memory_setting
 from trainium_contract.sizes import INSTANCES
 from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import LOGICAL_CORE, PRODUCT_NAME
@@ -49,14 +54,14 @@ def estimate_run_memory(
     return estimate_memory(settings.shape, setting)
 
 
-def largest_trained_part(settings: Settings) -> Trained:
+def largest_trained_part(settings: Settings) -> TrainedParameters:
     """Return the parameters of the rank that trains the most of them.
 
     Stages hold equal numbers of layers; the first also the embedding, the last also the output projection.
     """
     shape, degrees = settings.shape, settings.config.parallelism
     layers = -(-shape.num_layers // degrees.pipeline)
-    by_stage = [Trained(0, 0)] * degrees.pipeline
+    by_stage = [TrainedParameters(0, 0)] * degrees.pipeline
     for name, size in settings.trainable.sizes.items():
         number = math.prod(size) // (degrees.tensor if _is_divided(shape, name) else 1)
         if name.startswith("model.layers."):
@@ -67,9 +72,9 @@ def largest_trained_part(settings: Settings) -> Trained:
         for stage in stages:
             before = by_stage[stage]
             by_stage[stage] = (
-                Trained(before.weights, before.adapters + number)
+                TrainedParameters(before.weights, before.adapters + number)
                 if is_adapter(name)
-                else Trained(before.weights + number, before.adapters)
+                else TrainedParameters(before.weights + number, before.adapters)
             )
     return max(by_stage, key=lambda trained: trained.weights + trained.adapters)
 
@@ -132,7 +137,7 @@ def refuse_too_small(estimate: MemoryEstimate, instance: Instance, instance_type
     if instance.core_bytes and estimate.device > instance.core_bytes * (1 - DEVICE_RESERVE):
         raise UserError(_explain_shortage(estimate, instance.core_bytes, f"a core of {instance_type}"))
     warnings = []
-    capacity = int(instance.host_bytes * SHARED_SHARE)
+    capacity = int(instance.host_bytes * SHARED_MEMORY_SHARE)
     if instance.host_bytes and estimate.shared_memory > capacity:
         warnings.append(
             f"snapshots need {_gib(estimate.shared_memory)} of /dev/shm on each node, but {instance_type} has about "

@@ -109,7 +109,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         self.scale = shape.attention_multiplier
-        self.window = shape.window_of(number)
+        self.window = shape.window_size(number)
         self.is_rotated = shape.is_rotated(number)
         self.norms_each_head = shape.query_key_norm is QueryKeyNorm.EACH_HEAD
         query = shape.num_attention_heads * shape.head_dim

@@ -12,7 +12,8 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_contract.api_server.aio import ConnectionFailedError, HttpClient, HttpResponse, ResponseStream
+from trainium_contract.api_server.aio import ConnectionFailedError, HttpClient, ResponseStream
+from trainium_contract.api_server.connection import HttpResponse
 from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.api_server.kubeconfig import Access, find_access, pod_access
 
@@ -60,7 +61,9 @@ class KubernetesTransport(HttpClient):
 
     def with_separate_pool(self, connections: int) -> KubernetesTransport:
         """Return a transport of the same identity with a separate pool of at most so many connections."""
-        return KubernetesTransport(self.access, user_agent=AGENT, connections=connections, find=self._find)
+        return KubernetesTransport(
+            self.access, user_agent=AGENT, connections=connections, find_access=self._find_access
+        )
 
 
 async def connect(kubeconfig: str | None) -> KubernetesTransport:
@@ -69,7 +72,7 @@ async def connect(kubeconfig: str | None) -> KubernetesTransport:
     Raises NoClusterError, which names what to set.
     """
 
-    def find() -> Access:
+    def find_valid_access() -> Access:
         in_pod = kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ
         access = pod_access(os.environ) if in_pod else find_access(kubeconfig, None, os.environ)
         if not access.verify:
@@ -78,5 +81,5 @@ async def connect(kubeconfig: str | None) -> KubernetesTransport:
             )
         return access
 
-    access = await asyncio.to_thread(find)
-    return KubernetesTransport(access, user_agent=AGENT, connections=CONNECTIONS, find=find)
+    access = await asyncio.to_thread(find_valid_access)
+    return KubernetesTransport(access, user_agent=AGENT, connections=CONNECTIONS, find_access=find_valid_access)

@@ -20,7 +20,7 @@ from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.stored_json import optional_part, remove_places
-from trainium_contract.wire.messages import LATEST_GENERATION
+from trainium_contract.wire.messages import MAX_GENERATION
 
 logger = logging.getLogger(__name__)
 _ROUNDS = 8
@@ -115,6 +115,6 @@ def _corrected(status: TrainingJobStatus) -> TrainingJobStatus:
             reported.setdefault(condition.type, condition)
     if len(reported) != len(status.conditions):
         status = status.replaced(conditions=tuple(reported.values()))
-    if not 0 <= status.membership.generation <= LATEST_GENERATION:
+    if not 0 <= status.membership.generation <= MAX_GENERATION:
         status = status.replaced(membership=MembershipStatus())  # the record has it
     return status

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.wire.messages import LATEST_GENERATION, Membership
+from trainium_contract.wire.messages import MAX_GENERATION, Membership
 from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY, unpack_membership
 from trainium_operator.plan.model.cached_property import cached_property
 
@@ -40,7 +40,7 @@ class MembershipRecord:
             found = None if _is_crowded(text) else Membership.model_validate_json(text).share_fields_set()
         except ValueError:
             return None
-        return found if found is not None and found.generation <= LATEST_GENERATION else None
+        return found if found is not None and found.generation <= MAX_GENERATION else None
 
     def set_parsed(self, membership: Membership) -> None:
         """Set the membership that was just written, so that it is not parsed again or kept twice."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.node_polarity import POLARITIES, Severity, bad_when
+from trainium_contract.faults.node_polarity import POLARITIES, Severity, is_bad_when_true
 from trainium_contract.faults.responses import Response
 from trainium_contract.sizes import INSTANCES
 from trainium_operator.plan.model import names
@@ -63,12 +63,11 @@ class PodRequirements:
 _READ_ELSEWHERE = ("node.kubernetes.io/", names.TAINT_QUARANTINED)
 """Prefixes of taints that repeat other signals (Ready, pressure, cordon, the operator's own memory)."""
 _OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
-_STATUS = {True: NodeReadiness.TRUE, False: NodeReadiness.FALSE}
 
 
 def bad_status(kind: str) -> NodeReadiness:
     """Return the bad status of a condition of this type."""
-    return _STATUS[bad_when(kind)]
+    return NodeReadiness.TRUE if is_bad_when_true(kind) else NodeReadiness.FALSE
 
 
 def find_node_problems(node: NodeView, demand: PodRequirements | None = None) -> tuple[NodeProblem, ...]:
@@ -96,7 +95,7 @@ def _readiness(node: NodeView) -> Iterator[NodeProblem]:
 
 def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
     polarity = POLARITIES.get(condition.type)
-    if polarity is None or condition.status is not _STATUS[polarity.bad_when]:
+    if polarity is None or condition.status is not bad_status(condition.type):
         return
     cause = classify.find_condition_cause(condition.type, condition.reason)
     if cause is None:

@@ -8,7 +8,7 @@ import json
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.base import Identical
+from trainium_contract.base import IdentityKey
 from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
 from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT, NODES_NAME, RULES_NAME
 from trainium_operator.plan.manifests.owned_object import owned_object
@@ -48,11 +48,11 @@ def membership_map(job: JobView, membership: Membership) -> Json:
 
 def trainer_configuration(job: JobView) -> str:
     """Return the text of trainer.yaml. Raises ValueError when the spec contradicts itself."""
-    return _configuration_text(Identical(job.spec), checkpoint_path(job))
+    return _configuration_text(IdentityKey(job.spec), checkpoint_path(job))
 
 
 @lru_cache(maxsize=16)  # each plan of a job needs it; few, since specs may be large
-def _configuration_text(key: Identical[TrainingJobSpec], path: str) -> str:
+def _configuration_text(key: IdentityKey[TrainingJobSpec], path: str) -> str:
     spec = key.value
     config = spec.training_config()
     # Files that grow (metrics) need a folder: the mount, which is then the pod's own.

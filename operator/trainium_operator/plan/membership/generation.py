@@ -59,7 +59,7 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
         cause=new.cause,
         members=new.members,
         processes_per_node=facts.job.spec.processes_per_node,
-        accumulation=facts.size.passes(size) if program is not None and program.batch is not None else 0,
+        accumulation=facts.size.micro_batches(size) if program is not None and program.batch is not None else 0,
     )
     status = status.replaced(
         membership=MembershipStatus(

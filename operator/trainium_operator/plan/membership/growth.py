@@ -43,7 +43,9 @@ def available_size(facts: Facts, status: PublicStatus, nodes: int) -> int:
     best = facts.size.legal_at_most(nodes)
     if compile_seconds(facts, status, best) <= (resize_cost_seconds(status) or 0.0):
         return best
-    ready = [size for size in _ready(facts, status) if facts.size.floor <= size < best and facts.size.passes(size)]
+    ready = [
+        size for size in _ready(facts, status) if facts.size.floor <= size < best and facts.size.micro_batches(size)
+    ]
     return max(ready, key=lambda size: (facts.size.speed(size), -size), default=best)
 
 

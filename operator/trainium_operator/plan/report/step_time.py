@@ -10,7 +10,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.internal import WINDOW, StepWindow
+from trainium_contract.status.internal import WINDOW_SAMPLES, StepWindow
 from trainium_contract.status.ledger import MAX_SIZES, SizeAccount
 from trainium_operator.plan.view.progress import newest_progress
 
@@ -50,7 +50,7 @@ def reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape) -> f
 
 def _relative_time(known: int, size: int, shape: BatchShape) -> float:
     """Return how much longer a step takes at `size` than at `known`."""
-    before, after = shape.passes(known), shape.passes(size)
+    before, after = shape.micro_batches(known), shape.micro_batches(size)
     # A size that the present batch does not allow was used with an earlier batch.
     return after / before if before and after else known / size
 
@@ -82,7 +82,7 @@ def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> Go
     sample = _median_step_seconds(facts) or (progress.updated - window.at) / (progress.step - window.step)
     samples = (*window.samples, round(sample, 6))
     goodput = _with_reference(goodput, size, samples, facts.job.spec.batch_shape())
-    kept = () if len(samples) >= WINDOW else samples
+    kept = () if len(samples) >= WINDOW_SAMPLES else samples
     moved = StepWindow(size=size, step=progress.step, at=progress.updated, samples=kept)
     return goodput.replaced(window=moved)
 
@@ -97,7 +97,7 @@ def _with_reference(goodput: GoodputStatus, size: int, samples: tuple[float, ...
     """Set the reference by a full window, or lower it; until the first is full, use the samples so far."""
     value = round(median(samples), 6)
     account = next((each for each in goodput.sizes if each.size == size), SizeAccount(size=size))
-    full, old = len(samples) >= WINDOW, account.step_seconds
+    full, old = len(samples) >= WINDOW_SAMPLES, account.step_seconds
     if old is None or not account.settled or (full and value < _CLEARLY_FASTER * old):
         account = account.replaced(step_seconds=value, settled=account.settled or full)
     return _with_account(goodput, account, shape)

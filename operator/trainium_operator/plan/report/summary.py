@@ -103,7 +103,11 @@ def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJo
     known = dict.fromkeys((*status.compiled.sizes, *_compiled_by_job(facts)))
     workers = facts.job.spec.workers
     cap = max(workers.replicas, workers.max_replicas or 0)
-    new = [each for each in reports if each.nodes not in known and each.nodes <= cap and facts.size.passes(each.nodes)]
+    new = [
+        each
+        for each in reports
+        if each.nodes not in known and each.nodes <= cap and facts.size.micro_batches(each.nodes)
+    ]
     sizes = tuple(dict.fromkeys((*known, *(each.nodes for each in new))))[:MAX_COMPILED]
     seconds = max((*(each.seconds for each in new if each.nodes in sizes), status.compiled.seconds or 0.0))
     return status.replaced(compiled=public.CompiledStatus(sizes=sizes, seconds=round(seconds, 1) if seconds else None))
@@ -228,7 +232,7 @@ def _relative_throughput(facts: Facts, status: public.PublicStatus) -> public.Me
     size, reserve = status.membership.size, status.membership.reserve
     if facts.current is not None and facts.current.generation == status.membership.generation:
         reserve = max(0, len(facts.candidates) - facts.job.spec.workers.spares)
-    passes, batch, speed = facts.size.passes(size), facts.size.batch(size), round(facts.size.speed(size), 3)
+    passes, batch, speed = facts.size.micro_batches(size), facts.size.batch(size), round(facts.size.speed(size), 3)
     return status.membership.replaced(passes=passes, batch=batch, speed=speed, reserve=reserve)
 
 

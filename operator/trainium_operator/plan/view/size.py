@@ -48,9 +48,9 @@ class SizeDecision:
         """Return data-parallel degree at this size."""
         return self.shape.data_parallel(nodes) if self.shape else 0
 
-    def passes(self, nodes: int) -> int:
+    def micro_batches(self, nodes: int) -> int:
         """Return the micro-batches of a step on each data-parallel rank at this size; 0 if the size is not legal."""
-        return self.shape.passes(nodes) if self.shape else 0
+        return self.shape.micro_batches(nodes) if self.shape else 0
 
     def batch(self, nodes: int) -> int:
         """Return the samples of a step at this size over all ranks; 0 if the size is not legal."""
@@ -59,7 +59,7 @@ class SizeDecision:
     def speed(self, nodes: int, full: int | None = None) -> float:
         """Return the speed at this size relative to `full` nodes, or to the desired size; 0 if either is not legal."""
         full = self.desired if full is None else full
-        legal = self.shape is not None and self.passes(nodes) and self.passes(full)
+        legal = self.shape is not None and self.micro_batches(nodes) and self.micro_batches(full)
         return self.shape.speed(nodes, full) if self.shape and legal else 0.0
 
 
@@ -87,7 +87,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
     if too_large:
         message = format_sentence(too_large)
         return SizeDecision(desired=0, floor=0, reason=Reason.INVALID_SPEC, message=message, shape=shape)
-    floor = spec.least_size(desired)
+    floor = spec.min_size(desired)
     takes = spec.elasticity.idle_nodes is IdleNodes.TAKE
     reason, message = _explain_size(workers.replicas, requested, largest, desired, shape)
     if floor > (workers.min_replicas or floor):
@@ -107,7 +107,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
 def _explain_size(asked: int, requested: int, largest: int, desired: int, shape: BatchShape) -> tuple[Reason, str]:
     cut = "" if requested == asked else f", at most {requested} are allowed (maxReplicas)"
     worth = _describe_speed(desired, shape)
-    short = shape.filled(desired) < 1 or shape.batch(desired) != shape.global_batch_size
+    short = shape.fill_ratio(desired) < 1 or shape.batch(desired) != shape.global_batch_size
     if not shape.global_batch_size:
         worth = "the program's batch changes with the size, because program.batch is not given"
     idle = _describe_idle_ranks(desired, shape)
@@ -136,11 +136,11 @@ def _explain_floor(floor: int, workers: WorkersSpec) -> str:
 
 
 def _describe_speed(nodes: int, shape: BatchShape) -> str:
-    passes = shape.passes(nodes)
+    passes = shape.micro_batches(nodes)
     plural = "es" if passes > 1 else ""
     batch = shape.batch(nodes)
     near = f" of {batch:,} samples" if batch != shape.global_batch_size else ""
-    return f"{passes} pass{plural} a step{near}, {shape.filled(nodes):.0%} of their rows filled"
+    return f"{passes} pass{plural} a step{near}, {shape.fill_ratio(nodes):.0%} of their rows filled"
 
 
 def _describe_idle_ranks(nodes: int, shape: BatchShape) -> str:

@@ -251,7 +251,7 @@ def test_a_long_stage_that_reports_progress_is_no_hang(tmp_path: Path) -> None:
         reading = read_with_pulse(tmp_path / "r0")
         assert reading is not None
         assert reading.pulse is not None
-        stall = Stall(0, SAVE, 100, 0.0, limit, waiting=None, stage=RunStage.of(reading.record.stage))
+        stall = Stall(0, SAVE, 100, 0.0, limit, waiting=None, stage=RunStage.parse(reading.record.stage))
         return watch.sample(float(now), [RankSample(stall, (1, reading.pulse.beats))])[0]
 
     for now in range(10 * int(limit)):

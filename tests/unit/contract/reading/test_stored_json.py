@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic_core import from_json
 
-from trainium_contract.stored_json import DEEPEST, LEFT_OUT, read_json, shallow
+from trainium_contract.stored_json import MAX_DEPTH, OMITTED, read_json, remove_deep_parts
 
 
 def nested(levels: int, inner: str = "1") -> str:
@@ -39,16 +39,16 @@ def test_an_unparsable_object_does_not_hide_the_rest_of_a_list(part: bytes) -> N
 
 def test_nesting_beyond_the_limit_is_replaced_by_a_marker() -> None:
     parsed = read_json(nested(10_000).encode())
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         parsed = parsed["a"]
 
-    assert parsed == LEFT_OUT
+    assert parsed == OMITTED
 
 
 def test_nesting_within_the_limit_is_kept_byte_for_byte() -> None:
     for inner in ("1", '"}]\\\\"', '"{\\"["', "1.50e3"):
-        text = nested(DEEPEST, inner).encode()
-        assert shallow(text) == text
+        text = nested(MAX_DEPTH, inner).encode()
+        assert remove_deep_parts(text) == text
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>", b'{"a":', nested(300)[:-7].encode(), b'{"a":1}}', b'"', b"[" * 300])

@@ -6,7 +6,7 @@ import pytest
 
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_contract.wire.messages import LATEST_GENERATION
+from trainium_contract.wire.messages import MAX_GENERATION
 from trainium_operator.cluster.cache.lenient import readable_status
 from trainium_operator.plan.model.conditions import is_terminal
 
@@ -117,7 +117,7 @@ def test_huge_digit_strings_are_bounded_in_integer_fields_only(digits: str) -> N
     assert (status.membership.generation, status.selector, status.desired) == (2, "1" * 20, 2)
 
 
-@pytest.mark.parametrize(("generation", "kept"), [(-1, 0), (LATEST_GENERATION, LATEST_GENERATION), (2**31 - 1, 0)])
+@pytest.mark.parametrize(("generation", "kept"), [(-1, 0), (MAX_GENERATION, MAX_GENERATION), (2**31 - 1, 0)])
 def test_an_impossible_generation_is_reset_to_zero(generation: int, kept: int) -> None:
     status = readable_status({"membership": {"generation": generation, "size": 4}}, "team/llama")
     assert status.membership.generation == kept

@@ -17,8 +17,8 @@ from tests.testing.fuzz.objects import NODE, POD
 from tests.testing.operator import wire_messages
 from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated
 from trainium_contract.wire import worker_env
-from trainium_contract.wire.messages import LATEST_GENERATION, Membership
-from trainium_contract.wire.recorded_membership import LARGEST_TEXT, MEMBERSHIP_KEY
+from trainium_contract.wire.messages import MAX_GENERATION, Membership
+from trainium_contract.wire.recorded_membership import MAX_RECORD_BYTES, MEMBERSHIP_KEY
 from trainium_operator.cluster.cache import views
 from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.plan.faults.node_signals import PodRequirements, find_node_problems
@@ -274,7 +274,7 @@ def record_membership(membership: Any) -> dict[str, Any]:
 def test_a_membership_beyond_the_latest_generation_is_ignored() -> None:
     member = {"podUid": "u", "podName": "p", "podIp": "10.0.0.1", "nodeName": "n", "nodeRank": 0, "rendezvousPort": 1}
     wire = {"transition": "Immediate", "cause": "Resize", "members": [member], "processesPerNode": 1}
-    for generation, is_known in ((LATEST_GENERATION, True), (LATEST_GENERATION + 1, False)):
+    for generation, is_known in ((MAX_GENERATION, True), (MAX_GENERATION + 1, False)):
         assert (read_membership(record_membership({**wire, "generation": generation})) is not None) is is_known
 
 
@@ -311,13 +311,13 @@ def test_a_large_membership_round_trips_compressed() -> None:
 
 
 def test_decompression_of_a_membership_is_bounded() -> None:
-    for blanks in (LARGEST_TEXT + 1, 200 * 2**20):
+    for blanks in (MAX_RECORD_BYTES + 1, 200 * 2**20):
         packed = base64.b64encode(gzip.compress(b" " * blanks, 1)).decode()
         tracemalloc.start()
         assert read_membership({"binaryData": {MEMBERSHIP_KEY: packed}}) is None
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak_bytes < 4 * LARGEST_TEXT
+        assert peak_bytes < 4 * MAX_RECORD_BYTES
 
 
 def test_a_record_with_too_many_values_is_refused_unparsed(

@@ -123,7 +123,7 @@ def test_an_even_sizes_job_shrinks_to_an_even_size() -> None:
     assert cluster.size == 4, "24 samples do not go into 5 equal parts"
     shape = cluster.spec.batch_shape()
     for nodes in (6, 4, 2):
-        samples = shape.data_parallel(nodes) * shape.passes(nodes) * shape.micro_batch_size
+        samples = shape.data_parallel(nodes) * shape.micro_batches(nodes) * shape.micro_batch_size
         assert samples == shape.global_batch_size
     assert cluster.status.membership.data_parallel == 4
 

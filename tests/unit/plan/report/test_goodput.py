@@ -13,7 +13,7 @@ from tests.unit.plan.plan_results import check_ledger, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.sizes import BatchShape, SizeRule
-from trainium_contract.status.internal import WINDOW, StepWindow
+from trainium_contract.status.internal import WINDOW_SAMPLES, StepWindow
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, SizeAccount
 from trainium_contract.status.public import MembershipStatus
@@ -197,10 +197,10 @@ def test_the_reference_falls_only_for_a_clearly_faster_window() -> None:
         observed = steady(110, STEADY.model_copy(update={"window": window}))
         return after(observed).goodput.sizes[0].step_seconds
 
-    assert reference(0.98, WINDOW - 1) == 1.0, "noise"
-    assert reference(0.9, WINDOW - 2) == 1.0, "the window is not full"
-    assert reference(0.9, WINDOW - 1) == pytest.approx(0.9)
-    assert reference(2.0, WINDOW - 1) == 1.0, "slow times are overhead, not another reference"
+    assert reference(0.98, WINDOW_SAMPLES - 1) == 1.0, "noise"
+    assert reference(0.9, WINDOW_SAMPLES - 2) == 1.0, "the window is not full"
+    assert reference(0.9, WINDOW_SAMPLES - 1) == pytest.approx(0.9)
+    assert reference(2.0, WINDOW_SAMPLES - 1) == 1.0, "slow times are overhead, not another reference"
 
 
 def test_a_pod_without_a_node_and_one_that_ended_hold_none() -> None:

@@ -37,7 +37,7 @@ def test_a_near_batch_is_reported_and_counts_in_the_value_of_a_size() -> None:
     assert (decision.desired, decision.reserve, decision.reason) == (11, 0, Reason.AS_REQUESTED)
     assert decision.message == "11 nodes: 2 passes a step of 22 samples, 100% of their rows filled"
     assert [decision.legal_at_most(nodes) for nodes in (11, 10, 9, 8, 7, 6)] == [11, 8, 8, 8, 6, 6]
-    assert (decision.batch(9), decision.passes(9), decision.speed(8)) == (24, 3, pytest.approx(8 / 11))
+    assert (decision.batch(9), decision.micro_batches(9), decision.speed(8)) == (24, 3, pytest.approx(8 / 11))
 
 
 def test_a_batch_below_the_data_parallel_degree_is_reported_with_the_share_of_speed() -> None:

@@ -16,16 +16,16 @@ from trainium_contract.requirements import descriptors
 
 @given(st.integers(1, 100_000), st.integers(1, 3000))
 def test_the_need_grows_with_the_world_and_only_the_first_of_all_needs_much(world: int, nodes: int) -> None:
-    assert descriptors.needed(world + 1, nodes) >= descriptors.needed(world, nodes)
-    assert descriptors.needed_by_most_ranks(world) < 180
-    assert descriptors.needed(world, nodes) > world
+    assert descriptors.count_required_files(world + 1, nodes) >= descriptors.count_required_files(world, nodes)
+    assert descriptors.count_files_of_rank(world) < 180
+    assert descriptors.count_required_files(world, nodes) > world
 
 
 def test_a_sufficient_or_absent_limit_is_not_reported() -> None:
-    least = descriptors.needed(4096, 128)
-    assert not descriptors.explain_shortage(least, 4096, 128)
-    assert not descriptors.explain_shortage(-1, 4096, 128)
-    assert f"{least:,} are needed with 4,096 training processes" in descriptors.explain_shortage(least - 1, 4096, 128)
+    least = descriptors.count_required_files(4096, 128)
+    assert not descriptors.explain_file_limit(least, 4096, 128)
+    assert not descriptors.explain_file_limit(-1, 4096, 128)
+    assert f"{least:,} are needed with 4,096 training processes" in descriptors.explain_file_limit(least - 1, 4096, 128)
 
 
 def limited(soft: int, hard: int) -> Callable[[], None]:
@@ -56,7 +56,7 @@ def test_ranks_hold_few_connections_to_each_other(launch: Launcher) -> None:
     for pid in job.pids:
         os.kill(pid, 9)
     job.wait()
-    assert held[0] <= descriptors.needed_by_first_rank(8)
+    assert held[0] <= descriptors.count_files_of_first_rank(8)
     meshes = 3 * 7  # what three groups would have of each other rank
     assert max(held[1:]) < 14 + meshes, held
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainium_contract.models.parameters import parameter_sizes
-from trainium_contract.requirements.memory_estimate import Trained
+from trainium_contract.requirements.memory_estimate import TrainedParameters
 from trainium_contract.sizes import Instance
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.replicated_store import ReplicatedStore
@@ -51,7 +51,7 @@ def test_the_state_of_a_tuned_run_is_what_the_store_allocates(tuning: dict[str, 
     settings = settings_of(tuning, precision=precision)
     with torch.device("meta"):
         model = Llama(settings.shape)
-    half = settings.config.precision.keeps_half
+    half = settings.config.precision.has_bfloat16_state
     if half:
         model.to(torch.bfloat16)
     narrow = None if precision == "Float32" else torch.bfloat16
@@ -65,7 +65,7 @@ def test_adapters_are_divided_at_the_side_that_their_projection_is() -> None:
     whole = largest_trained_part(settings_of(LORA))
     shape = settings_of(LORA).shape
     heads = shape.num_attention_heads * shape.head_dim
-    assert whole == Trained(0, settings_of(LORA).trainable.trained)
+    assert whole == TrainedParameters(0, settings_of(LORA).trainable.trained)
     by_two = largest_trained_part(settings_of(LORA, ranks=2, parallelism={"tensor": 2}))
     assert by_two.adapters == 2 * (4 * 32 + 4 * heads // 2 + 4 * 48 // 2 + 4 * 32)
     stages = largest_trained_part(settings_of(LORA, ranks=2, parallelism={"pipeline": 2}))
@@ -76,7 +76,7 @@ def test_patterns_count_for_the_stage_that_holds_most_of_them() -> None:
     settings = settings_of(PARTS, ranks=2, parallelism={"pipeline": 2})
     sizes = parameter_sizes(settings.shape)
     expected = sum(torch.Size(size).numel() for name, size in sizes.items() if name in settings.trainable.weights)
-    assert largest_trained_part(settings) == Trained(expected, 0), "all of it is in the second stage"
+    assert largest_trained_part(settings) == TrainedParameters(expected, 0), "all of it is in the second stage"
 
 
 def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_narrow_one_is_reported(

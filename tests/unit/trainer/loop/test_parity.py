@@ -81,7 +81,7 @@ def test_every_row_has_a_separate_name_and_the_passes_that_it_states() -> None:
     from benchmarks.parity.rows import BASE, ROWS
     from benchmarks.parity.tuning_rows import FAMILY_ROWS, FAMILY_SETTINGS, FAMILY_STEPS, TUNING_ROWS, TUNING_SETTINGS
     from trainium_contract.models.families import FAMILIES
-    from trainium_contract.sizes import passes
+    from trainium_contract.sizes import count_micro_batches
 
     rows = (*ROWS, *TUNING_ROWS, *FAMILY_ROWS)
     assert len({row.name for row in rows}) == len(rows)
@@ -92,7 +92,7 @@ def test_every_row_has_a_separate_name_and_the_passes_that_it_states() -> None:
     assert {settings.max_steps for settings in FAMILY_SETTINGS} == {FAMILY_STEPS} == {100}
     for row in rows:
         micro = int(row.set_options[0].removeprefix("batch.microSize="))
-        assert passes(BASE["batch"]["globalSize"], micro, row.data) == row.accumulation
+        assert count_micro_batches(BASE["batch"]["globalSize"], micro, row.data) == row.accumulation
 
 
 def test_the_page_shows_failed_rows(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from trainium_contract.sizes import passes, step_batch
+from trainium_contract.sizes import count_micro_batches, step_batch_size
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.configuration.config import read_launch, resolve_settings, with_steps
@@ -44,14 +44,16 @@ def test_every_sample_is_taken_once_whatever_the_sizes_and_batches_stay_within_t
     """`history`: data-parallel ranks, and steps at that size; the last size continues to the end."""
     position, seen = START, []
     for number, (ranks, most) in enumerate(history):
-        batch = step_batch(global_size, micro_size, ranks, tolerance)
+        batch = step_batch_size(global_size, micro_size, ranks, tolerance)
         at = RunProgress(batch=batch, steps=steps, end=steps * global_size)
         shares = [
             Share(global_size=batch, micro_size=micro_size, dp_rank=rank, dp_size=ranks, end=at.end)
             for rank in range(ranks)
         ]
         (count,) = {share.passes for share in shares}
-        assert count == passes(batch, micro_size, ranks), "the last step has as many, so that it needs no other graph"
+        assert count == count_micro_batches(batch, micro_size, ranks), (
+            "the last step has as many, so that it needs no other graph"
+        )
         total, last = at.total_steps(position), number == len(history) - 1
         leaves = position.step + most
         while not at.is_over(position) and (last or position.step < leaves):
@@ -72,7 +74,7 @@ def test_every_sample_is_taken_once_whatever_the_sizes_and_batches_stay_within_t
 def test_without_a_tolerance_steps_count_global_batches(
     global_size: int, micro_size: int, ranks: int, steps: int, step: int
 ) -> None:
-    batch = step_batch(global_size, micro_size, ranks)
+    batch = step_batch_size(global_size, micro_size, ranks)
     at = RunProgress(batch=batch, steps=steps)
     position = Position(step=step, samples=step * global_size, tokens=0)
     assert at.next_batch(position.samples) == global_size

@@ -90,7 +90,7 @@ class NxdBackend:
         """Create the divided model without values and allocate this rank's state. Collective."""
         precision = self._config.precision
         dtype = torch.float32 if precision is Precision.FLOAT32 else torch.bfloat16
-        weight_dtype = torch.bfloat16 if precision.keeps_half else torch.float32
+        weight_dtype = torch.bfloat16 if precision.has_bfloat16_state else torch.float32
         self._model = self._build_model(dtype)
         self._model.to_empty(device=self._device.device)
         self._model.tie()
@@ -102,7 +102,7 @@ class NxdBackend:
         apply_recompute(self._model, self._config.recompute)
         store_class = NxdReplicatedStore if self.mesh.dp_mode is DataParallelMode.REPLICATED else Zero1Store
         self._store: NxdStateStore = store_class(trained, self._config.optimizer, weight_dtype)
-        if precision.keeps_half:
+        if precision.has_bfloat16_state:
             self._store.inner.after_update = SharedRowSync(self._store.states, self._groups.tensor).agree
         self._partial_gradients = PartialGradients(
             trained,

@@ -72,7 +72,11 @@ def ranks_with_distinct_graphs(settings: Settings) -> tuple[int, ...]:
     for number in range(size):
         rank_pieces = [_clip_to_rank(pieces, number, size) for pieces in ordered]
         sums = tuple(norm_terms(pieces) for pieces in rank_pieces)
-        shared = tuple(shared_rows(pieces, rank.size) for pieces in rank_pieces) if config.precision.keeps_half else ()
+        shared = (
+            tuple(shared_rows(pieces, rank.size) for pieces in rank_pieces)
+            if config.precision.has_bfloat16_state
+            else ()
+        )
         kinds.setdefault((sums, shared), number)
     return tuple(kinds.values())
 

@@ -74,7 +74,7 @@ def check_limits(config: TrainingConfig, dp_size: int) -> None:
             f"device is {config.device}, but backend Nxd computes on NeuronCores only: leave device out, or set "
             "backend to Native"
         )
-    if config.precision.keeps_half and config.data_parallel is DataParallelMode.REPLICATED and dp_size > 1:
+    if config.precision.has_bfloat16_state and config.data_parallel is DataParallelMode.REPLICATED and dp_size > 1:
         raise UserError(
             "precision is BFloat16Stochastic and dataParallel is Replicated: on backend Nxd the replicas' NeuronCores "
             "would round differently and drift apart; set dataParallel to ShardedOptimizer"

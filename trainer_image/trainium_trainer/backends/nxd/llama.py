@@ -90,7 +90,7 @@ class NxdAttention(nn.Module):
         self._head_dim, self._sequence_parallel, self._window = (
             shape.head_dim,
             sequence_parallel,
-            shape.window_of(number),
+            shape.window_size(number),
         )
         self.qkv_proj = GQAQKVColumnParallelLinear(
             shape.hidden_size,

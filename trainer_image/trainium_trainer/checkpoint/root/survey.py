@@ -33,7 +33,7 @@ from trainium_contract.wire.checkpoint_manifest import (
     block_digest,
     file_digest,
     folder_name,
-    is_written_name,
+    is_rank_file,
     parse_milestone,
     parse_step,
 )
@@ -134,7 +134,7 @@ def prune(storage: Storage, keep_last: int, known_bad: Iterable[str], newest: in
 def remove_attempts(storage: Storage, attempts: Iterable[str]) -> None:
     """Remove the files that ranks wrote into folders of attempts, and the folders that are then empty."""
     for attempt in attempts:
-        storage.remove_files(attempt, is_written_name)
+        storage.remove_files(attempt, is_rank_file)
 
 
 def nested_root(storage: Storage) -> str | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trainium_contract.sizes import passes
+from trainium_contract.sizes import count_micro_batches
 from trainium_trainer.data.batches.order import EpochOrder, Mixture, shuffled
 from trainium_trainer.exits import UserError
 
@@ -237,7 +237,7 @@ class Share:
     @property
     def passes(self) -> int:
         """The number of micro-batches per step, equal on all ranks."""
-        return passes(self.global_size, self.micro_size, self.dp_size)
+        return count_micro_batches(self.global_size, self.micro_size, self.dp_size)
 
     @property
     def offset(self) -> int:
