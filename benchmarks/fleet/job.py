@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.cache.membership_record import read_membership
-from trainium_operator.plan.manifests.worker_pod import pod_template, with_affinity
+from trainium_operator.plan.manifests.worker_pod import build_pod_template, with_affinity
 from trainium_operator.plan.model.observed import JobView, PlanSettings
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def worker_manifests(job: Json, count: int, layers: Iterable[str]) -> list[Json]
         coordinator="trainium-operator-coordinator.system.svc:8443",
         topology_layers=frozenset(layers),
     )
-    template = pod_template(view, settings)
+    template = build_pod_template(view, settings)
     spec_with_affinity = with_affinity(template["spec"], view, settings)
     pods = []
     for number in range(count):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.ranks.runtime_status import RuntimeMessage
-    from trainium_contract.faults.classify import Verdict
+    from trainium_contract.faults.classify import Classification
 
 _log = logging.getLogger(__name__)
 _RULES: TypeAdapter[tuple[RecoveryRule, ...]] = TypeAdapter(tuple[RecoveryRule, ...])
@@ -53,7 +53,7 @@ _LINES_OF_KILLED = 3
 class Diagnosis:
     """The meaning of one exit, and whether this pod's node has failed the same way before."""
 
-    verdict: Verdict
+    verdict: Classification
     seen_before: bool
     """For a cause of this node: within a week, during the life of this pod."""
 
@@ -111,7 +111,7 @@ def _drop_partial_line(cut: str) -> str:
     return cut.partition("\n")[2] or cut
 
 
-def exit_priority(verdict: Verdict) -> tuple[bool, bool, bool]:
+def exit_priority(verdict: Classification) -> tuple[bool, bool, bool]:
     """Return the priority of an exit: of simultaneous exits the one with the highest priority decides."""
     replaces = verdict.response in (Response.REPLACE_NODE, Response.REPLACE_WORKER)
     return verdict.response is Response.STOP, replaces, not verdict.indirect
@@ -134,7 +134,7 @@ class ExitDiagnoser:
         self._earlier.append((at, verdict.cause))
         return Diagnosis(verdict, is_repeated and verdict.blame is Blame.NODE and not verdict.indirect)
 
-    def classify(self, process: RankProcess) -> Verdict:
+    def classify(self, process: RankProcess) -> Classification:
         """Classify this process's end by all signs of this pod."""
         process.output.complete.wait(_LAST_OUTPUT_SECONDS)  # the last lines are still in the pipe
         message = last_runtime_message(process)

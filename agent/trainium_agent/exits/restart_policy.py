@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from trainium_contract.faults.causes import Blame, Cause
-from trainium_contract.faults.classify import Verdict, classify_exit_code
+from trainium_contract.faults.classify import Classification, classify_exit_code
 from trainium_contract.faults.responses import Response
 
 _FIRST_BACKOFF_SECONDS = 1.0
@@ -97,7 +97,7 @@ def decide_restart(
     state: GenerationState,
     limit: int,
     *,
-    verdict: Verdict | None = None,
+    verdict: Classification | None = None,
     seen_before: bool = False,
 ) -> RestartDecision:
     """Decide about a rank that ended with `code` (neither 0 nor 75) during `attempt`.
@@ -134,7 +134,7 @@ def decide_restart(
     return RestartDecision(RestartAction.RESTART, following)
 
 
-def _repeats(verdict: Verdict, attempt: int, best_progress: float, state: GenerationState) -> bool:
+def _repeats(verdict: Classification, attempt: int, best_progress: float, state: GenerationState) -> bool:
     """Return whether a user's error also started this attempt, without a new step since: a restart does not help.
 
     A victim may have started the next attempt already; then the state holds the cause of the previous one.

@@ -49,7 +49,7 @@ _LONGEST_LINE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Classification:
     """The classification of one end, by a sign or a rule of the job."""
 
     cause: Cause
@@ -128,18 +128,18 @@ _TEXTS = (SignKind.RUNTIME_STATUS, SignKind.KERNEL_LINE, SignKind.OUTPUT_LINE)
 
 
 @cache
-def classify_sign(sign: Sign) -> Verdict:
+def classify_sign(sign: Sign) -> Classification:
     """Classify one sign by itself."""
     row = _ROWS[sign.cause]
     responses = sign.responses or (responses_for_text(sign.cause) if sign.kind in _TEXTS else RESPONSES[sign.cause])
-    return Verdict(sign.cause, row.blame, responses, sign.sentence or row.sentence, sign.indirect)
+    return Classification(sign.cause, row.blame, responses, sign.sentence or row.sentence, sign.indirect)
 
 
 _BY_CODE = {sign.number: classify_sign(sign) for sign in EXIT_CODES}
 _CRASH = classify_sign(ANY_OTHER_CODE)
 
 
-def classify_exit_code(code: int) -> Verdict:
+def classify_exit_code(code: int) -> Classification:
     """Classify an exit code; codes outside the contract (137, 139, 1, ...) are a crash."""
     return _BY_CODE.get(code, _CRASH)
 
@@ -239,7 +239,7 @@ def classify_pod_failure(
     disruption: str = "",
     message: str = "",
     rules: Sequence[RecoveryRule] = (),
-) -> Verdict:
+) -> Classification:
     """Classify a pod in phase Failed: by a rule of the job, else its reason, else its container's exit code."""
     ruled = match_rules(rules, code=code, reason=reason, texts=(message,))
     if ruled is not None:
@@ -248,7 +248,7 @@ def classify_pod_failure(
     by_code = None if code is None else classify_exit_code(code)
     if by_code is not None and by_code.cause is row.cause:
         return by_code
-    return Verdict(row.cause, row.blame, responses_for_pod(suspects_node=row.suspects_node), row.sentence)
+    return Classification(row.cause, row.blame, responses_for_pod(suspects_node=row.suspects_node), row.sentence)
 
 
 def select_kernel_lines(events: Iterable[TimedLine], at: float) -> tuple[str, ...]:
@@ -266,7 +266,7 @@ def classify_exit(
     message: str = "",
     kernel: Sequence[str] = (),
     rules: Sequence[RecoveryRule] = (),
-) -> Verdict:
+) -> Classification:
     """Classify the end of a training process by all its signs.
 
     `kernel` are the kernel lines of its node from the time of the failure, `output_line` is the name of a row. The
@@ -316,7 +316,7 @@ def _kernel_line_explains(code: int, line_cause: Cause) -> bool:
 
 def match_rules(
     rules: Sequence[RecoveryRule], *, code: int | None = None, reason: str = "", texts: Sequence[str] = ()
-) -> Verdict | None:
+) -> Classification | None:
     """Return the verdict of the first rule that matches a failure; None if none does.
 
     `reason` is the pod's, a node condition's or a taint's, for a process the name of its runtime status. A rule without
@@ -335,7 +335,7 @@ def match_rules(
     return None
 
 
-def _apply_rule(rule: RecoveryRule, index: int) -> Verdict:
+def _apply_rule(rule: RecoveryRule, index: int) -> Classification:
     responses = RULE_RESPONSES[rule.action]
     leaves = responses.first is Response.REPLACE_NODE
     if rule.cause in USER_CAUSES:
@@ -344,4 +344,4 @@ def _apply_rule(rule: RecoveryRule, index: int) -> Verdict:
         blame = Blame.PEER
     else:
         blame = Blame.NODE if leaves else Blame.NOBODY
-    return Verdict(rule.cause, blame, responses, f"attributed to {rule.cause} by spec.recovery.rules[{index}]")
+    return Classification(rule.cause, blame, responses, f"attributed to {rule.cause} by spec.recovery.rules[{index}]")

@@ -27,7 +27,7 @@ from trainium_operator.plan.pods import disruption_budget, gang_policy, refused_
 from trainium_operator.plan.report import events, summary, write_throttle
 from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.facts import Facts, build_facts, pin_running_image
-from trainium_operator.plan.view.size import decide_size, size_within
+from trainium_operator.plan.view.size import decide_size, find_size_within_quota
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -45,16 +45,16 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
         # Owner references delete the children; agents save on SIGTERM.
         if conditions.is_terminal(observed.job.status):
             return Plan(status=observed.job.status)
-        return Plan(status=summary.set_standard_conditions(completion.termination_status(observed), observed.now))
+        return Plan(status=summary.set_standard_conditions(completion.build_termination_status(observed), observed.now))
     size = decide_size(observed.job.spec)
     observed = correct_status(observed, size)
-    used = tuple(feature for feature in registry.FEATURES if feature.is_used(observed, settings))
-    facts = build_facts(observed, replace(pin_running_image(observed, settings), features=used), size)
+    used_features = tuple(feature for feature in registry.FEATURES if feature.is_used(observed, settings))
+    facts = build_facts(observed, replace(pin_running_image(observed, settings), features=used_features), size)
     if conditions.is_terminal(observed.job.status):
         return _finalize(facts, _plan_ended(facts))
     diagnosis = diagnose(facts)
     result = _initial_result(facts, diagnosis)
-    if completion.all_finished(facts):
+    if completion.have_all_finished(facts):
         # The last heartbeats may report restarts from a time without an operator.
         result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=False))
         result = result.with_status(_close_all(facts, result.status))
@@ -63,13 +63,13 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     if stopping.is_ending(result.status):
         return _finalize(facts, _plan_deadline(facts, result))
     verdict = failure_policy.reach_verdict(facts)
-    unadmitted = facts.grant is not None and facts.grant.releases_workers
-    if verdict is None and not (facts.job.spec.suspend or unadmitted):
-        lost = bool(diagnosis.losses)
-        result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=lost))
+    is_unadmitted = facts.grant is not None and facts.grant.releases_workers
+    if verdict is None and not (facts.job.spec.suspend or is_unadmitted):
+        is_member_lost = bool(diagnosis.losses)
+        result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=is_member_lost))
         result = result.with_status(interruptions.record_losses(facts, result.status, diagnosis.losses))
     result = result.with_status(recovery.close_recovered(facts, result.status))
-    verdict = verdict or failure_policy.budget_verdict(facts, result.status)
+    verdict = verdict or failure_policy.verdict_on_budgets(facts, result.status)
     if verdict is not None:
         result = result.then(summary.summarize(facts, result.status))
         return _finalize(facts, result.then(completion.stop(facts, result.status, verdict)))
@@ -93,7 +93,7 @@ def _plan_deadline(facts: Facts, result: PolicyResult) -> PolicyResult:
     return result.then(stopping.stop_after_deadline(facts, result.status))
 
 
-def _plan_active(facts: Facts, result: PolicyResult, lost: tuple[Loss, ...]) -> PolicyResult:
+def _plan_active(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) -> PolicyResult:
     """Return the plan of a job that is to run, or to wait until it may."""
     result = result.then(replicas.reconcile_configuration(facts, result.status))
     for feature in facts.settings.features:
@@ -104,31 +104,31 @@ def _plan_active(facts: Facts, result: PolicyResult, lost: tuple[Loss, ...]) -> 
         result = result.with_status(stopping.clear_suspended(facts, recovery.close_abandoned(facts, result.status)))
         result = result.then(stopping.delete_workers(facts, result.status))
     else:
-        result = _plan_workers(facts, result, lost)
+        result = _plan_workers(facts, result, losses)
     for feature in facts.settings.features:
         result = result.then(feature.reconcile(facts, result.status))
     return _summarized(facts, result.then(summary.count_outdated_pods(facts, result.status)))
 
 
-def _plan_workers(facts: Facts, result: PolicyResult, lost: tuple[Loss, ...]) -> PolicyResult:
+def _plan_workers(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) -> PolicyResult:
     """Decide which workers train, and reconcile the pods for them."""
     result = result.with_status(stopping.clear_suspended(facts, result.status))
     result = result.then(stragglers.find_stragglers(facts, result.status))
     for feature in facts.settings.features:
-        result = result.then(feature.resize(facts, result.status, lost))
-    result = result.then(_decide(facts, result.status, lost))
+        result = result.then(feature.resize(facts, result.status, losses))
+    result = result.then(_decide(facts, result.status, losses))
     withheld, released = gang_policy.withhold_pods(facts, result.status)
     result = result.then(released)
-    return result if withheld else result.then(replicas.reconcile_pods(facts, result.status, lost))
+    return result if withheld else result.then(replicas.reconcile_pods(facts, result.status, losses))
 
 
-def _decide(facts: Facts, status: TrainingJobStatus, lost: tuple[Loss, ...]) -> PolicyResult:
+def _decide(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
     """Start the new generation, or keep the current one published and close entries that it has outlived."""
-    decision = decisions.decide_generation(facts, status, lost)
+    decision = decisions.decide_generation(facts, status, losses)
     decided = PolicyResult(status=decision.status, requeue_at=decision.requeue_at)
     if decision.new is not None:
         return decided.then(generation.start_generation(facts, decision.status, decision.new))
-    status = decision.status if lost else recovery.close_lapsed(facts, decision.status)
+    status = decision.status if losses else recovery.close_lapsed(facts, decision.status)
     return decided.then(PolicyResult(status=status, actions=generation.republish_membership(facts)))
 
 
@@ -157,11 +157,11 @@ def _initial_result(facts: Facts, diagnosis: Diagnosis) -> PolicyResult:
     status = summary.record_compiled_sizes(facts, status)
     desired = _within_quota(facts) or status.desired
     status = summary.set_nodes_healthy(facts, decisions.record_size_request(facts, status, desired))
-    avoided = failure_budgets.avoided_nodes(status.failures, facts.now)
+    avoided = failure_budgets.list_avoided_nodes(status.failures, facts.now)
     status = status.replaced(
         desired=desired,
         idle_nodes=status.idle_nodes.replaced(taken=0),
-        avoided_nodes=refused_pods.with_refusing(avoided, status, facts.now),
+        avoided_nodes=refused_pods.add_refusing_nodes(avoided, status, facts.now),
         leaving_since=diagnosis.leaving_since,
     )
     requeue_at = facts.counts_from + diagnosis.requeue_at
@@ -174,7 +174,7 @@ def _within_quota(facts: Facts) -> int:
         return facts.size.desired
     if facts.grant.state is AdmissionState.UNKNOWN:
         return facts.job.status.desired or facts.size.desired
-    return size_within(facts.size, facts.grant.workers)
+    return find_size_within_quota(facts.size, facts.grant.workers)
 
 
 def _has_open_interruption(status: PublicStatus) -> bool:
@@ -192,22 +192,22 @@ def _finalize(facts: Facts, result: PolicyResult) -> Plan:
     old, status = facts.job.status, result.status
     if not conditions.is_terminal(old):
         status = summary.set_standard_conditions(status, facts.now)
-    changes = result.events + events.list_events(old, status)
+    new_events = result.events + events.list_events(old, status)
     requeue_at = list(result.requeue_at)
-    resized = status.membership.size != old.membership.size
-    acted = bool(result.actions) or resized or _has_open_interruption(old) != _has_open_interruption(status)
-    if acted and not conditions.is_terminal(status):
+    is_resized = status.membership.size != old.membership.size
+    has_acted = bool(result.actions) or is_resized or _has_open_interruption(old) != _has_open_interruption(status)
+    if has_acted and not conditions.is_terminal(status):
         # The next plan writes the consequences of the outcome: counts, conditions.
         requeue_at.append(facts.now)
     write_at = write_throttle.next_write_at(facts, old, status)
     if facts.now < write_at:
         requeue_at.append(write_at)
         status = old
-    soonest = min(requeue_at, default=None)
+    next_at = min(requeue_at, default=None)
     return Plan(
         status=status,
         actions=result.actions,
         # Events follow from the status: without a write of it none is new.
-        events=() if status == old else changes,
-        requeue_after=None if soonest is None else max(_SHORTEST_REQUEUE_SECONDS, soonest - facts.now),
+        events=() if status == old else new_events,
+        requeue_after=None if next_at is None else max(_SHORTEST_REQUEUE_SECONDS, next_at - facts.now),
     )

@@ -18,7 +18,7 @@ from tests.testing.suite.timeouts import until
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.sizes import INSTANCES
 from trainium_operator.coordinator.certificates import server_names
-from trainium_operator.plan.features.network_policy.policy import network_policy
+from trainium_operator.plan.features.network_policy.policy import build_network_policy
 from trainium_operator.plan.model.observed import JobView, WorkerIngress
 from trainium_operator.settings import Settings, parse_settings
 
@@ -588,7 +588,7 @@ def test_the_operator_can_write_network_policies_only_for_jobs(restricted: Api) 
     job = JobView(
         namespace=SPACES[0], name="llama", uid="u", generation=1, deleting=False, spec=spec, status=status, created=0.0
     )
-    policy = network_policy(job, ingress)
+    policy = build_network_policy(job, ingress)
     assert refused(restricted, policy, "create", "--dry-run=server") == ""
     policy["metadata"].pop("ownerReferences")
     assert "only objects that a TrainingJob controls" in refused(restricted, policy, "create", "--dry-run=server")

@@ -40,7 +40,7 @@ from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.streams import LONGEST_FRAME
 from trainium_operator.http.listener import TrackedConnection
 from trainium_operator.monitoring.metrics import Metrics
-from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.model.names import JobId
 
 Json = dict[str, Any]
@@ -210,7 +210,7 @@ def _add_training_job(operator: OperatorHarness, generation: int) -> None:
     record = operator.caches.jobs.store.get((JOB.namespace, JOB.name))
     assert record is not None
     assert record.view is not None
-    operator.deliver("ConfigMap", membership_map(record.view, _membership(generation)))
+    operator.deliver("ConfigMap", build_membership_map(record.view, _membership(generation)))
 
 
 def _membership(generation: int) -> Membership:

@@ -12,7 +12,7 @@ from trainium_operator.cluster.cache.namespaces import ListState
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeReadiness, NodeView
-from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 
 NOW = 1_800_000_000.0
 
@@ -62,7 +62,7 @@ def _statuses(phase: Phase) -> Iterator[TrainingJobStatus]:
     for rung in Rung:
         entry = Interruption(
             generation=1,
-            time=rfc3339(NOW),
+            time=format_rfc3339(NOW),
             cause=Cause.CRASH,
             rung=rung,
             failed_at=NOW - 5,
@@ -77,5 +77,5 @@ def _statuses(phase: Phase) -> Iterator[TrainingJobStatus]:
             history=(entry,),
             progress=ProgressStatus(step=7, loss=4.0, tokens_per_second=9.0),
             restarts=RestartsStatus(total=1, by_cause={"Crash": 1}),
-            checkpoint=CheckpointStatus(durable_step=5, durable_time=rfc3339(NOW)),
+            checkpoint=CheckpointStatus(durable_step=5, durable_time=format_rfc3339(NOW)),
         )

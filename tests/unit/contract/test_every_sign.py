@@ -16,7 +16,7 @@ from trainium_agent.ranks.processes import RankProcess
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Cause
 from trainium_contract.faults.classify import (
-    Verdict,
+    Classification,
     classify_exit,
     classify_exit_code,
     default_responses,
@@ -48,15 +48,16 @@ from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.wire.messages import HeartbeatRequest, KernelEvent, ProcessFailure, WorkerPhase
 from trainium_operator.plan.diagnose import failure_policy, silence
+from trainium_operator.plan.diagnose.pod_failures import classify_ended_pod, find_leaving_cause, has_failed_by_itself
+from trainium_operator.plan.diagnose.process_failures import classify_process_failure
 from trainium_operator.plan.faults import failure_budgets
-from trainium_operator.plan.faults.exits import (
-    cause_of_leaving,
-    classify_pod_failure,
-    failed_by_itself,
-    meaning_of_failure,
+from trainium_operator.plan.faults.node_signals import (
+    PodRequirements,
+    bad_status,
+    find_kernel_problem,
+    find_node_problems,
 )
-from trainium_operator.plan.faults.node_signals import PodRequirements, bad_status, find_node_problems, kernel_problem
-from trainium_operator.plan.features.dra.claims import health_problem, taint_problem
+from trainium_operator.plan.features.dra.claims import find_health_problem, find_taint_problem
 from trainium_operator.plan.model.observed import (
     DeviceTaint,
     NodeCondition,
@@ -115,7 +116,7 @@ OUTPUT_EXAMPLES = {
 """Output lines of each kind, as the libraries print them."""
 
 
-def format_verdict(verdict: Verdict) -> str:
+def format_verdict(verdict: Classification) -> str:
     """Format a verdict without its sentence."""
     repeated = f", then {verdict.repeated}" if verdict.repeated is not verdict.response else ""
     return f"{verdict.cause} {verdict.blame} {verdict.response}{repeated}{' indirect' if verdict.indirect else ''}"
@@ -162,8 +163,8 @@ def operator_response(code: int, status: int | None = None, line: str = "", outp
         sequence=0, generation=1, attempt=0, rank=0, exit_code=code, runtime_status=status, output_line=output, at=AT,
         message="m",
     )  # fmt: skip
-    verdict = meaning_of_failure(heartbeat(failure, line), failure, ())
-    waited = " waited" if silence._waited_in_collective(failure) else ""
+    verdict = classify_process_failure(heartbeat(failure, line), failure, ())
+    waited = " waited" if silence._has_waited_in_collective(failure) else ""
     return f"{format_verdict(verdict)}{waited} | {verdict.sentence}"
 
 
@@ -172,8 +173,8 @@ def pod_response(reason: str, code: int | None, *, disrupted: bool = False) -> s
         name="demo-w-0", uid="uid-0", ordinal=0, phase=PodPhase.FAILED, node="n", reason=reason, exit_code=code,
         disrupted=disrupted,
     )  # fmt: skip
-    verdict = classify_pod_failure(pod, ())
-    return f"{format_verdict(verdict)}{' by itself' if failed_by_itself(pod) else ''}, {verdict.sentence}"
+    verdict = classify_ended_pod(pod, ())
+    return f"{format_verdict(verdict)}{' by itself' if has_failed_by_itself(pod) else ''}, {verdict.sentence}"
 
 
 def problem_text(node: NodeView, demand: PodRequirements | None = None) -> str:
@@ -197,7 +198,7 @@ def cause_rows() -> Iterator[str]:
             f"budget {getattr(get_budget(cause), 'value', 'none')}",
             "suspects its node" * suspects_node(cause),
             "recorded" * failure_budgets.is_recorded(cause, recovery),
-            "takes a worker" * failure_budgets._took_a_worker(lost),
+            "takes a worker" * failure_budgets._cost_a_worker(lost),
             "the user's" * (cause in USER_CAUSES) + "no fault" * (cause in NO_FAULT_CAUSES),
             f"stops as {failure_policy._REASONS.get(cause, Reason.STOPPED_BY_RULE)}",
             row.sentence,
@@ -243,7 +244,7 @@ def kernel_rows() -> Iterator[str]:
         line = KERNEL_EXAMPLES.get(name, name)
         explained = [code for code in CODES if classify_exit(code, kernel=(line,)) != classify_exit_code(code)]
         code = 137 if 1 not in explained else 1
-        problem = kernel_problem(heartbeat(line=line), ())
+        problem = find_kernel_problem(heartbeat(line=line), ())
         node_problem = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem}"
         with_status = classify_exit(code, runtime_status=5, kernel=(line,)).cause
         yield (
@@ -316,16 +317,16 @@ def disruption_rows() -> Iterator[str]:
         pod = PodView(
             name="p", uid="u", ordinal=0, phase=PodPhase.FAILED, exit_code=75, disrupted=True, disruption=reason
         )
-        yield f"{reason} | leaves for {cause_of_leaving(pod)} | ended: {format_verdict(classify_pod_failure(pod, ()))}"
+        yield f"{reason} | leaves for {find_leaving_cause(pod)} | ended: {format_verdict(classify_ended_pod(pod, ()))}"
 
 
 def device_rows() -> Iterator[str]:
     for effect in (*(sign.key for sign in DEVICE_TAINTS), "None", "SomethingNew"):
-        problem = taint_problem(DeviceTaint("pool/d3", "neuron.aws.com/any", effect, "value", AT))
+        problem = find_taint_problem(DeviceTaint("pool/d3", "neuron.aws.com/any", effect, "value", AT))
         description = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
         yield f"taint {effect} | {find_device_taint_cause(effect)} | {description}"
     for health in (*(sign.key for sign in CLAIM_HEALTH), "Healthy", "Unknown"):
-        problem = health_problem((health, "neuron.aws.com/pool/d3: why"))
+        problem = find_health_problem((health, "neuron.aws.com/pool/d3: why"))
         description = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
         yield f"health {health} | {find_claim_health_cause(health)} | {description}"
 

@@ -167,10 +167,10 @@ def observation(
     **changes: Any,
 ) -> Observed:
     """Return an observation long after the start of the operator, with all nodes ready and all children applied."""
-    applied = [config_maps.config_map(view, CA)]
+    applied = [config_maps.build_config_map(view, CA)]
     size = view.status.membership.size
     if size:
-        applied.append(disruption_budget.budget_manifest(view, size if view.spec.workers.spares else size - 1))
+        applied.append(disruption_budget.build_budget(view, size if view.spec.workers.spares else size - 1))
     base = Observed(
         job=view,
         pods=pods,

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.plan.plan_builders import SETTINGS, with_status
 from trainium_contract.job import GoodputStatus
 from trainium_contract.status.conditions import Condition, ConditionType
-from trainium_contract.status.internal import WINDOW
+from trainium_contract.status.internal import WINDOW_SAMPLES
 from trainium_contract.status.interruptions import Interruption
 from trainium_contract.status.ledger import MAX_SIZES
 from trainium_contract.status.public import PublicStatus
@@ -46,7 +46,7 @@ def check_ledger(goodput: GoodputStatus) -> None:
         assert 0.0 <= ratio <= 1.0
     assert goodput.ratio <= goodput.uptime_ratio + 1e-4, "productive time is uptime"
     assert len(goodput.sizes) <= MAX_SIZES
-    assert len(goodput.window.samples) < WINDOW
+    assert len(goodput.window.samples) < WINDOW_SAMPLES
 
 
 def published_membership(result: Plan) -> messages.Membership | None:

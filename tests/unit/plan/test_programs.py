@@ -25,8 +25,8 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import MembershipStatus, ProgressStatus
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.messages import Progress, WorkerPhase
-from trainium_operator.plan.manifests.config_maps import config_map
-from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
+from trainium_operator.plan.manifests.config_maps import build_config_map
+from trainium_operator.plan.manifests.worker_pod import AvoidedNodes, build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import pin_running_image
@@ -34,7 +34,7 @@ from trainium_operator.plan.view.size import decide_size
 
 
 def build_pod(**changes: Any) -> Any:
-    return worker_pods(build.job(build.program_spec(**changes)), SETTINGS, range(1), Avoided())[0]
+    return build_worker_pods(build.job(build.program_spec(**changes)), SETTINGS, range(1), AvoidedNodes())[0]
 
 
 def environment(manifest: Any) -> dict[str, str]:
@@ -74,7 +74,7 @@ def test_the_agent_gets_the_program_spec_verbatim() -> None:
     assert "$" not in variables[env.ENV_PROGRAM].replace("$$", "")
     assert variables[env.ENV_PROCESSES_PER_NODE] == "2"
     assert json.loads(variables[env.ENV_PROGRAM])["batch"] == {"globalSize": 8, "microSize": 1}
-    assert "trainer.yaml" not in config_map(build.job(build.program_spec()), CA)["data"]
+    assert "trainer.yaml" not in build_config_map(build.job(build.program_spec()), CA)["data"]
 
 
 def test_a_program_gets_device_variables_and_no_compiler_flags() -> None:
@@ -89,12 +89,12 @@ def test_a_program_gets_device_variables_and_no_compiler_flags() -> None:
 
 def test_a_changed_program_changes_the_template_hash_and_keeps_the_agent_image() -> None:
     plain = build.job(build.program_spec())
-    assert template_hash(plain, SETTINGS) == template_hash(build.job(build.program_spec()), SETTINGS)
-    assert template_hash(build.job(build.program_spec(program={"args": ["-v"]})), SETTINGS) != template_hash(
-        plain, SETTINGS
-    )
+    assert compute_template_hash(plain, SETTINGS) == compute_template_hash(build.job(build.program_spec()), SETTINGS)
+    assert compute_template_hash(
+        build.job(build.program_spec(program={"args": ["-v"]})), SETTINGS
+    ) != compute_template_hash(plain, SETTINGS)
     newer = replace(SETTINGS, agent_image="trainium-agent:2")
-    (manifest,) = worker_pods(plain, SETTINGS, range(1), Avoided())
+    (manifest,) = build_worker_pods(plain, SETTINGS, range(1), AvoidedNodes())
     image = manifest["metadata"]["annotations"][env.ANNOTATION_IMAGE]
     observed = build.observation(plain, (build.pod(0, image=image),), {})
     pinned = pin_running_image(observed, newer)

@@ -32,7 +32,9 @@ def workload_view(raw: Json) -> quota.WorkloadView:
         uid=metadata["uid"],
         version=metadata["resourceVersion"],
         part=int(annotations[names.ANNOTATION_PART]),
-        asked={as_text(each.get("name")): _count(each, default=1) for each in as_mappings(spec.get("podSets"))},
+        requested_pods={
+            as_text(each.get("name")): _count(each, default=1) for each in as_mappings(spec.get("podSets"))
+        },
         content_hash=as_text(annotations.get(names.ANNOTATION_CONTENT_HASH)),
         active=spec.get("active") is not False,
         deleting="deletionTimestamp" in metadata,

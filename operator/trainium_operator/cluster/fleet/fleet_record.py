@@ -17,8 +17,8 @@ from yaml.composer import Composer
 
 from trainium_contract.faults.causes import Cause
 from trainium_operator.cluster.cache.parts import LONGEST_NAME
-from trainium_operator.plan.fleet.memory import MOST_STRIKES, Machine, MachineState, Memory, Strike
-from trainium_operator.plan.model.text import parse_rfc3339, rfc3339
+from trainium_operator.plan.fleet.memory import MAX_STRIKES, Machine, MachineState, Memory, Strike
+from trainium_operator.plan.model.text import format_rfc3339, parse_rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -111,13 +111,13 @@ def _fields(entry: Machine) -> dict[str, Any]:
     if entry.suspected_by and entry.state is not MachineState.WATCHED:
         fields["for"] = f"namespace {entry.suspected_by}"  # for people only: it follows from the strikes
     if entry.until is not None:
-        fields["until"] = rfc3339(entry.until)
+        fields["until"] = format_rfc3339(entry.until)
     if entry.quarantines:
         fields["quarantines"] = entry.quarantines
     if entry.strikes:
-        fields["strikes"] = [f"{rfc3339(each.at)} {each.cause.value} {each.by}" for each in entry.strikes]
+        fields["strikes"] = [f"{format_rfc3339(each.at)} {each.cause.value} {each.by}" for each in entry.strikes]
     if entry.judged:
-        fields["judged"] = rfc3339(entry.judged)
+        fields["judged"] = format_rfc3339(entry.judged)
     if entry.reported:
         fields["reported"] = True
     return fields
@@ -137,7 +137,7 @@ def _machine(key: str, found: dict[str, Any]) -> Machine:
         state=state,
         until=until,
         quarantines=max(0, int(found.get("quarantines", 0))),
-        strikes=tuple(_strike(str(line)) for line in list(found.get("strikes") or ())[-MOST_STRIKES:]),
+        strikes=tuple(_strike(str(line)) for line in list(found.get("strikes") or ())[-MAX_STRIKES:]),
         judged=_time(found.get("judged")) or 0.0,
         reported=found.get("reported") is True,
     )

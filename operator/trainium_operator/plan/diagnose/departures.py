@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.diagnose.node_failures import members_to_move
+from trainium_operator.plan.diagnose.node_failures import find_members_to_move
 from trainium_operator.plan.model.actions import EventIntent, event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_names
@@ -31,7 +31,7 @@ def find_leaving_members(facts: Facts) -> list[tuple[Member, Worker]]:
     """Return members whose nodes are not bad, but about to leave."""
     return [
         (member, worker)
-        for member, worker in members_to_move(facts)
+        for member, worker in find_members_to_move(facts)
         if facts.node_problems[member.pod_uid].cause is Cause.PREEMPTED and not worker.finished
     ]
 
@@ -39,7 +39,7 @@ def find_leaving_members(facts: Facts) -> list[tuple[Member, Worker]]:
 def build_notice_event(facts: Facts, leaving: list[tuple[Member, Worker]]) -> EventIntent:
     """Return the event of a first interruption notice; it names the node of the first member that leaves."""
     member = leaving[0][0]
-    names = format_names(tuple(each.pod_name for each, _ in leaving))
+    names = format_names(tuple(member_leaving.pod_name for member_leaving, _ in leaving))
     return event(
         Reason.INTERRUPTION_NOTICE,
         f"Node {member.node_name} is about to leave: {facts.node_problems[member.pod_uid]}; {names} trains on until "

@@ -35,7 +35,7 @@ from trainium_operator.plan.diagnose.silence import (
     Evidence,
     collect_evidence,
     detect_silent_agent,
-    failed_since,
+    find_failure_time,
     is_suspect,
     next_silence_check_at,
 )
@@ -65,14 +65,14 @@ class Diagnosis:
 def diagnose(facts: Facts) -> Diagnosis:
     """Return the failed members, those that leave now, and when the others must leave."""
     losses, requeue_at = find_losses(facts)
-    lost = {loss.member.pod_uid for loss in losses}
-    leaving = [pair for pair in find_leaving_members(facts) if pair[0].pod_uid not in lost]
+    lost_uids = {loss.member.pod_uid for loss in losses}
+    leaving = [pair for pair in find_leaving_members(facts) if pair[0].pod_uid not in lost_uids]
     if not leaving:
         return Diagnosis(losses=losses, requeue_at=requeue_at)
     known_since = facts.job.status.leaving_since
     since = facts.now if known_since is None else known_since
-    taints = [taint.key for _, worker in leaving if worker.node is not None for taint in worker.node.taints]
-    notice_seconds = min((NOTICE_SECONDS.get(key, math.inf) for key in taints), default=math.inf)
+    taint_keys = [taint.key for _, worker in leaving if worker.node is not None for taint in worker.node.taints]
+    notice_seconds = min((NOTICE_SECONDS.get(key, math.inf) for key in taint_keys), default=math.inf)
     depart_by = since + max(0.0, notice_seconds - facts.job.spec.recovery.grace_period_seconds - EXIT_MARGIN_SECONDS)
     # A job with more workers than it requested gives the node up at once.
     has_surplus = len(facts.members) - len(leaving) >= facts.job.status.desired - facts.job.status.idle_nodes.taken
@@ -124,7 +124,7 @@ def _detect_loss(
 ) -> Loss | None:
     if worker is None:
         agent = facts.observed.agents.get(member.pod_uid)
-        since = agent.last_seen if agent is not None else failed_since(facts, None)
+        since = agent.last_seen if agent is not None else find_failure_time(facts, None)
         message = f"pod {member.pod_name} on node {member.node_name} no longer exists"
         return Loss(member=member, worker=None, cause=Cause.POD_LOST, failed_at=since, message=message)
     if worker.finished:

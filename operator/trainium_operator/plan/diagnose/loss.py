@@ -39,7 +39,7 @@ class Loss:
     """Whether a rule of the job suspects its node; None: as the cause decides."""
 
     @property
-    def suspect(self) -> str:
+    def suspected_node(self) -> str:
         """The node to avoid; empty when none is suspected."""
         blamed = suspects_node(self.cause) if self.blames_node is None else self.blames_node
         return self.member.node_name if blamed else ""

@@ -13,7 +13,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.diagnose.silence import Evidence, failed_since, last_step_at
+from trainium_operator.plan.diagnose.silence import Evidence, find_failure_time, last_step_at
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def detect_deleted_node(facts: Facts, member: Member, worker: Worker) -> Loss | 
         return None
     state = "no longer exists" if worker.node is None else "was declared out of service"
     message = f"node {worker.pod.node} of pod {worker.pod.name} {state}"
-    failed_at = failed_since(facts, worker)
+    failed_at = find_failure_time(facts, worker)
     return Loss(
         member=member, worker=worker, cause=Cause.NODE_LOST, failed_at=failed_at, message=message, force_delete=True
     )
@@ -55,7 +55,7 @@ def find_handovers(facts: Facts, evidence: Evidence, losses: list[Loss]) -> list
     free_candidates = len(facts.candidates) - len(losses)
     if free_candidates >= 0:
         losses = [replace(loss, keeps_pod=loss.can_save) if loss in fatal else loss for loss in losses]
-    for member, worker in members_to_move(facts):
+    for member, worker in find_members_to_move(facts):
         if free_candidates <= 0:
             break
         if member.pod_uid not in by_uid and not worker.silent and not worker.node_bad:
@@ -67,7 +67,7 @@ def find_handovers(facts: Facts, evidence: Evidence, losses: list[Loss]) -> list
     return losses
 
 
-def members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
+def find_members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
     """Yield members that train on until a worker that replaces them is ready, by rank."""
     for member, worker in facts.members:
         problem = facts.node_problems.get(member.pod_uid)
@@ -79,15 +79,15 @@ def _bad_node_loss(facts: Facts, member: Member, worker: Worker, problem: NodePr
     message = f"node {worker.pod.node} of pod {worker.pod.name} is bad: {problem}"
     if problem.message:
         message += f": {problem.message}"
-    began = problem.since if problem.severity is Severity.FATAL else None
-    if began is None or not worker.pod.created <= began <= facts.now:
-        began = facts.now  # the ranks train on until now
+    failed_at = problem.since if problem.severity is Severity.FATAL else None
+    if failed_at is None or not worker.pod.created <= failed_at <= facts.now:
+        failed_at = facts.now  # the ranks train on until now
     return Loss(
         member=member,
         worker=worker,
         cause=problem.cause,
         # While the fleet is frozen, ranks also train on after a fatal problem.
-        failed_at=min(max(began, last_step_at(facts)), facts.now),
+        failed_at=min(max(failed_at, last_step_at(facts)), facts.now),
         message=message,
         force_delete=worker.node_bad,
         can_save=can_save,

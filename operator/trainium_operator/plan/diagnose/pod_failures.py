@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.responses import Response
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.diagnose.process_failures import give_up_failure
-from trainium_operator.plan.diagnose.silence import failed_since
-from trainium_operator.plan.faults.exits import cause_of_leaving, classify_pod_failure
-from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.diagnose.process_failures import find_give_up_failure
+from trainium_operator.plan.diagnose.silence import find_failure_time
+from trainium_operator.plan.model.observed import PodPhase, PodView
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainium_contract.faults.classify import Classification
+    from trainium_contract.faults.rules import RecoveryRule
     from trainium_contract.wire.messages import Member
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -29,16 +33,16 @@ def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> Loss | Non
     pod = worker.pod
     if pod.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED):
         return None
-    given_up = give_up_failure(facts, worker)
-    verdict = given_up[1] if given_up else classify_pod_failure(pod, facts.job.spec.recovery.rules)
+    given_up = find_give_up_failure(facts, worker)
+    verdict = given_up[1] if given_up else classify_ended_pod(pod, facts.job.spec.recovery.rules)
     was_deleted = pod.deleting and given_up is None and verdict.cause is not Cause.DEVICE
     blames_node = verdict.response is Response.REPLACE_NODE if given_up is None and not was_deleted else None
-    code = "" if pod.exit_code is None else f"exit code {pod.exit_code}"
-    description = ", ".join(part for part in (pod.reason, code, pod.message) if part)
+    exit_code = "" if pod.exit_code is None else f"exit code {pod.exit_code}"
+    description = ", ".join(part for part in (pod.reason, exit_code, pod.message) if part)
     return Loss(
         member=member,
         worker=worker,
-        cause=cause_of_leaving(pod) if was_deleted else verdict.cause,
+        cause=find_leaving_cause(pod) if was_deleted else verdict.cause,
         blames_node=blames_node,
         failed_at=pod.finished or facts.now,
         message=f"pod {pod.name} on node {pod.node} ended ({description or 'no reason given'})",
@@ -50,14 +54,40 @@ def detect_leaving_pod(facts: Facts, member: Member, worker: Worker) -> Loss | N
     """Return a member whose pod is being deleted or evicted; it saves if its agent still answers."""
     if not worker.pod.deleting and not worker.pod.disrupted:
         return None
-    cause, problem = cause_of_leaving(worker.pod), facts.node_problems.get(worker.pod.uid)
+    cause, problem = find_leaving_cause(worker.pod), facts.node_problems.get(worker.pod.uid)
     seen = f": {problem}" if problem is not None and problem.cause is cause else ""
     return Loss(
         member=member,
         worker=worker,
         cause=cause,
-        failed_at=facts.now if worker.answers else failed_since(facts, worker),
+        failed_at=facts.now if worker.answers else find_failure_time(facts, worker),
         message=f"pod {worker.pod.name} on node {worker.pod.node} is being deleted or evicted{seen}",
         force_delete=worker.node_bad,
         can_save=worker.answers,
     )
+
+
+def classify_ended_pod(pod: PodView, rules: Sequence[RecoveryRule]) -> Classification:
+    """Classify a pod in phase Failed."""
+    return classify.classify_pod_failure(
+        reason=pod.reason,
+        code=pod.exit_code,
+        disrupted=pod.disrupted,
+        disruption=pod.disruption,
+        message=pod.message,
+        rules=rules,
+    )
+
+
+def find_leaving_cause(pod: PodView) -> Cause:
+    """Return why a pod that was asked to leave must leave."""
+    return classify.classify_disruption(pod.disruption) if pod.disrupted else Cause.PREEMPTED
+
+
+def has_failed_by_itself(pod: PodView) -> bool:
+    """Return whether a Failed pod ended by its own program, not by its node, the scheduler, an eviction or a signal."""
+    by_reason = classify.find_pod_reason_cause(pod.reason)
+    if pod.disrupted or pod.exit_code is None or by_reason not in (None, Cause.MEMORY, Cause.USER_CODE):
+        return False
+    by_signal = pod.exit_code > 128 and pod.reason != "OOMKilled"
+    return not by_signal and classify.classify_exit_code(pod.exit_code).response is not Response.RESTART_UNCOUNTED

@@ -12,11 +12,13 @@ Guarantees:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import (
-    Verdict,
+    Classification,
+    classify_exit,
     classify_sign,
     default_responses,
     match_kernel_line,
@@ -24,11 +26,11 @@ from trainium_contract.faults.classify import (
 )
 from trainium_contract.faults.responses import Response
 from trainium_operator.plan.diagnose.loss import Loss
-from trainium_operator.plan.faults.exits import meaning_of_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from trainium_contract.faults.rules import RecoveryRule
     from trainium_contract.wire.messages import HeartbeatRequest, Member, ProcessFailure, RestartRecord
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
@@ -39,6 +41,28 @@ _MIN_MEMBERS_TO_COMPARE = 3
 _MIN_ATTEMPTS = 2
 """Attempts in which a member must be the only one with a report before it is not a coincidence."""
 _AMBIGUOUS_CAUSES = (Cause.PEER_LOST, Cause.YIELDED, Cause.HANG)
+
+
+def classify_process_failure(
+    beat: HeartbeatRequest, failure: ProcessFailure, rules: Sequence[RecoveryRule]
+) -> Classification:
+    """Classify the end of a process by its exit code, runtime status, output and kernel lines."""
+    if not rules and not beat.kernel:
+        return _classify_exit_alone(failure.exit_code, failure.runtime_status, failure.output_line)
+    return classify_exit(
+        failure.exit_code,
+        runtime_status=failure.runtime_status,
+        output_line=failure.output_line,
+        message=failure.message,
+        kernel=select_kernel_lines(beat.kernel, failure.at),
+        rules=rules,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _classify_exit_alone(code: int, runtime_status: int | None, output_line: str) -> Classification:
+    """Classify without rules and kernel lines, the usual case: a plan does so for each failure of 1,000 workers."""
+    return classify_exit(code, runtime_status=runtime_status, output_line=output_line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +83,7 @@ class _Report:
 
     member: Member
     failure: ProcessFailure
-    meaning: Verdict
+    meaning: Classification
 
 
 def find_culprit(facts: Facts, attempt: int, *, all_reported: bool) -> Culprit | None:
@@ -70,13 +94,13 @@ def find_culprit(facts: Facts, attempt: int, *, all_reported: bool) -> Culprit |
     records = {member.pod_uid: record for member, record in find_restarts(facts, attempt + 1)}
     reports = tuple(_first_failures(facts, attempt))
     certain = (
-        _own_failure(reports, records)
-        or _kernel_event(facts, reports, records)
-        or _recorded_cause(reports, records, facts)
+        _find_direct_failure(reports, records)
+        or _find_kernel_fault(facts, reports, records)
+        or _find_recorded_cause(reports, records, facts)
     )
     if certain is not None or not all_reported:
         return certain
-    return _only_reporter(reports, records) or _laggard(reports, records)
+    return _find_only_reporter(reports, records) or _find_laggard(reports, records)
 
 
 def find_restarts(facts: Facts, attempt: int) -> Iterator[tuple[Member, RestartRecord]]:
@@ -87,9 +111,9 @@ def find_restarts(facts: Facts, attempt: int) -> Iterator[tuple[Member, RestartR
                 yield member, record
 
 
-def only_reporter_failure(
+def find_repeated_sole_report(
     facts: Facts, member: Member, beat: HeartbeatRequest
-) -> tuple[ProcessFailure, Verdict] | None:
+) -> tuple[ProcessFailure, Classification] | None:
     """Return the newest failure that only this member reported in two attempts of the generation."""
     rules = facts.job.spec.recovery.rules
     if len(beat.failures) < _MIN_ATTEMPTS:
@@ -97,14 +121,14 @@ def only_reporter_failure(
     suspicious = {
         failure.attempt
         for failure in beat.failures
-        if failure.generation == beat.generation and _is_ambiguous(meaning_of_failure(beat, failure, rules))
+        if failure.generation == beat.generation and _is_ambiguous(classify_process_failure(beat, failure, rules))
     }
     if len(suspicious) < _MIN_ATTEMPTS:  # checked before the other members' reports
         return None
-    culprits = [_only_reporter(tuple(_first_failures(facts, attempt)), {}) for attempt in sorted(suspicious)]
+    culprits = [_find_only_reporter(tuple(_first_failures(facts, attempt)), {}) for attempt in sorted(suspicious)]
     failures = [each.failure for each in culprits if each is not None and each.member.pod_uid == member.pod_uid]
     failure = failures[-1] if len(failures) >= _MIN_ATTEMPTS else None
-    return None if failure is None else (failure, meaning_of_failure(beat, failure, rules))
+    return None if failure is None else (failure, classify_process_failure(beat, failure, rules))
 
 
 def _first_failures(facts: Facts, attempt: int) -> Iterator[_Report]:
@@ -112,7 +136,7 @@ def _first_failures(facts: Facts, attempt: int) -> Iterator[_Report]:
     rules = facts.job.spec.recovery.rules
     for member, beat in facts.beats:
         reports = [
-            _Report(member, failure, meaning_of_failure(beat, failure, rules))
+            _Report(member, failure, classify_process_failure(beat, failure, rules))
             for failure in beat.failures
             if failure.generation == beat.generation and failure.attempt == attempt
         ]
@@ -121,19 +145,21 @@ def _first_failures(facts: Facts, attempt: int) -> Iterator[_Report]:
             yield min(reports, key=lambda report: (report.meaning.indirect, report.failure.at))
 
 
-def _is_ambiguous(meaning: Verdict) -> bool:
+def _is_ambiguous(classification: Classification) -> bool:
     """Return whether the failure may be the fault of the reporter or of another member."""
-    return meaning.indirect and meaning.cause is not Cause.PEER_LOST
+    return classification.indirect and classification.cause is not Cause.PEER_LOST
 
 
-def _own_failure(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
+def _find_direct_failure(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
     direct = [report for report in reports if not report.meaning.indirect]
     if not direct:
         return None
-    return _culprit(min(direct, key=lambda report: (report.member.pod_uid not in records, report.failure.at)), records)
+    return _build_culprit(
+        min(direct, key=lambda report: (report.member.pod_uid not in records, report.failure.at)), records
+    )
 
 
-def _kernel_event(facts: Facts, reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
+def _find_kernel_fault(facts: Facts, reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
     """Return a member whose processes only lost a peer, but whose kernel log reports a fault."""
     failed_at = {report.member.pod_uid: report.failure.at for report in reports}
     for member, beat in facts.beats:
@@ -150,7 +176,9 @@ def _kernel_event(facts: Facts, reports: tuple[_Report, ...], records: dict[str,
     return None
 
 
-def _recorded_cause(reports: tuple[_Report, ...], records: dict[str, RestartRecord], facts: Facts) -> Culprit | None:
+def _find_recorded_cause(
+    reports: tuple[_Report, ...], records: dict[str, RestartRecord], facts: Facts
+) -> Culprit | None:
     """Return a member that recorded a cause, whose failure is no longer among the newest.
 
     A hang without a failure is one of all ranks together, because a rank that stalls alone has one.
@@ -164,12 +192,12 @@ def _recorded_cause(reports: tuple[_Report, ...], records: dict[str, RestartReco
     return None
 
 
-def _only_reporter(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
+def _find_only_reporter(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
     ambiguous = [report for report in reports if _is_ambiguous(report.meaning)]
-    return _culprit(ambiguous[0], records) if len(ambiguous) == 1 else None
+    return _build_culprit(ambiguous[0], records) if len(ambiguous) == 1 else None
 
 
-def _laggard(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
+def _find_laggard(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
     """Return the only member that had completed fewer steps than all others, if enough members report."""
     if len(reports) < _MIN_MEMBERS_TO_COMPARE:
         return None
@@ -182,7 +210,7 @@ def _laggard(reports: tuple[_Report, ...], records: dict[str, RestartRecord]) ->
     return Culprit(member=last.member, cause=Cause.HANG, why=why, failure=last.failure, record=record)
 
 
-def _culprit(report: _Report, records: dict[str, RestartRecord]) -> Culprit:
+def _build_culprit(report: _Report, records: dict[str, RestartRecord]) -> Culprit:
     failure = report.failure
     why = f"{report.meaning.sentence} ({format_signs(failure)}); {failure.message}"
     return Culprit(
@@ -200,7 +228,7 @@ def format_signs(failure: ProcessFailure) -> str:
     return f"exit code {failure.exit_code}{status}"
 
 
-_REPLACES = (Response.REPLACE_NODE, Response.REPLACE_WORKER)
+_REPLACING_RESPONSES = (Response.REPLACE_NODE, Response.REPLACE_WORKER)
 
 
 def detect_process_failure(facts: Facts, member: Member, worker: Worker) -> Loss | None:
@@ -208,24 +236,26 @@ def detect_process_failure(facts: Facts, member: Member, worker: Worker) -> Loss
     beat = worker.heartbeat
     if beat is None or not (beat.failures or beat.verdict):
         return None
-    given_up = give_up_failure(facts, worker)
+    given_up = find_give_up_failure(facts, worker)
     if given_up is not None and not given_up[1].indirect:
-        return _loss(facts, member, worker, *given_up)
-    node_failure = _failure_of_node_or_pod(facts, beat)
+        return _build_loss(facts, member, worker, *given_up)
+    node_failure = _find_replacing_failure(facts, beat)
     if node_failure is not None:
-        return _loss(facts, member, worker, *node_failure)
-    repeated = only_reporter_failure(facts, member, beat)
+        return _build_loss(facts, member, worker, *node_failure)
+    repeated = find_repeated_sole_report(facts, member, beat)
     if repeated is None:
         return None
-    failure, meaning = repeated
-    return _loss(facts, member, worker, failure, meaning, again=", and no other worker did, more than once")
+    failure, classification = repeated
+    return _build_loss(
+        facts, member, worker, failure, classification, suffix=", and no other worker did, more than once"
+    )
 
 
 def find_culprit_losses(facts: Facts) -> list[Loss]:
     """Return the culprit if an agent gave up that had only lost its peers; empty if nobody is known to be."""
     for _, beat in facts.beats:
         failure = beat.verdict
-        if failure is None or not meaning_of_failure(beat, failure, facts.job.spec.recovery.rules).indirect:
+        if failure is None or not classify_process_failure(beat, failure, facts.job.spec.recovery.rules).indirect:
             continue
         culprit = find_culprit(facts, failure.attempt, all_reported=True)
         worker = facts.workers.get(culprit.member.pod_uid) if culprit is not None else None
@@ -244,50 +274,60 @@ def find_culprit_losses(facts: Facts) -> list[Loss]:
     return []
 
 
-def give_up_failure(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Verdict] | None:
+def find_give_up_failure(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Classification] | None:
     """Return the failure that made a worker's agent give up, and its meaning."""
     beat = worker.heartbeat
     if beat is None or beat.verdict is None or not worker.gave_up:
         return None
-    return beat.verdict, meaning_of_failure(beat, beat.verdict, facts.job.spec.recovery.rules)
+    return beat.verdict, classify_process_failure(beat, beat.verdict, facts.job.spec.recovery.rules)
 
 
-def cause_of_stop(facts: Facts) -> Cause:
+def find_stop_cause(facts: Facts) -> Cause:
     """Return the cause of a generation that stopped although no member reported a failure.
 
     If the agents state that they gave up because they lost their peers, that is the cause.
     """
     rules = facts.job.spec.recovery.rules
-    verdicts = [meaning_of_failure(beat, beat.verdict, rules) for _, beat in facts.beats if beat.verdict is not None]
-    return Cause.NETWORK if verdicts and all(meaning.indirect for meaning in verdicts) else Cause.CRASH
+    verdicts = [
+        classify_process_failure(beat, beat.verdict, rules) for _, beat in facts.beats if beat.verdict is not None
+    ]
+    return Cause.NETWORK if verdicts and all(classification.indirect for classification in verdicts) else Cause.CRASH
 
 
-def _failure_of_node_or_pod(facts: Facts, beat: HeartbeatRequest) -> tuple[ProcessFailure, Verdict] | None:
+def _find_replacing_failure(facts: Facts, beat: HeartbeatRequest) -> tuple[ProcessFailure, Classification] | None:
     """Return a failure in the current generation that asks for another worker at once."""
     if facts.current is None:
         return None
     for failure in beat.failures:
         if failure.generation == facts.current.generation:
-            meaning = meaning_of_failure(beat, failure, facts.job.spec.recovery.rules)
-            if meaning.response in _REPLACES:
-                return failure, meaning
+            classification = classify_process_failure(beat, failure, facts.job.spec.recovery.rules)
+            if classification.response in _REPLACING_RESPONSES:
+                return failure, classification
     return None
 
 
-def _loss(
-    facts: Facts, member: Member, worker: Worker, failure: ProcessFailure, meaning: Verdict, *, again: str = ""
+def _build_loss(
+    facts: Facts,
+    member: Member,
+    worker: Worker,
+    failure: ProcessFailure,
+    classification: Classification,
+    *,
+    suffix: str = "",
 ) -> Loss:
     message = (
-        f"rank {failure.rank} of pod {worker.pod.name} on node {worker.pod.node}: {meaning.sentence} "
-        f"({format_signs(failure)}){again}; {failure.message}"
+        f"rank {failure.rank} of pod {worker.pod.name} on node {worker.pod.node}: {classification.sentence} "
+        f"({format_signs(failure)}){suffix}; {failure.message}"
     )
     return Loss(
         member=member,
         worker=worker,
-        cause=meaning.cause,
+        cause=classification.cause,
         failed_at=_last_seen(facts, worker),
         message=message,
-        blames_node=meaning.response is Response.REPLACE_NODE if meaning.response in _REPLACES else None,
+        blames_node=classification.response is Response.REPLACE_NODE
+        if classification.response in _REPLACING_RESPONSES
+        else None,
     )
 
 

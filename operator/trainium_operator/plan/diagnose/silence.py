@@ -59,16 +59,17 @@ def collect_evidence(facts: Facts) -> Evidence:
     """Return the reports of the witnesses about steps and silence."""
     reporting = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
     beats = [beat for member, beat in facts.beats if member.pod_uid in reporting]
-    progressed, stalls_at = _stall_times(facts)
-    newest = max(
+    newest_step_at, stalled_at = _find_stall_times(facts)
+    newest_message_at = max(
         (facts.observed.agents[uid].last_seen for uid in reporting if uid in facts.observed.agents), default=0.0
     )
     return Evidence(
         has_witnesses=bool(beats),
         pending_ranks=frozenset(rank for beat in beats for rank in beat.waiting_for),
-        has_lost_peer=any(_lost_a_peer(beat) for beat in beats),
-        stalled_at=stalls_at,
-        stall_is_confirmed=stalls_at is not None and newest >= progressed + _SEEN_FRACTION * (stalls_at - progressed),
+        has_lost_peer=any(_has_lost_peer(beat) for beat in beats),
+        stalled_at=stalled_at,
+        stall_is_confirmed=stalled_at is not None
+        and newest_message_at >= newest_step_at + _SEEN_FRACTION * (stalled_at - newest_step_at),
     )
 
 
@@ -89,20 +90,22 @@ def explain_silence(evidence: Evidence, member: Member, worker: Worker, now: flo
     return None
 
 
-def _lost_a_peer(beat: HeartbeatRequest) -> bool:
+def _has_lost_peer(beat: HeartbeatRequest) -> bool:
     return beat.phase is not WorkerPhase.TRAINING and any(
-        _waited_in_collective(failure) and failure.generation == beat.generation and failure.attempt >= beat.attempt - 1
+        _has_waited_in_collective(failure)
+        and failure.generation == beat.generation
+        and failure.attempt >= beat.attempt - 1
         for failure in beat.failures
     )
 
 
-def _waited_in_collective(failure: ProcessFailure) -> bool:
+def _has_waited_in_collective(failure: ProcessFailure) -> bool:
     """Return whether, by its exit code or output, it waited in a collective for others that did not arrive."""
     sign = find_runtime_status(failure.runtime_status) or find_output_line(failure.output_line)
     return failure.exit_code == ExitCode.PEER_LOST or (sign is not None and sign.indirect)
 
 
-def _stall_times(facts: Facts) -> tuple[float, float | None]:
+def _find_stall_times(facts: Facts) -> tuple[float, float | None]:
     """Return when the newest step was seen, and when training counts as stalled without another; None for never.
 
     Steps before the first one after a fault do not count, because they belong to the time before it. After the last
@@ -123,11 +126,11 @@ def _stall_times(facts: Facts) -> tuple[float, float | None]:
     timeout = facts.job.spec.recovery.heartbeat_timeout_seconds
     # All step together; through heartbeats one of their steps may appear twice as long to some.
     median_step_seconds = median(seconds for _, seconds in reports)
-    progressed = max(at for at, _ in reports)
-    return progressed, progressed + max(_STALL_FRACTION * timeout, _STALL_STEPS * median_step_seconds)
+    newest_step_at = max(at for at, _ in reports)
+    return newest_step_at, newest_step_at + max(_STALL_FRACTION * timeout, _STALL_STEPS * median_step_seconds)
 
 
-def failed_since(facts: Facts, worker: Worker | None) -> float:
+def find_failure_time(facts: Facts, worker: Worker | None) -> float:
     """Return when a silent or missing worker failed: when it was last seen, else when the others last made a step."""
     silent_since = facts.now if worker is None else facts.now - worker.silent_seconds
     if worker is not None and worker.agent is not None and worker.agent.last_seen >= facts.observed.coordinator_since:
@@ -163,7 +166,7 @@ def detect_silent_agent(facts: Facts, evidence: Evidence, member: Member, worker
         member=member,
         worker=worker,
         cause=Cause.POD_LOST if host_answers else Cause.NODE_LOST,
-        failed_at=failed_since(facts, worker),
+        failed_at=find_failure_time(facts, worker),
         message=message,
         force_delete=not host_answers,
     )

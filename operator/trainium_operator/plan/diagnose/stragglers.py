@@ -22,7 +22,7 @@ from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import Facts, is_second_choice
-from trainium_operator.plan.view.progress import is_settled, last_step, resize_cost_seconds
+from trainium_operator.plan.view.progress import find_last_step, is_settled, measure_resize_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +43,7 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Update the list, and report each member that has been slow for long, once."""
     if not _trains_steadily(facts):
         return PolicyResult(status=status)
-    spec, step = facts.job.spec.recovery.stragglers, last_step(facts)
+    spec, step = facts.job.spec.recovery.stragglers, find_last_step(facts)
     listed = {entry.pod: entry for entry in status.stragglers}
     paces = _relative_paces(facts)
     stragglers: list[StragglerStatus] = []
@@ -59,7 +59,7 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
             entry = entry.replaced(since_step=step)
         if not entry.reported and step - entry.since_step >= spec.persist_steps:
             entry = entry.replaced(reported=True, slowdown=round(ratio, 2))
-            message = _describe_straggler(entry, step) + _why_it_stays(facts, pod, spec)
+            message = _describe_straggler(entry, step) + _explain_retention(facts, pod, spec)
             events.append(event(Reason.STRAGGLER_DETECTED, message, warning=True, pod=pod))
             requeue_at.append(facts.now)  # it is reported first, and the next plan hands its rank over
         stragglers.append(entry)
@@ -88,9 +88,9 @@ def find_straggler_handover(facts: Facts) -> list[Loss]:
     if worker is None or worker.silent or worker.node_bad or worker.pod.deleting:
         return []
     entry = slow[slowest].replaced(slowdown=round(paces[slowest], 2))
-    message = _describe_straggler(entry, last_step(facts))
-    replaced = any(not is_second_choice(facts, each) for each in facts.candidates)
-    if not replaced and not is_faster_without_straggler(facts):
+    message = _describe_straggler(entry, find_last_step(facts))
+    has_replacement = any(not is_second_choice(facts, each) for each in facts.candidates)
+    if not has_replacement and not is_faster_without_straggler(facts):
         return []
     return [
         Loss(
@@ -98,9 +98,9 @@ def find_straggler_handover(facts: Facts) -> list[Loss]:
             worker=worker,
             cause=Cause.STRAGGLER,
             failed_at=facts.now,
-            message=message if replaced else f"{message}; the others are faster without it",
+            message=message if has_replacement else f"{message}; the others are faster without it",
             can_save=True,
-            awaits_replacement=replaced,
+            awaits_replacement=has_replacement,
         )
     ]
 
@@ -144,12 +144,12 @@ def _is_slowed_by_host_load(facts: Facts, pod: str, slowdown: float) -> bool:
     others = [share for name, share in waits.items() if name != pod]
     if pod not in waits or len(others) < len(timings) - 1 or median_low(others) < _LOADED_SHARE:
         return False
-    worked = {name: timings[name].own_seconds * (1.0 - share) for name, share in waits.items()}
-    median_seconds = median_low(worked.values())
-    return worked[pod] < slowdown * median_seconds or worked[pod] - median_seconds < _MIN_EXCESS_SECONDS
+    busy_seconds = {name: timings[name].own_seconds * (1.0 - share) for name, share in waits.items()}
+    median_seconds = median_low(busy_seconds.values())
+    return busy_seconds[pod] < slowdown * median_seconds or busy_seconds[pod] - median_seconds < _MIN_EXCESS_SECONDS
 
 
-def _why_it_stays(facts: Facts, pod: str, spec: StragglerSpec) -> str:
+def _explain_retention(facts: Facts, pod: str, spec: StragglerSpec) -> str:
     if not _is_slowed_by_host_load(facts, pod, spec.slowdown):
         return ""
     return "; it waits for a processor, as the others do, so it is not replaced: look at what else runs on these nodes"
@@ -174,15 +174,15 @@ def is_faster_without_straggler(facts: Facts) -> bool:
     timings = [beat.timing for _, beat in facts.beats if beat.timing is not None]
     if not speed or len(timings) < max(2, present) or not _needs_no_compilation(facts, size):
         return False
-    second, slowest = sorted(timing.own_seconds for timing in timings)[-2:]
-    step = max(timing.step_seconds for timing in timings)
-    without = max(0.0, step - (slowest - second)) / speed
-    if without * _MIN_SPEEDUP > step:
+    second_slowest, slowest = sorted(timing.own_seconds for timing in timings)[-2:]
+    step_seconds = max(timing.step_seconds for timing in timings)
+    seconds_without_it = max(0.0, step_seconds - (slowest - second_slowest)) / speed
+    if seconds_without_it * _MIN_SPEEDUP > step_seconds:
         return False
-    price, total = resize_cost_seconds(status), status.progress.total_steps
-    if price is None or not total:
+    resize_seconds, total = measure_resize_seconds(status), status.progress.total_steps
+    if resize_seconds is None or not total:
         return True
-    return max(0, total - status.progress.step) * (step - without) > 2 * price
+    return max(0, total - status.progress.step) * (step_seconds - seconds_without_it) > 2 * resize_seconds
 
 
 def _needs_no_compilation(facts: Facts, size: int) -> bool:

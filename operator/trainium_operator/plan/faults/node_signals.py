@@ -49,6 +49,21 @@ class NodeProblem:
 
 
 @dataclass(frozen=True, slots=True)
+class RuleMatch:
+    """A condition or taint of a node that a rule of the job names."""
+
+    classification: classify.Classification
+    """The cause and response that the rule gives it."""
+    source: str
+    reason: str
+    message: str = ""
+    since: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.source} ({self.reason}) {self.message}".strip()
+
+
+@dataclass(frozen=True, slots=True)
 class PodRequirements:
     """Demands of a job on its nodes that determine what is a problem."""
 
@@ -73,11 +88,11 @@ def bad_status(kind: str) -> NodeReadiness:
 def find_node_problems(node: NodeView, demand: PodRequirements | None = None) -> tuple[NodeProblem, ...]:
     """Return all problems of a node, the worst first; with a demand, also those for that job."""
     problems = [
-        *_readiness(node),
-        *(problem for condition in node.conditions for problem in _condition(condition)),
-        *_capacity(node, demand),
-        *(problem for taint in node.taints for problem in _taint(taint, demand)),
-        *_labels(node),
+        *_readiness_problems(node),
+        *(problem for condition in node.conditions for problem in _condition_problems(condition)),
+        *_capacity_problems(node, demand),
+        *(problem for taint in node.taints for problem in _taint_problems(taint, demand)),
+        *_label_problems(node),
     ]
     if node.deleting:
         problems.append(NodeProblem(Severity.DRAIN, Cause.PREEMPTED, "deletion", "the node is being deleted"))
@@ -86,14 +101,14 @@ def find_node_problems(node: NodeView, demand: PodRequirements | None = None) ->
     return tuple(sorted(problems, key=lambda problem: -problem.severity))
 
 
-def _readiness(node: NodeView) -> Iterator[NodeProblem]:
+def _readiness_problems(node: NodeView) -> Iterator[NodeProblem]:
     """Yield a suspicion of a node that is not ready: it may train on, and the worker's silence decides."""
     if node.ready is not NodeReadiness.TRUE:
         text = f"Ready is {node.ready.value}"
         yield NodeProblem(Severity.SUSPECT, Cause.NODE_LOST, "condition Ready", text, node.unready_since)
 
 
-def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
+def _condition_problems(condition: NodeCondition) -> Iterator[NodeProblem]:
     polarity = POLARITIES.get(condition.type)
     if polarity is None or condition.status is not bad_status(condition.type):
         return
@@ -104,7 +119,7 @@ def _condition(condition: NodeCondition) -> Iterator[NodeProblem]:
     yield NodeProblem(polarity.severity, cause, source, reason, condition.since, condition.message)
 
 
-def _capacity(node: NodeView, demand: PodRequirements | None) -> Iterator[NodeProblem]:
+def _capacity_problems(node: NodeView, demand: PodRequirements | None) -> Iterator[NodeProblem]:
     """Yield problems of the capacity.
 
     No device at all means that the device plugin is away; fewer than expected means lost devices.
@@ -126,7 +141,7 @@ def _capacity(node: NodeView, demand: PodRequirements | None) -> Iterator[NodePr
         yield NodeProblem(severity, cause, f"capacity {resource}", f"{available} of {expected}")
 
 
-def _taint(taint: Taint, demand: PodRequirements | None) -> Iterator[NodeProblem]:
+def _taint_problems(taint: Taint, demand: PodRequirements | None) -> Iterator[NodeProblem]:
     source, reason = f"taint {taint.key}", taint.value or taint.effect
     if taint.key.startswith(_READ_ELSEWHERE) and taint.key != _OUT_OF_SERVICE:
         return
@@ -156,7 +171,7 @@ def tolerates(tolerations: tuple[Mapping[str, object], ...], taint: Taint) -> bo
     return False
 
 
-def _labels(node: NodeView) -> Iterator[NodeProblem]:
+def _label_problems(node: NodeView) -> Iterator[NodeProblem]:
     """Yield the verdicts of HyperPod; a node in its deep check only takes no new workers."""
     status = node.labels.get(names.LABEL_HYPERPOD_HEALTH, "Schedulable")
     if status.startswith("Unschedulable"):
@@ -170,59 +185,62 @@ def _labels(node: NodeView) -> Iterator[NodeProblem]:
 KERNEL_LOG = "kernel log"
 
 
-def with_rules(
+def apply_rules(
     node: NodeView, problems: Sequence[NodeProblem], rules: Sequence[RecoveryRule]
 ) -> tuple[NodeProblem, ...]:
     """Return the problems of a node after the job's rules, the worst first."""
     if not rules:
         return tuple(problems)
-    matched = {
-        source: (verdict, reason, message, since) for verdict, source, reason, message, since in _signs(node, rules)
-    }
-    kept = [problem for problem in problems if problem.source not in matched]
+    matches = {match.source: match for match in _match_signals(node, rules)}
+    kept = [problem for problem in problems if problem.source not in matches]
     added = [
-        NodeProblem(Severity.DRAIN, verdict.cause, source, reason, since, f"{message} ({verdict.sentence})".strip())
-        for source, (verdict, reason, message, since) in matched.items()
-        if verdict.response is not Response.RESTART_IN_PLACE
+        NodeProblem(
+            Severity.DRAIN,
+            match.classification.cause,
+            match.source,
+            match.reason,
+            match.since,
+            f"{match.message} ({match.classification.sentence})".strip(),
+        )
+        for match in matches.values()
+        if match.classification.response is not Response.RESTART_IN_PLACE
     ]
     return tuple(sorted([*kept, *added], key=lambda problem: -problem.severity))
 
 
-def kernel_problem(beat: HeartbeatRequest | None, rules: Sequence[RecoveryRule]) -> NodeProblem | None:
+def find_kernel_problem(beat: HeartbeatRequest | None, rules: Sequence[RecoveryRule]) -> NodeProblem | None:
     """Return the problem of the agent's node by the newest kernel line that is a fault by itself."""
     for event in reversed(beat.kernel if beat is not None else ()):
         sign = classify.match_kernel_line(event.line)
-        ruled = classify.match_rules(rules, texts=(event.line,))
-        if ruled is not None:
-            if ruled.response is not Response.RESTART_IN_PLACE:
-                return NodeProblem(Severity.DRAIN, ruled.cause, KERNEL_LOG, ruled.sentence, event.at, event.line)
+        by_rule = classify.match_rules(rules, texts=(event.line,))
+        if by_rule is not None:
+            if by_rule.response is not Response.RESTART_IN_PLACE:
+                return NodeProblem(Severity.DRAIN, by_rule.cause, KERNEL_LOG, by_rule.sentence, event.at, event.line)
         elif sign is not None and sign.decisive:
             sentence = classify.classify_sign(sign).sentence
             return NodeProblem(Severity.FATAL, sign.cause, KERNEL_LOG, sentence, event.at, event.line)
     return None
 
 
-def stopping_sign(node: NodeView, rules: Sequence[RecoveryRule]) -> tuple[classify.Verdict, str] | None:
-    """Return the verdict of a rule that stops the job, and the sign on the node."""
+def find_stopping_signal(node: NodeView, rules: Sequence[RecoveryRule]) -> RuleMatch | None:
+    """Return the first signal of the node that a rule makes a reason to stop the job."""
+    return next(
+        (match for match in _match_signals(node, rules) if match.classification.response is Response.STOP), None
+    )
+
+
+def _match_signals(node: NodeView, rules: Sequence[RecoveryRule]) -> Iterator[RuleMatch]:
+    """Yield the bad conditions and the taints that a rule names."""
     if not rules:
-        return None
-    for verdict, source, reason, message, _ in _signs(node, rules):
-        if verdict.response is Response.STOP:
-            return verdict, f"{source} ({reason}) {message}".strip()
-    return None
-
-
-def _signs(
-    node: NodeView, rules: Sequence[RecoveryRule]
-) -> Iterator[tuple[classify.Verdict, str, str, str, float | None]]:
-    """Yield conditions and taints that a rule names: verdict, source, reason, message, since when."""
+        return
     for condition in node.conditions:
         if condition.status is not bad_status(condition.type):
             continue
-        verdict = classify.match_rules(rules, reason=condition.reason, texts=(condition.message,))
-        if verdict is not None:
-            yield verdict, f"condition {condition.type}", condition.reason, condition.message, condition.since
+        classification = classify.match_rules(rules, reason=condition.reason, texts=(condition.message,))
+        if classification is not None:
+            source = f"condition {condition.type}"
+            yield RuleMatch(classification, source, condition.reason, condition.message, condition.since)
     for taint in node.taints:
-        verdict = classify.match_rules(rules, reason=taint.key)
-        if verdict is not None:
-            yield verdict, f"taint {taint.key}", taint.value or taint.effect, "", None
+        classification = classify.match_rules(rules, reason=taint.key)
+        if classification is not None:
+            yield RuleMatch(classification, f"taint {taint.key}", taint.value or taint.effect)

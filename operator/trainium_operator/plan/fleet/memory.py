@@ -20,21 +20,21 @@ from trainium_contract.faults.causes import Cause
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-DAY = 86_400.0
+DAY_SECONDS = 86_400.0
 LEMON_STRIKES = 3
 """Strikes within a day that put a machine in quarantine permanently."""
 FIRST_QUARANTINE_SECONDS = 3600.0
-GROWTH = 4.0
+QUARANTINE_GROWTH = 4.0
 """Factor by which each further quarantine is longer, up to a day."""
-PROBATION_SECONDS = DAY
+PROBATION_SECONDS = DAY_SECONDS
 SAME_FAULT_SECONDS = 600.0
 """Strikes within this time of an earlier one report the same fault."""
-MOST_STRIKES = 8
-MOST_MACHINES = 512
+MAX_STRIKES = 8
+MAX_MACHINES = 512
 
-_CERTAIN = frozenset({Cause.DEVICE})
+_CERTAIN_CAUSES = frozenset({Cause.DEVICE})
 """Causes for which a single strike is enough."""
-_PERHAPS_THE_PROGRAM = frozenset({Cause.CRASH, Cause.HANG, Cause.RUNTIME})
+_AMBIGUOUS_CAUSES = frozenset({Cause.CRASH, Cause.HANG, Cause.RUNTIME})
 """Causes that a program can produce on any node; they count if more than one job, or another signal, reports them
 too."""
 
@@ -94,8 +94,8 @@ class Machine:
         """The only namespace that reports it; empty if it is confirmed, or if a person wrote it."""
         if self.state is MachineState.PERMANENT or not self.strikes:
             return ""
-        accusers = frozenset[str]().union(*(strike.namespaces for strike in self.strikes))
-        return next(iter(accusers)) if len(accusers) == 1 else ""
+        namespaces = frozenset[str]().union(*(strike.namespaces for strike in self.strikes))
+        return next(iter(namespaces)) if len(namespaces) == 1 else ""
 
     @property
     def cause(self) -> Cause:
@@ -112,48 +112,50 @@ class Memory:
     """Job uid -> time of the newest processed record."""
 
 
-def quarantined_machines(memory: Memory) -> frozenset[str]:
+def list_quarantined_machines(memory: Memory) -> frozenset[str]:
     """Return machines that no new worker may go to."""
-    confined = (MachineState.QUARANTINED, MachineState.PERMANENT)
-    return frozenset(machine for machine, entry in memory.machines.items() if entry.state in confined)
+    states = (MachineState.QUARANTINED, MachineState.PERMANENT)
+    return frozenset(machine for machine, entry in memory.machines.items() if entry.state in states)
 
 
 def add_strike(entry: Machine, node: str, strike: Strike) -> Machine:
     """Add a strike to the machine; a strike for the same fault as an earlier one only confirms that."""
-    for at, old in enumerate(entry.strikes):
+    for index, old in enumerate(entry.strikes):
         if abs(strike.at - old.at) < SAME_FAULT_SECONDS:
-            joined = old if strike.namespaces <= old.namespaces else replace(old, by=f"{old.by}+{strike.by}")
-            return replace(entry, node=node, strikes=(*entry.strikes[:at], joined, *entry.strikes[at + 1 :]))
+            confirmed = old if strike.namespaces <= old.namespaces else replace(old, by=f"{old.by}+{strike.by}")
+            return replace(entry, node=node, strikes=(*entry.strikes[:index], confirmed, *entry.strikes[index + 1 :]))
     strikes = tuple(sorted((*entry.strikes, strike), key=lambda each: each.at))
-    return replace(entry, node=node, strikes=_newest(strikes))
+    return replace(entry, node=node, strikes=_limit_strikes(strikes))
 
 
-def _newest(strikes: tuple[Strike, ...]) -> tuple[Strike, ...]:
+def _limit_strikes(strikes: tuple[Strike, ...]) -> tuple[Strike, ...]:
     """Return at most `MOST_STRIKES`.
 
     Strikes without additional information are dropped first, the oldest before others.
     """
-    while len(strikes) > MOST_STRIKES:
-        accusers = Counter(name for strike in strikes for name in strike.namespaces)
-        spare = (at for at, strike in enumerate(strikes) if all(accusers[name] > 1 for name in strike.namespaces))
-        index = next(spare, 0)
+    while len(strikes) > MAX_STRIKES:
+        reports = Counter(name for strike in strikes for name in strike.namespaces)
+        redundant = (
+            position for position, strike in enumerate(strikes) if all(reports[name] > 1 for name in strike.namespaces)
+        )
+        index = next(redundant, 0)
         strikes = strikes[:index] + strikes[index + 1 :]
     return strikes
 
 
 def next_quarantine(entry: Machine, now: float) -> Machine | None:
     """Return the machine in the quarantine that follows from its strikes; None if nothing new does."""
-    recent = [strike for strike in entry.strikes if strike.at > now - DAY]
+    recent = [strike for strike in entry.strikes if strike.at > now - DAY_SECONDS]
     new = [strike for strike in recent if strike.at > entry.judged]
     if entry.state is MachineState.PERMANENT or not new:
         return None
-    counted = _counted(recent)
-    if counted >= LEMON_STRIKES and not entry.suspected_by:
+    strike_count = _count_strikes(recent)
+    if strike_count >= LEMON_STRIKES and not entry.suspected_by:
         return replace(entry, state=MachineState.PERMANENT, until=None, judged=new[-1].at)
-    certain = any(strike.cause in _CERTAIN for strike in new)
-    if counted == 0 or not (certain or counted >= 2 or entry.state is not MachineState.WATCHED):
+    is_certain = any(strike.cause in _CERTAIN_CAUSES for strike in new)
+    if strike_count == 0 or not (is_certain or strike_count >= 2 or entry.state is not MachineState.WATCHED):
         return None
-    seconds = min(DAY, FIRST_QUARANTINE_SECONDS * GROWTH ** min(entry.quarantines, 8))
+    seconds = min(DAY_SECONDS, FIRST_QUARANTINE_SECONDS * QUARANTINE_GROWTH ** min(entry.quarantines, 8))
     until = max(now + seconds, entry.until or 0.0 if entry.state is MachineState.QUARANTINED else 0.0)
     return replace(
         entry,
@@ -164,10 +166,10 @@ def next_quarantine(entry: Machine, now: float) -> Machine | None:
     )
 
 
-def _counted(strikes: list[Strike]) -> int:
+def _count_strikes(strikes: list[Strike]) -> int:
     """Return how many strikes count: those that a program may have caused do not if only one job reports them."""
     jobs = {source for strike in strikes for source in strike.sources}
-    if len(jobs) == 1 and all(strike.cause in _PERHAPS_THE_PROGRAM for strike in strikes):
+    if len(jobs) == 1 and all(strike.cause in _AMBIGUOUS_CAUSES for strike in strikes):
         return 0
     return len(strikes)
 
@@ -176,32 +178,32 @@ def expire_strikes(memory: Memory, now: float) -> Memory:
     """Apply the passing of time: quarantine becomes probation, probation ends, old strikes are dropped."""
     machines = {}
     for machine, entry in memory.machines.items():
-        older = _aged(entry, now)
-        if older is not None:
-            machines[machine] = older
+        expired = _expire_machine(entry, now)
+        if expired is not None:
+            machines[machine] = expired
     return replace(memory, machines=machines)
 
 
-def _aged(entry: Machine, now: float) -> Machine | None:
+def _expire_machine(entry: Machine, now: float) -> Machine | None:
     if entry.state is MachineState.PERMANENT:
         return entry
-    held = entry.state is MachineState.QUARANTINED and entry.until is not None and now < entry.until
+    is_held = entry.state is MachineState.QUARANTINED and entry.until is not None and now < entry.until
     # The reporters are kept as long as the strikes have consequences.
-    strikes = tuple(strike for strike in entry.strikes if held or strike.at > now - DAY)
+    strikes = tuple(strike for strike in entry.strikes if is_held or strike.at > now - DAY_SECONDS)
     entry = entry if strikes == entry.strikes else replace(entry, strikes=strikes)
-    over = entry.until is not None and now >= entry.until
-    if entry.state is MachineState.QUARANTINED and over and entry.until is not None:
+    is_over = entry.until is not None and now >= entry.until
+    if entry.state is MachineState.QUARANTINED and is_over and entry.until is not None:
         entry = replace(entry, state=MachineState.PROBATION, until=entry.until + PROBATION_SECONDS)
-        over = entry.until is not None and now >= entry.until
-    if entry.state is MachineState.PROBATION and over:
+        is_over = entry.until is not None and now >= entry.until
+    if entry.state is MachineState.PROBATION and is_over:
         entry = replace(entry, state=MachineState.WATCHED, until=None, quarantines=0)
-    keeps = entry.state is not MachineState.WATCHED or entry.strikes or entry.reported
-    return entry if keeps else None
+    is_kept = entry.state is not MachineState.WATCHED or entry.strikes or entry.reported
+    return entry if is_kept else None
 
 
 def limit_machines(memory: Memory) -> Memory:
     """Return at most `MOST_MACHINES`; suspicions, then the mildest and oldest are dropped first."""
-    if len(memory.machines) <= MOST_MACHINES:
+    if len(memory.machines) <= MAX_MACHINES:
         return memory
     severity = list(MachineState)
     ranked = sorted(
@@ -212,4 +214,4 @@ def limit_machines(memory: Memory) -> Memory:
             entry.strikes[-1].at if entry.strikes else 0.0,
         ),
     )
-    return replace(memory, machines={entry.machine: entry for entry in ranked[-MOST_MACHINES:]})
+    return replace(memory, machines={entry.machine: entry for entry in ranked[-MAX_MACHINES:]})

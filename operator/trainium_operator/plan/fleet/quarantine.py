@@ -9,7 +9,8 @@ jobs of one namespace keep only the workers of that namespace away.
 Invariants:
 - Level-triggered and idempotent: every failure record of a job is processed once (`Memory.accounted`).
 - One fault is one strike, however many report it.
-- At most `CAP` of the fleet is in quarantine for all, and at most as much for one namespace by its own reports.
+- At most `MAX_BAD_SHARE` of the fleet is in quarantine for all, and at most as much for one namespace by its own
+  reports.
 - While more is bad at once, no node is acted on and no machine is blamed: so many do not break by chance.
 """
 
@@ -31,12 +32,19 @@ from trainium_operator.plan.fleet.memory import (
     add_strike,
     expire_strikes,
     limit_machines,
+    list_quarantined_machines,
     next_quarantine,
-    quarantined_machines,
 )
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE, NEURON, TAINT_QUARANTINED
-from trainium_operator.plan.model.observed import CAP, FleetView, NodeReadiness, NodeView, Taint, most_bad_nodes
-from trainium_operator.plan.model.text import format_names, rfc3339
+from trainium_operator.plan.model.observed import (
+    MAX_BAD_SHARE,
+    FleetView,
+    NodeReadiness,
+    NodeView,
+    Taint,
+    max_bad_nodes,
+)
+from trainium_operator.plan.model.text import format_names, format_rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,33 +108,33 @@ def plan_fleet(observed: FleetObserved) -> FleetPlan:
     """Return the next state of the memory and its consequences."""
     # Without a memory, failures recorded so far count as processed.
     before = observed.memory or Memory(
-        accounted={job.uid: newest for job in observed.jobs if (newest := _newest_failure_at(job)) > 0.0}
+        accounted={job.uid: newest for job in observed.jobs if (newest := _find_newest_failure_time(job)) > 0.0}
     )
     memory = expire_strikes(before, observed.now)
-    fleet = _SortedNodes(observed, memory)
+    fleet = _FleetNodes(observed, memory)
     memory = _with_present_names(observed, fleet, memory)
-    frozen = _describe_freeze(len(fleet.unusable()), fleet.size)
+    frozen = _describe_freeze(len(fleet.find_unusable()), fleet.size)
     memory = _record_faults(observed, fleet, memory, blame=not frozen)
     if not frozen:
         memory = _put_in_quarantine(observed, fleet, memory)
     memory = limit_machines(memory)
-    confined = _select_quarantined(fleet, memory, "")
-    accusers = sorted({memory.machines[machine].suspected_by for machine in quarantined_machines(memory)} - {""})
-    live = frozenset() if frozen else fleet.broken
+    quarantined = _select_quarantined(fleet, memory, "")
+    namespaces = sorted({memory.machines[machine].suspected_by for machine in list_quarantined_machines(memory)} - {""})
+    broken = frozenset() if frozen else fleet.broken
     return FleetPlan(
         memory=memory,
         view=FleetView(
-            quarantined=confined | live,
+            quarantined=quarantined | broken,
             frozen=frozen,
-            suspected=tuple((namespace, _select_quarantined(fleet, memory, namespace)) for namespace in accusers),
+            suspected=tuple((namespace, _select_quarantined(fleet, memory, namespace)) for namespace in namespaces),
         ),
-        taints=() if frozen or not observed.taints_nodes else _plan_taints(observed, fleet, memory, confined),
-        requeue_after=_next_change(observed, fleet, memory),
+        taints=() if frozen or not observed.taints_nodes else _plan_taints(observed, fleet, memory, quarantined),
+        requeue_after=_seconds_until_change(observed, fleet, memory),
         changes=_describe_changes(before, memory),
     )
 
 
-class _SortedNodes:
+class _FleetNodes:
     """The nodes, sorted once."""
 
     def __init__(self, observed: FleetObserved, memory: Memory) -> None:
@@ -134,13 +142,13 @@ class _SortedNodes:
         self._machines = observed.machines
         self._remembered = {entry.node: machine for machine, entry in memory.machines.items() if entry.node}
         self.problems: dict[str, tuple[NodeProblem, ...]] = {}
-        self.later: list[float] = []
+        self.counts_from: list[float] = []
         self.broken: frozenset[str] = frozenset()
         self._names: dict[str, set[str]] = {}
         for name in observed.nodes:
             self._names.setdefault(self.find_machine(name), set()).add(name)
-        confined = self.find_names(quarantined_machines(memory))
-        self.members = confined | {
+        quarantined = self.find_names(list_quarantined_machines(memory))
+        self.members = quarantined | {
             name for name, node in observed.nodes.items() if name in observed.worker_nodes or _has_devices(node)
         }
         debounce = max((job.debounce_seconds for job in observed.jobs), default=0.0)
@@ -162,7 +170,7 @@ class _SortedNodes:
             return False
         counts_from = now if worst.since is None or worst.severity is Severity.FATAL else worst.since + debounce
         if now < counts_from <= now + debounce:
-            self.later.append(counts_from)
+            self.counts_from.append(counts_from)
             return False
         return True
 
@@ -176,7 +184,7 @@ class _SortedNodes:
         """Return the nodes that run on these machines now."""
         return frozenset(name for machine in machines for name in self._names.get(machine, ()))
 
-    def unusable(self) -> frozenset[str]:
+    def find_unusable(self) -> frozenset[str]:
         """Return nodes that cannot be used now, except those that leave on purpose and those with past faults."""
         return frozenset(
             name
@@ -191,15 +199,15 @@ def _has_devices(node: NodeView) -> bool:
 
 
 def _describe_freeze(bad: int, fleet: int) -> str:
-    if bad <= most_bad_nodes(fleet):
+    if bad <= max_bad_nodes(fleet):
         return ""
     return (
-        f"{bad} of {fleet} nodes are bad at once, more than {CAP:.0%}: no worker is moved away from a node and no node "
-        "is put in quarantine until fewer are; workers that are lost for certain are replaced"
+        f"{bad} of {fleet} nodes are bad at once, more than {MAX_BAD_SHARE:.0%}: no worker is moved away from a node "
+        "and no node is put in quarantine until fewer are; workers that are lost for certain are replaced"
     )
 
 
-def _with_present_names(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Memory:
+def _with_present_names(observed: FleetObserved, fleet: _FleetNodes, memory: Memory) -> Memory:
     """Return the memory with each machine's present node name, if it returned under another one."""
     renamed = {
         machine: replace(entry, node=min(names))
@@ -209,11 +217,11 @@ def _with_present_names(observed: FleetObserved, fleet: _SortedNodes, memory: Me
     return replace(memory, machines={**memory.machines, **renamed}) if renamed else memory
 
 
-def _newest_failure_at(job: JobRecords) -> float:
+def _find_newest_failure_time(job: JobRecords) -> float:
     return max((record.at for record in job.failures if record.node), default=0.0)
 
 
-def _record_faults(observed: FleetObserved, fleet: _SortedNodes, memory: Memory, *, blame: bool) -> Memory:
+def _record_faults(observed: FleetObserved, fleet: _FleetNodes, memory: Memory, *, blame: bool) -> Memory:
     """Add strikes for new failures; without `blame` they are only marked as processed."""
     machines = dict(memory.machines)
     accounted: dict[str, float] = {}
@@ -223,13 +231,13 @@ def _record_faults(observed: FleetObserved, fleet: _SortedNodes, memory: Memory,
             if record.at > processed_until and record.node and blame and job.takes_part:
                 strike = Strike(min(record.at, observed.now), record.cause, job.name)
                 _add_strike(machines, fleet.find_machine(record.node), record.node, strike)
-        if max(processed_until, _newest_failure_at(job)) > 0.0:
-            accounted[job.uid] = max(processed_until, _newest_failure_at(job))
+        if max(processed_until, _find_newest_failure_time(job)) > 0.0:
+            accounted[job.uid] = max(processed_until, _find_newest_failure_time(job))
     _record_reports(observed, fleet, machines, blame=blame)
     return Memory(machines=machines, accounted=accounted)
 
 
-def _record_reports(observed: FleetObserved, fleet: _SortedNodes, machines: dict[str, Machine], *, blame: bool) -> None:
+def _record_reports(observed: FleetObserved, fleet: _FleetNodes, machines: dict[str, Machine], *, blame: bool) -> None:
     """Add one strike for a device that a node reports as broken, for as long as it is reported."""
     for name, problems in fleet.problems.items():
         fatal = next((problem for problem in problems if problem.severity is Severity.FATAL), None)
@@ -253,58 +261,65 @@ def _add_strike(machines: dict[str, Machine], machine: str, node: str, strike: S
     machines[machine] = add_strike(machines.get(machine) or Machine(machine=machine, node=node), node, strike)
 
 
-def _put_in_quarantine(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> Memory:
+def _put_in_quarantine(observed: FleetObserved, fleet: _FleetNodes, memory: Memory) -> Memory:
     """Put machines in quarantine by their strikes, the most often reported first, up to the cap.
 
     Suspicions of one namespace have a separate cap, so they take no capacity from others.
     """
     machines = dict(memory.machines)
-    confined: dict[str, frozenset[str]] = {}
-    for machine in quarantined_machines(memory):
-        accuser = machines[machine].suspected_by
-        confined[accuser] = confined.get(accuser, frozenset()) | fleet.find_names(frozenset({machine}))
-    for machine in sorted(machines, key=lambda each: (-len(machines[each].strikes), each)):
+    nodes_by_namespace: dict[str, frozenset[str]] = {}
+    for machine in list_quarantined_machines(memory):
+        namespace = machines[machine].suspected_by
+        nodes_by_namespace[namespace] = nodes_by_namespace.get(namespace, frozenset()) | fleet.find_names(
+            frozenset({machine})
+        )
+    for machine in sorted(machines, key=lambda name: (-len(machines[name].strikes), name)):
         entry = machines[machine]
         verdict = next_quarantine(entry, observed.now)
         if verdict is None:
             continue
-        names, quarantined = fleet.find_names(frozenset({machine})), confined.get(entry.suspected_by, frozenset())
-        if names <= quarantined or len(quarantined | names) <= most_bad_nodes(fleet.size):
+        nodes, quarantined_nodes = (
+            fleet.find_names(frozenset({machine})),
+            nodes_by_namespace.get(entry.suspected_by, frozenset()),
+        )
+        if nodes <= quarantined_nodes or len(quarantined_nodes | nodes) <= max_bad_nodes(fleet.size):
             machines[machine] = verdict
-            confined[entry.suspected_by] = quarantined | names
+            nodes_by_namespace[entry.suspected_by] = quarantined_nodes | nodes
     return replace(memory, machines=machines)
 
 
-def _select_quarantined(fleet: _SortedNodes, memory: Memory, accuser: str) -> frozenset[str]:
+def _select_quarantined(fleet: _FleetNodes, memory: Memory, namespace: str) -> frozenset[str]:
     """Return nodes of the machines in quarantine by the reports of one namespace, or for all (empty).
 
     The worst come first, and never more than the cap, because nodes may have come or gone.
     """
-    kept: frozenset[str] = frozenset()
-    entries = [memory.machines[machine] for machine in quarantined_machines(memory)]
-    entries = [entry for entry in entries if entry.suspected_by == accuser]
-    for entry in sorted(entries, key=lambda each: (each.until is not None, -len(each.strikes), each.machine)):
+    selected: frozenset[str] = frozenset()
+    entries = [memory.machines[machine] for machine in list_quarantined_machines(memory)]
+    entries = [entry for entry in entries if entry.suspected_by == namespace]
+    for entry in sorted(
+        entries, key=lambda machine: (machine.until is not None, -len(machine.strikes), machine.machine)
+    ):
         names = fleet.find_names(frozenset({entry.machine}))
-        if len(kept | names) <= most_bad_nodes(fleet.size):
-            kept |= names
-    return kept
+        if len(selected | names) <= max_bad_nodes(fleet.size):
+            selected |= names
+    return selected
 
 
 def _plan_taints(
-    observed: FleetObserved, fleet: _SortedNodes, memory: Memory, confined: frozenset[str]
+    observed: FleetObserved, fleet: _FleetNodes, memory: Memory, quarantined: frozenset[str]
 ) -> tuple[TaintNode, ...]:
-    changes = []
+    taints = []
     for name, node in sorted(observed.nodes.items()):
-        cause = memory.machines[fleet.find_machine(name)].cause if name in confined else None
+        cause = memory.machines[fleet.find_machine(name)].cause if name in quarantined else None
         desired = Taint(TAINT_QUARANTINED, cause.value) if cause is not None else None
         present = next((taint for taint in node.taints if taint.key == TAINT_QUARANTINED), None)
         if desired != present and not node.deleting:
-            changes.append(TaintNode(name, desired))
-    return tuple(changes)
+            taints.append(TaintNode(name, desired))
+    return tuple(taints)
 
 
-def _next_change(observed: FleetObserved, fleet: _SortedNodes, memory: Memory) -> float | None:
-    times = [*fleet.later, *(entry.until for entry in memory.machines.values() if entry.until is not None)]
+def _seconds_until_change(observed: FleetObserved, fleet: _FleetNodes, memory: Memory) -> float | None:
+    times = [*fleet.counts_from, *(entry.until for entry in memory.machines.values() if entry.until is not None)]
     future = [at for at in times if at > observed.now]
     return min(future) - observed.now if future else None
 
@@ -318,7 +333,7 @@ def _describe_changes(before: Memory, after: Memory) -> tuple[str, ...]:
         if new.state is MachineState.WATCHED:
             continue
         until = f" for namespace {new.suspected_by}" if new.suspected_by else ""
-        until += f" until {rfc3339(new.until)}" if new.until is not None else ""
+        until += f" until {format_rfc3339(new.until)}" if new.until is not None else ""
         strikes = format_names(tuple(f"{strike.cause.value} ({strike.by})" for strike in new.strikes[-LEMON_STRIKES:]))
         sentences.append(f"node {new.node} ({machine}) is {new.state.value}{until}: {strikes}")
     return tuple(sentences)

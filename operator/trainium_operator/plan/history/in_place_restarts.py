@@ -13,7 +13,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import severity
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.diagnose.process_failures import Culprit, find_culprit, find_restarts
-from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, open_interruption
+from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, NewInterruption, open_interruption
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.observed import HEARTBEAT_SECONDS
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
@@ -34,7 +34,7 @@ def record_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: boo
         return PolicyResult(status=status)
     newest = max((beat.attempt for _, beat in facts.beats), default=0)
     for attempt in range(max(status.membership.attempt, newest - HISTORY_LENGTH), newest):
-        all_reported = not member_lost and _all_reported(facts, newest)
+        all_reported = not member_lost and _have_all_reported(facts, newest)
         culprit = find_culprit(facts, attempt, all_reported=all_reported)
         if culprit is None and not member_lost and not all_reported:
             return PolicyResult(status=status, requeue_at=(facts.now + HEARTBEAT_SECONDS,))
@@ -48,45 +48,44 @@ def _open_interruption(
     facts: Facts, status: TrainingJobStatus, attempt: int, culprit: Culprit | None
 ) -> TrainingJobStatus:
     """Record that `attempt` was interrupted and the next one began."""
-    record = _failure_time(facts, attempt, culprit)
-    cause, message = _describe(facts, attempt, culprit)
-    return open_interruption(
-        facts,
-        status,
+    record = _find_dated_record(facts, attempt, culprit)
+    cause, message = _describe_restart(facts, attempt, culprit)
+    new = NewInterruption(
         cause=cause,
         rung=Rung.IN_PLACE,
+        message=message,
         failed_at=record.failed_at if record else facts.now,
         attempt=attempt,
-        pod=culprit.member.pod_name if culprit else "",
-        node=culprit.member.node_name if culprit else "",
-        suspect=culprit.member.node_name if culprit and _stalled(culprit) else "",
-        message=message,
-        detected_seconds=max(0.0, record.detected_at - record.failed_at) if record else 0.0,
-        step_before=record.step_before if record and record.step_before >= 0 else None,
+        member=culprit.member if culprit else None,
+        suspected_node=culprit.member.node_name if culprit and _has_stalled(culprit) else "",
+        restart=record,
+    )
+    return open_interruption(facts, status, new)
+
+
+def _find_dated_record(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
+    """Return the record that dates the failure: the culprit's, else another member's; none with a wrong clock."""
+    uids_in_sync = {member.pod_uid for member, beat in facts.beats if is_clock_in_sync(beat)}
+    if culprit is not None and (culprit.record is None or culprit.member.pod_uid in uids_in_sync):
+        return culprit.record
+    return next(
+        (record for member, record in find_restarts(facts, attempt + 1) if member.pod_uid in uids_in_sync), None
     )
 
 
-def _failure_time(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
-    """Return the member that reports the time: the culprit, else another one; none with a wrong clock."""
-    right = {member.pod_uid for member, beat in facts.beats if is_clock_in_sync(beat)}
-    if culprit is not None and (culprit.record is None or culprit.member.pod_uid in right):
-        return culprit.record
-    return next((record for member, record in find_restarts(facts, attempt + 1) if member.pod_uid in right), None)
-
-
-def _stalled(culprit: Culprit) -> bool:
+def _has_stalled(culprit: Culprit) -> bool:
     """Return whether its agent reports the stall; a lag behind the others is too little evidence to avoid its node."""
     return culprit.failure is not None and culprit.failure.exit_code == ExitCode.HUNG
 
 
-def _describe(facts: Facts, attempt: int, culprit: Culprit | None) -> tuple[Cause, str]:
+def _describe_restart(facts: Facts, attempt: int, culprit: Culprit | None) -> tuple[Cause, str]:
     if culprit is None:
         causes = {record.cause for _, record in find_restarts(facts, attempt + 1)}
         victims = sum(
             any((failure.generation, failure.attempt) == (beat.generation, attempt) for failure in beat.failures)
             for _, beat in facts.beats
         )
-        prefix = _lost_peers(victims, len(facts.members))
+        prefix = _describe_victims(victims, len(facts.members))
         return (
             min(causes, key=severity, default=Cause.PEER_LOST),
             f"the processes restarted in place; {prefix}none reported a failure, so no worker is blamed",
@@ -95,7 +94,7 @@ def _describe(facts: Facts, attempt: int, culprit: Culprit | None) -> tuple[Caus
     return culprit.cause, f"{who} pod {culprit.member.pod_name}, restarted in place: {culprit.why}"
 
 
-def _lost_peers(victims: int, members: int) -> str:
+def _describe_victims(victims: int, members: int) -> str:
     if not victims:
         return ""
     if members == 1:
@@ -103,7 +102,7 @@ def _lost_peers(victims: int, members: int) -> str:
     return f"{victims} worker{'s' if victims > 1 else ''} lost a peer and "
 
 
-def _all_reported(facts: Facts, attempt: int) -> bool:
+def _have_all_reported(facts: Facts, attempt: int) -> bool:
     """Return whether every connected member has reported since this attempt."""
     beats = {member.pod_uid: beat for member, beat in facts.beats}
     return all(

@@ -8,18 +8,21 @@ Guarantees:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, Rung
 from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
-from trainium_operator.plan.model.text import format_names, format_sentence, rfc3339
-from trainium_operator.plan.view.progress import last_step
+from trainium_operator.plan.model.text import format_names, format_rfc3339, format_sentence
+from trainium_operator.plan.view.progress import find_last_step
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.internal import FailureRecord, InternalStatus
+    from trainium_contract.status.internal import InternalStatus
     from trainium_contract.status.public import PublicStatus
+    from trainium_contract.wire.messages import Member, RestartRecord
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.facts import Facts
 
@@ -28,46 +31,51 @@ HISTORY_LENGTH = 10
 _CAUSES = frozenset(cause.value for cause in Cause)
 
 
-def open_interruption(
-    facts: Facts,
-    status: TrainingJobStatus,
-    *,
-    cause: Cause,
-    rung: Rung,
-    failed_at: float,
-    attempt: int,
-    pod: str = "",
-    node: str = "",
-    suspect: str = "",
-    message: str = "",
-    detected_seconds: float | None = None,
-    step_before: int | None = None,
-) -> TrainingJobStatus:
-    """Add an entry to the history and count it; `suspect` is the node to avoid."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewInterruption:
+    """Describe what ended an attempt or a generation."""
+
+    cause: Cause
+    rung: Rung
+    message: str
+    failed_at: float
+    """Unix seconds."""
+    attempt: int
+    member: Member | None = None
+    """The member that caused it; None if nobody is blamed."""
+    suspected_node: str = ""
+    """The node to avoid."""
+    restart: RestartRecord | None = None
+    """An agent's record of it, which has the time of its detection and the step before."""
+
+
+def open_interruption(facts: Facts, status: TrainingJobStatus, new: NewInterruption) -> TrainingJobStatus:
+    """Add an entry to the history and count it."""
     assert facts.current is not None
+    restart, pod = new.restart, new.member.pod_name if new.member is not None else ""
+    detected_at = facts.now if restart is None else restart.detected_at
     entry = Interruption(
         generation=facts.current.generation,
-        attempt=attempt,
-        time=rfc3339(facts.now),
-        cause=cause,
-        rung=rung,
-        node=node,
+        attempt=new.attempt,
+        time=format_rfc3339(facts.now),
+        cause=new.cause,
+        rung=new.rung,
+        node=new.member.node_name if new.member is not None else "",
         pod=pod,
-        message=format_sentence(message),
-        detected_seconds=round(max(0.0, facts.now - failed_at) if detected_seconds is None else detected_seconds, 3),
-        step_before=last_step(facts) if step_before is None else step_before,
-        failed_at=failed_at,
-        rank=first_rank(facts, pod),
+        message=format_sentence(new.message),
+        detected_seconds=round(max(0.0, detected_at - new.failed_at), 3),
+        step_before=find_last_step(facts) if restart is None or restart.step_before < 0 else restart.step_before,
+        failed_at=new.failed_at,
+        rank=find_first_rank(facts, pod),
     )
-    failures = status.failures
     status = status.replaced(history=(*status.history, entry)[-HISTORY_LENGTH:])
-    if rung not in (Rung.RESIZE, Rung.GROW):
-        status = _count_interruption(status, cause)
+    if new.rung not in (Rung.RESIZE, Rung.GROW):
+        status = _count_interruption(status, new.cause)
     recovery = facts.job.spec.recovery
-    if not is_recorded(cause, recovery):
+    if not is_recorded(new.cause, recovery):
         return status
-    failures = record_failure(failures, at=facts.now, cause=cause, pod=pod, node=suspect, recovery=recovery)
-    return status.replaced(failures=failures)
+    failure = FailureRecord(at=facts.now, cause=new.cause, pod=pod, node=new.suspected_node)
+    return status.replaced(failures=record_failure(status.failures, failure, recovery))
 
 
 def with_valid_counts(status: TrainingJobStatus) -> TrainingJobStatus:
@@ -86,7 +94,7 @@ def _count_interruption(status: TrainingJobStatus, cause: Cause) -> TrainingJobS
     return with_valid_counts(status.replaced(restarts=status.restarts.replaced(by_cause=by_cause)))
 
 
-def first_rank(facts: Facts, pod: str) -> int | None:
+def find_first_rank(facts: Facts, pod: str) -> int | None:
     """Return the first rank of this pod in the current generation; None if it has none there."""
     if facts.current is None or not pod:
         return None
@@ -95,12 +103,12 @@ def first_rank(facts: Facts, pod: str) -> int | None:
     return None if place is None else place * facts.current.processes_per_node
 
 
-def identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
+def entry_identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
     """Return what identifies an entry while its other fields change."""
     return (entry.generation, entry.attempt, entry.time, entry.pod, entry.rung is Rung.IN_PLACE)
 
 
-def open_membership_entry(status: PublicStatus, generation: int) -> int | None:
+def find_open_membership_entry(status: PublicStatus, generation: int) -> int | None:
     """Return the index of the open interruption that ends this generation, or is about to; None without one."""
     for index, entry in enumerate(status.history):
         ends_it = entry.generation == generation and entry.rung not in (Rung.IN_PLACE, Rung.STOP)
@@ -115,7 +123,7 @@ def replace_entry(status: TrainingJobStatus, index: int, entry: Interruption) ->
     return status.replaced(history=(*history[:index], entry, *history[index + 1 :]))
 
 
-MOST_SUSPECTS = 16
+MAX_SUSPECTS = 16
 """Most workers lost at once whose nodes are recorded; enough for a rack, and the record stays small."""
 
 
@@ -124,7 +132,7 @@ def record_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, .
     if not losses or facts.current is None:
         return status
     generation = facts.current.generation
-    if open_membership_entry(status, generation) is not None:
+    if find_open_membership_entry(status, generation) is not None:
         return status.replaced(failures=_with_suspects(facts, status, losses))
     if status.membership.generation != generation:
         return status
@@ -133,14 +141,15 @@ def record_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, .
     status = open_interruption(
         facts,
         status,
-        cause=first.cause,
-        rung=Rung.REPLACE,
-        failed_at=first.failed_at,
-        attempt=status.membership.attempt,
-        pod=first.member.pod_name,
-        node=first.member.node_name,
-        suspect=first.suspect,
-        message=first.message + others,
+        NewInterruption(
+            cause=first.cause,
+            rung=Rung.REPLACE,
+            message=first.message + others,
+            failed_at=first.failed_at,
+            attempt=status.membership.attempt,
+            member=first.member,
+            suspected_node=first.suspected_node,
+        ),
     )
     return status.replaced(failures=_with_suspects(facts, status, losses), waiting_since=facts.now)
 
@@ -150,12 +159,13 @@ def _with_suspects(facts: Facts, memory: InternalStatus, losses: tuple[Loss, ...
     names = frozenset(_names(losses))
     recovery, recorded = facts.job.spec.recovery, {record.pod for record in memory.failures if record.node}
     failures = memory.failures
-    for loss in losses[:MOST_SUSPECTS]:
+    for loss in losses[:MAX_SUSPECTS]:
         pod = loss.member.pod_name
-        if loss.suspect and pod not in recorded and is_recorded(loss.cause, recovery):
-            moments = [record.at for record in failures if record.node and record.pod in names]
-            at = min(moments, default=facts.now)
-            failures = record_failure(failures, at=at, cause=loss.cause, pod=pod, node=loss.suspect, recovery=recovery)
+        if loss.suspected_node and pod not in recorded and is_recorded(loss.cause, recovery):
+            earlier = [record.at for record in failures if record.node and record.pod in names]
+            at = min(earlier, default=facts.now)
+            failure = FailureRecord(at=at, cause=loss.cause, pod=pod, node=loss.suspected_node)
+            failures = record_failure(failures, failure, recovery)
     return failures
 
 

@@ -17,11 +17,11 @@ from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
 from trainium_operator.plan.history.interruptions import replace_entry
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
 from trainium_operator.plan.view.progress import (
+    find_last_step,
+    find_newest_progress,
+    find_steady_time,
     has_reported_steps,
     is_settled,
-    last_step,
-    newest_progress,
-    steady_at,
 )
 
 if TYPE_CHECKING:
@@ -53,10 +53,14 @@ def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
             status = replace_entry(status, index, entry)
             if _awaits_first_step(facts, entry):
                 continue
-        resumed = _recorded(facts, entry) or _observed(facts, entry) or _without_steps(facts, entry)
-        if resumed is None:
+        resumption = (
+            _find_recorded_resumption(facts, entry)
+            or _find_observed_resumption(facts, entry)
+            or _find_stepless_resumption(facts, entry)
+        )
+        if resumption is None:
             continue
-        status = replace_entry(status, index, _closed(entry, resumed, facts.now))
+        status = replace_entry(status, index, _close_entry(entry, resumption, facts.now))
     return status
 
 
@@ -94,10 +98,14 @@ def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     for index, entry in enumerate(status.history):
         if not entry.is_open:
             continue
-        in_force = (entry.generation, entry.attempt) >= (current.generation, attempt)
-        if in_force and (last_step(facts) > entry.step_before or _past_steps(facts) or steady_at(facts) is not None):
-            resumed = _Resumption(at=facts.now, resume_step=entry.step_before, step_before=-1)
-            status = replace_entry(status, index, _closed(entry, resumed, facts.now))
+        is_current = (entry.generation, entry.attempt) >= (current.generation, attempt)
+        if is_current and (
+            find_last_step(facts) > entry.step_before
+            or _are_ranks_past_steps(facts)
+            or find_steady_time(facts) is not None
+        ):
+            resumption = _Resumption(at=facts.now, resume_step=entry.step_before, step_before=-1)
+            status = replace_entry(status, index, _close_entry(entry, resumption, facts.now))
     return status
 
 
@@ -110,23 +118,23 @@ def close_abandoned(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
     return status
 
 
-def _closed(entry: Interruption, resumed: _Resumption, now: float) -> Interruption:
+def _close_entry(entry: Interruption, resumed: _Resumption, now: float) -> Interruption:
     failed_at = entry.failed_at if entry.failed_at is not None else now
     failed_at = max(failed_at, min(resumed.stopped_at, resumed.at, now))
     step_before = max(entry.step_before, resumed.step_before)
-    lost = None if resumed.resume_step is None else max(0, step_before - resumed.resume_step)
+    steps_lost = None if resumed.resume_step is None else max(0, step_before - resumed.resume_step)
     return entry.replaced(
         failed_at=entry.failed_at if entry.failed_at is None else failed_at,
         recovered_seconds=round(min(max(0.0, resumed.at - failed_at), max(0.0, now - failed_at)), 3),
         step_before=step_before,
         resume_step=resumed.resume_step,
-        steps_lost=lost,
+        steps_lost=steps_lost,
     )
 
 
-def _recorded(facts: Facts, entry: Interruption) -> _Resumption | None:
+def _find_recorded_resumption(facts: Facts, entry: Interruption) -> _Resumption | None:
     """Return the agents' record of the restart that ended this interruption."""
-    records = [record for record in _answers(facts, entry) if record.resumed_at is not None]
+    records = [record for record in _later_records(facts, entry) if record.resumed_at is not None]
     if facts.job.spec.program is not None and has_reported_steps(facts):
         # Ranks without steps count as resumed when they run again; the rank with the steps has the better time.
         records = [record for record in records if record.step_before >= 0]
@@ -141,7 +149,7 @@ def _recorded(facts: Facts, entry: Interruption) -> _Resumption | None:
     )
 
 
-def _answers(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
+def _later_records(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
     """Yield records of the current generation, if possible by agents whose clocks are in sync.
 
     Records of older generations are never completed.
@@ -149,36 +157,36 @@ def _answers(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]:
     beats = [beat for _, beat in facts.beats]
     for beat in [each for each in beats if is_clock_in_sync(each)] or beats:
         for record in beat.restarts:
-            later = (record.generation, record.attempt) > (entry.generation, entry.attempt)
-            if later and record.generation == beat.generation:
+            is_later = (record.generation, record.attempt) > (entry.generation, entry.attempt)
+            if is_later and record.generation == beat.generation:
                 yield record
 
 
-def _observed(facts: Facts, entry: Interruption) -> _Resumption | None:
+def _find_observed_resumption(facts: Facts, entry: Interruption) -> _Resumption | None:
     """Return the first heartbeat after the interruption with a new step, if no agent's record is pending."""
-    if any(record.resumed_at is None for record in _answers(facts, entry)):
+    if any(record.resumed_at is None for record in _later_records(facts, entry)):
         return None
     for _, beat in facts.beats:
-        later = (beat.generation, beat.attempt) > (entry.generation, entry.attempt)
+        is_later = (beat.generation, beat.attempt) > (entry.generation, entry.attempt)
         progress = beat.progress
-        if not later or beat.phase is not WorkerPhase.TRAINING or progress is None:
+        if not is_later or beat.phase is not WorkerPhase.TRAINING or progress is None:
             continue
         # After a graceful change the ranks resume past the step that was known at the decision.
         if progress.step > max(entry.step_before, progress.resume_step or 0):
-            dated = is_clock_in_sync(beat) and progress.updated > (entry.failed_at or 0.0)
-            at = _first_new_step(entry, progress) if dated else facts.now
-            stopped_at = _stopped_at(facts, entry, progress)
+            has_valid_time = is_clock_in_sync(beat) and progress.updated > (entry.failed_at or 0.0)
+            at = _find_first_new_step_time(entry, progress) if has_valid_time else facts.now
+            stopped_at = _find_stop_time(facts, entry, progress)
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1, stopped_at=stopped_at)
         if not progress.training and progress.step >= entry.step_before:
-            dated = is_clock_in_sync(beat) and progress.stage_since > (entry.failed_at or 0.0)
-            at = progress.stage_since if dated else facts.now
+            has_valid_time = is_clock_in_sync(beat) and progress.stage_since > (entry.failed_at or 0.0)
+            at = progress.stage_since if has_valid_time else facts.now
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
     return None
 
 
-def _without_steps(facts: Facts, entry: Interruption) -> _Resumption | None:
+def _find_stepless_resumption(facts: Facts, entry: Interruption) -> _Resumption | None:
     """Return when all members' processes of a program without steps ran again."""
-    if steady_at(facts) is None:
+    if find_steady_time(facts) is None:
         return None
     beats = [beat for _, beat in facts.beats if (beat.generation, beat.attempt) > (entry.generation, entry.attempt)]
     if len(beats) < len(facts.members):
@@ -188,39 +196,39 @@ def _without_steps(facts: Facts, entry: Interruption) -> _Resumption | None:
     return _Resumption(at=at if at > (entry.failed_at or 0.0) else facts.now, resume_step=None, step_before=-1)
 
 
-def _first_new_step(entry: Interruption, progress: Progress) -> float:
+def _find_first_new_step_time(entry: Interruption, progress: Progress) -> float:
     """Return when the first new step ended; a delayed plan sees only a later one.
 
     The steps since the ranks had loaded are assumed to be equally long.
     """
     resumed = progress.resume_step or 0
-    first, made = max(entry.step_before, resumed) + 1 - resumed, progress.step - resumed
-    began = max(progress.loaded, entry.failed_at or 0.0)
-    if not progress.loaded or made <= first or progress.updated <= began:
+    first_new_step, steps_made = max(entry.step_before, resumed) + 1 - resumed, progress.step - resumed
+    began_at = max(progress.loaded, entry.failed_at or 0.0)
+    if not progress.loaded or steps_made <= first_new_step or progress.updated <= began_at:
         return progress.updated
-    return began + (progress.updated - began) * first / made
+    return began_at + (progress.updated - began_at) * first_new_step / steps_made
 
 
-def _stopped_at(facts: Facts, entry: Interruption, progress: Progress) -> float:
+def _find_stop_time(facts: Facts, entry: Interruption, progress: Progress) -> float:
     """Return when the ranks stopped, if they trained on: until a planned change, or on a bad node until one is free.
 
     Such steps were not lost. 0 if unknown.
     """
     size = next((each for each in facts.job.status.goodput.sizes if each.size == len(facts.members)), None)
-    seconds = next(
+    step_seconds = next(
         (each for _, beat in facts.beats if beat.timing and (each := beat.timing.step_seconds)),
         size.step_seconds if size is not None else None,
     )
-    made = (progress.resume_step or 0) - entry.step_before
-    if entry.failed_at is None or entry.step_before < 0 or made <= 0 or not seconds:
+    steps_made = (progress.resume_step or 0) - entry.step_before
+    if entry.failed_at is None or entry.step_before < 0 or steps_made <= 0 or not step_seconds:
         return 0.0
     planned = entry.rung in (Rung.RESIZE, Rung.GROW) or entry.cause in (Cause.PREEMPTED, Cause.STRAGGLER)
-    if not planned and made * seconds < _UNREPORTED_SECONDS:
+    if not planned and steps_made * step_seconds < _UNREPORTED_SECONDS:
         return 0.0
-    return min(entry.failed_at + made * seconds, progress.started or progress.updated)
+    return min(entry.failed_at + steps_made * step_seconds, progress.started or progress.updated)
 
 
-def _past_steps(facts: Facts) -> bool:
+def _are_ranks_past_steps(facts: Facts) -> bool:
     """Return whether the ranks are in a stage after the last step, so that no step will show that they run again."""
-    newest = newest_progress(facts)
+    newest = find_newest_progress(facts)
     return newest is not None and not newest.training

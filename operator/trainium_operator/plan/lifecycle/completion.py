@@ -19,12 +19,12 @@ from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.failed_spec import FailedSpecStatus, compare_failed_spec, record_failed_spec
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
-from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, first_rank
+from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, find_first_rank
 from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, event
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count, parse_rfc3339, rfc3339
-from trainium_operator.plan.view.progress import last_step
+from trainium_operator.plan.model.text import format_count, format_rfc3339, parse_rfc3339
+from trainium_operator.plan.view.progress import find_last_step
 from trainium_operator.plan.view.workers import build_deletion
 
 if TYPE_CHECKING:
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 
-_WITNESSES = 3
+_MAX_VERDICT_PODS = 3
 """Pods of a failed job that may end by themselves."""
-_WITNESS_SECONDS = 15.0
+_VERDICT_POD_SECONDS = 15.0
 """Time for an agent to end with its verdict and for its kubelet to report it; older agents do not end."""
 
 
-_HOLDERS = {
+_FINALIZER_TEXTS = {
     "foregroundDeletion": "its dependents, which are deleted first (foregroundDeletion)",
     "orphan": "its dependents, which are kept (orphan)",
 }
 
 
-def all_finished(facts: Facts) -> bool:
+def have_all_finished(facts: Facts) -> bool:
     """Return whether every member of the current generation has finished."""
     return facts.current is not None and all(worker is not None and worker.finished for _, worker in facts.members)
 
@@ -61,7 +61,7 @@ def complete(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     if is_true(status, ConditionType.FAILURE_TARGET):
         kind = ConditionType.FAILURE_TARGET
         status = with_condition(status, kind, False, Reason.COMPLETED, "its ranks finished before", now=facts.now)
-    status = _closed(facts, status.replaced(phase=Phase.COMPLETED), Reason.COMPLETED)
+    status = _with_end(facts, status.replaced(phase=Phase.COMPLETED), Reason.COMPLETED)
     return PolicyResult(status=status).then(clean_up(facts, status))
 
 
@@ -70,14 +70,14 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Polic
     entry = Interruption(
         generation=status.membership.generation,
         attempt=status.membership.attempt,
-        time=rfc3339(facts.now),
+        time=format_rfc3339(facts.now),
         cause=verdict.cause,
         rung=Rung.STOP,
         node=verdict.node,
         pod=verdict.pod,
         message=verdict.message,
-        step_before=last_step(facts),
-        rank=first_rank(facts, verdict.pod),
+        step_before=find_last_step(facts),
+        rank=find_first_rank(facts, verdict.pod),
     )
     status = with_condition(status, ConditionType.FAILED, True, verdict.reason, verdict.message, now=facts.now)
     status = status.replaced(
@@ -86,18 +86,18 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Polic
         history=(*status.history, entry)[-HISTORY_LENGTH:],
         failed_spec=record_failed_spec(facts.job.spec.to_wire()),
     )
-    status = _closed(facts, status, verdict.reason)
+    status = _with_end(facts, status, verdict.reason)
     return PolicyResult(status=status).then(clean_up(facts, status))
 
 
-def termination_status(observed: Observed) -> TrainingJobStatus:
+def build_termination_status(observed: Observed) -> TrainingJobStatus:
     """Return the status of a job that is being deleted: the reason for the delay, and only the workers that exist."""
     job, present = observed.job, {pod.uid for pod in observed.pods}
-    held = [_HOLDERS.get(name, f"finalizer {name}") for name in job.finalizers]
+    blockers = [_FINALIZER_TEXTS.get(name, f"finalizer {name}") for name in job.finalizers]
     if observed.pods:
         verb = "is" if len(observed.pods) == 1 else "are"
-        held.append(f"{format_count(len(observed.pods), 'pod')} of it {verb} left")
-    message = f"the job is being deleted; it waits for: {', '.join(held) or 'the API server'}"
+        blockers.append(f"{format_count(len(observed.pods), 'pod')} of it {verb} left")
+    message = f"the job is being deleted; it waits for: {', '.join(blockers) or 'the API server'}"
     status = job.status.replaced(phase=Phase.TERMINATING)
     for kind in (ConditionType.RUNNING, ConditionType.RECOVERING, ConditionType.RESIZING):
         status = with_condition(status, kind, False, Reason.TERMINATING, message, now=observed.now)
@@ -108,9 +108,9 @@ def termination_status(observed: Observed) -> TrainingJobStatus:
 
 def record_spec_change(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Report a change of an ended job's spec: it starts nothing, and an event names the command that does."""
-    seen = status.observed_generation == facts.job.generation
+    is_known = status.observed_generation == facts.job.generation
     status = status.replaced(observed_generation=facts.job.generation)
-    if seen or status.phase is not Phase.FAILED:
+    if is_known or status.phase is not Phase.FAILED:
         return PolicyResult(status=status)
     status = status.replaced(failed_spec=_compare_spec(facts, status.failed_spec))
     text = f"The failed job was changed. What it says now counts when it runs again: kubectl trn retry {facts.job.name}"
@@ -131,35 +131,37 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         policy = CleanPodPolicy.RUNNING  # a deadline leaves nothing running, whatever is kept
     if policy is CleanPodPolicy.NONE:
         return PolicyResult(status=status)
-    completed = is_true(status, ConditionType.COMPLETE)
-    deadline = 0.0 if completed or policy is CleanPodPolicy.ALL else _log_deadline(facts, status)
-    witnesses = _pods_with_verdict(facts, status) if facts.now < deadline else frozenset[str]()
-    named = "" if completed else _pod_of_verdict(status)
+    is_complete = is_true(status, ConditionType.COMPLETE)
+    deadline = 0.0 if is_complete or policy is CleanPodPolicy.ALL else _find_log_deadline(facts, status)
+    witnesses = _list_verdict_pods(facts, status) if facts.now < deadline else frozenset[str]()
+    verdict_pod = "" if is_complete else _find_verdict_pod(status)
     deletions: list[DeletePod] = []
     for uid, worker in facts.workers.items():
-        ending = uid in witnesses or (completed and uid in facts.member_uids and not worker.node_bad)
+        is_ending = uid in witnesses or (is_complete and uid in facts.member_uids and not worker.node_bad)
         if worker.ended:  # a sidecar that never ends must not hold the node; the log of a failure is worth one
-            kept = worker.pod.name == named and not worker.node_bad
-            goes = policy is CleanPodPolicy.ALL or (worker.holds_node and not kept)
+            is_kept = worker.pod.name == verdict_pod and not worker.node_bad
+            is_deleted = policy is CleanPodPolicy.ALL or (worker.holds_node and not is_kept)
         else:
-            goes = not ending
-        if goes:
+            is_deleted = not is_ending
+        if is_deleted:
             deletions += build_deletion(worker, force=worker.node_bad)
     return PolicyResult(status=status, actions=tuple(deletions), requeue_at=(deadline,) if witnesses else ())
 
 
-def _pods_with_verdict(facts: Facts, status: PublicStatus) -> frozenset[str]:
+def _list_verdict_pods(facts: Facts, status: PublicStatus) -> frozenset[str]:
     """Return pods that end by themselves with a verdict, by uid; the one that the job's verdict names first."""
-    named = _pod_of_verdict(status)
+    verdict_pod = _find_verdict_pod(status)
     ending = [
         worker.pod
         for worker in facts.workers.values()
         if not (worker.ended or worker.pod.deleting or worker.node_bad) and _ends_by_itself(worker.heartbeat)
     ]
-    return frozenset(pod.uid for pod in sorted(ending, key=lambda pod: (pod.name != named, pod.ordinal))[:_WITNESSES])
+    return frozenset(
+        pod.uid for pod in sorted(ending, key=lambda pod: (pod.name != verdict_pod, pod.ordinal))[:_MAX_VERDICT_PODS]
+    )
 
 
-def _pod_of_verdict(status: PublicStatus) -> str:
+def _find_verdict_pod(status: PublicStatus) -> str:
     return status.history[-1].pod if status.history else ""
 
 
@@ -169,21 +171,26 @@ def _ends_by_itself(beat: HeartbeatRequest | None) -> bool:
     return stops_job(beat.verdict.exit_code)
 
 
-def _log_deadline(facts: Facts, status: PublicStatus) -> float:
+def _find_log_deadline(facts: Facts, status: PublicStatus) -> float:
     """Return until when such pods may run (Unix seconds).
 
     0 if the end lies in the future, because a clock was set back.
     """
-    ended = parse_rfc3339(status.completion_time)
-    return 0.0 if ended is None or ended > facts.now else ended + _WITNESS_SECONDS
+    ended_at = parse_rfc3339(status.completion_time)
+    return 0.0 if ended_at is None or ended_at > facts.now else ended_at + _VERDICT_POD_SECONDS
 
 
-def _closed(facts: Facts, status: TrainingJobStatus, reason: Reason) -> TrainingJobStatus:
-    over = (ConditionType.RUNNING, ConditionType.RECOVERING, ConditionType.RESIZING, ConditionType.PODS_READY)
-    for kind in (*over, ConditionType.ADMITTED):
+def _with_end(facts: Facts, status: TrainingJobStatus, reason: Reason) -> TrainingJobStatus:
+    ended_conditions = (
+        ConditionType.RUNNING,
+        ConditionType.RECOVERING,
+        ConditionType.RESIZING,
+        ConditionType.PODS_READY,
+    )
+    for kind in (*ended_conditions, ConditionType.ADMITTED):
         status = with_condition(status, kind, False, reason, "the job has ended", now=facts.now)
     return status.replaced(
-        completion_time=rfc3339(facts.now),
+        completion_time=format_rfc3339(facts.now),
         ready_replicas=0,
         spares=0,
         waiting_since=None,
@@ -196,13 +203,13 @@ def delete_after_ttl(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     ttl = facts.job.spec.ttl_seconds_after_finished
     if ttl is None:
         return PolicyResult(status=status)
-    ended = parse_rfc3339(status.completion_time)
-    if ended is None:
+    ended_at = parse_rfc3339(status.completion_time)
+    if ended_at is None:
         # Lost or edited: the time restarts, so that the job is not deleted at once.
-        status = status.replaced(completion_time=rfc3339(facts.now))
-        ended = facts.now
+        status = status.replaced(completion_time=format_rfc3339(facts.now))
+        ended_at = facts.now
     # An end in the future (a clock that was set back) delays the deletion by at most the TTL.
-    delete_at = min(ended, facts.now) + ttl
+    delete_at = min(ended_at, facts.now) + ttl
     if facts.now < delete_at or status != facts.job.status:
         return PolicyResult(status=status, requeue_at=(max(delete_at, facts.now),))
     return PolicyResult(status=status, actions=(DeleteJob(facts.job.uid, facts.job.resource_version),))

@@ -19,7 +19,7 @@ from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.diagnose.failure_policy import StopVerdict
-from trainium_operator.plan.faults.failure_budgets import avoided_nodes
+from trainium_operator.plan.faults.failure_budgets import list_avoided_nodes
 from trainium_operator.plan.lifecycle.completion import stop
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 def delete_workers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Delete all pods; on SIGTERM the ranks save and leave."""
     membership = status.membership.replaced(size=0)
-    avoided = avoided_nodes(status.failures, facts.now)  # without those that refused
+    avoided_nodes = list_avoided_nodes(status.failures, facts.now)  # without those that refused
     status = status.replaced(
-        membership=membership, waiting_since=None, start_failures=StartFailuresStatus(), avoided_nodes=avoided
+        membership=membership, waiting_since=None, start_failures=StartFailuresStatus(), avoided_nodes=avoided_nodes
     )
     workers = facts.workers.values()
     deletions = tuple(action for worker in workers for action in build_deletion(worker, force=worker.node_bad))
@@ -80,7 +80,7 @@ def is_ending(status: PublicStatus) -> bool:
 
 def watch_deadlines(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Update the clock; decide on the end when a deadline has passed, else requeue for it."""
-    status = status.replaced(activity=_activity(facts, status))
+    status = status.replaced(activity=_update_activity(facts, status))
     since, spec = status.activity.since, facts.job.spec
     if since is None:
         return PolicyResult(status=status)
@@ -103,12 +103,12 @@ def stop_after_deadline(facts: Facts, status: TrainingJobStatus) -> PolicyResult
     """Ask every worker to save and leave; fail the job when none runs any more. Call when it `is_ending`."""
     running = [worker for worker in facts.workers.values() if not worker.ended]
     if not running:
-        return stop(facts, status, _verdict(status))
+        return stop(facts, status, _build_deadline_verdict(status))
     deletions = tuple(action for worker in running for action in build_deletion(worker, force=worker.node_bad))
     return PolicyResult(status=status.replaced(phase=Phase.STOPPING, waiting_since=None), actions=deletions)
 
 
-def _activity(facts: Facts, status: TrainingJobStatus) -> ActivityStatus:
+def _update_activity(facts: Facts, status: TrainingJobStatus) -> ActivityStatus:
     evicted = facts.grant is not None and facts.grant.releases_workers
     if facts.job.spec.suspend or evicted or _waits_for_queue(status):
         return ActivityStatus()
@@ -125,14 +125,16 @@ def _deadline_message(status: PublicStatus, reason: Reason, limit: int) -> str:
     if reason is Reason.DEADLINE_EXCEEDED:
         return f"The job has been active for {limit} s, as long as activeDeadlineSeconds allows."
     kinds = (ConditionType.PODS_READY, ConditionType.ADMITTED, ConditionType.RUNNING)
-    found = (find_condition(status, kind) for kind in kinds)
-    unmet = (each for each in found if each is not None and each.status is ConditionStatus.FALSE)
-    waits = next((each.message for each in unmet if each.message), "")
-    why = f": {waits.rstrip('. ')}" if waits else ""
-    return f"The job has made no step within {limit} s, as long as startupDeadlineSeconds allows{why}."
+    conditions = (find_condition(status, kind) for kind in kinds)
+    unmet_conditions = (
+        condition for condition in conditions if condition is not None and condition.status is ConditionStatus.FALSE
+    )
+    reason_text = next((condition.message for condition in unmet_conditions if condition.message), "")
+    suffix = f": {reason_text.rstrip('. ')}" if reason_text else ""
+    return f"The job has made no step within {limit} s, as long as startupDeadlineSeconds allows{suffix}."
 
 
-def _verdict(status: PublicStatus) -> StopVerdict:
+def _build_deadline_verdict(status: PublicStatus) -> StopVerdict:
     target = find_condition(status, ConditionType.FAILURE_TARGET)
     # A person may have edited the reason; the job ends in any case.
     reason = Reason.DEADLINE_EXCEEDED if target is None or target.reason not in _ADVICE else Reason(target.reason)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-def owner_reference(job: JobView) -> Json:
+def build_owner_reference(job: JobView) -> Json:
     """Return the controller reference that lets the garbage collector delete an object with its job."""
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
@@ -30,21 +30,21 @@ def owner_reference(job: JobView) -> Json:
     }
 
 
-def content_hash(content: Any) -> str:
+def compute_content_hash(content: Any) -> str:
     """Return a short digest of JSON content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def owned_object(job: JobView, api_version: str, kind: str, name: str, content: Json, component: str) -> Json:
+def build_owned_object(job: JobView, api_version: str, kind: str, name: str, content: Json, component: str) -> Json:
     """Build a complete manifest with the digest of its content."""
     metadata = {
         "name": name,
         "namespace": job.namespace,
         "labels": names.object_labels(job.name, component),
-        "ownerReferences": [owner_reference(job)],
+        "ownerReferences": [build_owner_reference(job)],
     }
     manifest = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
     return {
         **manifest,
-        "metadata": {**metadata, "annotations": {names.ANNOTATION_CONTENT_HASH: content_hash(manifest)}},
+        "metadata": {**metadata, "annotations": {names.ANNOTATION_CONTENT_HASH: compute_content_hash(manifest)}},
     }

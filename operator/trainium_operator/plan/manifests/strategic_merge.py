@@ -25,14 +25,14 @@ _LIST_KEYS: dict[str, tuple[str, ...]] = {
     "resourceClaims": ("name",),
     "claims": ("name",),
 }
-_ONE_OF = frozenset({"volumes", "env", "resourceClaims"})
+_REPLACED_LISTS = frozenset({"volumes", "env", "resourceClaims"})
 """Items with one of several alternatives: the user's item replaces the operator's as a whole."""
 
 
-def merge_template(ours: Json, theirs: Json) -> Json:
-    """Return `ours` with `theirs` merged into it; neither is changed."""
-    merged = dict(ours)
-    for key, value in theirs.items():
+def merge_template(base: Json, override: Json) -> Json:
+    """Return `base` with `override` merged into it; neither is changed."""
+    merged = dict(base)
+    for key, value in override.items():
         if value is None:
             merged.pop(key, None)
         else:
@@ -40,28 +40,28 @@ def merge_template(ours: Json, theirs: Json) -> Json:
     return merged
 
 
-def _merge_value(key: str, ours: Any, theirs: Any) -> Any:
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return merge_template(ours, theirs)
-    if isinstance(ours, list) and isinstance(theirs, list) and key in _LIST_KEYS:
-        return _merge_list(key, ours, theirs)
-    return theirs
+def _merge_value(key: str, base: Any, override: Any) -> Any:
+    if isinstance(base, dict) and isinstance(override, dict):
+        return merge_template(base, override)
+    if isinstance(base, list) and isinstance(override, list) and key in _LIST_KEYS:
+        return _merge_list(key, base, override)
+    return override
 
 
-def _merge_list(name: str, ours: list[Any], theirs: list[Any]) -> list[Any]:
-    merged = list(ours)
-    for item in theirs:
-        index = next((at for at, mine in enumerate(merged) if _same(name, mine, item)), None)
+def _merge_list(name: str, base: list[Any], override: list[Any]) -> list[Any]:
+    merged = list(base)
+    for item in override:
+        index = next((at for at, existing in enumerate(merged) if _has_same_key(name, existing, item)), None)
         if index is None:
             merged.append(item)
-        elif name in _ONE_OF or not isinstance(item, dict):
+        elif name in _REPLACED_LISTS or not isinstance(item, dict):
             merged[index] = item
         else:
             merged[index] = merge_template(merged[index], item)
     return merged
 
 
-def _same(name: str, mine: Any, item: Any) -> bool:
-    if not isinstance(mine, dict) or not isinstance(item, dict):
-        return bool(mine == item)
-    return all(mine.get(key) == item.get(key) for key in _LIST_KEYS[name])
+def _has_same_key(name: str, existing: Any, item: Any) -> bool:
+    if not isinstance(existing, dict) or not isinstance(item, dict):
+        return bool(existing == item)
+    return all(existing.get(key) == item.get(key) for key in _LIST_KEYS[name])

@@ -23,7 +23,7 @@ _UNREACHABLE_SECONDS = 30
 """Longest stay of a pod on a node that the control plane cannot reach; the plan acts earlier."""
 
 
-def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
+def find_extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
     """Return the devices that a worker requests: all of its node by the instance type, or those in the spec."""
     if accelerator.resources:
         return dict(accelerator.resources)
@@ -32,15 +32,15 @@ def extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
     instance = accelerator.instance()
     if accelerator.device is not Device.NEURON or instance is None:
         return {}
-    found = {} if accelerator.claim is not None else {"aws.amazon.com/neuron": str(instance.devices)}
-    return {**found, "vpc.amazonaws.com/efa": str(instance.efa)} if instance.efa else found
+    devices = {} if accelerator.claim is not None else {"aws.amazon.com/neuron": str(instance.devices)}
+    return {**devices, "vpc.amazonaws.com/efa": str(instance.efa)} if instance.efa else devices
 
 
-def expected_devices(accelerator: AcceleratorSpec) -> str | None:
+def find_expected_devices(accelerator: AcceleratorSpec) -> str | None:
     """Return the Neuron devices that a worker must find, claimed or allocated; None if the number is not known."""
     claim, instance = accelerator.claim, accelerator.instance()
     if claim is None:
-        return extended_resources(accelerator).get("aws.amazon.com/neuron")
+        return find_extended_resources(accelerator).get("aws.amazon.com/neuron")
     count = instance.devices if claim.ultra_server_node and instance else accelerator.claimed_devices()
     return str(count) if count else None
 
@@ -48,12 +48,12 @@ def expected_devices(accelerator: AcceleratorSpec) -> str | None:
 def build_tolerations(spec: TrainingJobSpec) -> tuple[Json, ...]:
     """Return the tolerations of the worker pods, without unreadable ones of the user."""
     pod = spec.workers.template.get("spec")
-    theirs = pod.get("tolerations") if isinstance(pod, dict) else None
-    given = theirs if isinstance(theirs, list) else []
-    return (*device_tolerations(spec.workers.accelerator), *(each for each in given if isinstance(each, dict)))
+    tolerations = pod.get("tolerations") if isinstance(pod, dict) else None
+    listed = tolerations if isinstance(tolerations, list) else []
+    return (*build_device_tolerations(spec.workers.accelerator), *(each for each in listed if isinstance(each, dict)))
 
 
-def device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
+def build_device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
     """Return the operator's own tolerations: of the device's taint, and for a while of an unreachable node."""
     lost = [
         {
@@ -70,21 +70,23 @@ def device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
 
 def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
     """Add the needs that follow from the job's configuration to the merged spec, where no template sets them."""
-    found = needs_of_workers(job)
-    if found is None:
+    needs = compute_worker_needs(job)
+    if needs is None:
         return spec
-    wanted = {"memory": _mebibytes(found.memory), "cpu": _cpus(found.milli_cpu)}
+    requests = {"memory": _format_mebibytes(needs.memory), "cpu": _format_cpus(needs.milli_cpu)}
     containers = spec.get("containers") or []
     if not spec.get("resources"):  # requests of the whole pod: a user who sets them means it
-        containers = [_asking(each, wanted) if each.get("name") == WORKER_CONTAINER else each for each in containers]
+        containers = [
+            _with_requests(each, requests) if each.get("name") == WORKER_CONTAINER else each for each in containers
+        ]
     volumes = spec.get("volumes") or []
-    if found.shared_memory is not None:
-        limit = _mebibytes(found.shared_memory)
-        volumes = [_limited(each, limit) if each.get("name") == SHARED_MEMORY else each for each in volumes]
+    if needs.shared_memory is not None:
+        limit = _format_mebibytes(needs.shared_memory)
+        volumes = [_with_size_limit(each, limit) if each.get("name") == SHARED_MEMORY else each for each in volumes]
     return {**spec, "containers": containers, "volumes": volumes}
 
 
-def needs_of_workers(job: TrainingJobSpec) -> WorkerRequests | None:
+def compute_worker_needs(job: TrainingJobSpec) -> WorkerRequests | None:
     """Return the needs; None while the spec contradicts itself, which is reported elsewhere."""
     try:
         config = job.training_config() if job.program is None else None
@@ -93,25 +95,25 @@ def needs_of_workers(job: TrainingJobSpec) -> WorkerRequests | None:
         return None
 
 
-def _asking(container: Json, wanted: Json) -> Json:
+def _with_requests(container: Json, requests: Json) -> Json:
     resources = container.get("resources") or {}
-    stated = {*(resources.get("requests") or {}), *(resources.get("limits") or {})}
-    ours = {name: amount for name, amount in wanted.items() if name not in stated}
-    if not ours:
+    set_by_template = {*(resources.get("requests") or {}), *(resources.get("limits") or {})}
+    added = {name: amount for name, amount in requests.items() if name not in set_by_template}
+    if not added:
         return container
-    return {**container, "resources": {**resources, "requests": {**ours, **(resources.get("requests") or {})}}}
+    return {**container, "resources": {**resources, "requests": {**added, **(resources.get("requests") or {})}}}
 
 
-def _limited(volume: Json, limit: str) -> Json:
+def _with_size_limit(volume: Json, limit: str) -> Json:
     empty = volume.get("emptyDir")
     if not isinstance(empty, dict) or empty.get("medium") != "Memory" or "sizeLimit" in empty:
         return volume
     return {**volume, "emptyDir": {**empty, "sizeLimit": limit}}
 
 
-def _mebibytes(size: int) -> str:
+def _format_mebibytes(size: int) -> str:
     return f"{-(-size // _MIB)}Mi"
 
 
-def _cpus(milli: int) -> str:
+def _format_cpus(milli: int) -> str:
     return str(milli // 1000) if milli % 1000 == 0 else f"{milli}m"

@@ -17,14 +17,14 @@ from trainium_contract.spec.scheduling import Topology
 from trainium_contract.spec.workers import AcceleratorSpec, Device
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.log_line import LogFormat
-from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
+from trainium_operator.plan.manifests.owned_object import build_owner_reference, compute_content_hash
 from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.manifests.worker_needs import (
     SHARED_MEMORY,
     WORKER_CONTAINER,
-    device_tolerations,
-    expected_devices,
-    extended_resources,
+    build_device_tolerations,
+    find_expected_devices,
+    find_extended_resources,
     with_worker_needs,
 )
 from trainium_operator.plan.model import names
@@ -48,25 +48,25 @@ def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
 
     Required means one domain of the widest layer; the nearer layers are always preferences.
     """
-    wanted = job.spec.scheduling.topology
-    if wanted is Topology.IGNORED:
+    topology = job.spec.scheduling.topology
+    if topology is Topology.IGNORED:
         return spec
     term: Json = {"labelSelector": {"matchLabels": names.selector_labels(job.name)}}
     preferred = [
         {"weight": _WEIGHTS[layer], "podAffinityTerm": {**term, "topologyKey": layer}}
         for layer in LAYERS
-        if layer in settings.topology_layers and not (wanted is Topology.REQUIRED and layer == LAYERS[0])
+        if layer in settings.topology_layers and not (topology is Topology.REQUIRED and layer == LAYERS[0])
     ]
-    required = [{**term, "topologyKey": LAYERS[0]}] if wanted is Topology.REQUIRED else []
+    required = [{**term, "topologyKey": LAYERS[0]}] if topology is Topology.REQUIRED else []
     if not preferred and not required:
         return spec
     affinity = dict(spec.get("affinity") or {})
-    ours = dict(affinity.get("podAffinity") or {})
+    pod_affinity = dict(affinity.get("podAffinity") or {})
     for key, terms in (("required", required), ("preferred", preferred)):
         if terms:
             field = f"{key}DuringSchedulingIgnoredDuringExecution"
-            ours[field] = [*(ours.get(field) or []), *terms]
-    return {**spec, "affinity": {**affinity, "podAffinity": ours}}
+            pod_affinity[field] = [*(pod_affinity.get(field) or []), *terms]
+    return {**spec, "affinity": {**affinity, "podAffinity": pod_affinity}}
 
 
 PRECOMPILE_CONTAINER = "precompile"
@@ -80,7 +80,8 @@ COPY_AGENT = (
 TEMPLATE_REVISION = 0
 """Counts changes of this package that give the same job other pods (a test states when). No user caused them, so after
 an upgrade of the operator no pod is replaced or reported as outdated for them."""
-_OF_A_RUNNING_WORKER = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
+LONG_RUNNING_FIELDS = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
+"""Fields of the worker's container that a container which ends by itself does not have."""
 _TOKEN_SECONDS = 3600
 _EXIT_MARGIN_SECONDS = 10
 """Additional grace of the pod after that of the ranks, for the agent's last message."""
@@ -88,7 +89,7 @@ _CACHE_DIRECTORY = "/var/cache/trainium"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Avoided:
+class AvoidedNodes:
     """Nodes that new pods avoid, by their label kubernetes.io/hostname."""
 
     required: tuple[str, ...] = ()
@@ -97,17 +98,18 @@ class Avoided:
     """Nodes that are used only if no other is left."""
 
 
-def worker_pods(
-    job: JobView, settings: PlanSettings, ordinals: range, avoided: Avoided, *, extras: int = 0
+def build_worker_pods(
+    job: JobView, settings: PlanSettings, ordinals: range, avoided: AvoidedNodes, *, extras: int = 0
 ) -> list[Json]:
     """Return complete manifests of the pods with these ordinals, without the avoided nodes; the last are `extras`.
 
     They share common parts, so callers must not change them.
     """
-    body = pod_template(job, settings)
-    plain = [_worker_pod(job, body, ordinal, avoided) for ordinal in ordinals[: len(ordinals) - extras]]
+    body = build_pod_template(job, settings)
+    plain = [_build_worker_pod(job, body, ordinal, avoided) for ordinal in ordinals[: len(ordinals) - extras]]
     return plain + [
-        _as_extra(_worker_pod(job, body, ordinal, avoided), settings) for ordinal in ordinals[len(ordinals) - extras :]
+        _as_extra(_build_worker_pod(job, body, ordinal, avoided), settings)
+        for ordinal in ordinals[len(ordinals) - extras :]
     ]
 
 
@@ -118,13 +120,13 @@ def _as_extra(pod: Json, settings: PlanSettings) -> Json:
     return {**pod, "metadata": metadata, "spec": {**spec, "priorityClassName": settings.extra_priority_class}}
 
 
-def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Json:
+def _build_worker_pod(job: JobView, body: Json, ordinal: int, avoided: AvoidedNodes) -> Json:
     name = names.pod_name(job.name, ordinal)
     metadata = {
         **body["metadata"],
         "name": name,
         "namespace": job.namespace,
-        "ownerReferences": [owner_reference(job)],
+        "ownerReferences": [build_owner_reference(job)],
     }
     spec = dict(body["spec"])
     if avoided.required or avoided.preferred:
@@ -135,36 +137,36 @@ def _worker_pod(job: JobView, body: Json, ordinal: int, avoided: Avoided) -> Jso
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def pod_template(job: JobView, settings: PlanSettings, *, asks: bool = True) -> Json:
+def build_pod_template(job: JobView, settings: PlanSettings, *, with_estimates: bool = True) -> Json:
     """Build the parts that all workers of a job share, merged with the templates of chart and user, and their digest.
 
-    Without `asks` memory and CPU are only those that users request.
+    Without `with_estimates` memory and CPU are only those that users request.
     """
-    ours = {
+    base = {
         "metadata": {
             "annotations": {
                 "karpenter.sh/do-not-disrupt": "true",
                 "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
             }
         },
-        "spec": _pod_spec(job, settings),
+        "spec": _build_pod_spec(job, settings),
     }
-    ours = merge_template(ours, named_worker(dict(settings.worker_template)))
-    merged = merge_template(ours, named_worker(job.spec.workers.template))
+    base = merge_template(base, with_worker_name(dict(settings.worker_template)))
+    merged = merge_template(base, with_worker_name(job.spec.workers.template))
     metadata, spec = merged.get("metadata") or {}, merged.get("spec") or {}
-    plain = _body(job, metadata, spec)
+    without_estimates = _with_fixed_fields(job, metadata, spec)
     revision = f"{TEMPLATE_REVISION}-" if TEMPLATE_REVISION else ""
     # The operator's own estimates are not part of the digest, so no version makes pods outdated by them.
-    digest = revision + content_hash(plain)
-    body = _body(job, metadata, with_worker_needs(spec, job.spec)) if asks else plain
+    digest = revision + compute_content_hash(without_estimates)
+    body = _with_fixed_fields(job, metadata, with_worker_needs(spec, job.spec)) if with_estimates else without_estimates
     if "initContainers" in body["spec"]:
         body["spec"] = {**body["spec"], "initContainers": [*map(_with_log_as_message, body["spec"]["initContainers"])]}
     body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = digest
-    body["metadata"]["annotations"][env.ANNOTATION_IMAGE] = _image_of_agent(job, settings)
+    body["metadata"]["annotations"][env.ANNOTATION_IMAGE] = _find_agent_image(job, settings)
     return body
 
 
-def _image_of_agent(job: JobView, settings: PlanSettings) -> str:
+def _find_agent_image(job: JobView, settings: PlanSettings) -> str:
     """Return the image with the agent: the trainer's, or for a program the one of its init container."""
     return settings.agent_image if job.spec.program is not None else job.spec.image or settings.image
 
@@ -177,7 +179,7 @@ def _with_log_as_message(container: Json) -> Json:
     return {"terminationMessagePolicy": "FallbackToLogsOnError", **container}
 
 
-def _body(job: JobView, metadata: Json, spec: Json) -> Json:
+def _with_fixed_fields(job: JobView, metadata: Json, spec: Json) -> Json:
     """Return metadata and spec as merged, with the fields that no template may change."""
     labels = {
         **{key: value for key, value in (metadata.get("labels") or {}).items() if key != env.LABEL_EXTRA},
@@ -187,32 +189,37 @@ def _body(job: JobView, metadata: Json, spec: Json) -> Json:
     if not _fills_its_node(job.spec.workers.accelerator):
         spec = {**spec, "affinity": _with_anti_affinity(job.name, spec.get("affinity") or {})}
     if job.spec.precompile.enabled:
-        spec = {**spec, "initContainers": [*(spec.get("initContainers") or []), *_precompiling(job, spec)]}
+        spec = {
+            **spec,
+            "initContainers": [*(spec.get("initContainers") or []), *_build_precompile_containers(job, spec)],
+        }
     return {
         "metadata": {"labels": labels, "annotations": dict(metadata.get("annotations") or {})},
         "spec": {**spec, "restartPolicy": "Never"},
     }
 
 
-def template_hash(job: JobView, settings: PlanSettings) -> str:
+def compute_template_hash(job: JobView, settings: PlanSettings) -> str:
     """Return the digest of new pods."""
-    digest: str = pod_template(job, settings, asks=False)["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH]
+    digest: str = build_pod_template(job, settings, with_estimates=False)["metadata"]["annotations"][
+        env.ANNOTATION_TEMPLATE_HASH
+    ]
     return digest
 
 
-def is_outdated(made_with: str, wanted: str) -> bool:
+def is_outdated(digest: str, current: str) -> bool:
     """Return whether a pod with this digest is older than the present job and operator settings.
 
     Digests of two revisions differ without a user's change, so they mean nothing.
     """
-    return bool(made_with) and made_with != wanted and _revision(made_with) == _revision(wanted)
+    return bool(digest) and digest != current and _parse_revision(digest) == _parse_revision(current)
 
 
-def _revision(digest: str) -> str:
+def _parse_revision(digest: str) -> str:
     return digest.partition("-")[0] if "-" in digest else ""
 
 
-def named_worker(template: Json) -> Json:
+def with_worker_name(template: Json) -> Json:
     """Return the template with its only container named as the worker's, if it has no name."""
     containers = (template.get("spec") or {}).get("containers")
     if not isinstance(containers, list) or len(containers) != 1:
@@ -222,7 +229,7 @@ def named_worker(template: Json) -> Json:
     return {**template, "spec": {**template["spec"], "containers": [{"name": WORKER_CONTAINER, **containers[0]}]}}
 
 
-def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
+def _build_pod_spec(job: JobView, settings: PlanSettings) -> Json:
     spec, accelerator = job.spec, job.spec.workers.accelerator
     body: Json = {
         "restartPolicy": "Never",
@@ -237,13 +244,13 @@ def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "tolerations": device_tolerations(accelerator),
-        "containers": [_container(job, settings)],
-        "volumes": _volumes(job.name, spec),
+        "tolerations": build_device_tolerations(accelerator),
+        "containers": [_build_container(job, settings)],
+        "volumes": _build_volumes(job.name, spec),
         **_feature_fields(job, settings)[0],
     }
     if spec.program is not None:
-        body["initContainers"] = [_agent_container(settings)]
+        body["initContainers"] = [_build_agent_container(settings)]
         body["volumes"].append({"name": _AGENT_VOLUME, "emptyDir": {}})
     if accelerator.instance_type:
         body["nodeSelector"] = {"node.kubernetes.io/instance-type": accelerator.instance_type}
@@ -257,7 +264,7 @@ def _pod_spec(job: JobView, settings: PlanSettings) -> Json:
 _RESTRICTED: Json = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def _agent_container(settings: PlanSettings) -> Json:
+def _build_agent_container(settings: PlanSettings) -> Json:
     """Build the init container that copies the agent to a volume of the pod."""
     source, copy = env.AGENT_MOUNT, f"{_COPY}{env.AGENT_MOUNT}"
     return {
@@ -271,7 +278,7 @@ def _agent_container(settings: PlanSettings) -> Json:
     }
 
 
-def _container(job: JobView, settings: PlanSettings) -> Json:
+def _build_container(job: JobView, settings: PlanSettings) -> Json:
     program = job.spec.program
     command = ["trainium-agent"] if program is None else [*env.AGENT_INTERPRETER, "-m", "trainium_agent"]
     container: Json = {
@@ -279,7 +286,7 @@ def _container(job: JobView, settings: PlanSettings) -> Json:
         "image": job.spec.worker_image or settings.image,
         "imagePullPolicy": settings.image_pull_policy,
         "command": command,
-        "env": _environment(job, settings),
+        "env": _build_environment(job, settings),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _RESTRICTED,
         "volumeMounts": [
@@ -293,7 +300,7 @@ def _container(job: JobView, settings: PlanSettings) -> Json:
     if program is not None:
         mount = {"name": _AGENT_VOLUME, "mountPath": env.AGENT_MOUNT, "subPath": env.AGENT_MOUNT.lstrip("/")}
         container["volumeMounts"].append({**mount, "readOnly": True})
-    extended = extended_resources(job.spec.workers.accelerator)
+    extended = find_extended_resources(job.spec.workers.accelerator)
     claims = _feature_fields(job, settings)[1]
     if extended or claims:
         container["resources"] = {**({"limits": extended, "requests": extended} if extended else {}), **claims}
@@ -305,13 +312,13 @@ def _feature_fields(job: JobView, settings: PlanSettings) -> tuple[Json, Json]:
     spec: Json = {}
     resources: Json = {}
     for feature in settings.features:
-        of_spec, of_resources = feature.pod_fields(job)
-        spec |= of_spec
-        resources |= of_resources
+        spec_fields, resource_fields = feature.pod_fields(job)
+        spec |= spec_fields
+        resources |= resource_fields
     return spec, resources
 
 
-def _precompiling(job: JobView, spec: Json) -> list[Json]:
+def _build_precompile_containers(job: JobView, spec: Json) -> list[Json]:
     """Build the init container that compiles, or fetches what another worker compiled."""
     try:
         nodes = job.spec.sizes_to_compile()
@@ -321,7 +328,7 @@ def _precompiling(job: JobView, spec: Json) -> list[Json]:
     worker = next((each for each in containers if each.get("name") == WORKER_CONTAINER), None)
     if worker is None or not nodes:
         return []
-    kept = {key: value for key, value in worker.items() if key not in _OF_A_RUNNING_WORKER}
+    kept = {key: value for key, value in worker.items() if key not in LONG_RUNNING_FIELDS}
     sizes = ["--sizes", ",".join(map(str, nodes)), "--cores-per-node", str(job.spec.workers.accelerator.cores())]
     command = ["trainium-trainer", "precompile", "--config", env.CONFIG_PATH, *sizes]
     return [{**kept, "name": PRECOMPILE_CONTAINER, "command": command}]
@@ -353,7 +360,7 @@ def _with_anti_affinity(job: str, affinity: Json) -> Json:
     return {**affinity, "podAntiAffinity": {**apart, key: [*(apart.get(key) or []), term]}}
 
 
-def _with_excluded_nodes(affinity: Json, avoided: Avoided) -> Json:
+def _with_excluded_nodes(affinity: Json, avoided: AvoidedNodes) -> Json:
     node_affinity = dict(affinity.get("nodeAffinity") or {})
     if avoided.required:
         key = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -372,18 +379,18 @@ def _with_expression(term: Json, nodes: tuple[str, ...]) -> Json:
     return {**term, "matchExpressions": [*(term.get("matchExpressions") or []), expression]}
 
 
-def _volumes(job: str, spec: TrainingJobSpec) -> list[Json]:
+def _build_volumes(job: str, spec: TrainingJobSpec) -> list[Json]:
     token = {"path": "token", "audience": env.TOKEN_AUDIENCE, "expirationSeconds": _TOKEN_SECONDS}
     return [
         {"name": "config", "configMap": {"name": names.config_name(job)}},
         {"name": "token", "projected": {"sources": [{"serviceAccountToken": token}]}},
         {"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}},
         {"name": "cache", "emptyDir": {}},
-        {"name": "checkpoints", **_storage(spec.checkpoint.storage)},
+        {"name": "checkpoints", **_build_storage_volume(spec.checkpoint.storage)},
     ]
 
 
-def _storage(storage: StorageSpec) -> Json:
+def _build_storage_volume(storage: StorageSpec) -> Json:
     if storage.host_path is not None:
         return {"hostPath": {"path": storage.host_path.path, "type": "DirectoryOrCreate"}}
     if storage.persistent_volume_claim is not None:
@@ -391,7 +398,7 @@ def _storage(storage: StorageSpec) -> Json:
     return {"emptyDir": {}}
 
 
-def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
+def _build_environment(job: JobView, settings: PlanSettings) -> list[Json]:
     accelerator, recovery = job.spec.workers.accelerator, job.spec.recovery
     fields = {
         env.ENV_NAMESPACE: "metadata.namespace",
@@ -416,7 +423,7 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
         env.ENV_CA_PATH: env.CA_PATH,
         # The image's user may have no home; the cache is the pod's own, never shared between nodes.
         "XDG_CACHE_HOME": _CACHE_DIRECTORY,
-        **_device_environment(accelerator, job.spec.trainer),
+        **_build_device_environment(accelerator, job.spec.trainer),
     }
     if job.spec.program is not None:
         # A kubelet replaces $(NAME) in a value, and $$ stands for a dollar sign.
@@ -426,7 +433,7 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
     if settings.cluster:
         values[env.ENV_CLUSTER] = settings.cluster
     if job.spec.precompile.enabled:
-        values[env.ENV_IMAGE] = _image_of_agent(job, settings)
+        values[env.ENV_IMAGE] = _find_agent_image(job, settings)
         if later := _sizes_for_spares(job):
             values[env.ENV_BACKGROUND_SIZES] = ",".join(map(str, later))
     if recovery.hang != HangSpec():
@@ -437,23 +444,23 @@ def _environment(job: JobView, settings: PlanSettings) -> list[Json]:
     return references + [{"name": key, "value": value} for key, value in values.items()]
 
 
-def _device_environment(accelerator: AcceleratorSpec, trainer: TrainerSpec | None) -> dict[str, str]:
+def _build_device_environment(accelerator: AcceleratorSpec, trainer: TrainerSpec | None) -> dict[str, str]:
     if accelerator.device is Device.CPU:
         return {"OMP_NUM_THREADS": "1"}
     if accelerator.device is not Device.NEURON:
         return {}
-    found = {}
+    variables = {}
     # A killed compilation leaves a failed entry behind; a cache on shared storage becomes corrupt. If the
     # job sets otherwise, the trainer sets its own, and refuses a variable that contradicts it.
     if trainer is not None and trainer.neuron.retry_failed_compilation:
-        found["NEURON_CC_FLAGS"] = "--retry_failed_compilation"
+        variables["NEURON_CC_FLAGS"] = "--retry_failed_compilation"
     if trainer is not None and trainer.neuron.cache_directory is None:
-        found["NEURON_COMPILE_CACHE_URL"] = f"{_CACHE_DIRECTORY}/neuron"
-    devices = expected_devices(accelerator)
+        variables["NEURON_COMPILE_CACHE_URL"] = f"{_CACHE_DIRECTORY}/neuron"
+    devices = find_expected_devices(accelerator)
     if devices is not None:
-        found[env.ENV_NEURON_DEVICES] = devices
+        variables[env.ENV_NEURON_DEVICES] = devices
     if accelerator.claim is not None and accelerator.claim.logical_neuron_core is not None:
-        found["NEURON_LOGICAL_NC_CONFIG"] = str(accelerator.claim.logical_neuron_core)
-    if "vpc.amazonaws.com/efa" in extended_resources(accelerator):
-        found |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
-    return found
+        variables["NEURON_LOGICAL_NC_CONFIG"] = str(accelerator.claim.logical_neuron_core)
+    if "vpc.amazonaws.com/efa" in find_extended_resources(accelerator):
+        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+    return variables

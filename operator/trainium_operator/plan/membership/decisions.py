@@ -22,15 +22,20 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Member, Transition, WorkerPhase
-from trainium_operator.plan.diagnose.process_failures import cause_of_stop
-from trainium_operator.plan.history.interruptions import open_interruption, open_membership_entry, replace_entry
+from trainium_operator.plan.diagnose.process_failures import find_stop_cause
+from trainium_operator.plan.history.interruptions import (
+    NewInterruption,
+    find_open_membership_entry,
+    open_interruption,
+    replace_entry,
+)
 from trainium_operator.plan.membership import growth
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
-from trainium_operator.plan.membership.ranks import assign_ranks, build_member, order_first_ranks, rank_context
+from trainium_operator.plan.membership.ranks import assign_ranks, build_member, build_rank_context, order_first_ranks
 from trainium_operator.plan.model.conditions import AnyShown, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_count
-from trainium_operator.plan.view.facts import Facts, healthy_joiners, list_joiners
+from trainium_operator.plan.view.facts import Facts, list_healthy_joiners, list_joiners
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
@@ -53,7 +58,7 @@ def form_first_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
         size = growth.available_size(facts, status, len(ready))
     if size == 0:
         return Decision(status=status)
-    ordered = order_first_ranks(ready, size, rank_context(facts))
+    ordered = order_first_ranks(ready, size, build_rank_context(facts))
     members = tuple(build_member(worker, rank) for rank, worker in enumerate(ordered))
     new = NewGeneration(members=members, transition=Transition.IMMEDIATE, cause=Cause.RESIZE)
     return Decision(status=status, new=new)
@@ -66,8 +71,8 @@ _CREATION_ROUNDING = 1.0
 def replace_failed(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
     """Form the next generation without the failed members; None while too few workers are available."""
     assert facts.current is not None
-    lost = {loss.member.pod_uid for loss in losses}
-    survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost)
+    lost_uids = {loss.member.pod_uid for loss in losses}
+    survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost_uids)
     newcomers = list_joiners(facts)
     available = len(survivors) + len(newcomers)
     deadline = _wait_until(
@@ -78,7 +83,7 @@ def replace_failed(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
     size = _next_size(facts, status, available)
     if size == 0:
         return Decision(status=status)
-    members = assign_ranks(select_survivors(facts, survivors, size), newcomers, size, rank_context(facts))
+    members = assign_ranks(select_survivors(facts, survivors, size), newcomers, size, build_rank_context(facts))
     member_uids = {member.pod_uid for member in members}
     joined = tuple(worker for worker in newcomers if worker.pod.uid in member_uids)
     all_can_save = all(loss.can_save for loss in losses if loss.cause is not Cause.FINISHED)
@@ -96,15 +101,17 @@ def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
     beats = facts.beats
     if len(beats) < len(facts.current.members) or any(beat.phase is not WorkerPhase.FAILED for _, beat in beats):
         return Decision(status=status)
-    cause = cause_of_stop(facts)
+    cause = find_stop_cause(facts)
     status = open_interruption(
         facts,
         status,
-        cause=cause,
-        rung=Rung.REPLACE,
-        failed_at=facts.now,
-        attempt=status.membership.attempt,
-        message="all workers stopped, and none reported a failure; they start again",
+        NewInterruption(
+            cause=cause,
+            rung=Rung.REPLACE,
+            message="all workers stopped, and none reported a failure; they start again",
+            failed_at=facts.now,
+            attempt=status.membership.attempt,
+        ),
     )
     new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=cause)
     return Decision(status=status, new=new)
@@ -133,7 +140,7 @@ def _next_size(facts: Facts, status: PublicStatus, available: int) -> int:
 def _record_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]) -> TrainingJobStatus:
     """Record in the open interruption how it was recovered."""
     assert facts.current is not None
-    index = open_membership_entry(status, facts.current.generation)
+    index = find_open_membership_entry(status, facts.current.generation)
     if index is None:
         return status
     entry = status.history[index]
@@ -165,18 +172,20 @@ def resize(facts: Facts, status: TrainingJobStatus) -> Decision:
     if present == desired:
         return Decision(status=status)
     requested = is_true(status, ConditionType.RESIZING)
-    newcomers = list_joiners(facts) if requested else healthy_joiners(facts)
-    size, requeue_at = (desired, ()) if present > desired else _grow(facts, status, present, len(newcomers))
+    newcomers = list_joiners(facts) if requested else list_healthy_joiners(facts)
+    size, requeue_at = (desired, ()) if present > desired else _choose_growth(facts, status, present, len(newcomers))
     if size == present:
         return Decision(status=status, requeue_at=requeue_at)
     survivors = select_survivors(facts, facts.current.members, size)
     joined = select_joiners(facts, survivors, newcomers, size, desired - status.idle_nodes.taken)
-    members = assign_ranks(survivors, joined, size, rank_context(facts))
+    members = assign_ranks(survivors, joined, size, build_rank_context(facts))
     new = NewGeneration(members=members, transition=Transition.GRACEFUL, cause=Cause.RESIZE)
     return Decision(status=_record_resize(facts, status, size), new=new, requeue_at=requeue_at)
 
 
-def _grow(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int) -> tuple[int, tuple[float, ...]]:
+def _choose_growth(
+    facts: Facts, status: TrainingJobStatus, present: int, newcomers: int
+) -> tuple[int, tuple[float, ...]]:
     """Return the size to grow to now, or `present` if not yet; and when to check again (Unix seconds)."""
     if newcomers == 0 or not is_settled(facts):
         return present, ()
@@ -185,8 +194,10 @@ def _grow(facts: Facts, status: TrainingJobStatus, present: int, newcomers: int)
     if facts.now < resume_at:
         return present, (resume_at,)
     size = _growth_target(facts, status, present, min(status.desired, present + newcomers), requested=requested)
-    cost = growth.compile_seconds(facts, status, size)
-    if size <= present or not (requested or growth.is_worth_growing(facts, status, present, size, beside=cost)):
+    compile_seconds = growth.compile_seconds(facts, status, size)
+    if size <= present or not (
+        requested or growth.is_worth_growing(facts, status, present, size, extra_seconds=compile_seconds)
+    ):
         return present, ()
     worthwhile_at = facts.now if requested else growth.worthwhile_at(facts, status, size, _last_change(status))
     if facts.now < worthwhile_at:
@@ -217,23 +228,22 @@ def _record_resize(facts: Facts, status: TrainingJobStatus, size: int) -> Traini
     """Record this change of size, unless the current generation is already being left."""
     assert facts.current is not None
     present = len(facts.current.members)
-    if open_membership_entry(status, facts.current.generation) is not None:
+    if find_open_membership_entry(status, facts.current.generation) is not None:
         return status
     if status.membership.generation != facts.current.generation:
         return status
     requested = is_true(status, ConditionType.RESIZING)
-    return open_interruption(
-        facts,
-        status,
+    new = NewInterruption(
         cause=Cause.RESIZE if requested else Cause.CAPACITY,
         rung=Rung.RESIZE if requested or size < present else Rung.GROW,
+        message=f"from {present} to {format_count(size, 'node')}{_describe_resize(facts, status, size - present)}",
         failed_at=facts.now,
         attempt=status.membership.attempt,
-        message=f"from {present} to {format_count(size, 'node')}{_resize_reason(facts, status, size - present)}",
     )
+    return open_interruption(facts, status, new)
 
 
-def _resize_reason(facts: Facts, status: PublicStatus, more: int) -> str:
+def _describe_resize(facts: Facts, status: PublicStatus, more: int) -> str:
     if facts.grant is not None and status.desired < facts.size.desired:
         return f": the queue grants {status.desired} of {facts.size.desired}"
     taken = status.idle_nodes.taken
@@ -251,7 +261,7 @@ def finish_decided_generation(facts: Facts, status: TrainingJobStatus) -> Decisi
         return Decision(status=status)
     if not all((worker is not None and worker.warm and not worker.finished) for _, worker in facts.members):
         return Decision(status=status)
-    index = open_membership_entry(status, current.generation)
+    index = find_open_membership_entry(status, current.generation)
     cause = Cause.RESIZE if index is None else status.history[index].cause
     new = NewGeneration(members=current.members, transition=Transition.GRACEFUL, cause=cause)
     return Decision(status=status, new=new)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Member, Membership, Transition
-from trainium_operator.plan.history.interruptions import open_membership_entry, replace_entry
-from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.history.interruptions import find_open_membership_entry, replace_entry
+from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, PublishMembership, event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_count
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 
-_FARTHEST_AHEAD = 1_000
+_MAX_GENERATION_LEAD = 1_000
 """Largest lead of an agent's generation that counts, so that a faulty agent cannot use up all numbers."""
 
 
@@ -68,7 +68,7 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
     )
     publish = PublishMembership(
         membership=membership,
-        manifest=membership_map(facts.job, membership),
+        manifest=build_membership_map(facts.job, membership),
         replaces=recorded.generation if recorded else 0,
     )
     events: tuple[EventIntent, ...] = ()
@@ -83,7 +83,7 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
 
 def _with_date_of_decision(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Set in the interruption that this generation answers when it was decided."""
-    index = None if facts.current is None else open_membership_entry(status, facts.current.generation)
+    index = None if facts.current is None else find_open_membership_entry(status, facts.current.generation)
     if index is None or status.history[index].decided_at is not None:
         return status
     return replace_entry(status, index, status.history[index].replaced(decided_at=facts.now))
@@ -94,14 +94,22 @@ def republish_membership(facts: Facts) -> tuple[PublishMembership, ...]:
     current = facts.current
     if current is None or facts.observed.published >= current.generation:
         return ()
-    manifest = membership_map(facts.job, current)
+    manifest = build_membership_map(facts.job, current)
     return (PublishMembership(membership=current, manifest=manifest, replaces=current.generation),)
 
 
 def next_generation(facts: Facts) -> int:
     """Return the number of the next generation; a number that was decided but never recorded is used again."""
     recorded = facts.observed.membership.generation if facts.observed.membership else 0
-    known = max(recorded, facts.observed.published, facts.job.status.membership.generation)
-    seen = [agent.heartbeat.generation for agent in facts.observed.agents.values() if agent.heartbeat is not None]
-    newest = max([recorded, facts.observed.published, *(each for each in seen if each <= known + _FARTHEST_AHEAD)])
+    newest_known = max(recorded, facts.observed.published, facts.job.status.membership.generation)
+    agent_generations = [
+        agent.heartbeat.generation for agent in facts.observed.agents.values() if agent.heartbeat is not None
+    ]
+    newest = max(
+        [
+            recorded,
+            facts.observed.published,
+            *(each for each in agent_generations if each <= newest_known + _MAX_GENERATION_LEAD),
+        ]
+    )
     return max(facts.job.status.membership.generation, newest + 1)

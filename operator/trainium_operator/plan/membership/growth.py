@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_operator.plan.view.progress import resize_cost_seconds
+from trainium_operator.plan.view.progress import measure_resize_seconds
 
 if TYPE_CHECKING:
     from trainium_contract.status.internal import InternalStatus
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 
-_ASSUMED_SECONDS = 1200.0
+_ASSUMED_COMPILE_SECONDS = 1200.0
 """To compile one size, if none was compiled in the background: a 7B model on trn1 takes tens of minutes."""
 
 
 def compile_seconds(facts: Facts, status: PublicStatus, size: int) -> float:
     """Return by how much the first step at this size is longer without compiled graphs."""
-    ready = _ready(facts, status)
-    if not ready or size in ready:
+    compiled = _compiled_sizes(facts, status)
+    if not compiled or size in compiled:
         return 0.0
-    return status.compiled.seconds or _ASSUMED_SECONDS
+    return status.compiled.seconds or _ASSUMED_COMPILE_SECONDS
 
 
 def available_size(facts: Facts, status: PublicStatus, nodes: int) -> int:
@@ -41,39 +41,41 @@ def available_size(facts: Facts, status: PublicStatus, nodes: int) -> int:
     It is the best compiled one where compiling costs more.
     """
     best = facts.size.legal_at_most(nodes)
-    if compile_seconds(facts, status, best) <= (resize_cost_seconds(status) or 0.0):
+    if compile_seconds(facts, status, best) <= (measure_resize_seconds(status) or 0.0):
         return best
-    ready = [
-        size for size in _ready(facts, status) if facts.size.floor <= size < best and facts.size.micro_batches(size)
+    compiled = [
+        size
+        for size in _compiled_sizes(facts, status)
+        if facts.size.floor <= size < best and facts.size.micro_batches(size)
     ]
-    return max(ready, key=lambda size: (facts.size.speed(size), -size), default=best)
+    return max(compiled, key=lambda size: (facts.size.speed(size), -size), default=best)
 
 
 def worthwhile_at(facts: Facts, status: PublicStatus, size: int, since: float) -> float:
     """Return when growing from the current size, used `since`, to an uncompiled one pays (Unix seconds)."""
-    price = compile_seconds(facts, status, size)
+    cost_seconds = compile_seconds(facts, status, size)
     speed = facts.size.speed(len(facts.members), size)
-    return since + price / (1 - speed) if price and 0 < speed < 1 else since
+    return since + cost_seconds / (1 - speed) if cost_seconds and 0 < speed < 1 else since
 
 
-def _ready(facts: Facts, status: PublicStatus) -> frozenset[int]:
+def _compiled_sizes(facts: Facts, status: PublicStatus) -> frozenset[int]:
     """Return the compiled sizes; empty if they are not known."""
     return frozenset((*facts.size.compiled_first, *status.compiled.sizes))
 
 
-def is_worth_growing(facts: Facts, status: PublicStatus, present: int, size: int, *, beside: float) -> bool:
-    """Return whether growing from `present` to `size` nodes saves more time than it costs, plus `beside` seconds."""
+def is_worth_growing(facts: Facts, status: PublicStatus, present: int, size: int, *, extra_seconds: float) -> bool:
+    """Return whether growing from `present` to `size` nodes saves more time than it and `extra_seconds` cost."""
     speed = facts.size.speed(present, size)
-    step = next((each.step_seconds for each in status.goodput.sizes if each.size == present), None)
-    price, total = resize_cost_seconds(status), status.progress.total_steps
-    if step is None or price is None or not total or not speed:
+    step_seconds = next((account.step_seconds for account in status.goodput.sizes if account.size == present), None)
+    resize_seconds, total_steps = measure_resize_seconds(status), status.progress.total_steps
+    if step_seconds is None or resize_seconds is None or not total_steps or not speed:
         return True
-    left = max(0, total - status.progress.step)
-    return left * step * (1 - speed) > price + beside
+    remaining_steps = max(0, total_steps - status.progress.step)
+    return remaining_steps * step_seconds * (1 - speed) > resize_seconds + extra_seconds
 
 
 _FLAPPING_SECONDS = 3600.0
-_LONGEST_REST = 8.0
+_MAX_REST_FACTOR = 8.0
 
 
 def growth_resumes_at(facts: Facts, status: PublicStatus) -> float:
@@ -82,17 +84,17 @@ def growth_resumes_at(facts: Facts, status: PublicStatus) -> float:
     `rescaleAfterSeconds` after the last recovery or shrink, doubled for each further shrink in the last hour, up to
     eightfold.
     """
-    faults = [entry for entry in status.history if _counts(entry)]
+    faults = [entry for entry in status.history if _delays_growth(entry)]
     ends = [(entry.failed_at or 0.0) + (entry.recovered_seconds or 0.0) for entry in faults]
     shrinks = sum(
         entry.rung in (Rung.SHRINK, Rung.RESIZE) and end > facts.now - _FLAPPING_SECONDS
         for entry, end in zip(faults, ends, strict=True)
     )
-    factor = min(_LONGEST_REST, 2.0 ** max(0, shrinks - 1))
+    factor = min(_MAX_REST_FACTOR, 2.0 ** max(0, shrinks - 1))
     return max(ends, default=0.0) + facts.job.spec.recovery.rescale_after_seconds * factor
 
 
-def _counts(entry: Interruption) -> bool:
+def _delays_growth(entry: Interruption) -> bool:
     if entry.rung is Rung.RESIZE:
         return entry.cause is Cause.CAPACITY  # released; the others were requested by a user or a queue
     return entry.rung not in (Rung.GROW, Rung.STOP)

@@ -26,29 +26,29 @@ Json = dict[str, Any]
 Place = tuple[str, ...]
 
 
-def network_path(name: str, node: NodeView | None) -> Place:
+def find_network_path(name: str, node: NodeView | None) -> Place:
     """Return the place of a node; only its name if the node is not known."""
     labels = node.labels if node is not None else {}
     return (*(labels.get(layer, "") for layer in LAYERS), labels.get(LABEL_ZONE, ""), labels.get(LABEL_HOST, name))
 
 
-def nearest_first(workers: Sequence[Worker], nodes: Mapping[str, NodeView]) -> list[Worker]:
+def sort_nearest_first(workers: Sequence[Worker], nodes: Mapping[str, NodeView]) -> list[Worker]:
     """Return workers domain by domain, the domains with many of them first; in the nearest domain the oldest first.
 
     So any prefix of the list spans few domains, and the rest is scattered in any case.
     """
-    placed = [(network_path(worker.pod.node, nodes.get(worker.pod.node)), worker) for worker in workers]
-    return [worker for _, worker in _flattened(placed, 0)]
+    placed = [(find_network_path(worker.pod.node, nodes.get(worker.pod.node)), worker) for worker in workers]
+    return [worker for _, worker in _flatten_domains(placed, 0)]
 
 
-def _flattened(placed: list[tuple[Place, Worker]], depth: int) -> list[tuple[Place, Worker]]:
+def _flatten_domains(placed: list[tuple[Place, Worker]], depth: int) -> list[tuple[Place, Worker]]:
     if depth > len(LAYERS):  # below the layers and the zone there are only single nodes
         return sorted(placed, key=lambda item: item[1].pod.ordinal)
     domains: dict[str, list[tuple[Place, Worker]]] = {}
     for item in placed:
         domains.setdefault(item[0][depth], []).append(item)
     order = sorted(domains, key=lambda name: (-len(domains[name]), name))
-    return [item for name in order for item in _flattened(domains[name], depth + 1)]
+    return [item for name in order for item in _flatten_domains(domains[name], depth + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,78 +60,78 @@ class RankContext:
     """Pod uids of newcomers that are chosen only if no other is left."""
 
 
-def rank_context(facts: Facts) -> RankContext:
+def build_rank_context(facts: Facts) -> RankContext:
     """Return the context: the nodes, and the joiners on suspected ones."""
     suspected = (worker.pod.uid for worker in facts.candidates if is_second_choice(facts, worker))
     return RankContext(facts.observed.nodes, frozenset(suspected))
 
 
-def order_first_ranks(workers: Sequence[Worker], size: int, around: RankContext | None = None) -> tuple[Worker, ...]:
+def order_first_ranks(workers: Sequence[Worker], size: int, context: RankContext | None = None) -> tuple[Worker, ...]:
     """Return the `size` workers that are nearest to each other, by rank, for a first generation."""
-    around = around or RankContext()
-    good = [worker for worker in workers if worker.pod.uid not in around.last_resort]
-    suspected = [worker for worker in workers if worker.pod.uid in around.last_resort]
-    chosen = [*nearest_first(good, around.nodes), *nearest_first(suspected, around.nodes)][:size]
-    return tuple(sorted(chosen, key=lambda worker: (_place(worker.pod.node, around), worker.pod.ordinal)))
+    context = context or RankContext()
+    good = [worker for worker in workers if worker.pod.uid not in context.last_resort]
+    suspected = [worker for worker in workers if worker.pod.uid in context.last_resort]
+    chosen = [*sort_nearest_first(good, context.nodes), *sort_nearest_first(suspected, context.nodes)][:size]
+    return tuple(sorted(chosen, key=lambda worker: (_find_place(worker.pod.node, context), worker.pod.ordinal)))
 
 
 def assign_ranks(
-    survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, around: RankContext | None = None
+    survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, context: RankContext | None = None
 ) -> tuple[Member, ...]:
     """Return exactly `size` members, ascending by rank; needs at least `size` survivors and newcomers together.
 
     Survivors whose rank is below `size` keep it. The other survivors, then the newcomers, fill the free ranks from
     below, each with the one that is nearest to its neighbours; the rest is left out.
     """
-    around = around or RankContext()
+    context = context or RankContext()
     placed = {member.node_rank: member for member in survivors if member.node_rank < size}
     movers = [member for member in survivors if member.node_rank >= size]
     joining = [build_member(worker) for worker in newcomers]
-    good = [member for member in joining if member.pod_uid not in around.last_resort]
-    suspected = [member for member in joining if member.pod_uid in around.last_resort]
-    pools = [_Pool(members, around) for members in (movers, good, suspected)]
+    good = [member for member in joining if member.pod_uid not in context.last_resort]
+    suspected = [member for member in joining if member.pod_uid in context.last_resort]
+    pools = [_Pool(members, context) for members in (movers, good, suspected)]
     for rank in range(size):
         if rank not in placed:
-            pool = next(each for each in pools if each.left)
-            beside = [placed[other] for other in (rank - 1, rank + 1) if other in placed]
-            placed[rank] = pool.take([_place(each.node_name, around) for each in beside]).replaced(node_rank=rank)
+            pool = next(pool for pool in pools if pool.size)
+            beside = [placed[other].node_name for other in (rank - 1, rank + 1) if other in placed]
+            member = pool.pop_nearest([_find_place(node, context) for node in beside])
+            placed[rank] = member.replaced(node_rank=rank)
     return tuple(placed[rank] for rank in range(size))
 
 
 class _Pool:
     """Members without a rank, found by the length of the shared prefix of their place; ties keep the given order."""
 
-    def __init__(self, members: Sequence[Member], around: RankContext) -> None:
-        self.left = len(members)
-        self._taken: set[str] = set()
-        self._by_start: dict[Place, deque[Member]] = {}
+    def __init__(self, members: Sequence[Member], context: RankContext) -> None:
+        self.size = len(members)
+        self._removed: set[str] = set()
+        self._by_prefix: dict[Place, deque[Member]] = {}
         for member in members:
-            place = _place(member.node_name, around)
+            place = _find_place(member.node_name, context)
             for length in range(len(place)):
-                self._by_start.setdefault(place[:length], deque()).append(member)
+                self._by_prefix.setdefault(place[:length], deque()).append(member)
 
-    def take(self, beside: Sequence[Place]) -> Member:
+    def pop_nearest(self, neighbours: Sequence[Place]) -> Member:
         """Remove and return the first member with the longest prefix shared with a neighbour's place.
 
         The pool must not be empty.
         """
-        starts = {place[:length] for place in beside for length in range(len(place))} | {()}
-        for start in sorted(starts, key=lambda each: (-len(each), each)):
-            if start and not any(start):
+        prefixes = {place[:length] for place in neighbours for length in range(len(place))} | {()}
+        for prefix in sorted(prefixes, key=lambda prefix: (-len(prefix), prefix)):
+            if prefix and not any(prefix):
                 continue  # labels that are missing on both sides match nothing
-            waiting = self._by_start.get(start, deque())
-            while waiting and waiting[0].pod_uid in self._taken:
-                waiting.popleft()
-            found = waiting[0] if waiting else None
-            if found is not None:
-                self.left -= 1
-                self._taken.add(found.pod_uid)
-                return found
+            members = self._by_prefix.get(prefix, deque())
+            while members and members[0].pod_uid in self._removed:
+                members.popleft()
+            if members:
+                self.size -= 1
+                self._removed.add(members[0].pod_uid)
+                return members[0]
         raise AssertionError("the pool is empty")
 
 
-def _place(node: str, around: RankContext) -> Place:
-    return network_path(node, around.nodes.get(node))
+def _find_place(node: str, context: RankContext) -> Place:
+    return find_network_path(node, context.nodes.get(node))
 
 
 def build_member(worker: Worker, rank: int = 0) -> Member:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
-from trainium_operator.plan.model.text import format_sentence, rfc3339
+from trainium_operator.plan.model.text import format_rfc3339, format_sentence
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
@@ -22,8 +22,8 @@ def find_condition(status: PublicStatus, kind: ConditionType) -> Condition | Non
 
 def is_true(status: PublicStatus, kind: ConditionType) -> bool:
     """Return whether the condition exists and is True."""
-    found = find_condition(status, kind)
-    return found is not None and found.status is ConditionStatus.TRUE
+    condition = find_condition(status, kind)
+    return condition is not None and condition.status is ConditionStatus.TRUE
 
 
 def is_terminal(status: PublicStatus) -> bool:
@@ -37,7 +37,7 @@ def with_condition(
     """Set one condition; `value` None means Unknown. `observed_generation` is the status's own."""
     state = {True: ConditionStatus.TRUE, False: ConditionStatus.FALSE, None: ConditionStatus.UNKNOWN}[value]
     old = find_condition(status, kind)
-    since = old.last_transition_time if old is not None and old.status is state else rfc3339(now)
+    since = old.last_transition_time if old is not None and old.status is state else format_rfc3339(now)
     new = Condition(
         type=kind,
         status=state,

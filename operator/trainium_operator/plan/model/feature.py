@@ -83,7 +83,7 @@ class Feature:
         PolicyResult(status=status)
     )
     """Return the status with the size to work towards."""
-    refuse_pods: Callable[[Facts], tuple[Reason, str] | None] = lambda _facts: None
+    find_creation_blocker: Callable[[Facts], tuple[Reason, str] | None] = lambda _facts: None
     """Return why no pod can be created now; None if pods can."""
     describe_capacity: Callable[[Facts], str] = lambda _facts: ""
     """Return a sentence for pods that cannot be scheduled."""

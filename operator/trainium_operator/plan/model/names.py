@@ -71,7 +71,7 @@ def selector_labels(job: str) -> dict[str, str]:
     return {LABEL_JOB: job, LABEL_ROLE: ROLE_WORKER}
 
 
-def selector(job: str) -> str:
+def format_selector(job: str) -> str:
     """Return the same as a label-selector string, for the scale subresource."""
     return ",".join(f"{key}={value}" for key, value in selector_labels(job).items())
 

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.quota import QuotaView
 
 
-CAP = 0.2
+MAX_BAD_SHARE = 0.2
 """Share of a fleet, or of a job's workers, that may be bad at once."""
 
 
-def most_bad_nodes(size: int) -> int:
+def max_bad_nodes(size: int) -> int:
     """Return how many of `size` may be bad or in quarantine at once; at least one."""
-    return max(1, int(size * CAP))
+    return max(1, int(size * MAX_BAD_SHARE))
 
 
 class ApiState(StrEnum):
@@ -254,8 +254,8 @@ class FleetView:
 
     def for_namespace(self, namespace: str) -> FleetView:
         """Return the part that applies to a job of this namespace."""
-        own = next((nodes for name, nodes in self.suspected if name == namespace), frozenset[str]())
-        return replace(self, quarantined=self.quarantined | own, suspected=())
+        suspected = next((nodes for name, nodes in self.suspected if name == namespace), frozenset[str]())
+        return replace(self, quarantined=self.quarantined | suspected, suspected=())
 
 
 class GangApi(StrEnum):
@@ -277,7 +277,7 @@ SILENCE_REPORTED_SECONDS = 2.0
 
 _EVERY_INTERVAL_WORKERS = 256
 """Jobs of up to this many workers write their status every `status_interval_seconds`; their plan takes about 10 ms."""
-_LARGEST_FACTOR = 6.0
+_MAX_INTERVAL_FACTOR = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +351,7 @@ class PlanSettings:
 
     def status_interval(self, workers: int) -> float:
         """Return the interval for this number of workers, because a large job takes longer to plan and to step."""
-        return self.status_interval_seconds * min(_LARGEST_FACTOR, max(1.0, workers / _EVERY_INTERVAL_WORKERS))
+        return self.status_interval_seconds * min(_MAX_INTERVAL_FACTOR, max(1.0, workers / _EVERY_INTERVAL_WORKERS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WORKERS, SPARES = "workers", "spares"
 """Names of a Workload's pod sets."""
-NAME = "kueue.x-k8s.io/v1beta2"
+API_VERSION = "kueue.x-k8s.io/v1beta2"
 """The version of the API whose fields are known here."""
 
 
@@ -72,7 +72,7 @@ class WorkloadView:
     """Its resource version: a decision from an older version does not overwrite a newer one."""
     part: int
     """The part of the job's quota: 0 for what the job needs, 1 and more for quota steps beyond it."""
-    asked: Mapping[str, int]
+    requested_pods: Mapping[str, int]
     """Pods by pod set."""
     content_hash: str = ""
     active: bool = True
@@ -85,15 +85,15 @@ class WorkloadView:
 
     def find(self, kind: WorkloadCondition) -> WorkloadConditionView | None:
         """Return the condition of that type; None when it was never set."""
-        return next((each for each in self.conditions if each.type is kind), None)
+        return next((condition for condition in self.conditions if condition.type is kind), None)
 
     def is_true(self, kind: WorkloadCondition) -> bool:
         """Return whether the condition exists and is True."""
-        found = self.find(kind)
-        return found is not None and found.is_true
+        condition = self.find(kind)
+        return condition is not None and condition.is_true
 
     @property
-    def holds(self) -> bool:
+    def holds_quota(self) -> bool:
         """Return whether quota is counted against it, whether or not its pods may run."""
         return (bool(self.grants) or self.is_true(WorkloadCondition.QUOTA_RESERVED)) and not self.finished
 

@@ -42,12 +42,12 @@ def format_names(names: tuple[str, ...], most: int = 3) -> str:
 
 def format_figure(figure: EvaluationFigure) -> str:
     """Return the name with the value, and with the one before if both were measured."""
-    after = "none" if figure.after is None else f"{figure.after:.4g}"
-    after += "" if figure.standard_error is None else f" ± {figure.standard_error:.2g}"
-    return f"{figure.name} {after}" if figure.before is None else f"{figure.name} {figure.before:.4g} -> {after}"
+    value = "none" if figure.after is None else f"{figure.after:.4g}"
+    value += "" if figure.standard_error is None else f" ± {figure.standard_error:.2g}"
+    return f"{figure.name} {value}" if figure.before is None else f"{figure.name} {figure.before:.4g} -> {value}"
 
 
-def rfc3339(seconds: float) -> str:
+def format_rfc3339(seconds: float) -> str:
     """Return the time as `2026-01-31T12:00:00Z`, rounded down."""
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 

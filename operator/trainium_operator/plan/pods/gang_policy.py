@@ -23,10 +23,10 @@ from trainium_operator.plan.model.actions import PolicyResult, event
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.feature import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
-from trainium_operator.plan.view.facts import Facts, creation_refused, refuse_pods
-from trainium_operator.plan.view.size import needed_workers
+from trainium_operator.plan.view.facts import Facts, describe_creation_refusal, find_creation_blocker
+from trainium_operator.plan.view.size import count_needed_workers
 from trainium_operator.plan.view.workers import Worker, build_deletion
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.internal import GangStatus
 
 _FIRST_PAUSE_SECONDS = 30.0
-_LONGEST_PAUSE_SECONDS = 600.0
+_MAX_PAUSE_SECONDS = 600.0
 
 
 def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, PolicyResult]:
@@ -47,7 +47,9 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Policy
         return False, PolicyResult(status=status.replaced(gang=gang))
     if gang.retry_at is not None and facts.now < gang.retry_at:
         return True, _release_workers(facts, status, gang.retry_at)
-    if not 0 < len(_bound(facts)) < needed_workers(facts.size):  # no node is held, or enough for a start
+    if (
+        not 0 < len(_scheduled_workers(facts)) < count_needed_workers(facts.size)
+    ):  # no node is held, or enough for a start
         return False, PolicyResult(status=status.replaced(gang=gang.replaced(holding_since=None)))
     since = facts.now if gang.holding_since is None else gang.holding_since
     deadline = since + facts.job.spec.scheduling.gang_timeout_seconds
@@ -55,11 +57,11 @@ def withhold_pods(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Policy
         return False, PolicyResult(
             status=status.replaced(gang=gang.replaced(holding_since=since)), requeue_at=(deadline,)
         )
-    times = gang.releases + 1
-    retry_at = facts.now + pause_seconds(facts.job.uid, times)
-    gang = gang.replaced(holding_since=None, releases=times, retry_at=retry_at)
-    given = _release_workers(facts, status.replaced(gang=gang), retry_at)
-    return True, replace(given, events=(event(Reason.GANG_TIMED_OUT, _timed_out(facts, gang), warning=True),))
+    releases = gang.releases + 1
+    retry_at = facts.now + pause_seconds(facts.job.uid, releases)
+    gang = gang.replaced(holding_since=None, releases=releases, retry_at=retry_at)
+    released = _release_workers(facts, status.replaced(gang=gang), retry_at)
+    return True, replace(released, events=(event(Reason.GANG_TIMED_OUT, _describe_timeout(facts, gang), warning=True),))
 
 
 def pause_seconds(uid: str, times: int) -> float:
@@ -68,51 +70,55 @@ def pause_seconds(uid: str, times: int) -> float:
     Jitter by its uid, so the pause is the same each time.
     """
     spread = int(hashlib.sha256(f"{uid}/{times}".encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
-    return min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16)) * (0.5 + spread)
+    return min(_MAX_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16)) * (0.5 + spread)
 
 
 def set_admitted(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Report whether the workers have their nodes, and who decides it. Never how many, which changes with each pod."""
-    admitted, reason, message = _admission(facts, status)
+    admitted, reason, message = _decide_admission(facts, status)
     return with_condition(status, ConditionType.ADMITTED, admitted, reason, message, now=facts.now)
 
 
-def _admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, str]:
+def _decide_admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Reason, str]:
     gang, grant = status.gang, facts.grant
     if grant is not None and not facts.job.spec.suspend and grant.releases_workers:
         reason = grant.reason or Reason.WAITING_FOR_QUEUE
-        leaving = f"; {len(facts.workers)} workers save and leave" if facts.workers else ""
-        return False, reason, f"{grant.message}{leaving}"
-    bound = len(_bound(facts))
+        suffix = f"; {len(facts.workers)} workers save and leave" if facts.workers else ""
+        return False, reason, f"{grant.message}{suffix}"
+    bound = len(_scheduled_workers(facts))
     if status.membership.size > 0 or (not facts.job.spec.suspend and 0 < status.desired <= bound):
         return True, Reason.ADMITTED, "the workers have their nodes"
     if facts.job.spec.suspend:
         return False, Reason.SUSPENDED, ""
-    if (missing := creation_refused(facts) or refuse_pods(facts)) is not None:
-        return False, *missing
+    if (blocker := describe_creation_refusal(facts) or find_creation_blocker(facts)) is not None:
+        return False, *blocker
     if gang.retry_at is not None and facts.now < gang.retry_at:
-        return False, Reason.GANG_TIMED_OUT, _timed_out(facts, gang)
+        return False, Reason.GANG_TIMED_OUT, _describe_timeout(facts, gang)
     if grant is not None and grant.state is AdmissionState.UNKNOWN:
         return False, grant.reason or Reason.WAITING_FOR_QUEUE, grant.message
-    failing = describe_start_failures(status, facts.now)
-    if failing is not None and not bound:  # no node is missing
-        return False, Reason.WORKER_NOT_STARTING, failing
-    how = "".join(feature.describe_wait(facts) for feature in facts.settings.features)
+    start_failures = describe_start_failures(status, facts.now)
+    if start_failures is not None and not bound:  # no node is missing
+        return False, Reason.WORKER_NOT_STARTING, start_failures
+    wait_description = "".join(feature.describe_wait(facts) for feature in facts.settings.features)
     limit = facts.job.spec.scheduling.gang_timeout_seconds
-    message = f"not all workers have a node{how}; if too few have one after {limit} s, the job releases these nodes"
+    message = (
+        f"not all workers have a node{wait_description}; if too few have one after {limit} s, the job releases these "
+        "nodes"
+    )
     return False, Reason.WAITING_FOR_GANG, message
 
 
-def _timed_out(facts: Facts, gang: GangStatus) -> str:
+def _describe_timeout(facts: Facts, gang: GangStatus) -> str:
     limit = facts.job.spec.scheduling.gang_timeout_seconds
     return (
         f"Too few workers for any size that the job may begin at held nodes for {limit} s; the job released them "
-        f"({gang.releases} times since it last trained). The next attempt begins at {rfc3339(gang.retry_at or 0.0)}. "
-        "Free or add nodes, lower spec.workers.minReplicas, or raise spec.scheduling.gangTimeoutSeconds."
+        f"({gang.releases} times since it last trained). The next attempt begins at "
+        f"{format_rfc3339(gang.retry_at or 0.0)}. Free or add nodes, lower "
+        "spec.workers.minReplicas, or raise spec.scheduling.gangTimeoutSeconds."
     )
 
 
-def _bound(facts: Facts) -> list[Worker]:
+def _scheduled_workers(facts: Facts) -> list[Worker]:
     return [worker for worker in facts.workers.values() if worker.alive and worker.pod.node]
 
 

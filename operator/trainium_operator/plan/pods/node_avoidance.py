@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.model.names import LABEL_HOST
-from trainium_operator.plan.pods.refused_pods import refusing_nodes
-from trainium_operator.plan.view.facts import Facts, quarantined_nodes
+from trainium_operator.plan.pods.refused_pods import list_refusing_nodes
+from trainium_operator.plan.view.facts import Facts, list_quarantined_nodes
 from trainium_operator.plan.view.node_problems import find_worst_problem
 
 if TYPE_CHECKING:
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from trainium_contract.status.internal import InternalStatus
     from trainium_operator.plan.model.observed import NodeView
 
-MOST_FORBIDDEN = 128
+MAX_FORBIDDEN_NODES = 128
 """Most nodes in a pod's affinity: a longer list would make each pod large for little."""
 _DARK_SECONDS = 300.0
 """For how long new pods avoid a node that went dark. By then Kubernetes has marked it and its scheduler avoids it by
 itself (after --node-monitor-grace-period of kube-controller-manager: 50 s unless it was raised)."""
 
 
-def forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
+def list_forbidden_nodes(facts: Facts, status: TrainingJobStatus) -> tuple[str, ...]:
     """Return host names of nodes that no new pod may use; those that this job knows to be bad come first."""
     bad = _bad_nodes(facts)
-    refusing = (_host_name(facts, node) for node in refusing_nodes(status, facts.now))
+    refusing = (_host_name(facts, node) for node in list_refusing_nodes(status, facts.now))
     dark = (_dark_nodes(facts, status) | frozenset(refusing)) - set(bad)
-    if dark and released_nodes(facts):
+    if dark and list_released_nodes(facts):
         # All of them, not those of one pod: the recreated pod must not wait for another of them.
-        there = _nodes_by_hostname(facts)
-        dark = frozenset(name for name in dark if name not in there or _is_bad(facts, there[name]))
-    return (*bad, *sorted(dark))[:MOST_FORBIDDEN]
+        nodes_by_host = _nodes_by_hostname(facts)
+        dark = frozenset(name for name in dark if name not in nodes_by_host or _is_bad(facts, nodes_by_host[name]))
+    return (*bad, *sorted(dark))[:MAX_FORBIDDEN_NODES]
 
 
-def released_nodes(facts: Facts) -> frozenset[str]:
+def list_released_nodes(facts: Facts) -> frozenset[str]:
     """Return host names of nodes that pods without a node avoid, and need not avoid any longer.
 
     Among them are nodes that are merely dark or that refuse: such a pod has no other node, and is recreated without
@@ -52,11 +52,13 @@ def released_nodes(facts: Facts) -> frozenset[str]:
     if not waiting:
         return frozenset()
     bad = _bad_nodes(facts)
-    if len(bad) == MOST_FORBIDDEN:
+    if len(bad) == MAX_FORBIDDEN_NODES:
         return frozenset()  # a node that is not listed may still be bad
     avoided_nodes = frozenset[str]().union(*(pod.avoided_nodes for pod in waiting))
-    there = _nodes_by_hostname(facts)
-    return frozenset(name for name in avoided_nodes - set(bad) if name in there and not _is_bad(facts, there[name]))
+    nodes_by_host = _nodes_by_hostname(facts)
+    return frozenset(
+        name for name in avoided_nodes - set(bad) if name in nodes_by_host and not _is_bad(facts, nodes_by_host[name])
+    )
 
 
 def _nodes_by_hostname(facts: Facts) -> dict[str, NodeView]:
@@ -83,7 +85,7 @@ def _bad_nodes(facts: Facts) -> tuple[str, ...]:
         and problem.severity >= Severity.DRAIN
         and problem.cause is not Cause.DEVICE_TAINTED
     }
-    names = [*sorted(bad), *sorted(quarantined_nodes(facts) - bad)][:MOST_FORBIDDEN]
+    names = [*sorted(bad), *sorted(list_quarantined_nodes(facts) - bad)][:MAX_FORBIDDEN_NODES]
     return tuple(_host_name(facts, name) for name in names)
 
 
@@ -101,5 +103,5 @@ def _dark_nodes(facts: Facts, memory: InternalStatus) -> frozenset[str]:
 
 
 def _host_name(facts: Facts, node: str) -> str:
-    known = facts.observed.nodes.get(node)
-    return node if known is None else known.labels.get(LABEL_HOST, node)
+    view = facts.observed.nodes.get(node)
+    return node if view is None else view.labels.get(LABEL_HOST, node)

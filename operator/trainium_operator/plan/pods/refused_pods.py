@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.start_failures import MAX_MESSAGE, MAX_NODES, StartFailureNode, StartFailuresStatus
 from trainium_operator.plan.model.observed import PodPhase, PodView
-from trainium_operator.plan.model.text import format_names, rfc3339
+from trainium_operator.plan.model.text import format_names, format_rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 _FREE_ROUNDS = 2
 _FIRST_PAUSE_SECONDS = 4.0
-_LONGEST_PAUSE_SECONDS = 300.0
+_MAX_PAUSE_SECONDS = 300.0
 _FORGOTTEN_SECONDS = 600.0
 """After the longest pause, so that the count survives between the rounds of a job that always fails."""
-_AT_ONCE_SECONDS = 20.0
+_IMMEDIATE_SECONDS = 20.0
 """A worker that has not ended by then was not refused at once, though its image may take longer."""
 _FIRST_BATCH = 4
-_GROWTH = 4
+_BATCH_GROWTH = 4
 _MAX_BATCH = 256
 """A batch of this size is not limited any more."""
 _REFUSALS_OF_A_NODE = 2
@@ -47,15 +47,15 @@ _NODES_DIVISOR = 4
 
 def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailuresStatus:
     """Count the round in which pods ended before their agent was seen, or drop earlier rounds."""
-    earlier = memory.start_failures
-    first = earlier.next_ordinal if earlier.next_ordinal <= memory.next_pod_ordinal else 0  # ordinals restarted
+    previous = memory.start_failures
+    first = previous.next_ordinal if previous.next_ordinal <= memory.next_pod_ordinal else 0  # ordinals restarted
     created = [worker for worker in facts.workers.values() if worker.pod.ordinal >= first and not worker.pod.extra]
-    has_started = earlier.rounds > 0 and any(worker.agent is not None and not worker.ended for worker in created)
-    changed = facts.job.status.observed_generation != facts.job.generation
-    is_expired = earlier.at is not None and facts.now >= earlier.at + _FORGOTTEN_SECONDS
-    rounds = 0 if has_started or changed or is_expired else max(0, earlier.rounds)
-    nodes = () if changed else _count_refusals(facts, earlier.nodes)
-    refused = [worker.pod for worker in facts.outsiders if worker.pod.ordinal >= first and _is_refused(worker)]
+    has_started = previous.rounds > 0 and any(worker.agent is not None and not worker.ended for worker in created)
+    is_changed = facts.job.status.observed_generation != facts.job.generation
+    is_expired = previous.at is not None and facts.now >= previous.at + _FORGOTTEN_SECONDS
+    rounds = 0 if has_started or is_changed or is_expired else max(0, previous.rounds)
+    nodes = () if is_changed else _count_refusals(facts, previous.nodes)
+    refused = [worker.pod for worker in facts.outsiders if worker.pod.ordinal >= first and _was_refused(worker)]
     if refused:
         last_refused = max(refused, key=lambda pod: pod.ordinal)
         return StartFailuresStatus(
@@ -66,14 +66,14 @@ def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailures
             message=_describe_end(last_refused)[:MAX_MESSAGE],
             nodes=nodes,
         )
-    batch, at = (0 if changed or is_expired else max(0, earlier.batch)), earlier.at if rounds else None
+    batch, at = (0 if is_changed or is_expired else max(0, previous.batch)), previous.at if rounds else None
     if batch and created and all(_cannot_be_refused(worker, facts.now) for worker in created):
-        batch = 0 if batch >= _MAX_BATCH else batch * _GROWTH
+        batch = 0 if batch >= _MAX_BATCH else batch * _BATCH_GROWTH
         first = memory.next_pod_ordinal
-    message = earlier.message if rounds or batch else ""
+    message = previous.message if rounds or batch else ""
     current = StartFailuresStatus(rounds=rounds, at=at, next_ordinal=first, batch=batch, message=message, nodes=nodes)
-    recorded = earlier.rounds or earlier.batch or earlier.nodes
-    return current if recorded else earlier
+    recorded = previous.rounds or previous.batch or previous.nodes
+    return current if recorded else previous
 
 
 def next_creation_at(memory: InternalStatus, now: float) -> float:
@@ -82,7 +82,7 @@ def next_creation_at(memory: InternalStatus, now: float) -> float:
     excess = failures.rounds - _FREE_ROUNDS
     if failures.at is None or excess <= 0:
         return now
-    return min(failures.at, now) + min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(excess - 1, 16))
+    return min(failures.at, now) + min(_MAX_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(excess - 1, 16))
 
 
 def describe_start_failures(status: TrainingJobStatus, now: float) -> str | None:
@@ -90,13 +90,13 @@ def describe_start_failures(status: TrainingJobStatus, now: float) -> str | None
     failures = status.start_failures
     create_at = next_creation_at(status, now)
     if create_at > now:
-        times, limit = f", {failures.rounds} times in a row", f"at {rfc3339(create_at)}"
+        times, limit = f", {failures.rounds} times in a row", f"at {format_rfc3339(create_at)}"
     elif failures.batch > 0:
         times, limit = "", f"{failures.batch} at a time until they run"
     else:
         return None
     reason = f"; the last one: {failures.message.strip()}" if failures.message else ""
-    nodes = refusing_nodes(status, now)
+    nodes = list_refusing_nodes(status, now)
     avoided = f"; new pods avoid {format_names(nodes)}, which refused twice or more" if nodes else ""
     return f"Pods ended before their agent reported{times}{reason}; the next are created {limit}{avoided}"
 
@@ -107,10 +107,10 @@ def limit_batch(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[
     A gang waits for its last pod, so a part of it would never be seen: it is created as a whole.
     """
     failures = status.start_failures
-    if failures.batch <= 0 or any(each.creates_as_a_whole(facts, status) for each in facts.settings.features):
+    if failures.batch <= 0 or any(feature.creates_as_a_whole(facts, status) for feature in facts.settings.features):
         return missing, ()
     starting = [
-        worker.pod.created + _AT_ONCE_SECONDS
+        worker.pod.created + _IMMEDIATE_SECONDS
         for worker in facts.workers.values()
         if worker.pod.ordinal >= failures.next_ordinal
         and not (worker.pod.extra or worker.ended or _cannot_be_refused(worker, facts.now))
@@ -118,38 +118,38 @@ def limit_batch(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[
     return min(missing, max(0, failures.batch - len(starting))), tuple(sorted(starting)[-1:])
 
 
-def refusing_nodes(status: TrainingJobStatus, now: float) -> tuple[str, ...]:
+def list_refusing_nodes(status: TrainingJobStatus, now: float) -> tuple[str, ...]:
     """Return nodes that refused twice within a while, the newest refusals first.
 
     At most a share of the job's nodes.
     """
     nodes = [
-        each
-        for each in status.start_failures.nodes
-        if each.times >= _REFUSALS_OF_A_NODE and now - _FORGOTTEN_SECONDS < each.at <= now
+        entry
+        for entry in status.start_failures.nodes
+        if entry.times >= _REFUSALS_OF_A_NODE and now - _FORGOTTEN_SECONDS < entry.at <= now
     ]
-    most = max(1, min(MAX_NODES, status.desired // _NODES_DIVISOR))
-    return tuple(each.node for each in sorted(nodes, key=lambda each: (-each.at, each.node))[:most])
+    max_nodes = max(1, min(MAX_NODES, status.desired // _NODES_DIVISOR))
+    return tuple(entry.node for entry in sorted(nodes, key=lambda entry: (-entry.at, entry.node))[:max_nodes])
 
 
-def with_refusing(avoided: tuple[str, ...], status: TrainingJobStatus, now: float) -> tuple[str, ...]:
+def add_refusing_nodes(avoided: tuple[str, ...], status: TrainingJobStatus, now: float) -> tuple[str, ...]:
     """Return the nodes that new workers avoid, with those that refuse; at most 32, the status's limit."""
-    return tuple(dict.fromkeys((*refusing_nodes(status, now), *reversed(avoided))))[:MAX_NODES][::-1]
+    return tuple(dict.fromkeys((*list_refusing_nodes(status, now), *reversed(avoided))))[:MAX_NODES][::-1]
 
 
-def _count_refusals(facts: Facts, earlier: tuple[StartFailureNode, ...]) -> tuple[StartFailureNode, ...]:
+def _count_refusals(facts: Facts, previous_entries: tuple[StartFailureNode, ...]) -> tuple[StartFailureNode, ...]:
     """Return which node refused how often: one pod counts once."""
-    nodes = {each.node: each for each in earlier if facts.now - _FORGOTTEN_SECONDS < each.at <= facts.now}
+    nodes = {entry.node: entry for entry in previous_entries if facts.now - _FORGOTTEN_SECONDS < entry.at <= facts.now}
     for worker in sorted(facts.outsiders, key=lambda worker: worker.pod.ordinal):
         pod = worker.pod
         previous = nodes.get(pod.node)
-        ran = pod.exit_code is not None or pod.init_exit_code is not None
-        if not pod.node or ran or not _is_refused(worker):
+        has_run = pod.exit_code is not None or pod.init_exit_code is not None
+        if not pod.node or has_run or not _was_refused(worker):
             continue
         if previous is None or previous.ordinal < pod.ordinal:
             times = 1 if previous is None else min(previous.times + 1, 1000)
             nodes[pod.node] = StartFailureNode(node=pod.node, times=times, at=facts.now, ordinal=pod.ordinal)
-    return tuple(_newest(nodes.values()))
+    return tuple(_limit_nodes(nodes.values()))
 
 
 def _describe_end(pod: PodView) -> str:
@@ -158,12 +158,14 @@ def _describe_end(pod: PodView) -> str:
     return f"{place} ended{code} ({pod.reason or 'Error'}): {pod.message or 'no message'}"
 
 
-def _newest(nodes: Iterable[StartFailureNode]) -> list[StartFailureNode]:
+def _limit_nodes(nodes: Iterable[StartFailureNode]) -> list[StartFailureNode]:
     """Return the entries to keep: nodes that refused often, then those that refused last."""
-    return sorted(sorted(nodes, key=lambda each: (-each.times, -each.at, each.node))[:MAX_NODES], key=lambda e: e.node)
+    return sorted(
+        sorted(nodes, key=lambda entry: (-entry.times, -entry.at, entry.node))[:MAX_NODES], key=lambda e: e.node
+    )
 
 
-def _is_refused(worker: Worker) -> bool:
+def _was_refused(worker: Worker) -> bool:
     """Return whether it ended before its agent was seen, without a request.
 
     Extras have a separate back-off (`idle_nodes`).
@@ -178,4 +180,4 @@ def _cannot_be_refused(worker: Worker, now: float) -> bool:
     if worker.ended:
         return False
     running = worker.agent is not None or pod.phase is PodPhase.RUNNING
-    return running or (bool(pod.unschedulable_message) and not pod.node) or now >= pod.created + _AT_ONCE_SECONDS
+    return running or (bool(pod.unschedulable_message) and not pod.node) or now >= pod.created + _IMMEDIATE_SECONDS

@@ -19,31 +19,44 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import get_budget, suspects_node
 from trainium_contract.faults.responses import Response
+from trainium_contract.status.internal import FailureRecord
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_operator.plan.diagnose.failure_policy import START_ATTEMPTS, start_failures
-from trainium_operator.plan.diagnose.node_failures import members_to_move
+from trainium_operator.plan.diagnose.failure_policy import MAX_START_FAILURES, find_start_failures
+from trainium_operator.plan.diagnose.node_failures import find_members_to_move
+from trainium_operator.plan.diagnose.pod_failures import classify_ended_pod, has_failed_by_itself
+from trainium_operator.plan.diagnose.process_failures import classify_process_failure
 from trainium_operator.plan.faults import failure_budgets
-from trainium_operator.plan.faults.exits import classify_pod_failure, failed_by_itself, meaning_of_failure
-from trainium_operator.plan.manifests.config_maps import config_map
-from trainium_operator.plan.manifests.worker_pod import Avoided, is_outdated, template_hash, with_affinity, worker_pods
+from trainium_operator.plan.manifests.config_maps import build_config_map
+from trainium_operator.plan.manifests.worker_pod import (
+    AvoidedNodes,
+    build_worker_pods,
+    compute_template_hash,
+    is_outdated,
+    with_affinity,
+)
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, PolicyResult, event
 from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.pods.node_avoidance import forbidden_nodes, released_nodes
-from trainium_operator.plan.pods.refused_pods import limit_batch, next_creation_at, record_start_failures, with_refusing
-from trainium_operator.plan.view.facts import Facts, is_unfit, refuse_pods
+from trainium_operator.plan.pods.node_avoidance import list_forbidden_nodes, list_released_nodes
+from trainium_operator.plan.pods.refused_pods import (
+    add_refusing_nodes,
+    limit_batch,
+    next_creation_at,
+    record_start_failures,
+)
+from trainium_operator.plan.view.facts import Facts, find_creation_blocker, is_unfit
 from trainium_operator.plan.view.progress import is_settled
 from trainium_operator.plan.view.workers import Worker, build_deletion, delete_ended_last
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.internal import FailureRecord, InternalStatus
+    from trainium_contract.status.internal import InternalStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.actions import Action, DeletePod, EventIntent
 
-_NUMBER = re.compile(r"\d+")
+_DIGITS = re.compile(r"\d+")
 
 
 def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
@@ -52,7 +65,7 @@ def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyRe
         return PolicyResult(status=status, requeue_at=(facts.observed.create_after,))
     if facts.size.shape is None:
         return PolicyResult(status=status)
-    manifest = config_map(facts.job, facts.observed.ca_bundle)
+    manifest = build_config_map(facts.job, facts.observed.ca_bundle)
     metadata = manifest["metadata"]
     desired_hash = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
     current_hash = facts.observed.children.get(f"{manifest['kind']}/{metadata['name']}")
@@ -69,7 +82,7 @@ def reconcile_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
 
 
 def _reconcile_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
-    lost = {loss.member.pod_uid for loss in losses}
+    lost_uids = {loss.member.pod_uid for loss in losses}
     deletions: list[DeletePod] = []
     for loss in losses:
         if loss.worker is not None and not loss.keeps_pod:
@@ -78,22 +91,22 @@ def _reconcile_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss,
     result = PolicyResult(status=status, actions=tuple(deletions)).then(result)
     status = result.status.replaced(start_failures=record_start_failures(facts, result.status))
     # Failures that this plan has counted: replacements must avoid their nodes.
-    avoid = failure_budgets.avoided_nodes(status.failures, facts.now)
-    status = status.replaced(avoided_nodes=with_refusing(avoid, status, facts.now))
+    avoid = failure_budgets.list_avoided_nodes(status.failures, facts.now)
+    status = status.replaced(avoided_nodes=add_refusing_nodes(avoid, status, facts.now))
     # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
-    staying = len(facts.member_uids - lost)
-    moving = sum(member.pod_uid not in lost for member, _ in members_to_move(facts))
-    wanted_extras = _extras_to_keep(facts, status)
-    requested = status.desired - status.idle_nodes.taken + _spares_to_keep(facts) + moving
+    staying = len(facts.member_uids - lost_uids)
+    moving = sum(member.pod_uid not in lost_uids for member, _ in find_members_to_move(facts))
+    wanted_extras = _count_extras_to_keep(facts, status)
+    requested = status.desired - status.idle_nodes.taken + _count_spares_to_keep(facts) + moving
     extras = sum(worker.pod.extra for worker in outsiders) + sum(
-        worker is not None and worker.pod.extra for member, worker in facts.members if member.pod_uid not in lost
+        worker is not None and worker.pod.extra for member, worker in facts.members if member.pod_uid not in lost_uids
     )
     # An extra beyond the wanted ones counts as a requested worker.
-    others = staying + len(outsiders) - min(extras, wanted_extras)
-    missing, missing_extras = max(0, requested - others), max(0, wanted_extras - extras)
+    counted = staying + len(outsiders) - min(extras, wanted_extras)
+    missing, missing_extras = max(0, requested - counted), max(0, wanted_extras - extras)
     if missing + missing_extras > 0:
         return result.then(_create_pods(facts, status, missing, missing_extras))
-    surplus = _delete_surplus(facts, status, outsiders, others - requested)
+    surplus = _delete_surplus(facts, status, outsiders, counted - requested)
     return result.then(PolicyResult(status=status, actions=surplus))
 
 
@@ -108,17 +121,17 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
     usable: list[Worker] = []
     deletions: list[DeletePod] = []
     events: list[EventIntent] = []
-    current_hash = template_hash(facts.job, facts.settings) if facts.outsiders else ""
-    released = released_nodes(facts)
+    current_hash = compute_template_hash(facts.job, facts.settings) if facts.outsiders else ""
+    released = list_released_nodes(facts)
     for worker in facts.outsiders:
         if worker in evidence:
             continue
-        outdated = not facts.job.unknown and _is_outdated_pod(worker, current_hash)
-        outdated = outdated or _cannot_be_scheduled(worker, released)
+        is_outdated_worker = not facts.job.unknown and _is_outdated_pod(worker, current_hash)
+        is_outdated_worker = is_outdated_worker or _cannot_be_scheduled(worker, released)
         if (
             worker.alive
-            and not outdated
-            and not any(each.is_misplaced(facts, status, worker) for each in facts.settings.features)
+            and not is_outdated_worker
+            and not any(feature.is_misplaced(facts, status, worker) for feature in facts.settings.features)
         ):
             if not is_unfit(facts, worker):
                 usable.append(worker)
@@ -132,7 +145,10 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
             events.append(
                 event(Reason.WORKER_FAILED, failure.note, warning=True, pod=worker.pod.name, series=failure.series)
             )
-            if failure_budgets.exhausted_budget(status.failures, facts.job.spec.recovery, facts.now) is not None:
+            if (
+                failure_budgets.describe_exhausted_budget(status.failures, facts.job.spec.recovery, facts.now)
+                is not None
+            ):
                 continue  # the next plan ends the job and names this pod, and its log states why
         deletions += build_deletion(worker, force=worker.node_bad and (worker.pod.deleting or worker.holds_node))
     return usable, PolicyResult(status=status, actions=tuple(deletions), events=tuple(events))
@@ -143,7 +159,7 @@ def _workers_kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
 
     None of them holds a node that the next attempt needs.
     """
-    failed = start_failures(facts)[-START_ATTEMPTS:]
+    failed = find_start_failures(facts)[-MAX_START_FAILURES:]
     if any(worker.pod.unschedulable_message for worker in facts.outsiders):
         return tuple(worker for worker in failed if not worker.holds_node)
     return failed
@@ -152,8 +168,8 @@ def _workers_kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
 def _has_left(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
     """Return whether an outsider on a bad node no longer runs a process of a generation, or never did."""
     beat = worker.heartbeat
-    idle = beat is None or beat.phase is WorkerPhase.STANDBY
-    return idle or facts.current is None or (is_settled(facts) and not _is_superseded(facts, status))
+    is_idle = beat is None or beat.phase is WorkerPhase.STANDBY
+    return is_idle or facts.current is None or (is_settled(facts) and not _is_superseded(facts, status))
 
 
 def _is_outdated_pod(worker: Worker, current_hash: str) -> bool:
@@ -169,7 +185,7 @@ def _cannot_be_scheduled(worker: Worker, released: frozenset[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _OutsiderFailure:
     """The failure of a worker that never became a member; it counts once, by the pod's name."""
 
     cause: Cause
@@ -181,7 +197,7 @@ class _Failure:
     """Failures with the same series are one event with a count; numbers in a message (ordinals, times) are ignored."""
 
 
-def _detect_failure(facts: Facts, memory: InternalStatus, worker: Worker) -> _Failure | None:
+def _detect_failure(facts: Facts, memory: InternalStatus, worker: Worker) -> _OutsiderFailure | None:
     failed = worker.pod.phase is PodPhase.FAILED
     if not (failed or worker.gave_up) or failure_budgets.has_record(memory, worker.pod.name):
         return None
@@ -193,27 +209,25 @@ def _detect_failure(facts: Facts, memory: InternalStatus, worker: Worker) -> _Fa
 def _was_deleted(facts: Facts, worker: Worker) -> bool:
     """Return whether it ended because a user or a plan deleted it, not because of a broken device."""
     pod = worker.pod
-    return pod.deleting and classify_pod_failure(pod, facts.job.spec.recovery.rules).cause is not Cause.DEVICE
+    return pod.deleting and classify_ended_pod(pod, facts.job.spec.recovery.rules).cause is not Cause.DEVICE
 
 
-def _count_failure(facts: Facts, memory: InternalStatus, failure: _Failure) -> tuple[FailureRecord, ...]:
-    recovery = facts.job.spec.recovery
-    return failure_budgets.record_failure(
-        memory.failures, at=facts.now, cause=failure.cause, pod=failure.pod, node=failure.node, recovery=recovery
-    )
+def _count_failure(facts: Facts, memory: InternalStatus, failure: _OutsiderFailure) -> tuple[FailureRecord, ...]:
+    record = FailureRecord(at=facts.now, cause=failure.cause, pod=failure.pod, node=failure.node)
+    return failure_budgets.record_failure(memory.failures, record, facts.job.spec.recovery)
 
 
-def _ended_pod_failure(facts: Facts, worker: Worker) -> _Failure:
+def _ended_pod_failure(facts: Facts, worker: Worker) -> _OutsiderFailure:
     pod = worker.pod
-    cause = classify_pod_failure(pod, facts.job.spec.recovery.rules).cause
-    blamed_node = pod.node if failed_by_itself(pod) else ""
+    cause = classify_ended_pod(pod, facts.job.spec.recovery.rules).cause
+    blamed_node = pod.node if has_failed_by_itself(pod) else ""
     kind, message = _describe_end(pod, cause)
-    return _Failure(
+    return _OutsiderFailure(
         cause=cause if get_budget(cause) is None else Cause.POD_LOST,
         pod=pod.name,
         node=blamed_node,
         note=f"Pod {pod.name} on node {pod.node} ended before it could join{kind}: {message}",
-        series=f"{blamed_node}{kind} {pod.init_exit_code} {_NUMBER.sub('0', message)}",
+        series=f"{blamed_node}{kind} {pod.init_exit_code} {_DIGITS.sub('0', message)}",
     )
 
 
@@ -225,16 +239,16 @@ def _describe_end(pod: PodView, cause: Cause) -> tuple[str, str]:
     return f" ({cause.value}{code})", pod.message or pod.reason
 
 
-def _preflight_failure(facts: Facts, worker: Worker) -> _Failure | None:
+def _preflight_failure(facts: Facts, worker: Worker) -> _OutsiderFailure | None:
     pod, beat = worker.pod, worker.heartbeat
     if beat is None or beat.verdict is None:
         return None
-    meaning = meaning_of_failure(beat, beat.verdict, facts.job.spec.recovery.rules)
-    blamed = suspects_node(meaning.cause) and meaning.response is not Response.REPLACE_WORKER
-    return _Failure(
-        cause=meaning.cause,
+    classification = classify_process_failure(beat, beat.verdict, facts.job.spec.recovery.rules)
+    is_node_blamed = suspects_node(classification.cause) and classification.response is not Response.REPLACE_WORKER
+    return _OutsiderFailure(
+        cause=classification.cause,
         pod=pod.name,
-        node=pod.node if blamed else "",
+        node=pod.node if is_node_blamed else "",
         note=(
             f"Pod {pod.name} on node {pod.node} is unfit (exit code {beat.verdict.exit_code}): {beat.verdict.message}"
         ),
@@ -243,9 +257,9 @@ def _preflight_failure(facts: Facts, worker: Worker) -> _Failure | None:
 
 def _create_pods(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) -> PolicyResult:
     """Create this many requested workers, and this many beyond them."""
-    if refuse_pods(facts) is not None:
+    if find_creation_blocker(facts) is not None:
         return PolicyResult(status=status)
-    resume_at = max(failure_budgets.backoff_until(status.failures, facts.now), next_creation_at(status, facts.now))
+    resume_at = max(failure_budgets.find_backoff_end(status.failures, facts.now), next_creation_at(status, facts.now))
     create_at = max(resume_at, facts.observed.create_after)
     if facts.now < create_at:
         return PolicyResult(status=status, requeue_at=(create_at,))
@@ -253,28 +267,28 @@ def _create_pods(facts: Facts, status: TrainingJobStatus, missing: int, extras: 
     if missing + extras == 0:
         return PolicyResult(status=status, requeue_at=requeue_at)
     highest = max((worker.pod.ordinal for worker in facts.workers.values()), default=-1)
-    planned = status.next_pod_ordinal
-    first = max(planned if planned <= names.LAST_ORDINAL else 0, highest + 1)
+    next_ordinal = status.next_pod_ordinal
+    first = max(next_ordinal if next_ordinal <= names.LAST_ORDINAL else 0, highest + 1)
     ordinals = range(first, first + missing + extras)
     status = status.replaced(next_pod_ordinal=ordinals.stop)
-    avoided = Avoided(required=forbidden_nodes(facts, status), preferred=status.avoided_nodes)
-    manifests = worker_pods(facts.job, facts.settings, ordinals, avoided, extras=extras)
+    avoided = AvoidedNodes(required=list_forbidden_nodes(facts, status), preferred=status.avoided_nodes)
+    manifests = build_worker_pods(facts.job, facts.settings, ordinals, avoided, extras=extras)
     for feature in facts.settings.features:
         manifests = feature.place_pods(facts, manifests)
     manifests = [{**pod, "spec": with_affinity(pod["spec"], facts.job, facts.settings)} for pod in manifests]
     actions: tuple[Action, ...] = ()
     for feature in facts.settings.features:
-        applied, manifests = feature.group_pods(facts, status, manifests)
-        actions += applied
+        applied_actions, manifests = feature.group_pods(facts, status, manifests)
+        actions += applied_actions
     return PolicyResult(status=status, actions=(*actions, *map(CreatePod, manifests)))
 
 
-def _spares_to_keep(facts: Facts) -> int:
+def _count_spares_to_keep(facts: Facts) -> int:
     wanted = facts.size.reserve + facts.job.spec.workers.spares
     return wanted if facts.grant is None else min(wanted, facts.grant.spares)
 
 
-def _extras_to_keep(facts: Facts, status: PublicStatus) -> int:
+def _count_extras_to_keep(facts: Facts, status: PublicStatus) -> int:
     wanted = status.idle_nodes.wanted
     return wanted if facts.grant is None else max(0, min(wanted, facts.grant.workers - facts.size.desired))
 
@@ -285,11 +299,11 @@ def _delete_surplus(facts: Facts, status: PublicStatus, outsiders: list[Worker],
     Others only when the current generation trains, so that none is still saving.
     """
     is_steady = facts.current is None or (is_settled(facts) and not _is_superseded(facts, status))
-    at_size = facts.current is None or len(facts.current.members) == status.desired
+    is_at_size = facts.current is None or len(facts.current.members) == status.desired
 
     def order(worker: Worker) -> tuple[bool, bool, bool, int]:
         return not worker.pod.extra, not worker.never_ran, worker.warm, -worker.pod.ordinal
 
     candidates = sorted(outsiders, key=order)
-    deleted = (worker for worker in candidates[:surplus] if worker.never_ran or (is_steady and at_size))
-    return tuple(action for worker in deleted for action in build_deletion(worker))
+    surplus_workers = (worker for worker in candidates[:surplus] if worker.never_ran or (is_steady and is_at_size))
+    return tuple(action for worker in surplus_workers for action in build_deletion(worker))

@@ -18,7 +18,7 @@ from trainium_contract.status.conditions import ConditionStatus, ConditionType
 from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import parse_rfc3339
-from trainium_operator.plan.view.progress import past_steps
+from trainium_operator.plan.view.progress import is_past_steps
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 OVERDUE_INTERVALS = 3
 """Missing saves before the alarm: one may be skipped while another is still being written."""
-SHORTEST_OVERDUE_SECONDS = 10.0
+MIN_OVERDUE_SECONDS = 10.0
 _ALARMS = (Reason.CHECKPOINT_OVERDUE, Reason.STORAGE_UNAVAILABLE)
-_OF_STORE = "checkpoint storage"
+_STORAGE_PREFIX = "checkpoint storage"
 """Prefix of each of the trainer's sentences about its store."""
 
 
 def set_checkpoint_health(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[float, ...]]:
     """Set the condition and return when to check again (Unix seconds); call when progress and history are complete."""
-    troubled = [entry for entry in status.history if entry.cause is Cause.STORAGE]
+    storage_failures = [entry for entry in status.history if entry.cause is Cause.STORAGE]
     kind, now = ConditionType.CHECKPOINT_HEALTHY, facts.now
-    if troubled and troubled[-1].recovered_seconds is None:
-        message = f"checkpoint storage is unavailable: {troubled[-1].message}"
+    if storage_failures and storage_failures[-1].recovered_seconds is None:
+        message = f"checkpoint storage is unavailable: {storage_failures[-1].message}"
         return with_condition(status, kind, False, Reason.STORAGE_UNAVAILABLE, message, now=now), ()
-    overdue, requeue_at = _overdue(facts, status)
+    overdue, requeue_at = _describe_overdue(facts, status)
     if overdue:
         return with_condition(status, kind, False, Reason.CHECKPOINT_OVERDUE, overdue, now=now), requeue_at
-    if _lasts(facts, status):
+    if _alarm_continues(facts, status):
         return status, requeue_at
     if status.checkpoint.durable_step >= 0:
         message = "durable checkpoints are committed"
@@ -59,7 +59,7 @@ def set_checkpoint_health(facts: Facts, status: AnyShown) -> tuple[AnyShown, tup
     return status, requeue_at
 
 
-def _lasts(facts: Facts, status: PublicStatus) -> bool:
+def _alarm_continues(facts: Facts, status: PublicStatus) -> bool:
     """Return whether there is an alarm, and no commit since it began."""
     alarm, durable = find_condition(status, ConditionType.CHECKPOINT_HEALTHY), facts.job.spec.checkpoint.durable
     if alarm is None or alarm.reason not in _ALARMS or alarm.status is not ConditionStatus.FALSE:
@@ -68,50 +68,50 @@ def _lasts(facts: Facts, status: PublicStatus) -> bool:
         return False  # no further commit is expected
     if status.checkpoint.durable_step > facts.job.status.checkpoint.durable_step:
         return False
-    began, committed = parse_rfc3339(alarm.last_transition_time), parse_rfc3339(status.checkpoint.durable_time)
-    return began is None or committed is None or committed <= began
+    began_at, committed_at = parse_rfc3339(alarm.last_transition_time), parse_rfc3339(status.checkpoint.durable_time)
+    return began_at is None or committed_at is None or committed_at <= began_at
 
 
-def _own_error(facts: Facts, status: PublicStatus) -> str:
+def _find_reported_error(facts: Facts, status: PublicStatus) -> str:
     """Return the ranks' report about the store since the newest commit; empty if they report nothing."""
     since = parse_rfc3339(status.checkpoint.durable_time) or 0.0
     for entry in reversed(status.history):
         if entry.cause is Cause.STORAGE and entry.message and (entry.failed_at or 0.0) > since:
             return entry.message
     notices = (beat.progress.notice for _, beat in facts.beats if beat.progress is not None)
-    return next((notice for notice in notices if notice.startswith(_OF_STORE)), "")
+    return next((notice for notice in notices if notice.startswith(_STORAGE_PREFIX)), "")
 
 
-def _overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]]:
+def _describe_overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[float, ...]]:
     """Return the sentence about overdue commits, empty for none, and when to requeue (Unix seconds)."""
     durable, requeue_at = facts.job.spec.checkpoint.durable, list[float]()
-    since = _since(facts, status)
-    if since is None or not is_true(status, ConditionType.RUNNING) or past_steps(status):
+    since = _find_reference_time(facts, status)
+    if since is None or not is_true(status, ConditionType.RUNNING) or is_past_steps(status):
         return "", ()
     if facts.job.spec.program is not None:
         return "", ()  # it saves by its own rule
     step = max(status.checkpoint.durable_step, 0)
     newest = f"step {step}" if status.checkpoint.durable_step >= 0 else "none"
-    tail = _own_error(facts, status) or "storage does not respond, or is too slow for this interval"
+    explanation = _find_reported_error(facts, status) or "storage does not respond, or is too slow for this interval"
     if durable.every_seconds is not None:
-        overdue_at = since + max(SHORTEST_OVERDUE_SECONDS, OVERDUE_INTERVALS * durable.every_seconds)
+        overdue_at = since + max(MIN_OVERDUE_SECONDS, OVERDUE_INTERVALS * durable.every_seconds)
         if facts.now >= overdue_at:
-            return f"a checkpoint is due every {durable.every_seconds} s and the newest is {newest}: {tail}", ()
+            return f"a checkpoint is due every {durable.every_seconds} s and the newest is {newest}: {explanation}", ()
         requeue_at.append(overdue_at)
-    behind = status.progress.step - step
-    if durable.every_steps is not None and behind >= OVERDUE_INTERVALS * durable.every_steps:
-        if facts.now >= since + SHORTEST_OVERDUE_SECONDS:
-            text = f"a checkpoint is due every {durable.every_steps} steps and the newest is {newest}: {tail}"
+    steps_since = status.progress.step - step
+    if durable.every_steps is not None and steps_since >= OVERDUE_INTERVALS * durable.every_steps:
+        if facts.now >= since + MIN_OVERDUE_SECONDS:
+            text = f"a checkpoint is due every {durable.every_steps} steps and the newest is {newest}: {explanation}"
             return text, tuple(requeue_at)
-        requeue_at.append(since + SHORTEST_OVERDUE_SECONDS)
+        requeue_at.append(since + MIN_OVERDUE_SECONDS)
     return "", tuple(requeue_at)
 
 
-def _since(facts: Facts, status: PublicStatus) -> float | None:
+def _find_reference_time(facts: Facts, status: PublicStatus) -> float | None:
     """Return when saves last completed, or training last began; None before the first step."""
     times = [parse_rfc3339(status.start_time), parse_rfc3339(status.checkpoint.durable_time)]
     running = find_condition(facts.job.status, ConditionType.RUNNING)
     if running is not None:
         times.append(parse_rfc3339(running.last_transition_time))
-    known = [time for time in times if time is not None]
-    return max(known) if status.start_time and known else None
+    valid_times = [time for time in times if time is not None]
+    return max(valid_times) if status.start_time and valid_times else None

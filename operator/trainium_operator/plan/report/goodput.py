@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
-from trainium_operator.plan.history.interruptions import identity
+from trainium_operator.plan.history.interruptions import entry_identity
 from trainium_operator.plan.report.step_time import count_steps, productive_seconds, reference_seconds, sample_step_time
-from trainium_operator.plan.view.progress import newest_progress, past_steps, steady_at
+from trainium_operator.plan.view.progress import find_newest_progress, find_steady_time, is_past_steps
 
 if TYPE_CHECKING:
     from trainium_contract.job import GoodputStatus, TrainingJobStatus
@@ -58,74 +58,82 @@ def _start_and_load_times(facts: Facts, entry: Interruption) -> tuple[float, flo
     0 while not all have reported it. Once an interruption is over, each report counts, because the heartbeat that ended
     it was the first of several.
     """
-    later = [
+    reports = [
         beat.progress
         for _, beat in facts.beats
         if beat.progress is not None and (beat.generation, beat.attempt) > (entry.generation, entry.attempt)
     ]
-    over = entry.recovered_seconds is not None
-    if not over and len(later) < len(facts.members):
+    is_over = entry.recovered_seconds is not None
+    if not is_over and len(reports) < len(facts.members):
         return 0.0, 0.0
-    return _last([each.started for each in later], over=over), _last([each.loaded for each in later], over=over)
+    return _latest_time([report.started for report in reports], over=is_over), _latest_time(
+        [report.loaded for report in reports], over=is_over
+    )
 
 
-def _last(times: list[float], *, over: bool) -> float:
+def _latest_time(times: list[float], *, over: bool) -> float:
     return max(times, default=0.0) if over or all(times) else 0.0
 
 
-_MOST_STAGES = 8
-_DOWN = ("Detect", "Decide", "Restart", "Load", STARTUP)
+_MAX_STAGES = 8
+_DOWN_STAGES = ("Detect", "Decide", "Restart", "Load", STARTUP)
 """Stages in which nothing trains; repeated and slow steps count as up."""
 
 
 def update_goodput(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Update the ledger; call when this plan's changes of the history are complete."""
     goodput = status.goodput
-    held, running = _held_nodes(facts), facts.current is not None
-    if not running and not held:
+    held_nodes, is_running = _held_nodes(facts), facts.current is not None
+    if not is_running and not held_nodes:
         return status.replaced(goodput=goodput.replaced(accounted_until=None, starting=True))
     since = goodput.accounted_until if goodput.accounted_until is not None else facts.now
-    passed = max(0.0, facts.now - since)
-    nodes = goodput.node_seconds + passed * held
-    goodput = goodput.replaced(accounted_until=facts.now, node_seconds=round(nodes, 3))
-    if not running:
+    passed_seconds = max(0.0, facts.now - since)
+    node_seconds = goodput.node_seconds + passed_seconds * held_nodes
+    goodput = goodput.replaced(accounted_until=facts.now, node_seconds=round(node_seconds, 3))
+    if not is_running:
         return status.replaced(goodput=_with_totals(facts, goodput.replaced(starting=True), pending=0.0))
     old = facts.job.status
     # A fault that is detected late began in the time set aside for a stage, which stays open until all is charged.
-    aside = sum(goodput.stage_seconds.values()) if past_steps(old) else 0.0
-    wall = round(goodput.wall_seconds + aside + passed, 3)
-    goodput = goodput.replaced(wall_seconds=wall)
-    interrupted, starting = any(entry.is_open for entry in status.history), goodput.starting
-    recent = 0.0 if interrupted else _recent_stage_seconds(facts, passed)
-    goodput = _charge_startup(facts, goodput, 0.0 if interrupted else passed - recent)
-    before = _lost_seconds(goodput)
-    goodput, history = _charge_interruptions(facts, status.history, goodput, passed if starting else None)
-    stages = aside + passed - (_lost_seconds(goodput) - before)
-    if starting or not past_steps(old) or any(entry.is_open for entry in old.history):
-        stages = min(stages, aside + recent)
-    goodput = _set_aside(goodput, old.stage if past_steps(old) else _stage(facts), max(0.0, stages), aside, held)
+    aside_seconds = sum(goodput.stage_seconds.values()) if is_past_steps(old) else 0.0
+    wall_seconds = round(goodput.wall_seconds + aside_seconds + passed_seconds, 3)
+    goodput = goodput.replaced(wall_seconds=wall_seconds)
+    is_interrupted, is_starting = any(entry.is_open for entry in status.history), goodput.starting
+    recent_stage_seconds = 0.0 if is_interrupted else _recent_stage_seconds(facts, passed_seconds)
+    goodput = _charge_startup(facts, goodput, 0.0 if is_interrupted else passed_seconds - recent_stage_seconds)
+    lost_before = _lost_seconds(goodput)
+    goodput, history = _charge_interruptions(facts, status.history, goodput, passed_seconds if is_starting else None)
+    stage_seconds = aside_seconds + passed_seconds - (_lost_seconds(goodput) - lost_before)
+    if is_starting or not is_past_steps(old) or any(entry.is_open for entry in old.history):
+        stage_seconds = min(stage_seconds, aside_seconds + recent_stage_seconds)
+    goodput = _set_stage_seconds(
+        goodput,
+        old.stage if is_past_steps(old) else _current_stage(facts),
+        max(0.0, stage_seconds),
+        aside_seconds,
+        held_nodes,
+    )
     was_interrupted = any(entry.is_open for entry in old.history)
-    undisturbed = not (interrupted or was_interrupted or starting or _stage(facts))
-    goodput = sample_step_time(facts, goodput, clean=undisturbed)
-    pending = _current_step_seconds(facts, goodput) if undisturbed else 0.0
-    return status.replaced(goodput=_with_totals(facts, goodput, pending=pending), history=history)
+    is_undisturbed = not (is_interrupted or was_interrupted or is_starting or _current_stage(facts))
+    goodput = sample_step_time(facts, goodput, clean=is_undisturbed)
+    pending_seconds = _current_step_seconds(facts, goodput) if is_undisturbed else 0.0
+    return status.replaced(goodput=_with_totals(facts, goodput, pending=pending_seconds), history=history)
 
 
-def _stage(facts: Facts) -> str:
+def _current_stage(facts: Facts) -> str:
     """Return the stage after the last step that the ranks are in; empty for none."""
-    progress = newest_progress(facts)
+    progress = find_newest_progress(facts)
     return "" if progress is None or progress.training else progress.stage
 
 
 def _recent_stage_seconds(facts: Facts, passed: float) -> float:
     """Return how much of the last `passed` seconds the ranks were in their present stage."""
-    progress = newest_progress(facts)
+    progress = find_newest_progress(facts)
     if progress is None or progress.training:
         return 0.0
     return min(passed, max(0.0, facts.now - progress.stage_since)) if progress.stage_since else passed
 
 
-def _set_aside(goodput: GoodputStatus, stage: str, seconds: float, before: float, held: int) -> GoodputStatus:
+def _set_stage_seconds(goodput: GoodputStatus, stage: str, seconds: float, before: float, held: int) -> GoodputStatus:
     """Subtract the stages' seconds, of which `before` are known, from the wall time.
 
     More go to `stage`, fewer from all.
@@ -133,12 +141,12 @@ def _set_aside(goodput: GoodputStatus, stage: str, seconds: float, before: float
     stages = dict(goodput.stage_seconds)
     if seconds < before:
         stages = {name: each * seconds / before for name, each in stages.items()}
-    elif stage in stages or len(stages) < _MOST_STAGES:
+    elif stage in stages or len(stages) < _MAX_STAGES:
         stages[stage] = stages.get(stage, 0.0) + seconds - before
     else:
         seconds = before
     return goodput.replaced(
-        stage_seconds=_present({name: round(each, 3) for name, each in stages.items()}),
+        stage_seconds=_without_zeros({name: round(each, 3) for name, each in stages.items()}),
         wall_seconds=round(max(0.0, goodput.wall_seconds - seconds), 3),
         node_seconds=round(max(0.0, goodput.node_seconds - (seconds - before) * held), 3),
     )
@@ -146,8 +154,8 @@ def _set_aside(goodput: GoodputStatus, stage: str, seconds: float, before: float
 
 def _held_nodes(facts: Facts) -> int:
     """Return the nodes that this job's pods hold, spares included, and those in quarantine because of it."""
-    held = {worker.pod.node for worker in facts.workers.values() if worker.pod.node and worker.holds_node}
-    return len(held | (facts.observed.fleet.quarantined & set(facts.job.status.avoided_nodes)))
+    held_nodes = {worker.pod.node for worker in facts.workers.values() if worker.pod.node and worker.holds_node}
+    return len(held_nodes | (facts.observed.fleet.quarantined & set(facts.job.status.avoided_nodes)))
 
 
 def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> GoodputStatus:
@@ -156,18 +164,21 @@ def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> Good
     A program without steps has started when all of its processes run. If steps follow later, as after a compilation,
     all time that was not lost until then was start-up.
     """
-    starting, first = goodput.starting, not any(each.steps for each in goodput.sizes) and not goodput.earlier_seconds
-    goodput, steps, ended = count_steps(facts, goodput)
-    if not starting and first and steps and facts.job.spec.program is not None:
+    starting, is_first = (
+        goodput.starting,
+        not any(account.steps for account in goodput.sizes) and not goodput.earlier_seconds,
+    )
+    goodput, steps, ended_at = count_steps(facts, goodput)
+    if not starting and is_first and steps and facts.job.spec.program is not None:
         starting, passed = True, max(passed, goodput.wall_seconds - _lost_seconds(goodput))
     if not starting:
         return goodput
-    lost = goodput.lost_seconds.get(STARTUP, 0.0) + passed
+    lost_seconds = goodput.lost_seconds.get(STARTUP, 0.0) + passed
     if steps and passed:
-        after = min(passed, max(0.0, facts.now - ended)) if ended else 0.0
-        lost -= after + steps * _reference_step_seconds(facts, goodput)
-    return _set_loss(goodput, STARTUP, max(0.0, lost), StageSeconds(), startup=True).replaced(
-        starting=not steps and not _stage(facts) and steady_at(facts) is None
+        seconds_after = min(passed, max(0.0, facts.now - ended_at)) if ended_at else 0.0
+        lost_seconds -= seconds_after + steps * _reference_step_seconds(facts, goodput)
+    return _set_loss(goodput, STARTUP, max(0.0, lost_seconds), StageSeconds(), startup=True).replaced(
+        starting=not steps and not _current_stage(facts) and find_steady_time(facts) is None
     )
 
 
@@ -179,67 +190,71 @@ def _charge_interruptions(
     `starting`: seconds since the last account, if no step had been made by then.
     """
     status = facts.job.status
-    closed = [each for each in status.history if not each.is_open]
-    settled = {identity(each) for each in closed if each.stages is not None}
+    closed = [closed_entry for closed_entry in status.history if not closed_entry.is_open]
+    settled = {entry_identity(closed_entry) for closed_entry in closed if closed_entry.stages is not None}
     charged = list(history)
-    covered = 0.0
+    covered_until = 0.0
     for index in sorted(range(len(history)), key=lambda index: history[index].failed_at or 0.0):
         entry = history[index]
         if entry.failed_at is None or entry.rung is Rung.STOP:
             continue
-        ended = facts.now if entry.is_open else entry.failed_at + (entry.recovered_seconds or 0.0)
-        if identity(entry) not in settled:
-            start = max(entry.failed_at, covered)
-            stages = split_by_stage(facts, entry, start, max(start, ended - _first_step(facts, goodput, entry)))
-            goodput, stages = _charge(goodput, entry, stages, starting)
+        ended_at = facts.now if entry.is_open else entry.failed_at + (entry.recovered_seconds or 0.0)
+        if entry_identity(entry) not in settled:
+            start = max(entry.failed_at, covered_until)
+            stages = split_by_stage(
+                facts, entry, start, max(start, ended_at - _first_step_seconds(facts, goodput, entry))
+            )
+            goodput, stages = _charge_interruption(goodput, entry, stages, starting)
             charged[index] = entry.replaced(stages=stages)
-        covered = max(covered, ended)
+        covered_until = max(covered_until, ended_at)
     return goodput, tuple(charged)
 
 
-def _first_step(facts: Facts, goodput: GoodputStatus, entry: Interruption) -> float:
+def _first_step_seconds(facts: Facts, goodput: GoodputStatus, entry: Interruption) -> float:
     """Return the reference time of the step that ended an interruption: it is productive; 0 without such a step."""
-    if entry.is_open or facts.job.spec.suspend or _stage(facts):
+    if entry.is_open or facts.job.spec.suspend or _current_stage(facts):
         return 0.0
     return _reference_step_seconds(facts, goodput)
 
 
-def _charge(
+def _charge_interruption(
     goodput: GoodputStatus, entry: Interruption, stages: StageSeconds, starting: float | None
 ) -> tuple[GoodputStatus, StageSeconds]:
     """Add the uncharged loss of an interruption; never more than the wall time allows."""
-    before = entry.stages or StageSeconds()
-    more = stages.total - before.total
-    startup = goodput.lost_seconds.get(STARTUP, 0.0)
-    if starting is not None and startup > 0 and more > starting:
+    charged = entry.stages or StageSeconds()
+    added_seconds = stages.total - charged.total
+    startup_seconds = goodput.lost_seconds.get(STARTUP, 0.0)
+    if starting is not None and startup_seconds > 0 and added_seconds > starting:
         # Until it was known, its time counted as start-up.
-        goodput = _set_loss(goodput, STARTUP, startup - (more - starting), StageSeconds(), startup=True)
-    left = goodput.wall_seconds - _lost_seconds(goodput)
-    if more > left + 0.001 and stages.total > 0:
-        share = max(0.0, left + before.total) / stages.total
-        stages = StageSeconds(**{name: round(getattr(stages, name) * share, 3) for name in STAGES})
-        more = stages.total - before.total
-    delta = StageSeconds(**{name: getattr(stages, name) - getattr(before, name) for name in STAGES})
-    total = goodput.lost_seconds.get(entry.cause.value, 0.0) + more
+        goodput = _set_loss(
+            goodput, STARTUP, startup_seconds - (added_seconds - starting), StageSeconds(), startup=True
+        )
+    unlost_seconds = goodput.wall_seconds - _lost_seconds(goodput)
+    if added_seconds > unlost_seconds + 0.001 and stages.total > 0:
+        fraction = max(0.0, unlost_seconds + charged.total) / stages.total
+        stages = StageSeconds(**{name: round(getattr(stages, name) * fraction, 3) for name in STAGES})
+        added_seconds = stages.total - charged.total
+    delta = StageSeconds(**{name: getattr(stages, name) - getattr(charged, name) for name in STAGES})
+    total = goodput.lost_seconds.get(entry.cause.value, 0.0) + added_seconds
     return _set_loss(goodput, entry.cause.value, total, delta), stages
 
 
 def _set_loss(
     goodput: GoodputStatus, key: str, seconds: float, stages: StageSeconds, *, startup: bool = False
 ) -> GoodputStatus:
-    lost, by_stage = dict(goodput.lost_seconds), dict(goodput.lost_by_stage)
-    lost[key] = round(max(0.0, seconds), 3)
+    lost_seconds, by_stage = dict(goodput.lost_seconds), dict(goodput.lost_by_stage)
+    lost_seconds[key] = round(max(0.0, seconds), 3)
     if startup:
-        by_stage[STARTUP] = lost[key]
+        by_stage[STARTUP] = lost_seconds[key]
     for name in STAGES:
-        more = getattr(stages, name)
-        if more:
+        stage_seconds = getattr(stages, name)
+        if stage_seconds:
             stage = name.capitalize()
-            by_stage[stage] = round(max(0.0, by_stage.get(stage, 0.0) + more), 3)
-    return goodput.replaced(lost_seconds=_present(lost), lost_by_stage=_present(by_stage))
+            by_stage[stage] = round(max(0.0, by_stage.get(stage, 0.0) + stage_seconds), 3)
+    return goodput.replaced(lost_seconds=_without_zeros(lost_seconds), lost_by_stage=_without_zeros(by_stage))
 
 
-def _present(seconds: dict[str, float]) -> dict[str, float]:
+def _without_zeros(seconds: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in seconds.items() if value > 0}
 
 
@@ -255,37 +270,37 @@ def _reference_step_seconds(facts: Facts, goodput: GoodputStatus) -> float:
 def _current_step_seconds(facts: Facts, goodput: GoodputStatus) -> float:
     """Return the seconds of the current step, at most the reference."""
     ended = goodput.window.at
-    if goodput.starting or ended is None or _stage(facts):
+    if goodput.starting or ended is None or _current_stage(facts):
         return 0.0
     return min(max(0.0, facts.now - ended), _reference_step_seconds(facts, goodput))
 
 
 def _with_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> GoodputStatus:
     """Compute sums and ratios; `pending` seconds belong to the current step."""
-    wall, lost = goodput.wall_seconds, _lost_seconds(goodput)
-    available = max(0.0, wall - lost)
+    wall_seconds, lost_seconds = goodput.wall_seconds, _lost_seconds(goodput)
+    available = max(0.0, wall_seconds - lost_seconds)
     size = len(facts.members)
-    counted = productive_seconds(goodput, facts.job.spec.batch_shape())
-    if counted is None:
-        useful, node_useful = available, available * size
+    step_totals = productive_seconds(goodput, facts.job.spec.batch_shape())
+    if step_totals is None:
+        productive, node_productive = available, available * size
     else:
-        seconds, node_seconds = counted
-        useful = min(available, seconds + pending)
-        whole = seconds + pending
-        node_useful = (node_seconds + pending * size) * (useful / whole if whole > 0 else 0.0)
-    overhead = round(available - useful, 3)
+        seconds, node_seconds = step_totals
+        productive = min(available, seconds + pending)
+        total_seconds = seconds + pending
+        node_productive = (node_seconds + pending * size) * (productive / total_seconds if total_seconds > 0 else 0.0)
+    overhead = round(available - productive, 3)
     by_cause = {key: value for key, value in goodput.lost_seconds.items() if key != OVERHEAD}
     by_stage = {key: value for key, value in goodput.lost_by_stage.items() if key != OVERHEAD}
-    down = sum(by_stage.get(stage, 0.0) for stage in _DOWN)
+    down_seconds = sum(by_stage.get(stage, 0.0) for stage in _DOWN_STAGES)
     return goodput.replaced(
-        productive_seconds=round(useful, 3),
-        lost_seconds=_present({**by_cause, OVERHEAD: overhead}),
-        lost_by_stage=_present({**by_stage, OVERHEAD: overhead}),
-        ratio=_ratio(useful, wall),
-        uptime_ratio=_ratio(wall - down, wall),
-        fleet_ratio=_ratio(node_useful, goodput.node_seconds),
+        productive_seconds=round(productive, 3),
+        lost_seconds=_without_zeros({**by_cause, OVERHEAD: overhead}),
+        lost_by_stage=_without_zeros({**by_stage, OVERHEAD: overhead}),
+        ratio=_compute_ratio(productive, wall_seconds),
+        uptime_ratio=_compute_ratio(wall_seconds - down_seconds, wall_seconds),
+        fleet_ratio=_compute_ratio(node_productive, goodput.node_seconds),
     )
 
 
-def _ratio(part: float, whole: float) -> float:
+def _compute_ratio(part: float, whole: float) -> float:
     return round(min(1.0, max(0.0, part / whole)), 4) if whole > 0 else 1.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
 from trainium_operator.plan.model.text import format_figure
-from trainium_operator.plan.view.progress import newest_progress
+from trainium_operator.plan.view.progress import find_newest_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import Progress
     from trainium_operator.plan.view.facts import Facts
 
-_DOING = {RunStage.EXPORT.value: "writing artifacts", RunStage.EVALUATE.value: "evaluating"}
+_ACTIVITIES = {RunStage.EXPORT.value: "writing artifacts", RunStage.EVALUATE.value: "evaluating"}
 
 
 def record_results(facts: Facts, status: TrainingJobStatus, reports: list[Progress]) -> TrainingJobStatus:
     """Update stage, artifacts and evaluation; `reports` are those of the members, by rank."""
     reported = [artifact for report in reports for artifact in report.artifacts]
     status = status.replaced(
-        artifacts=_merged(status.artifacts, reported) if reported else status.artifacts,
+        artifacts=_merge_artifacts(status.artifacts, reported) if reported else status.artifacts,
         evaluation=next((report.evaluation for report in reports if report.evaluation), status.evaluation),
     )
-    newest = newest_progress(facts)
+    newest = find_newest_progress(facts)
     if newest is None:
         return status
-    done = None if newest.training or newest.stage_progress is None else min(max(newest.stage_progress, 0.0), 1.0)
-    return status.replaced(stage=newest.stage, stage_progress=None if done is None else round(done, 2))
+    fraction = None if newest.training or newest.stage_progress is None else min(max(newest.stage_progress, 0.0), 1.0)
+    return status.replaced(stage=newest.stage, stage_progress=None if fraction is None else round(fraction, 2))
 
 
 def describe_activity(status: PublicStatus) -> str:
     """Return the workers' activity as a participle."""
-    return _DOING.get(status.stage, "training")
+    return _ACTIVITIES.get(status.stage, "training")
 
 
 def artifact_key(artifact: ArtifactReport) -> tuple[str, int, str]:
@@ -47,17 +47,17 @@ def artifact_key(artifact: ArtifactReport) -> tuple[str, int, str]:
     return artifact.kind, artifact.step, artifact.path
 
 
-def artifact_sentence(artifact: ArtifactReport) -> str:
+def describe_artifact(artifact: ArtifactReport) -> str:
     """Return `Model of step 500 is complete: /checkpoints/... (13,476,839,424 bytes)`."""
     return f"{artifact.kind} of step {artifact.step} is complete: {artifact.path} ({artifact.bytes:,} bytes)."
 
 
-def evaluation_sentence(figures: Iterable[EvaluationFigure]) -> str:
+def describe_evaluation(figures: Iterable[EvaluationFigure]) -> str:
     """Return `perplexity 12.4 -> 5.1, rougeL 0.11 -> 0.37`."""
     return "The result was measured: " + ", ".join(format_figure(figure) for figure in figures) + "."
 
 
-def _merged(old: tuple[ArtifactReport, ...], reported: list[ArtifactReport]) -> tuple[ArtifactReport, ...]:
+def _merge_artifacts(old: tuple[ArtifactReport, ...], reported: list[ArtifactReport]) -> tuple[ArtifactReport, ...]:
     """Return each artifact once with its newest figures: the newest steps, oldest first."""
-    known = {artifact_key(each): each for each in (*old, *reported)}
-    return tuple(sorted(known.values(), key=lambda each: each.step)[-MAX_ARTIFACTS:])
+    by_key = {artifact_key(artifact): artifact for artifact in (*old, *reported)}
+    return tuple(sorted(by_key.values(), key=lambda artifact: artifact.step)[-MAX_ARTIFACTS:])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.internal import WINDOW_SAMPLES, StepWindow
 from trainium_contract.status.ledger import MAX_SIZES, SizeAccount
-from trainium_operator.plan.view.progress import newest_progress
+from trainium_operator.plan.view.progress import find_newest_progress
 
 if TYPE_CHECKING:
     from trainium_contract.job import GoodputStatus
@@ -26,29 +26,29 @@ _TIMED_STEPS = 5
 
 def count_steps(facts: Facts, goodput: GoodputStatus) -> tuple[GoodputStatus, int, float]:
     """Count the new steps: return the ledger with them, their number, and when the newest ended (agent's clock)."""
-    progress = newest_progress(facts)
+    progress = find_newest_progress(facts)
     if progress is None:
         return goodput, 0, 0.0
     counted = goodput.counted_step
     if counted < 0:
         # A job may resume from the checkpoint of an earlier one, whose steps are not its own.
         counted = min(progress.step, progress.resume_step or 0)
-    new = max(0, progress.step - counted)
-    if new:
-        goodput = _with_steps(goodput, len(facts.members), new, facts.job.spec.batch_shape())
-    return goodput.replaced(counted_step=counted + new), new, progress.updated
+    new_steps = max(0, progress.step - counted)
+    if new_steps:
+        goodput = _with_steps(goodput, len(facts.members), new_steps, facts.job.spec.batch_shape())
+    return goodput.replaced(counted_step=counted + new_steps), new_steps, progress.updated
 
 
 def reference_seconds(goodput: GoodputStatus, size: int, shape: BatchShape) -> float | None:
     """Return the reference step time at this size; without one, scaled from another size by the passes of a step."""
-    exact = next((each.step_seconds for each in goodput.sizes if each.size == size), None)
+    exact = next((account.step_seconds for account in goodput.sizes if account.size == size), None)
     if exact is not None or size == 0:
         return exact
-    known = [each for each in goodput.sizes if each.step_seconds is not None]
-    return (known[-1].step_seconds or 0.0) * _relative_time(known[-1].size, size, shape) if known else None
+    timed = [account for account in goodput.sizes if account.step_seconds is not None]
+    return (timed[-1].step_seconds or 0.0) * _step_time_ratio(timed[-1].size, size, shape) if timed else None
 
 
-def _relative_time(known: int, size: int, shape: BatchShape) -> float:
+def _step_time_ratio(known: int, size: int, shape: BatchShape) -> float:
     """Return how much longer a step takes at `size` than at `known`."""
     before, after = shape.micro_batches(known), shape.micro_batches(size)
     # A size that the present batch does not allow was used with an earlier batch.
@@ -58,64 +58,66 @@ def _relative_time(known: int, size: int, shape: BatchShape) -> float:
 def productive_seconds(goodput: GoodputStatus, shape: BatchShape) -> tuple[float, float] | None:
     """Return the counted steps at their reference in seconds and in node seconds; None without any reference."""
     seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
-    for each in goodput.sizes:
-        reference = reference_seconds(goodput, each.size, shape)
+    for account in goodput.sizes:
+        reference = reference_seconds(goodput, account.size, shape)
         if reference is None:
             return None
-        seconds += each.steps * reference
-        node_seconds += each.steps * reference * each.size
+        seconds += account.steps * reference
+        node_seconds += account.steps * reference * account.size
     return (seconds, node_seconds) if goodput.sizes or seconds else None
 
 
 def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> GoodputStatus:
     """Add a sample of the step time since the last one, if nothing interrupted training in between."""
-    window, size, progress = goodput.window, len(facts.members), newest_progress(facts)
+    window, size, progress = goodput.window, len(facts.members), find_newest_progress(facts)
     if not clean or progress is None or progress.updated <= 0:
         kept = window.samples if window.size == size else ()
         return goodput.replaced(window=StepWindow(size=size, samples=kept))
     if window.size != size or window.at is None or progress.step < window.step:
         kept = window.samples if window.size == size else ()
-        started = StepWindow(size=size, step=progress.step, at=progress.updated, samples=kept)
-        return goodput.replaced(window=started)
+        new_window = StepWindow(size=size, step=progress.step, at=progress.updated, samples=kept)
+        return goodput.replaced(window=new_window)
     if progress.step == window.step or progress.updated <= window.at:
         return goodput
     sample = _median_step_seconds(facts) or (progress.updated - window.at) / (progress.step - window.step)
     samples = (*window.samples, round(sample, 6))
     goodput = _with_reference(goodput, size, samples, facts.job.spec.batch_shape())
     kept = () if len(samples) >= WINDOW_SAMPLES else samples
-    moved = StepWindow(size=size, step=progress.step, at=progress.updated, samples=kept)
-    return goodput.replaced(window=moved)
+    new_window = StepWindow(size=size, step=progress.step, at=progress.updated, samples=kept)
+    return goodput.replaced(window=new_window)
 
 
 def _median_step_seconds(facts: Facts) -> float | None:
     """Return the agents' median step time; None if they do not measure it."""
-    known = [beat.timing.step_seconds for _, beat in facts.beats if beat.timing and beat.timing.steps >= _TIMED_STEPS]
-    return median(known) if known and min(known) > 0 else None
+    reported = [
+        beat.timing.step_seconds for _, beat in facts.beats if beat.timing and beat.timing.steps >= _TIMED_STEPS
+    ]
+    return median(reported) if reported and min(reported) > 0 else None
 
 
 def _with_reference(goodput: GoodputStatus, size: int, samples: tuple[float, ...], shape: BatchShape) -> GoodputStatus:
     """Set the reference by a full window, or lower it; until the first is full, use the samples so far."""
     value = round(median(samples), 6)
-    account = next((each for each in goodput.sizes if each.size == size), SizeAccount(size=size))
-    full, old = len(samples) >= WINDOW_SAMPLES, account.step_seconds
-    if old is None or not account.settled or (full and value < _CLEARLY_FASTER * old):
-        account = account.replaced(step_seconds=value, settled=account.settled or full)
+    account = next((entry for entry in goodput.sizes if entry.size == size), SizeAccount(size=size))
+    is_full, old_seconds = len(samples) >= WINDOW_SAMPLES, account.step_seconds
+    if old_seconds is None or not account.settled or (is_full and value < _CLEARLY_FASTER * old_seconds):
+        account = account.replaced(step_seconds=value, settled=account.settled or is_full)
     return _with_account(goodput, account, shape)
 
 
 def _with_steps(goodput: GoodputStatus, size: int, steps: int, shape: BatchShape) -> GoodputStatus:
-    account = next((each for each in goodput.sizes if each.size == size), SizeAccount(size=size))
+    account = next((entry for entry in goodput.sizes if entry.size == size), SizeAccount(size=size))
     return _with_account(goodput, account.replaced(steps=account.steps + steps), shape)
 
 
 def _with_account(goodput: GoodputStatus, account: SizeAccount, shape: BatchShape) -> GoodputStatus:
     """Add this account as the newest; the oldest beyond the limit becomes a plain sum."""
-    sizes = [each for each in goodput.sizes if each.size != account.size]
+    sizes = [other for other in goodput.sizes if other.size != account.size]
     seconds, node_seconds = goodput.earlier_seconds, goodput.earlier_node_seconds
     while len(sizes) >= MAX_SIZES:
         oldest = sizes.pop(0)
-        past = oldest.steps * (reference_seconds(goodput, oldest.size, shape) or 0.0)
-        seconds, node_seconds = seconds + past, node_seconds + past * oldest.size
+        past_seconds = oldest.steps * (reference_seconds(goodput, oldest.size, shape) or 0.0)
+        seconds, node_seconds = seconds + past_seconds, node_seconds + past_seconds * oldest.size
     return goodput.replaced(
         sizes=(*sizes, account), earlier_seconds=round(seconds, 3), earlier_node_seconds=round(node_seconds, 3)
     )

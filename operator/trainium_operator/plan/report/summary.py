@@ -22,27 +22,32 @@ from trainium_contract.status.conditions import ConditionStatus, ConditionType, 
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.results import Alert, StepFigures
 from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member, Progress, WorkerPhase
-from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER, is_outdated, template_hash
+from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER, compute_template_hash, is_outdated
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
 from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count, format_names, rfc3339
+from trainium_operator.plan.model.text import format_count, format_names, format_rfc3339
 from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
 from trainium_operator.plan.pods.gang_policy import set_admitted
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health
 from trainium_operator.plan.report.goodput import update_goodput
 from trainium_operator.plan.report.run_results import describe_activity, record_results
-from trainium_operator.plan.view.facts import Facts, creation_refused, current_heartbeats, refuse_pods
+from trainium_operator.plan.view.facts import (
+    Facts,
+    current_heartbeats,
+    describe_creation_refusal,
+    find_creation_blocker,
+)
 from trainium_operator.plan.view.progress import (
+    count_total_steps,
+    find_newest_progress,
+    find_steady_time,
     has_reported_steps,
-    in_order_of_steps,
     is_settled,
-    newest_progress,
-    steady_at,
-    total_steps,
+    sort_by_steps,
 )
 from trainium_operator.plan.view.workers import RECONNECT_SECONDS
 
@@ -52,7 +57,7 @@ if TYPE_CHECKING:
 
 
 _MAX_NODES_SHOWN = 3
-_DIGITS = {
+_DECIMALS = {
     "loss": 6,
     "tokens_per_second": 1,
     "samples_per_second": 3,
@@ -69,24 +74,24 @@ def set_nodes_healthy(facts: Facts, status: AnyShown) -> AnyShown:
         return with_condition(status, kind, None, reason, facts.lost_contact, now=facts.now)
     if not facts.observed.nodes:
         return status
-    frozen = facts.observed.fleet.frozen
+    freeze_reason = facts.observed.fleet.frozen
     problems: dict[str, NodeProblem] = {}
     for uid, problem in facts.node_problems.items():
         problems.setdefault(facts.workers[uid].pod.node, problem)
     if not problems:
-        reason = Reason.NODE_ACTIONS_FROZEN if frozen else Reason.NODES_HEALTHY
-        message = frozen or "nothing is wrong with the nodes in use"
+        reason = Reason.NODE_ACTIONS_FROZEN if freeze_reason else Reason.NODES_HEALTHY
+        message = freeze_reason or "nothing is wrong with the nodes in use"
         return with_condition(status, ConditionType.NODES_HEALTHY, True, reason, message, now=facts.now)
     nodes = sorted(problems, key=lambda node: (-problems[node].severity, node))
     described = "; ".join(_format_problem(node, problems[node]) for node in nodes[:_MAX_NODES_SHOWN])
-    more = f"; and {len(nodes) - _MAX_NODES_SHOWN} more nodes" if len(nodes) > _MAX_NODES_SHOWN else ""
-    reason = Reason.NODE_ACTIONS_FROZEN if frozen else Reason.NODE_UNHEALTHY
-    message = f"{described}{more}. {frozen}" if frozen else described + more
+    suffix = f"; and {len(nodes) - _MAX_NODES_SHOWN} more nodes" if len(nodes) > _MAX_NODES_SHOWN else ""
+    reason = Reason.NODE_ACTIONS_FROZEN if freeze_reason else Reason.NODE_UNHEALTHY
+    message = f"{described}{suffix}. {freeze_reason}" if freeze_reason else described + suffix
     return with_condition(status, ConditionType.NODES_HEALTHY, False, reason, message, now=facts.now)
 
 
 def _format_problem(node: str, problem: NodeProblem) -> str:
-    since = f" since {rfc3339(problem.since)}" if problem.since is not None else ""
+    since = f" since {format_rfc3339(problem.since)}" if problem.since is not None else ""
     reactions = {
         Severity.FATAL: "its workers are replaced",
         Severity.DRAIN: "its workers are handed over",
@@ -99,17 +104,19 @@ def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJo
     """Update the compiled sizes; return the same status if none is new."""
     if not facts.job.spec.precompile.enabled or not facts.workers:
         return status.replaced(compiled=public.CompiledStatus()) if status.compiled.sizes else status
-    reports = [each for worker in facts.workers.values() if worker.heartbeat for each in worker.heartbeat.compiled]
-    known = dict.fromkeys((*status.compiled.sizes, *_compiled_by_job(facts)))
+    reports = [report for worker in facts.workers.values() if worker.heartbeat for report in worker.heartbeat.compiled]
+    known_sizes = dict.fromkeys((*status.compiled.sizes, *_compiled_by_job(facts)))
     workers = facts.job.spec.workers
-    cap = max(workers.replicas, workers.max_replicas or 0)
-    new = [
-        each
-        for each in reports
-        if each.nodes not in known and each.nodes <= cap and facts.size.micro_batches(each.nodes)
+    max_size = max(workers.replicas, workers.max_replicas or 0)
+    new_reports = [
+        report
+        for report in reports
+        if report.nodes not in known_sizes and report.nodes <= max_size and facts.size.micro_batches(report.nodes)
     ]
-    sizes = tuple(dict.fromkeys((*known, *(each.nodes for each in new))))[:MAX_COMPILED]
-    seconds = max((*(each.seconds for each in new if each.nodes in sizes), status.compiled.seconds or 0.0))
+    sizes = tuple(dict.fromkeys((*known_sizes, *(report.nodes for report in new_reports))))[:MAX_COMPILED]
+    seconds = max(
+        (*(report.seconds for report in new_reports if report.nodes in sizes), status.compiled.seconds or 0.0)
+    )
     return status.replaced(compiled=public.CompiledStatus(sizes=sizes, seconds=round(seconds, 1) if seconds else None))
 
 
@@ -117,15 +124,15 @@ def _compiled_by_job(facts: Facts) -> tuple[int, ...]:
     """Return the sizes that all workers compiled before they joined, and the current one after its first step."""
     if facts.current is None:
         return ()
-    progress = newest_progress(facts)
-    stepped = progress is not None and progress.step > (progress.resume_step or 0)
-    return (*facts.size.compiled_first, *((len(facts.members),) if stepped else ()))
+    progress = find_newest_progress(facts)
+    has_stepped = progress is not None and progress.step > (progress.resume_step or 0)
+    return (*facts.size.compiled_first, *((len(facts.members),) if has_stepped else ()))
 
 
 def count_outdated_pods(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Count outdated pods; report them when there are some for the first time since there were none."""
     running = [worker for worker in facts.workers.values() if not worker.ended and worker.pod.template_hash]
-    current_hash = template_hash(facts.job, facts.settings) if running else ""
+    current_hash = compute_template_hash(facts.job, facts.settings) if running else ""
     outdated = sum(is_outdated(worker.pod.template_hash, current_hash) for worker in running)
     events: tuple[EventIntent, ...] = ()
     if outdated and not status.outdated_pods:
@@ -137,7 +144,7 @@ def count_outdated_pods(facts: Facts, status: TrainingJobStatus) -> PolicyResult
     return PolicyResult(status=status.replaced(outdated_pods=outdated), events=events)
 
 
-_NOT_READY: dict[Phase, Reason] = {
+_PHASE_REASONS: dict[Phase, Reason] = {
     Phase.PENDING: Reason.NOT_STARTED,
     Phase.STARTING: Reason.STARTING,
     Phase.RECOVERING: Reason.INTERRUPTED,
@@ -161,20 +168,22 @@ def set_standard_conditions(status: AnyShown, now: float) -> AnyShown:
         status = with_condition(status, ConditionType.STALLED, True, reason, failed.message, now=now)
         return with_condition(status, ConditionType.FINISHED, True, reason, "the job has failed", now=now)
     if is_true(status, ConditionType.COMPLETE):
-        done = "the job has completed"
-        status = with_condition(status, ConditionType.READY, True, Reason.COMPLETED, done, now=now)
+        text = "the job has completed"
+        status = with_condition(status, ConditionType.READY, True, Reason.COMPLETED, text, now=now)
         status = with_condition(status, ConditionType.STALLED, False, Reason.COMPLETED, "", now=now)
-        return with_condition(status, ConditionType.FINISHED, True, Reason.COMPLETED, done, now=now)
-    reason = _NOT_READY.get(status.phase, Reason.TRAINING)
-    ready = reason is Reason.TRAINING
-    status = with_condition(status, ConditionType.READY, ready, reason, "" if ready else "see the phase", now=now)
-    blocked = next((each for each in status.conditions if _blocking_condition(each.status, each.reason)), None)
-    why, message = (Reason(blocked.reason), blocked.message) if blocked else (Reason.PROGRESSING, "")
-    status = with_condition(status, ConditionType.STALLED, blocked is not None, why, message, now=now)
+        return with_condition(status, ConditionType.FINISHED, True, Reason.COMPLETED, text, now=now)
+    reason = _PHASE_REASONS.get(status.phase, Reason.TRAINING)
+    is_ready = reason is Reason.TRAINING
+    status = with_condition(status, ConditionType.READY, is_ready, reason, "" if is_ready else "see the phase", now=now)
+    blocked = next(
+        (condition for condition in status.conditions if _is_blocking(condition.status, condition.reason)), None
+    )
+    stalled_reason, message = (Reason(blocked.reason), blocked.message) if blocked else (Reason.PROGRESSING, "")
+    status = with_condition(status, ConditionType.STALLED, blocked is not None, stalled_reason, message, now=now)
     return with_condition(status, ConditionType.FINISHED, False, Reason.PROGRESSING, "", now=now)
 
 
-def _blocking_condition(state: ConditionStatus, reason: str) -> bool:
+def _is_blocking(state: ConditionStatus, reason: str) -> bool:
     return state is ConditionStatus.FALSE and reason in _BLOCKING_REASONS
 
 
@@ -189,20 +198,20 @@ def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         return PolicyResult(status=status)
     status = _set_counts(facts, status)
     status = _set_progress(facts, status)
-    status = _pods_ready(facts, status)
+    status = _set_pods_ready(facts, status)
     status = set_admitted(facts, status)
-    status = _running(facts, status)
-    status = _recovering(facts, status)
-    status = _resizing(facts, status)
+    status = _set_running(facts, status)
+    status = _set_recovering(facts, status)
+    status = _set_resizing(facts, status)
     status, requeue_at = set_checkpoint_health(facts, status)
-    steady = steady_at(facts)
-    if steady is not None and not status.start_time:
-        requeue_at = (*requeue_at, steady)
-    requeue_at = (*requeue_at, *_slow_inits_at(facts))
+    steady_from = find_steady_time(facts)
+    if steady_from is not None and not status.start_time:
+        requeue_at = (*requeue_at, steady_from)
+    requeue_at = (*requeue_at, *_find_slow_init_times(facts))
     return PolicyResult(status=status.replaced(phase=_derive_phase(facts, status)), requeue_at=requeue_at)
 
 
-def _slow_inits_at(facts: Facts) -> tuple[float, ...]:
+def _find_slow_init_times(facts: Facts) -> tuple[float, ...]:
     """Return when the running init containers will have run for too long."""
     starts = (worker.pod.init_since for worker in facts.workers.values())
     return tuple(at + SLOW_INIT_SECONDS for at in starts if at is not None and at + SLOW_INIT_SECONDS > facts.now)
@@ -223,7 +232,7 @@ def _set_counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
         ready_replicas=training,
         spares=len(facts.candidates),
         membership=_relative_throughput(facts, status),
-        selector=names.selector(facts.job.name),
+        selector=names.format_selector(facts.job.name),
     )
 
 
@@ -237,7 +246,7 @@ def _relative_throughput(facts: Facts, status: public.PublicStatus) -> public.Me
 
 
 def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    beats = in_order_of_steps(facts, _newest_heartbeats(facts))
+    beats = sort_by_steps(facts, _newest_heartbeats(facts))
     reports = [beat.progress for _, beat in beats if beat.progress is not None]
     if reports:
         newest = reports[0]
@@ -250,29 +259,29 @@ def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
         )
         status = status.replaced(committed_step=status.checkpoint.durable_step)
         status = record_results(facts, status, reports).replaced(hang_detection=newest.hang_detection)
-        status = _program_progress(facts, status, reports)
-    steady = steady_at(facts)
-    stepped = any(report.step > 0 for report in reports) or (steady is not None and facts.now >= steady)
-    if not status.start_time and stepped:
-        status = status.replaced(start_time=rfc3339(facts.now))
+        status = _set_progress_reported(facts, status, reports)
+    steady_from = find_steady_time(facts)
+    has_stepped = any(report.step > 0 for report in reports) or (steady_from is not None and facts.now >= steady_from)
+    if not status.start_time and has_stepped:
+        status = status.replaced(start_time=format_rfc3339(facts.now))
     return update_goodput(facts, status)
 
 
 def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress) -> public.ProgressStatus:
     figures = {name: getattr(newest, name) for name in StepFigures.model_fields}
-    shown = {name: round(value, _DIGITS.get(name, 0)) for name, value in figures.items() if value is not None}
-    moved = newest.step != status.progress.step or not status.progress.updated
+    rounded = {name: round(value, _DECIMALS.get(name, 0)) for name, value in figures.items() if value is not None}
+    has_moved = newest.step != status.progress.step or not status.progress.updated
     return public.ProgressStatus(
-        **{**shown, "total_steps": total_steps(facts, newest)},
-        updated=rfc3339(facts.now) if moved else status.progress.updated,
+        **{**rounded, "total_steps": count_total_steps(facts, newest)},
+        updated=format_rfc3339(facts.now) if has_moved else status.progress.updated,
     )
 
 
-def _program_progress(facts: Facts, status: AnyShown, reports: list[Progress]) -> AnyShown:
+def _set_progress_reported(facts: Facts, status: AnyShown, reports: list[Progress]) -> AnyShown:
     """Set the condition whether the progress of a program can be read."""
     if facts.job.spec.program is None:
         return status
-    kind, problem = ConditionType.PROGRESS_REPORTED, next((each.problem for each in reports if each.problem), "")
+    kind, problem = ConditionType.PROGRESS_REPORTED, next((report.problem for report in reports if report.problem), "")
     if problem:
         return with_condition(status, kind, False, Reason.PROGRESS_UNREADABLE, problem, now=facts.now)
     if has_reported_steps(facts):
@@ -291,88 +300,92 @@ def _newest_heartbeats(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], .
 
 def _newest_alerts(old: tuple[Alert, ...], newest: Progress) -> tuple[Alert, ...]:
     """Return the newest alert of each kind; a resumed run that repeats a step reports nothing new."""
-    known = {alert.kind: alert for alert in old}
+    by_kind = {alert.kind: alert for alert in old}
     for alert in newest.alerts:
-        before = known.get(alert.kind)
-        if alert.kind in _ALERTS and (before is None or before.step != alert.step):
-            known[alert.kind] = alert
-    return tuple(known.values())
+        known_alert = by_kind.get(alert.kind)
+        if alert.kind in _ALERTS and (known_alert is None or known_alert.step != alert.step):
+            by_kind[alert.kind] = alert
+    return tuple(by_kind.values())
 
 
 def _newest_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: list[Progress]) -> public.CheckpointStatus:
     """Return the step that every member holds in memory, and the newest committed one, which never decreases."""
-    complete = facts.current is not None and len(reports) == len(facts.current.members)
-    memory = min(report.memory_step for report in reports) if complete else old.memory_step
-    total = total_steps(facts, reports[0])
-    known = old.durable_step if not total or old.durable_step <= total else -1
-    durable = max(known, *(report.durable_step for report in reports))
-    since = rfc3339(facts.now) if durable > known else old.durable_time
+    is_complete = facts.current is not None and len(reports) == len(facts.current.members)
+    memory_step = min(report.memory_step for report in reports) if is_complete else old.memory_step
+    total = count_total_steps(facts, reports[0])
+    known_step = old.durable_step if not total or old.durable_step <= total else -1
+    durable_step = max(known_step, *(report.durable_step for report in reports))
+    durable_time = format_rfc3339(facts.now) if durable_step > known_step else old.durable_time
     notices = [report.notice for report in reports if report.notice]
     notice = notices[0] if notices else old.notice
-    return public.CheckpointStatus(memory_step=memory, durable_step=durable, durable_time=since, notice=notice)
+    return public.CheckpointStatus(
+        memory_step=memory_step, durable_step=durable_step, durable_time=durable_time, notice=notice
+    )
 
 
-def _pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def _set_pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     desired = status.desired
     members = facts.member_uids
-    there = sum(
+    registered = sum(
         worker.alive and worker.agent is not None and worker.pod.phase is PodPhase.RUNNING
         for worker in facts.workers.values()
         if not worker.finished
     ) + sum(worker.finished for uid, worker in facts.workers.items() if uid in members)
     kind = ConditionType.PODS_READY
-    if there >= desired:
+    if registered >= desired:
         message = f"{format_count(desired, 'worker')} {'is' if desired == 1 else 'are'} registered"
         return with_condition(status, kind, True, Reason.ALL_READY, message, now=facts.now)
-    reason, why = _missing_workers(facts, status)
-    message = f"{there} of {format_count(desired, 'worker')} {'is' if desired == 1 else 'are'} registered. {why}"
+    reason, explanation = _explain_missing_workers(facts, status)
+    message = (
+        f"{registered} of {format_count(desired, 'worker')} {'is' if desired == 1 else 'are'} registered. {explanation}"
+    )
     return with_condition(status, kind, False, reason, message, now=facts.now)
 
 
-def _missing_workers(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
+def _explain_missing_workers(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
     conflicts = sorted(facts.observed.name_conflicts.items())
-    taken = [text for place, text in conflicts if not place.startswith(f"{BUDGET}/")]
-    if taken:
-        return Reason.NAME_TAKEN, taken[0]
-    if (refused := creation_refused(facts)) is not None:
-        return refused
-    if (unclaimed := refuse_pods(facts)) is not None:
-        return unclaimed
+    conflict_messages = [text for place, text in conflicts if not place.startswith(f"{BUDGET}/")]
+    if conflict_messages:
+        return Reason.NAME_TAKEN, conflict_messages[0]
+    if (refusal := describe_creation_refusal(facts)) is not None:
+        return refusal
+    if (blocker := find_creation_blocker(facts)) is not None:
+        return blocker
     unschedulable = [worker.pod for worker in facts.workers.values() if worker.pod.unschedulable_message]
     if unschedulable:
         pods = format_names(tuple(pod.name for pod in unschedulable))
         return (
             Reason.UNSCHEDULABLE,
-            f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}{_capacity(facts)}",
+            f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}{_describe_capacity(facts)}",
         )
     waiting = [
         worker.pod
         for worker in facts.workers.values()
         if worker.pod.phase in (PodPhase.PENDING, PodPhase.FAILED) and worker.pod.reason
     ]
-    troubled = [pod for pod in waiting if pod.reason not in STARTING_REASONS]
-    if troubled:
-        pod = troubled[-1]
+    blocked_pods = [pod for pod in waiting if pod.reason not in STARTING_REASONS]
+    if blocked_pods:
+        pod = blocked_pods[-1]
         return Reason.WORKER_NOT_STARTING, f"{_pod_location(pod)}: {pod.reason} {pod.message}"
-    if (failing := describe_start_failures(status, facts.now)) is not None:
-        return Reason.WORKER_NOT_STARTING, failing
-    return _held_by_init_containers(facts) or (Reason.WAITING_FOR_WORKERS, "")
+    if (start_failures := describe_start_failures(status, facts.now)) is not None:
+        return Reason.WORKER_NOT_STARTING, start_failures
+    return _explain_init_containers(facts) or (Reason.WAITING_FOR_WORKERS, "")
 
 
 def _pod_location(pod: PodView) -> str:
     return f"{pod.name} on node {pod.node}" if pod.node else pod.name
 
 
-def _held_by_init_containers(facts: Facts) -> tuple[Reason, str] | None:
+def _explain_init_containers(facts: Facts) -> tuple[Reason, str] | None:
     """Return which init container runs; after `SLOW_INIT_SECONDS` it is a problem, except the operator's."""
-    held = [
+    pending_pods = [
         worker.pod
         for worker in facts.workers.values()
         if worker.pod.init_container and worker.pod.phase is PodPhase.PENDING
     ]
-    if not held:
+    if not pending_pods:
         return None
-    pod = min(held, key=lambda pod: (pod.init_since or facts.now, pod.ordinal))
+    pod = min(pending_pods, key=lambda pod: (pod.init_since or facts.now, pod.ordinal))
     seconds = facts.now - (pod.init_since or facts.now)
     text = f"{_pod_location(pod)}: init container {pod.init_container} is running"
     if pod.init_container == PRECOMPILE_CONTAINER or seconds < SLOW_INIT_SECONDS:
@@ -383,11 +396,11 @@ def _held_by_init_containers(facts: Facts) -> tuple[Reason, str] | None:
     )
 
 
-def _capacity(facts: Facts) -> str:
+def _describe_capacity(facts: Facts) -> str:
     return "".join(feature.describe_capacity(facts) for feature in facts.settings.features)
 
 
-def _running(facts: Facts, status: AnyShown) -> AnyShown:
+def _set_running(facts: Facts, status: AnyShown) -> AnyShown:
     kind = ConditionType.RUNNING
     if is_settled(facts):
         message = f"{describe_activity(status)} on {format_count(status.replicas, 'node')}"
@@ -401,7 +414,7 @@ def _running(facts: Facts, status: AnyShown) -> AnyShown:
     return status
 
 
-def _recovering(facts: Facts, status: AnyShown) -> AnyShown:
+def _set_recovering(facts: Facts, status: AnyShown) -> AnyShown:
     kind = ConditionType.RECOVERING
     faults = [entry for entry in _open_entries(status) if entry.rung not in (Rung.RESIZE, Rung.GROW)]
     if not faults:
@@ -409,14 +422,14 @@ def _recovering(facts: Facts, status: AnyShown) -> AnyShown:
     return with_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=facts.now)
 
 
-def _resizing(facts: Facts, status: AnyShown) -> AnyShown:
+def _set_resizing(facts: Facts, status: AnyShown) -> AnyShown:
     if facts.current is None:
         return status
     kind, present, desired = ConditionType.RESIZING, len(facts.current.members), status.desired
-    requested = is_true(status, kind)
+    is_requested = is_true(status, kind)
     if present == desired and not any(entry.rung is Rung.RESIZE for entry in _open_entries(status)):
         return with_condition(status, kind, False, Reason.AT_SIZE, format_count(present, "node"), now=facts.now)
-    if requested or present >= desired:
+    if is_requested or present >= desired:
         return status
     message = f"training on {present} of {desired} nodes until more workers are there"
     return with_condition(status, kind, False, Reason.CAPACITY_MISSING, message, now=facts.now)

@@ -23,8 +23,8 @@ def next_write_at(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatu
     if status.progress.step < old.progress.step:
         return 0.0  # training went back, or another client wrote the step
     if only_progress_differs(old, status):
-        written = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
-        return written + facts.status_interval
+        written_at = max(parse_rfc3339(old.progress.updated) or 0.0, old.goodput.accounted_until or 0.0)
+        return written_at + facts.status_interval
     if only_counts_differ(old, status):
         return facts.observed.status_written + COUNT_INTERVAL_SECONDS
     return 0.0
@@ -32,17 +32,19 @@ def next_write_at(facts: Facts, old: TrainingJobStatus, status: TrainingJobStatu
 
 def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     """Return whether only counts of workers, the sentences about them, and progress have changed."""
-    before = {condition.type: condition for condition in old.conditions}
+    old_conditions = {condition.type: condition for condition in old.conditions}
     new_conditions = tuple(
-        condition.replaced(message=before[condition.type].message) if condition.type in before else condition
+        condition.replaced(message=old_conditions[condition.type].message)
+        if condition.type in old_conditions
+        else condition
         for condition in new.conditions
-        if condition.type in before
+        if condition.type in old_conditions
         or not (condition.type is ConditionType.NODES_HEALTHY and condition.reason == Reason.NODES_HEALTHY.value)
     )
     membership = new.membership.replaced(reserve=old.membership.reserve)
     # Since when too few hold nodes: only the time-out reads it, which is late by the same time.
-    holds = old.gang.holding_since is None and new.gang.holding_since is not None
-    gang = new.gang.replaced(holding_since=None) if holds else new.gang
+    began_holding = old.gang.holding_since is None and new.gang.holding_since is not None
+    gang = new.gang.replaced(holding_since=None) if began_holding else new.gang
     return only_progress_differs(
         old,
         new.replaced(
@@ -57,15 +59,15 @@ def only_counts_differ(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
 
 def only_progress_differs(old: TrainingJobStatus, new: TrainingJobStatus) -> bool:
     """Return whether a status write could wait: only progress, checkpoints and goodput have changed."""
-    same = len(old.history) == len(new.history)
-    history = zip(old.history, new.history, strict=True) if same else ()
-    charged = tuple(now.replaced(stages=before.stages) for before, now in history)
-    still = new.replaced(
+    has_same_length = len(old.history) == len(new.history)
+    history = zip(old.history, new.history, strict=True) if has_same_length else ()
+    history_with_old_stages = tuple(now.replaced(stages=before.stages) for before, now in history)
+    unchanged_rest = new.replaced(
         progress=old.progress,
         stage_progress=old.stage_progress,
         goodput=old.goodput,
         checkpoint=old.checkpoint,
         committed_step=old.committed_step,
-        history=charged if same else new.history,
+        history=history_with_old_stages if has_same_length else new.history,
     )
-    return still == old
+    return unchanged_rest == old

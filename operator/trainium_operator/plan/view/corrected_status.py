@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.status.public import MembershipStatus, PublicStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.model.conditions import is_terminal
-from trainium_operator.plan.model.text import parse_rfc3339, rfc3339
+from trainium_operator.plan.model.text import format_rfc3339, parse_rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -42,21 +42,21 @@ def correct_status(observed: Observed, size: SizeDecision) -> Observed:
 
 
 def _with_recorded_membership(status: TrainingJobStatus, observed: Observed, size: SizeDecision) -> TrainingJobStatus:
-    recorded, known = observed.membership, status.membership
+    recorded, reported = observed.membership, status.membership
     if recorded is None or is_terminal(status):
         return status
-    newer = known.generation > recorded.generation
-    if (newer or known.size == 0) and not _members_remain(observed, recorded):
+    newer = reported.generation > recorded.generation
+    if (newer or reported.size == 0) and not _members_remain(observed, recorded):
         return status
-    if newer and not _is_undecided(status, observed, recorded):
+    if newer and not _was_never_decided(status, observed, recorded):
         return status
     attempt, count = 0, len(recorded.members)
-    if known.generation == recorded.generation:
+    if reported.generation == recorded.generation:
         agents = (observed.agents.get(member.pod_uid) for member in recorded.members)
         beats = (agent.heartbeat for agent in agents if agent is not None)
         attempts = [beat.attempt for beat in beats if beat is not None and beat.generation == recorded.generation]
-        attempt = min(known.attempt, max(attempts)) if len(attempts) == count else known.attempt
-    if (known.generation, known.attempt, known.size) == (recorded.generation, attempt, count):
+        attempt = min(reported.attempt, max(attempts)) if len(attempts) == count else reported.attempt
+    if (reported.generation, reported.attempt, reported.size) == (recorded.generation, attempt, count):
         return status
     parallel = size.data_parallel(count)
     return status.replaced(
@@ -70,7 +70,7 @@ def _members_remain(observed: Observed, recorded: Membership) -> bool:
     return all(member.pod_uid in present for member in recorded.members)
 
 
-def _is_undecided(status: PublicStatus, observed: Observed, recorded: Membership) -> bool:
+def _was_never_decided(status: PublicStatus, observed: Observed, recorded: Membership) -> bool:
     """Return whether no operator decided on the newer generation in the status, and no agent is in it.
 
     A decision is in the history, with its time, in the same write as the number.
@@ -80,54 +80,56 @@ def _is_undecided(status: PublicStatus, observed: Observed, recorded: Membership
         for entry in status.history
     ):
         return False
-    seen = (agent.heartbeat.generation for agent in observed.agents.values() if agent.heartbeat is not None)
-    return max((observed.published, *seen)) <= recorded.generation
+    agent_generations = (
+        agent.heartbeat.generation for agent in observed.agents.values() if agent.heartbeat is not None
+    )
+    return max((observed.published, *agent_generations)) <= recorded.generation
 
 
 def _clamp_times(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
     """Replace future times; return the same object if there are none."""
-    present = status
-    if _late(status.waiting_since, now):
-        present = present.replaced(waiting_since=now)
-    if _late(status.leaving_since, now):
-        present = present.replaced(leaving_since=now)
-    if _late(status.activity.since, now):
-        present = present.replaced(activity=status.activity.replaced(since=now))
-    if any(_late(record.at, now) for record in status.failures):
-        failures = (record.replaced(at=now) if _late(record.at, now) else record for record in status.failures)
-        present = present.replaced(failures=tuple(failures))
-    if any(_late(entry.failed_at, now) or _late(entry.decided_at, now) for entry in status.history):
-        present = present.replaced(history=tuple(_clamp_entry(entry, now) for entry in status.history))
-    if _late(status.goodput.accounted_until, now):
-        present = present.replaced(goodput=status.goodput.replaced(accounted_until=now))
-    if _late(parse_rfc3339(status.progress.updated), now):
-        present = present.replaced(progress=status.progress.replaced(updated=rfc3339(now)))
-    return _clamp_backoffs(present, now)
+    clamped = status
+    if _is_future(status.waiting_since, now):
+        clamped = clamped.replaced(waiting_since=now)
+    if _is_future(status.leaving_since, now):
+        clamped = clamped.replaced(leaving_since=now)
+    if _is_future(status.activity.since, now):
+        clamped = clamped.replaced(activity=status.activity.replaced(since=now))
+    if any(_is_future(record.at, now) for record in status.failures):
+        failures = (record.replaced(at=now) if _is_future(record.at, now) else record for record in status.failures)
+        clamped = clamped.replaced(failures=tuple(failures))
+    if any(_is_future(entry.failed_at, now) or _is_future(entry.decided_at, now) for entry in status.history):
+        clamped = clamped.replaced(history=tuple(_clamp_entry(entry, now) for entry in status.history))
+    if _is_future(status.goodput.accounted_until, now):
+        clamped = clamped.replaced(goodput=status.goodput.replaced(accounted_until=now))
+    if _is_future(parse_rfc3339(status.progress.updated), now):
+        clamped = clamped.replaced(progress=status.progress.replaced(updated=format_rfc3339(now)))
+    return _clamp_backoffs(clamped, now)
 
 
 def _clamp_backoffs(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
     gang, idle = status.gang, status.idle_nodes
-    if _late(gang.holding_since, now):
+    if _is_future(gang.holding_since, now):
         gang = gang.replaced(holding_since=now)
-    if _late(gang.retry_at, now + _LONGEST_PAUSE_SECONDS):
+    if _is_future(gang.retry_at, now + _LONGEST_PAUSE_SECONDS):
         gang = gang.replaced(retry_at=now)
-    if _late(idle.asked_at, now):
+    if _is_future(idle.asked_at, now):
         idle = idle.replaced(asked_at=now)
-    if _late(idle.retry_at, now + _LONGEST_PAUSE_SECONDS):
+    if _is_future(idle.retry_at, now + _LONGEST_PAUSE_SECONDS):
         idle = idle.replaced(retry_at=now)
-    same = gang is status.gang and idle is status.idle_nodes
-    status = status if same else status.replaced(gang=gang, idle_nodes=idle)
-    if _late(status.start_failures.at, now):
+    is_unchanged = gang is status.gang and idle is status.idle_nodes
+    status = status if is_unchanged else status.replaced(gang=gang, idle_nodes=idle)
+    if _is_future(status.start_failures.at, now):
         # A pause that starts now in each plan would never end.
         status = status.replaced(start_failures=StartFailuresStatus(next_ordinal=status.start_failures.next_ordinal))
     return status
 
 
 def _clamp_entry(entry: Interruption, now: float) -> Interruption:
-    if _late(entry.failed_at, now):
+    if _is_future(entry.failed_at, now):
         entry = entry.replaced(failed_at=now)
-    return entry.replaced(decided_at=now) if _late(entry.decided_at, now) else entry
+    return entry.replaced(decided_at=now) if _is_future(entry.decided_at, now) else entry
 
 
-def _late(at: float | None, now: float) -> bool:
+def _is_future(at: float | None, now: float) -> bool:
     return at is not None and at > now + _TOLERANCE_SECONDS

@@ -16,15 +16,15 @@ from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership, WorkerPhase
 from trainium_operator.plan.faults.failure_budgets import AVOID_NODE_SECONDS
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
-from trainium_operator.plan.manifests.worker_pod import named_worker
+from trainium_operator.plan.manifests.worker_pod import with_worker_name
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, JobView, Observed, PlanSettings, PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.node_problems import problems_by_pod
+from trainium_operator.plan.view.node_problems import find_problems_by_pod
 from trainium_operator.plan.view.workers import (
     Worker,
-    any_lost_contact,
+    assess_workers_contact,
     build_workers,
-    judge_workers_contact,
+    has_lost_contact,
     with_contact,
 )
 
@@ -93,28 +93,28 @@ def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) 
     """Sort an observation. A membership of size 0 in the status means that the recorded one was given up."""
     current = observed.membership if observed.job.status.membership.size > 0 else None
     workers = build_workers(observed)
-    contact = judge_workers_contact(workers.values(), observed.fleet.frozen)
+    contact = assess_workers_contact(workers.values(), observed.fleet.frozen)
     workers = with_contact(workers, contact)
-    listed = current.members if current is not None else ()
-    uids = {member.pod_uid for member in listed}
-    problems = problems_by_pod(observed, workers, settings.features)
+    recorded_members = current.members if current is not None else ()
+    uids = {member.pod_uid for member in recorded_members}
+    problems = find_problems_by_pod(observed, workers, settings.features)
     return Facts(
         observed=observed,
         settings=settings,
         size=size,
         workers=workers,
         current=current,
-        members=tuple((member, workers.get(member.pod_uid)) for member in listed),
+        members=tuple((member, workers.get(member.pod_uid)) for member in recorded_members),
         outsiders=tuple(worker for uid, worker in workers.items() if uid not in uids),
         beats=() if current is None else current_heartbeats(observed, current),
         node_problems=problems.by_pod,
-        counts_from=problems.counts_from + _confirmed_at(observed, workers),
-        lost_contact=contact.lost if any_lost_contact(workers.values(), observed.coordinator_since) else "",
-        grant=next(filter(None, (each.admit(observed, settings) for each in settings.features)), None),
+        counts_from=problems.counts_from + _find_confirmation_times(observed, workers),
+        lost_contact=contact.lost if has_lost_contact(workers.values(), observed.coordinator_since) else "",
+        grant=next(filter(None, (feature.admit(observed, settings) for feature in settings.features)), None),
     )
 
 
-def _confirmed_at(observed: Observed, workers: Mapping[str, Worker]) -> tuple[float, ...]:
+def _find_confirmation_times(observed: Observed, workers: Mapping[str, Worker]) -> tuple[float, ...]:
     """Return when the silence of workers whose nodes seem to be gone will confirm it (Unix seconds)."""
     return tuple(
         observed.now + SILENCE_REPORTED_SECONDS - worker.silent_seconds
@@ -125,24 +125,24 @@ def _confirmed_at(observed: Observed, workers: Mapping[str, Worker]) -> tuple[fl
 
 def current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     """Return the newest heartbeats of this generation's members that report to be in it, by rank."""
-    found = []
+    heartbeats = []
     for member in current.members:
         agent = observed.agents.get(member.pod_uid)
         if agent is not None and agent.heartbeat is not None and agent.heartbeat.generation == current.generation:
-            found.append((member, agent.heartbeat))
-    return tuple(found) if observed.job.spec.program is None else _in_step(found)
+            heartbeats.append((member, agent.heartbeat))
+    return tuple(heartbeats) if observed.job.spec.program is None else _with_program_phases(heartbeats)
 
 
-def _in_step(beats: list[tuple[Member, HeartbeatRequest]]) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+def _with_program_phases(beats: list[tuple[Member, HeartbeatRequest]]) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     """Treat members of a program whose ranks report no steps as training with the one that reports them."""
-    stepping = {
+    stepping_attempts = {
         beat.attempt
         for _, beat in beats
         if beat.phase is WorkerPhase.TRAINING and beat.progress is not None and beat.progress.step > 0
     }
     return tuple(
         (member, beat.replaced(phase=WorkerPhase.TRAINING))
-        if beat.phase is WorkerPhase.LOADING and beat.attempt in stepping
+        if beat.phase is WorkerPhase.LOADING and beat.attempt in stepping_attempts
         else (member, beat)
         for member, beat in beats
     )
@@ -153,12 +153,14 @@ def list_joiners(facts: Facts) -> tuple[Worker, ...]:
     return tuple(sorted(facts.candidates, key=lambda worker: (is_second_choice(facts, worker), worker.pod.ordinal)))
 
 
-def healthy_joiners(facts: Facts) -> tuple[Worker, ...]:
+def list_healthy_joiners(facts: Facts) -> tuple[Worker, ...]:
     """Return newcomers that a job may grow onto by itself, without those on a node that was too slow recently."""
     since = facts.now - AVOID_NODE_SECONDS
     records = facts.job.status.failures
-    slow = {each.node for each in records if each.cause is Cause.STRAGGLER and each.node and each.at > since}
-    return tuple(worker for worker in list_joiners(facts) if worker.pod.node not in slow)
+    slow_nodes = {
+        record.node for record in records if record.cause is Cause.STRAGGLER and record.node and record.at > since
+    }
+    return tuple(worker for worker in list_joiners(facts) if worker.pod.node not in slow_nodes)
 
 
 def is_unfit(facts: Facts, worker: Worker) -> bool:
@@ -166,7 +168,7 @@ def is_unfit(facts: Facts, worker: Worker) -> bool:
     problem = facts.node_problems.get(worker.pod.uid)
     if problem is not None and problem.severity >= Severity.DRAIN:
         return True
-    return worker.pod.node in quarantined_nodes(facts)
+    return worker.pod.node in list_quarantined_nodes(facts)
 
 
 def is_second_choice(facts: Facts, worker: Worker) -> bool:
@@ -176,13 +178,13 @@ def is_second_choice(facts: Facts, worker: Worker) -> bool:
     return worker.heartbeat is not None and any(not check.passed for check in worker.heartbeat.checks)
 
 
-def quarantined_nodes(facts: Facts) -> frozenset[str]:
+def list_quarantined_nodes(facts: Facts) -> frozenset[str]:
     """Return nodes in quarantine, as far as this job applies it."""
     fleet = facts.observed.fleet
     return fleet.quarantined if facts.job.spec.health.quarantine.enabled and not fleet.frozen else frozenset()
 
 
-def creation_refused(facts: Facts) -> tuple[Reason, str] | None:
+def describe_creation_refusal(facts: Facts) -> tuple[Reason, str] | None:
     """Return why the API server creates nothing for the job now; None if it does, or if a name is in use."""
     if not facts.observed.creation_refusal or facts.observed.name_conflicts:
         return None
@@ -192,9 +194,9 @@ def creation_refused(facts: Facts) -> tuple[Reason, str] | None:
     )
 
 
-def refuse_pods(facts: Facts) -> tuple[Reason, str] | None:
+def find_creation_blocker(facts: Facts) -> tuple[Reason, str] | None:
     """Return why a feature of the job allows no new pod now, and what to do; None if pods can be created."""
-    return next(filter(None, (feature.refuse_pods(facts) for feature in facts.settings.features)), None)
+    return next(filter(None, (feature.find_creation_blocker(facts) for feature in facts.settings.features)), None)
 
 
 def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSettings:
@@ -206,8 +208,8 @@ def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSetting
     if not running or _names_image(observed.job.spec):
         return settings
     members = observed.membership.members if observed.membership is not None else ()
-    of_members = (running[member.pod_uid] for member in members if member.pod_uid in running)
-    image = next(of_members, None) or next(iter(running.values()))
+    member_images = (running[member.pod_uid] for member in members if member.pod_uid in running)
+    image = next(member_images, None) or next(iter(running.values()))
     if observed.job.spec.program is not None:
         return settings if image == settings.agent_image else replace(settings, agent_image=image)
     return settings if image == settings.image else replace(settings, image=image)
@@ -215,7 +217,9 @@ def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSetting
 
 def _names_image(spec: TrainingJobSpec) -> bool:
     """Return whether the job names the worker's image, in the field for it or in its template."""
-    containers = (named_worker(spec.workers.template).get("spec") or {}).get("containers")
+    containers = (with_worker_name(spec.workers.template).get("spec") or {}).get("containers")
     listed = containers if isinstance(containers, list) else []
-    worker = (each for each in listed if isinstance(each, dict) and each.get("name") == WORKER_CONTAINER)
-    return bool(spec.image) or any(each.get("image") for each in worker)
+    worker = (
+        container for container in listed if isinstance(container, dict) and container.get("name") == WORKER_CONTAINER
+    )
+    return bool(spec.image) or any(container.get("image") for container in worker)

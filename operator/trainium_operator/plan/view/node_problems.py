@@ -16,11 +16,11 @@ from trainium_contract.spec.health import PreflightCheck
 from trainium_operator.plan.faults.node_signals import (
     NodeProblem,
     PodRequirements,
+    apply_rules,
+    find_kernel_problem,
     find_node_problems,
-    kernel_problem,
-    with_rules,
 )
-from trainium_operator.plan.manifests.worker_needs import build_tolerations, extended_resources
+from trainium_operator.plan.manifests.worker_needs import build_tolerations, find_extended_resources
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -46,72 +46,75 @@ class NodeProblems:
     """When problems that are too recent will count (Unix seconds)."""
 
 
-def problems_by_pod(observed: Observed, workers: Mapping[str, Worker], features: Collection[Feature]) -> NodeProblems:
+def find_problems_by_pod(
+    observed: Observed, workers: Mapping[str, Worker], features: Collection[Feature]
+) -> NodeProblems:
     """Return the problems of the node of each worker."""
-    found: dict[str, NodeProblem] = {}
-    later: set[float] = set()
+    by_pod: dict[str, NodeProblem] = {}
+    counts_from: set[float] = set()
     demand: PodRequirements | None = None
-    seen: dict[str, NodeProblem | None] = {}
+    by_node: dict[str, NodeProblem | None] = {}
     for uid, worker in workers.items():
         node = worker.node
         if node is None:
             continue
-        if node.name not in seen:
+        if node.name not in by_node:
             demand = demand or build_pod_requirements(observed.job.spec)
-            seen[node.name] = _worst_problem(node, demand, observed, later)
-        known = _worse(
-            _with_kernel(worker, seen[node.name], observed), _worst_device_problem(worker, observed, features)
+            by_node[node.name] = _find_worst_problem(node, demand, observed, counts_from)
+        problem = _select_worse(
+            _with_kernel_problem(worker, by_node[node.name], observed),
+            _find_worst_device_problem(worker, observed, features),
         )
-        problem = known or _clock_problem(worker)
+        problem = problem or _find_clock_problem(worker)
         if problem is not None:
-            found[uid] = problem
-    return NodeProblems(found, tuple(sorted(later)))
+            by_pod[uid] = problem
+    return NodeProblems(by_pod, tuple(sorted(counts_from)))
 
 
 def find_worst_problem(observed: Observed, node: NodeView) -> NodeProblem | None:
     """Return the worst problem of a node that counts now, whether or not it has a worker of the job."""
-    return _worst_problem(node, build_pod_requirements(observed.job.spec), observed, set())
+    return _find_worst_problem(node, build_pod_requirements(observed.job.spec), observed, set())
 
 
 def build_pod_requirements(spec: TrainingJobSpec) -> PodRequirements:
     """Return the job's demands on its nodes, without quantities that are not numbers."""
     accelerator = spec.workers.accelerator
-    resources = {name: int(text) for name, text in extended_resources(accelerator).items() if text.isdecimal()}
+    resources = {name: int(text) for name, text in find_extended_resources(accelerator).items() if text.isdecimal()}
     return PodRequirements(resources, build_tolerations(spec), claims=accelerator.claim is not None)
 
 
-def _worst_problem(
-    node: NodeView, demand: PodRequirements, observed: Observed, later: set[float]
+def _find_worst_problem(
+    node: NodeView, demand: PodRequirements, observed: Observed, counting_times: set[float]
 ) -> NodeProblem | None:
     debounce = observed.job.spec.health.quarantine.debounce_seconds
-    for problem in with_rules(node, find_node_problems(node, demand), observed.job.spec.recovery.rules):
+    for problem in apply_rules(node, find_node_problems(node, demand), observed.job.spec.recovery.rules):
         counts_from = _counts_from(problem, observed.now, debounce)
         if counts_from > observed.now:
-            later.add(counts_from)
+            counting_times.add(counts_from)
             continue
         return _cap_while_frozen(problem, observed)
     return None
 
 
-def _worst_device_problem(worker: Worker, observed: Observed, features: Collection[Feature]) -> NodeProblem | None:
+def _find_worst_device_problem(worker: Worker, observed: Observed, features: Collection[Feature]) -> NodeProblem | None:
     """Return the worst problem of the devices that a feature gives to the worker."""
-    found = (problem for feature in features for problem in feature.node_problems(observed, worker))
-    worst = max(found, key=lambda problem: problem.severity, default=None)
+    problems = (problem for feature in features for problem in feature.node_problems(observed, worker))
+    worst = max(problems, key=lambda problem: problem.severity, default=None)
     return None if worst is None else _cap_while_frozen(worst, observed)
 
 
-def _worse(one: NodeProblem | None, other: NodeProblem | None) -> NodeProblem | None:
-    if one is None or other is None:
-        return one or other
-    return max(one, other, key=lambda problem: problem.severity)
+def _select_worse(first: NodeProblem | None, second: NodeProblem | None) -> NodeProblem | None:
+    if first is None or second is None:
+        return first or second
+    return max(first, second, key=lambda problem: problem.severity)
 
 
-def _with_kernel(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:
+def _with_kernel_problem(worker: Worker, known: NodeProblem | None, observed: Observed) -> NodeProblem | None:
     """Return the worse of a node's known problem and of its kernel log's."""
-    kernel = kernel_problem(worker.heartbeat, observed.job.spec.recovery.rules)
+    kernel = find_kernel_problem(worker.heartbeat, observed.job.spec.recovery.rules)
     if kernel is None:
         return known
-    return _worse(known, _cap_while_frozen(kernel, observed))
+    return _select_worse(known, _cap_while_frozen(kernel, observed))
 
 
 def is_clock_in_sync(beat: HeartbeatRequest) -> bool:
@@ -119,7 +122,7 @@ def is_clock_in_sync(beat: HeartbeatRequest) -> bool:
     return all(check.passed for check in beat.checks if check.check is PreflightCheck.CLOCK)
 
 
-def _clock_problem(worker: Worker) -> NodeProblem | None:
+def _find_clock_problem(worker: Worker) -> NodeProblem | None:
     """Return a suspicion of a node's clock: its times mislead readers, and certificates may not verify."""
     for check in worker.heartbeat.checks if worker.heartbeat is not None else ():
         if check.check is PreflightCheck.CLOCK and not check.passed:
@@ -132,8 +135,8 @@ def _clock_problem(worker: Worker) -> NodeProblem | None:
 def _cap_while_frozen(problem: NodeProblem, observed: Observed) -> NodeProblem:
     """Return at most a suspicion while nodes may not be acted on."""
     # A node that announces its end will leave, and so will a pod whose device is tainted.
-    judged = problem.cause not in (Cause.PREEMPTED, Cause.DEVICE_TAINTED)
-    if not observed.fleet.frozen or not judged or problem.severity <= Severity.SUSPECT:
+    depends_on_freeze = problem.cause not in (Cause.PREEMPTED, Cause.DEVICE_TAINTED)
+    if not observed.fleet.frozen or not depends_on_freeze or problem.severity <= Severity.SUSPECT:
         return problem
     return replace(problem, severity=Severity.SUSPECT)
 

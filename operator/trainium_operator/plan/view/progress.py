@@ -8,23 +8,23 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import HeartbeatRequest, Member, Progress, WorkerPhase
 
-Beats = tuple[tuple[Member, HeartbeatRequest], ...]
+Heartbeats = tuple[tuple[Member, HeartbeatRequest], ...]
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.view.facts import Facts
 
 
-def newest_progress(facts: Facts) -> Progress | None:
+def find_newest_progress(facts: Facts) -> Progress | None:
     """Return the lowest rank's newest report, once its processes train; for a program that of the rank with steps."""
-    for _, beat in in_order_of_steps(facts, facts.beats):
+    for _, beat in sort_by_steps(facts, facts.beats):
         if beat.progress is not None:
-            trains = beat.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED, WorkerPhase.YIELDED)
-            return beat.progress if trains else None
+            has_trained = beat.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED, WorkerPhase.YIELDED)
+            return beat.progress if has_trained else None
     return None
 
 
-def in_order_of_steps(facts: Facts, beats: Beats) -> Beats:
+def sort_by_steps(facts: Facts, beats: Heartbeats) -> Heartbeats:
     """Return the heartbeats by rank; for a program those with the most steps first.
 
     Any of its ranks may report them.
@@ -34,7 +34,7 @@ def in_order_of_steps(facts: Facts, beats: Beats) -> Beats:
     return tuple(sorted(beats, key=lambda each: -(each[1].progress.step if each[1].progress else -1)))
 
 
-def total_steps(facts: Facts, newest: Progress) -> int:
+def count_total_steps(facts: Facts, newest: Progress) -> int:
     """Return the steps of the whole run: those of the spec, or those that the trainer or program reports.
 
     The latter follow from the data if epochs decide (0: not yet), and from the size if steps differ in samples.
@@ -44,8 +44,8 @@ def total_steps(facts: Facts, newest: Progress) -> int:
         return newest.total_steps
     if not trainer.epochs and not trainer.batch.tolerance:
         return trainer.steps
-    given = 0 if trainer.epochs else trainer.steps
-    return newest.total_steps or facts.job.status.progress.total_steps or given
+    spec_steps = 0 if trainer.epochs else trainer.steps
+    return newest.total_steps or facts.job.status.progress.total_steps or spec_steps
 
 
 def has_progress(facts: Facts) -> bool:
@@ -63,17 +63,17 @@ STEADY_SECONDS = 60.0
 """A program without steps counts as started when all of its processes have run this long."""
 
 
-def steady_at(facts: Facts) -> float | None:
+def find_steady_time(facts: Facts) -> float | None:
     """Return when a program that has reported no step counts as started (Unix seconds); None while it does not run."""
     if facts.job.spec.program is None or has_reported_steps(facts) or not is_settled(facts):
         return None
-    started = [min(beat.progress.started, facts.now) for _, beat in facts.beats if beat.progress is not None]
-    return max(started, default=facts.now) + STEADY_SECONDS
+    started_at = [min(beat.progress.started, facts.now) for _, beat in facts.beats if beat.progress is not None]
+    return max(started_at, default=facts.now) + STEADY_SECONDS
 
 
 def has_stepped(facts: Facts) -> bool:
     """Return whether the current generation has made a step, or is past the last one."""
-    steady = steady_at(facts)
+    steady = find_steady_time(facts)
     if steady is not None:
         return facts.now >= steady
     for _, beat in facts.beats:
@@ -85,7 +85,7 @@ def has_stepped(facts: Facts) -> bool:
     return False
 
 
-def last_step(facts: Facts) -> int:
+def find_last_step(facts: Facts) -> int:
     """Return the last step that any member reported in the current generation, else the status's; -1 without one."""
     reported = [beat.progress.step for _, beat in facts.beats if beat.progress is not None]
     return max([*reported, facts.job.status.progress.step]) or -1
@@ -99,18 +99,22 @@ def is_settled(facts: Facts) -> bool:
     return training == len(facts.current.members)
 
 
-def past_steps(status: PublicStatus) -> bool:
+def is_past_steps(status: PublicStatus) -> bool:
     """Return whether the run is in a stage after its steps."""
     return status.stage not in ("", RunStage.TRAIN)
 
 
-_NO_CHANGE = (Rung.IN_PLACE, Rung.STOP)
+_WITHOUT_MEMBERSHIP_CHANGE = (Rung.IN_PLACE, Rung.STOP)
 
 
-def resize_cost_seconds(status: PublicStatus) -> float | None:
+def measure_resize_seconds(status: PublicStatus) -> float | None:
     """Return the seconds from the newest decision on a membership to its first new step; None without a measurement."""
     for entry in reversed(status.history):
-        if entry.rung not in _NO_CHANGE and entry.recovered_seconds is not None and entry.decided_at is not None:
+        if (
+            entry.rung not in _WITHOUT_MEMBERSHIP_CHANGE
+            and entry.recovered_seconds is not None
+            and entry.decided_at is not None
+        ):
             waited = max(0.0, entry.decided_at - (entry.failed_at or entry.decided_at))
             return max(0.0, entry.recovered_seconds - waited)
     return None

@@ -29,7 +29,7 @@ class SizeDecision:
     """The legal size to work towards; 0 when there is none."""
     floor: int
     """The smallest size that the job may shrink to; equals `desired` for a rigid job."""
-    most: int = 0
+    max_size: int = 0
     """The largest size where nodes are idle; `desired` if idle nodes are not used."""
     reserve: int = 0
     """Requested nodes beyond `desired`, which would save no pass."""
@@ -42,7 +42,7 @@ class SizeDecision:
 
     def legal_at_most(self, nodes: int) -> int:
         """Return the best size for this number of nodes at which the job may run; 0 if there is none."""
-        return self.shape.best(min(nodes, max(self.desired, self.most)), self.floor) if self.shape else 0
+        return self.shape.best(min(nodes, max(self.desired, self.max_size)), self.floor) if self.shape else 0
 
     def data_parallel(self, nodes: int) -> int:
         """Return data-parallel degree at this size."""
@@ -79,23 +79,23 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
             desired=0,
             floor=0,
             reason=Reason.NO_LEGAL_SIZE,
-            message=_none_legal(smallest, requested, shape),
+            message=_explain_no_legal_size(smallest, requested, shape),
             shape=shape,
         )
-    trainer = spec.program is None
-    too_large = explain_misfit(spec.training_config(), workers.accelerator, shape, desired) if trainer else ""
+    has_trainer = spec.program is None
+    too_large = explain_misfit(spec.training_config(), workers.accelerator, shape, desired) if has_trainer else ""
     if too_large:
         message = format_sentence(too_large)
         return SizeDecision(desired=0, floor=0, reason=Reason.INVALID_SPEC, message=message, shape=shape)
     floor = spec.min_size(desired)
-    takes = spec.elasticity.idle_nodes is IdleNodes.TAKE
+    takes_idle_nodes = spec.elasticity.idle_nodes is IdleNodes.TAKE
     reason, message = _explain_size(workers.replicas, requested, largest, desired, shape)
     if floor > (workers.min_replicas or floor):
         message = f"{message.rstrip('.')}. {_explain_floor(floor, workers)}"
     return SizeDecision(
         desired=desired,
         floor=floor,
-        most=shape.best(max(requested, workers.max_replicas or 0), smallest) if takes else desired,
+        max_size=shape.best(max(requested, workers.max_replicas or 0), smallest) if takes_idle_nodes else desired,
         reserve=largest - desired,
         reason=reason,
         message=format_sentence(message),
@@ -104,26 +104,26 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
     )
 
 
-def _explain_size(asked: int, requested: int, largest: int, desired: int, shape: BatchShape) -> tuple[Reason, str]:
-    cut = "" if requested == asked else f", at most {requested} are allowed (maxReplicas)"
-    worth = _describe_speed(desired, shape)
+def _explain_size(replicas: int, requested: int, largest: int, desired: int, shape: BatchShape) -> tuple[Reason, str]:
+    cap = "" if requested == replicas else f", at most {requested} are allowed (maxReplicas)"
+    speed = _describe_speed(desired, shape)
     short = shape.fill_ratio(desired) < 1 or shape.batch(desired) != shape.global_batch_size
     if not shape.global_batch_size:
-        worth = "the program's batch changes with the size, because program.batch is not given"
+        speed = "the program's batch changes with the size, because program.batch is not given"
     idle = _describe_idle_ranks(desired, shape)
-    if desired == asked:
+    if desired == replicas:
         nodes = format_count(desired, "node")
-        return Reason.AS_REQUESTED, f"{nodes}{f': {worth}' if short else ''}{f'.{idle}' if idle else ''}"
+        return Reason.AS_REQUESTED, f"{nodes}{f': {speed}' if short else ''}{f'.{idle}' if idle else ''}"
     reserve = f" {largest - desired} in reserve: more would save no pass." if largest > desired else ""
-    if largest == asked:
+    if largest == replicas:
         return (
             Reason.NODES_IN_RESERVE,
-            f"{asked} nodes were requested; {desired} of them train: {worth}.{reserve}{idle}",
+            f"{replicas} nodes were requested; {desired} of them train: {speed}.{reserve}{idle}",
         )
-    what = "the largest legal size" if largest == desired else "the best size"
+    kind = "the largest legal size" if largest == desired else "the best size"
     return (
         Reason.FLOORED,
-        f"{asked} nodes were requested{cut}; {desired} is {what}.{reserve}{idle} {_describe_rule(shape)}",
+        f"{replicas} nodes were requested{cap}; {desired} is {kind}.{reserve}{idle} {_describe_rule(shape)}",
     )
 
 
@@ -168,23 +168,25 @@ def _describe_rule(shape: BatchShape) -> str:
     )
 
 
-def _none_legal(smallest: int, requested: int, shape: BatchShape) -> str:
-    near = shape.legal_sizes(1, max(2 * requested, 16))
-    advice = f"legal sizes near it are {', '.join(map(str, near[:8]))}" if near else "no small size is legal"
+def _explain_no_legal_size(smallest: int, requested: int, shape: BatchShape) -> str:
+    nearby_sizes = shape.legal_sizes(1, max(2 * requested, 16))
+    advice = (
+        f"legal sizes near it are {', '.join(map(str, nearby_sizes[:8]))}" if nearby_sizes else "no small size is legal"
+    )
     return format_sentence(
         f"No size from {smallest} to {requested} nodes is legal: {advice}. {_describe_rule(shape)} "
         "Change spec.workers.replicas (and minReplicas) or the batch."
     )
 
 
-def needed_workers(size: SizeDecision) -> int:
+def count_needed_workers(size: SizeDecision) -> int:
     """Return the number of workers that the job needs to start; 0 if no size is legal."""
     if size.shape is None or not size.desired:
         return 0
     return next(filter(size.shape.is_legal, range(size.floor, size.desired + 1)), 0)
 
 
-def size_within(size: SizeDecision, workers: int) -> int:
+def find_size_within_quota(size: SizeDecision, workers: int) -> int:
     """Return the size to work towards with quota for this number of workers.
 
     A job whose new smallest size is not granted yet continues with its present one.

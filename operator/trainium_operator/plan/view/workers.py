@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.model.actions import Action, DeletePod
 from trainium_operator.plan.model.cached_property import cached_property
-from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, NodeReadiness, PodPhase, most_bad_nodes
+from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, NodeReadiness, PodPhase, max_bad_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -39,19 +39,19 @@ class Contact:
     """Whether a port that refuses is evidence that its agent has ended."""
 
 
-def judge_contact(*, running: int, silent: int, refusing: int, frozen: str) -> Contact:
+def assess_contact(*, running: int, silent: int, refusing: int, frozen: str) -> Contact:
     """Return the verdict from counts of workers; `frozen` is why nodes may not be acted on (`FleetView`)."""
-    bound = most_bad_nodes(running)
-    if silent == 0 or (silent <= bound and not frozen):
+    max_silent = max_bad_nodes(running)
+    if silent == 0 or (silent <= max_silent and not frozen):
         return Contact()
-    why = f"while {frozen}" if frozen else "more than fail by chance"
+    condition = f"while {frozen}" if frozen else "more than fail by chance"
     return Contact(
         lost=(
-            f"{silent} of {running} workers are silent at once, {why}: none of their pods is deleted unless workers "
-            "that still report wait for them. If their machines are gone, delete their nodes or taint them "
+            f"{silent} of {running} workers are silent at once, {condition}: none of their pods is deleted unless "
+            "workers that still report wait for them. If their machines are gone, delete their nodes or taint them "
             "node.kubernetes.io/out-of-service"
         ),
-        ports_count=refusing <= bound,
+        ports_count=refusing <= max_silent,
     )
 
 
@@ -65,7 +65,7 @@ _JOINABLE = (
 RECONNECT_SECONDS = 10.0
 """Time for agents to find a new coordinator; silence counts only after it."""
 _SPARE_SILENCE_FACTOR = 10.0
-_WRITTEN_OFF = frozenset({"node.kubernetes.io/out-of-service", "node.cloudprovider.kubernetes.io/shutdown"})
+_OUT_OF_SERVICE_TAINTS = frozenset({"node.kubernetes.io/out-of-service", "node.cloudprovider.kubernetes.io/shutdown"})
 """Taints set by a person after a power loss, and by the cloud's controller for a stopped instance."""
 _ENDED = (PodPhase.SUCCEEDED, PodPhase.FAILED)
 _IN_CONTACT = Contact()
@@ -104,7 +104,7 @@ class Worker:
         """
         if self.node is None:
             return bool(self.pod.node) and not self.contact.lost and not self.recently_seen
-        return bool(self.node.taints) and any(taint.key in _WRITTEN_OFF for taint in self.node.taints)
+        return bool(self.node.taints) and any(taint.key in _OUT_OF_SERVICE_TAINTS for taint in self.node.taints)
 
     @property
     def recently_seen(self) -> bool:
@@ -192,29 +192,31 @@ class Worker:
 def build_workers(observed: Observed) -> dict[str, Worker]:
     """Return every worker by pod uid, in the order of their ordinals."""
     timeout = observed.job.spec.recovery.heartbeat_timeout_seconds
-    expected = _expected_since(observed)
+    expected_since = _expected_since(observed)
     workers: dict[str, Worker] = {}
     for pod in sorted(observed.pods, key=lambda view: view.ordinal):
         agent = observed.agents.get(pod.uid)
-        seen = agent.last_seen if agent is not None and agent.last_seen >= observed.coordinator_since else expected
+        seen_at = (
+            agent.last_seen if agent is not None and agent.last_seen >= observed.coordinator_since else expected_since
+        )
         workers[pod.uid] = Worker(
-            pod=_as_its_worker(pod),
+            pod=_with_worker_phase(pod),
             holds_node=pod.phase not in _ENDED,
             agent=agent,
             node=observed.nodes.get(pod.node),
-            silent_seconds=max(0.0, observed.now - seen),
+            silent_seconds=max(0.0, observed.now - seen_at),
             timeout=timeout,
         )
     return workers
 
 
-def _as_its_worker(pod: PodView) -> PodView:
+def _with_worker_phase(pod: PodView) -> PodView:
     """Return the pod with the phase of its worker container, which other containers may hide."""
     if pod.exit_code is None or pod.phase is PodPhase.SUCCEEDED:
         return pod
     if pod.phase is PodPhase.FAILED:  # by another container, or by the kubelet, which gives its own reason
-        hidden = pod.exit_code == 0 and pod.reason == "Completed" and not pod.disrupted
-        return replace(pod, phase=PodPhase.SUCCEEDED) if hidden else pod
+        is_hidden = pod.exit_code == 0 and pod.reason == "Completed" and not pod.disrupted
+        return replace(pod, phase=PodPhase.SUCCEEDED) if is_hidden else pod
     return replace(pod, phase=PodPhase.FAILED if pod.exit_code or pod.disrupted else PodPhase.SUCCEEDED)
 
 
@@ -225,12 +227,12 @@ def with_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Work
     return {uid: replace(worker, contact=contact) if worker.silent else worker for uid, worker in workers.items()}
 
 
-def judge_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
+def assess_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
     """Return whether the silence of many workers at once is evidence; see `Contact`."""
     if not any(worker.silent_seconds >= worker.timeout for worker in workers):
         return Contact()  # the usual case, even for thousands of workers
-    running = _running(workers)
-    return judge_contact(
+    running = _select_running(workers)
+    return assess_contact(
         running=len(running),
         silent=sum(worker.silent for worker in running),
         refusing=sum(worker.refuses for worker in running),
@@ -238,16 +240,16 @@ def judge_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
     )
 
 
-def any_lost_contact(workers: Collection[Worker], coordinator_since: float) -> bool:
+def has_lost_contact(workers: Collection[Worker], coordinator_since: float) -> bool:
     """Return whether a worker fell silent after contact with this coordinator, or an older one is silent.
 
     A new pod that has not registered yet does not count: the first pods of each job are silent too.
     """
-    silent = [worker for worker in _running(workers) if worker.silent]
+    silent = [worker for worker in _select_running(workers) if worker.silent]
     return any(worker.agent is not None or worker.pod.created <= coordinator_since for worker in silent)
 
 
-def _running(workers: Collection[Worker]) -> list[Worker]:
+def _select_running(workers: Collection[Worker]) -> list[Worker]:
     return [worker for worker in workers if worker.pod.phase is PodPhase.RUNNING and not worker.pod.deleting]
 
 
@@ -257,15 +259,15 @@ def _expected_since(observed: Observed) -> float:
     Agents need time to find a new coordinator, so silence counts only after it. That time ends early once nearly all
     members have sent a message, because the missing one could have sent one too.
     """
-    latest = observed.coordinator_since + RECONNECT_SECONDS
+    latest_start = observed.coordinator_since + RECONNECT_SECONDS
     if observed.membership is None:
-        return latest
+        return latest_start
     members = observed.membership.members
-    known = (observed.agents.get(member.pod_uid) for member in members)
-    called = [max(agent.first_seen, observed.coordinator_since) for agent in known if agent is not None]
-    if not called or len(members) - len(called) > max(1.0, _MISSING_FRACTION * len(members)):
-        return latest
-    return min(latest, max(called))
+    agents = (observed.agents.get(member.pod_uid) for member in members)
+    seen_at = [max(agent.first_seen, observed.coordinator_since) for agent in agents if agent is not None]
+    if not seen_at or len(members) - len(seen_at) > max(1.0, _MISSING_FRACTION * len(members)):
+        return latest_start
+    return min(latest_start, max(seen_at))
 
 
 def build_deletion(worker: Worker, *, force: bool = False) -> tuple[DeletePod, ...]:
@@ -281,5 +283,5 @@ def delete_ended_last(actions: tuple[Action, ...], workers: Iterable[Worker]) ->
     Such a pod holds no device, so nothing waits for its deletion: after the failure of a whole gang new pods come
     first.
     """
-    ended = {worker.pod.uid for worker in workers if not worker.holds_node}
-    return tuple(sorted(actions, key=lambda each: isinstance(each, DeletePod) and each.uid in ended))
+    ended_uids = {worker.pod.uid for worker in workers if not worker.holds_node}
+    return tuple(sorted(actions, key=lambda action: isinstance(action, DeletePod) and action.uid in ended_uids))

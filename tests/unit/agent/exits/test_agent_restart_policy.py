@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from trainium_agent.exits.restart_policy import GenerationState, RestartAction, after_yield, decide_restart
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.classify import Verdict, classify_exit, classify_sign
+from trainium_contract.faults.classify import Classification, classify_exit, classify_sign
 from trainium_contract.faults.signs import RUNTIME_STATUSES, Sign
 
 exit_codes = st.sampled_from([1, 64, 65, 66, 76, 80, 81, 134, 137, 139])
@@ -123,7 +123,7 @@ def test_the_shared_state_is_decoded_as_encoded_and_ignores_unknown_fields(state
     assert GenerationState.decode(state.encode()[:-1] + ', "later": 1}') == state
 
 
-def status_verdict(status: int) -> Verdict:
+def status_verdict(status: int) -> Classification:
     return classify_exit(1, runtime_status=status)
 
 
@@ -147,7 +147,7 @@ def test_a_repeated_user_error_is_recognised_after_a_peer_started_the_attempt() 
 @pytest.mark.parametrize(
     ("code", "verdict"), [(80, None), (1, status_verdict(1202))], ids=["by its code", "by its status"]
 )
-def test_a_device_fault_withdraws_the_pod_and_restarts_the_others(code: int, verdict: Verdict | None) -> None:
+def test_a_device_fault_withdraws_the_pod_and_restarts_the_others(code: int, verdict: Classification | None) -> None:
     decision = decide_restart(code, 0, 5, GenerationState(), 3, verdict=verdict)
     assert decision.action is RestartAction.WITHDRAW
     assert (decision.state.attempt, decision.state.stopped) == (1, None)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, with_conditions, workload_view
-from trainium_operator.plan.features.kueue.requests import return_quota
+from trainium_operator.plan.features.kueue.requests import build_quota_return
 from trainium_operator.plan.model.quota import PodSetGrant, WorkloadCondition, WorkloadConditionView
 
 NOW = "2026-11-23T09:20:00Z"
@@ -22,20 +22,20 @@ def test_an_eviction_overrides_the_admission() -> None:
     view = workload_view(recorded("evicted"))
     assert view.is_true(WorkloadCondition.ADMITTED)
     assert view.is_true(WorkloadCondition.EVICTED)
-    assert (view.admitted, view.holds) == (False, True)
+    assert (view.admitted, view.holds_quota) == (False, True)
     assert view.grants == (PodSetGrant(name="workers", count=2, flavors=("trn1",)),)
-    assert view.asked == {"workers": 2}
+    assert view.requested_pods == {"workers": 2}
 
 
 def test_returned_quota_is_not_held_and_readmission_ends_the_eviction() -> None:
     cleared, readmitted = workload_view(recorded("cleared")), workload_view(recorded("readmitted"))
-    assert (cleared.admitted, cleared.holds, cleared.is_true(WorkloadCondition.EVICTED)) == (False, False, True)
+    assert (cleared.admitted, cleared.holds_quota, cleared.is_true(WorkloadCondition.EVICTED)) == (False, False, True)
     assert (readmitted.admitted, readmitted.is_true(WorkloadCondition.EVICTED)) == (True, False)
 
 
 def test_the_conditions_that_return_quota_equal_the_recorded_ones() -> None:
     raw = recorded("evicted")
-    written = with_conditions(raw["status"]["conditions"], return_quota(workload_view(raw)).conditions, NOW)
+    written = with_conditions(raw["status"]["conditions"], build_quota_return(workload_view(raw)).conditions, NOW)
     taken = recorded("cleared")["status"]["conditions"]
 
     def without_messages(conditions: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:

@@ -22,7 +22,7 @@ from trainium_contract.wire.recorded_membership import MAX_RECORD_BYTES, MEMBERS
 from trainium_operator.cluster.cache import views
 from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.plan.faults.node_signals import PodRequirements, find_node_problems
-from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
 
@@ -301,10 +301,10 @@ def test_a_large_membership_round_trips_compressed() -> None:
         {"metadata": {"name": "j", "namespace": "ns", "uid": "u", "resourceVersion": "1"}, "spec": {}}
     )
     assert job.view is not None
-    manifest = membership_map(job.view, membership)
+    manifest = build_membership_map(job.view, membership)
     assert len(base64.b64decode(manifest["binaryData"][MEMBERSHIP_KEY])) < 400_000
     assert "data" not in manifest
-    assert manifest == membership_map(job.view, membership)
+    assert manifest == build_membership_map(job.view, membership)
     assert read_membership(manifest) == membership
     for text in ("!", "aGVsbG8=", manifest["binaryData"][MEMBERSHIP_KEY][:1000]):
         assert read_membership({"binaryData": {MEMBERSHIP_KEY: text}}) is None

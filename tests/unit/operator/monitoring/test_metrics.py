@@ -19,14 +19,14 @@ from trainium_contract.wire.messages import CheckResult, HeartbeatRequest, Stuck
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
-from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 
 MOST_SERIES = 1_500
 """Limit for one operator: about as many as one node exporter has."""
 
 
 def interruption(cause: Cause = Cause.CRASH, rung: Rung = Rung.IN_PLACE, **fields: Any) -> Interruption:
-    return Interruption(generation=1, time=rfc3339(NOW), cause=cause, rung=rung, failed_at=NOW - 5, **fields)
+    return Interruption(generation=1, time=format_rfc3339(NOW), cause=cause, rung=rung, failed_at=NOW - 5, **fields)
 
 
 def test_a_recovery_is_counted_once_at_its_end() -> None:
@@ -65,7 +65,7 @@ def test_the_lowest_goodput_and_the_sums_of_the_ledgers_are_shown() -> None:
             node_seconds=500.0,
             stage_seconds={"Export": 30.0},
         )
-        checkpoint = CheckpointStatus(durable_step=1, durable_time=rfc3339(NOW - 100 * ratio))
+        checkpoint = CheckpointStatus(durable_step=1, durable_time=format_rfc3339(NOW - 100 * ratio))
         metrics.planned(job_view(uid), TrainingJobStatus(phase=Phase.RUNNING, goodput=ledger, checkpoint=checkpoint))
     samples = read_samples(metrics)
     assert samples['goodput_ratio{measure="strict"}'] == 0.7

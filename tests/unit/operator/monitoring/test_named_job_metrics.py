@@ -9,7 +9,7 @@ from trainium_contract.status.interruptions import RestartsStatus
 from trainium_contract.status.public import CheckpointStatus, ProgressStatus
 from trainium_contract.status.results import EvaluationFigure, MilestoneEvaluation
 from trainium_operator.monitoring.metrics import Metrics
-from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 
 
 def status(**fields: Any) -> TrainingJobStatus:
@@ -19,7 +19,7 @@ def status(**fields: Any) -> TrainingJobStatus:
         "goodput": ledger,
         "progress": ProgressStatus(step=70, loss=4.25, tokens_per_second=1000.0, samples_per_second=2.5),
         "restarts": RestartsStatus(total=3, by_cause={"Crash": 2, "made up": 1}),
-        "checkpoint": CheckpointStatus(durable_step=60, durable_time=rfc3339(NOW - 30)),
+        "checkpoint": CheckpointStatus(durable_step=60, durable_time=format_rfc3339(NOW - 30)),
         "evaluations": (
             MilestoneEvaluation(step=20, path="/m/20", figures=(EvaluationFigure(name="mmlu acc", after=0.25),)),
             MilestoneEvaluation(step=40, path="/m/40", figures=(EvaluationFigure(name="mmlu acc", after=0.3125),)),
@@ -67,7 +67,7 @@ def test_stalled_and_checkpoint_conditions_are_exported() -> None:
         (ConditionType.CHECKPOINT_HEALTHY, ConditionStatus.FALSE, "StorageUnavailable"),
     )
     conditions = tuple(
-        Condition(type=kind, status=value, reason=reason, last_transition_time=rfc3339(NOW))
+        Condition(type=kind, status=value, reason=reason, last_transition_time=format_rfc3339(NOW))
         for kind, value, reason in values
     )
     metrics = Metrics(named_jobs=5)

@@ -13,8 +13,8 @@ from trainium_operator.plan.pods import replicas
 def remembered_manifests() -> Iterator[None]:
     """Build each manifest once for a spec and its keyword arguments."""
     with (
-        patch.object(replicas, "config_map", _cached(config_maps.config_map)),
-        patch.object(worker_pod, "pod_template", _cached(worker_pod.pod_template)),
+        patch.object(replicas, "build_config_map", _cached(config_maps.build_config_map)),
+        patch.object(worker_pod, "build_pod_template", _cached(worker_pod.build_pod_template)),
     ):
         yield
 

@@ -27,33 +27,38 @@ def record(cause: Cause, *, ago: float = 0.0, node: str = "", pod: str = "p") ->
 
 def test_a_cause_can_have_a_separate_budget() -> None:
     limits = recovery(byCause={"Hang": {"maxFailures": 1, "windowSeconds": 60}})
-    assert failure_budgets.exhausted_budget((record(Cause.HANG, ago=30),), limits, NOW) is None
-    verdict = failure_budgets.exhausted_budget((record(Cause.HANG, ago=30), record(Cause.HANG)), limits, NOW)
+    assert failure_budgets.describe_exhausted_budget((record(Cause.HANG, ago=30),), limits, NOW) is None
+    verdict = failure_budgets.describe_exhausted_budget((record(Cause.HANG, ago=30), record(Cause.HANG)), limits, NOW)
     assert verdict is not None
     assert "2 Hang failures within 60 s, and spec.recovery.budgets.byCause.Hang allows 1" in verdict
-    assert failure_budgets.exhausted_budget((record(Cause.HANG, ago=61), record(Cause.HANG)), limits, NOW) is None
+    assert (
+        failure_budgets.describe_exhausted_budget((record(Cause.HANG, ago=61), record(Cause.HANG)), limits, NOW) is None
+    )
 
 
 def test_an_uncounted_cause_is_recorded_with_a_budget_of_the_job() -> None:
     assert not failure_budgets.is_recorded(Cause.PREEMPTED, recovery())
     limits = recovery(byCause={"Preempted": {"maxFailures": 0}})
     assert failure_budgets.is_recorded(Cause.PREEMPTED, limits)
-    assert failure_budgets.exhausted_budget((record(Cause.PREEMPTED),), limits, NOW) is not None
+    assert failure_budgets.describe_exhausted_budget((record(Cause.PREEMPTED),), limits, NOW) is not None
 
 
 def test_simultaneously_lost_nodes_are_one_failure() -> None:
     limits = recovery(infrastructure={"maxFailures": 1})
     rack = tuple(record(Cause.NODE_LOST, node=f"n{number}", pod=f"p{number}") for number in range(16))
-    assert failure_budgets.exhausted_budget(rack, limits, NOW) is None
-    assert failure_budgets.exhausted_budget((record(Cause.NODE_LOST, ago=5, node="m"), *rack), limits, NOW) is not None
-    assert failure_budgets.backoff_until(rack, NOW) == NOW
+    assert failure_budgets.describe_exhausted_budget(rack, limits, NOW) is None
+    assert (
+        failure_budgets.describe_exhausted_budget((record(Cause.NODE_LOST, ago=5, node="m"), *rack), limits, NOW)
+        is not None
+    )
+    assert failure_budgets.find_backoff_end(rack, NOW) == NOW
 
 
 def test_restarts_in_place_never_back_off() -> None:
     crashes = tuple(record(cause, ago=1) for cause in (Cause.CRASH, Cause.HANG, Cause.NETWORK, Cause.RUNTIME) * 5)
-    assert failure_budgets.backoff_until(crashes, NOW) == NOW
+    assert failure_budgets.find_backoff_end(crashes, NOW) == NOW
     assert (
-        failure_budgets.backoff_until(
+        failure_budgets.find_backoff_end(
             tuple(record(Cause.POD_LOST, ago=5 * number) for number in reversed(range(6))), NOW
         )
         > NOW
@@ -64,8 +69,10 @@ def test_simultaneous_pod_losses_are_one_failure() -> None:
     everybody = tuple(
         record(Cause.POD_LOST, ago=4 - number / 32, pod=f"p{number}") for number in range(failure_budgets.MAX_RECORDS)
     )
-    assert failure_budgets.backoff_until(everybody, NOW) == NOW
-    assert failure_budgets.exhausted_budget(everybody, recovery(infrastructure={"maxFailures": 1}), NOW) is None
+    assert failure_budgets.find_backoff_end(everybody, NOW) == NOW
+    assert (
+        failure_budgets.describe_exhausted_budget(everybody, recovery(infrastructure={"maxFailures": 1}), NOW) is None
+    )
 
 
 def test_a_pod_that_fails_at_every_start_waits_longer_each_time() -> None:
@@ -73,7 +80,7 @@ def test_a_pod_that_fails_at_every_start_waits_longer_each_time() -> None:
     now, pauses = NOW, []
     for _ in range(22):  # each a second after its creation
         records = (*records, FailureRecord(at=now, cause=Cause.POD_LOST, pod="p", node=""))
-        pauses.append(failure_budgets.backoff_until(records, now) - now)
+        pauses.append(failure_budgets.find_backoff_end(records, now) - now)
         now += pauses[-1] + 1
     assert pauses[:15] == [0] * 15
     assert [pause for pause in pauses if pause] == [2, 2, 4, 8, 16, 32, 64]
@@ -81,22 +88,22 @@ def test_a_pod_that_fails_at_every_start_waits_longer_each_time() -> None:
 
 def test_node_failures_never_delay_new_pods() -> None:
     nodes = tuple(record(Cause.NODE_LOST, ago=30 * number, node=f"node-{number}") for number in range(15))
-    assert failure_budgets.backoff_until(nodes, NOW) == NOW
+    assert failure_budgets.find_backoff_end(nodes, NOW) == NOW
 
 
 def test_the_32_nodes_that_failed_last_are_avoided_for_a_while() -> None:
     records = tuple(record(Cause.NODE_LOST, ago=100 - number, node=f"n{number}") for number in range(40))
     again = (*records, record(Cause.NODE_LOST, node="n20"))
-    assert failure_budgets.avoided_nodes(again, NOW) == (
+    assert failure_budgets.list_avoided_nodes(again, NOW) == (
         *(f"n{number}" for number in range(8, 40) if number != 20),
         "n20",
     )
-    assert failure_budgets.avoided_nodes(again, NOW + failure_budgets.AVOID_NODE_SECONDS - 62) == ("n39", "n20")
+    assert failure_budgets.list_avoided_nodes(again, NOW + failure_budgets.AVOID_NODE_SECONDS - 62) == ("n39", "n20")
 
 
 def test_an_exhausted_budget_names_causes_and_pods() -> None:
     records = (record(Cause.CRASH, pod="a"), record(Cause.CRASH, pod="a"), record(Cause.HANG, pod="b"))
-    verdict = failure_budgets.exhausted_budget(records, recovery(process={"maxFailures": 2}), NOW)
+    verdict = failure_budgets.describe_exhausted_budget(records, recovery(process={"maxFailures": 2}), NOW)
     assert verdict is not None
     assert "2 Crash, 1 Hang" in verdict
     assert "a (2x), b" in verdict
@@ -135,8 +142,8 @@ def test_a_budget_verdict_quotes_a_worker_that_never_joined() -> None:
 def test_a_budget_larger_than_the_records_is_exhausted_by_all_of_them() -> None:
     limits = recovery(process={"maxFailures": 10 * failure_budgets.MAX_RECORDS})
     records = tuple(record(Cause.CRASH, ago=number / 100) for number in reversed(range(failure_budgets.MAX_RECORDS)))
-    assert failure_budgets.exhausted_budget(records[1:], limits, NOW) is None
-    assert failure_budgets.exhausted_budget(records, limits, NOW) is not None
+    assert failure_budgets.describe_exhausted_budget(records[1:], limits, NOW) is None
+    assert failure_budgets.describe_exhausted_budget(records, limits, NOW) is not None
 
 
 causes = st.sampled_from([cause for cause in Cause if failure_budgets.is_recorded(cause, RecoverySpec())])
@@ -148,7 +155,7 @@ def test_failures_of_the_infrastructure_never_use_up_the_process_budget(given_: 
     records = tuple(
         record(cause, ago=ago, node=node) for cause, ago, node in given_ if get_budget(cause) is not Budget.PROCESS
     )
-    verdict = failure_budgets.exhausted_budget(records, limits, NOW)
+    verdict = failure_budgets.describe_exhausted_budget(records, limits, NOW)
     assert verdict is None or len(records) >= failure_budgets.MAX_RECORDS
 
 
@@ -158,7 +165,7 @@ def test_a_budget_refills_as_its_window_moves(given_: Any) -> None:
     records: tuple[FailureRecord, ...] = ()
     for cause, seconds in sorted(given_, key=lambda item: item[1]):
         records = failure_budgets.record_failure(
-            records, at=NOW + seconds, cause=cause, pod="p", node="", recovery=limits
+            records, FailureRecord(at=NOW + seconds, cause=cause, pod="p", node=""), limits
         )
     assert len(records) <= failure_budgets.MAX_RECORDS
-    assert failure_budgets.exhausted_budget(records, limits, NOW + 5000 + 3600) is None
+    assert failure_budgets.describe_exhausted_budget(records, limits, NOW + 5000 + 3600) is None

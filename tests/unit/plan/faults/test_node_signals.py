@@ -14,11 +14,11 @@ from trainium_contract.wire.messages import KernelEvent
 from trainium_operator.plan.faults.node_signals import (
     NodeProblem,
     PodRequirements,
+    apply_rules,
+    find_kernel_problem,
     find_node_problems,
-    kernel_problem,
-    stopping_sign,
+    find_stopping_signal,
     tolerates,
-    with_rules,
 )
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
@@ -119,7 +119,7 @@ def node(*conditions: NodeCondition, taints: tuple[Taint, ...] = ()) -> NodeView
     ],
 )
 def test_a_rule_overrides_a_bad_condition(view: NodeView, rules: tuple[RecoveryRule, ...]) -> None:
-    worst, second = with_rules(view, (FULL, OTHER), rules)
+    worst, second = apply_rules(view, (FULL, OTHER), rules)
     assert worst == OTHER
     assert (second.severity, second.cause, second.source, second.since) == (
         Severity.DRAIN,
@@ -131,23 +131,23 @@ def test_a_rule_overrides_a_bad_condition(view: NodeView, rules: tuple[RecoveryR
 
 
 def test_a_restart_in_place_rule_removes_a_problem() -> None:
-    assert with_rules(node(BAD_DISK), (FULL, OTHER), rule(RuleAction.RESTART_IN_PLACE, reason="ScratchFull")) == (
+    assert apply_rules(node(BAD_DISK), (FULL, OTHER), rule(RuleAction.RESTART_IN_PLACE, reason="ScratchFull")) == (
         OTHER,
     )
 
 
 def test_rules_do_not_change_good_or_unnamed_conditions() -> None:
     rules = rule(RuleAction.AVOID_NODE, reason="ScratchFull")
-    assert with_rules(node(FINE_DISK), (OTHER,), rules) == (OTHER,)
-    assert with_rules(node(BAD_DISK), (FULL,), rule(RuleAction.AVOID_NODE, reason="Another")) == (FULL,)
-    assert with_rules(node(BAD_DISK), (FULL,), ()) == (FULL,)
+    assert apply_rules(node(FINE_DISK), (OTHER,), rules) == (OTHER,)
+    assert apply_rules(node(BAD_DISK), (FULL,), rule(RuleAction.AVOID_NODE, reason="Another")) == (FULL,)
+    assert apply_rules(node(BAD_DISK), (FULL,), ()) == (FULL,)
 
 
 def test_a_rule_names_a_taint_by_its_key() -> None:
-    (problem,) = with_rules(node(taints=(TAINT,)), (), rule(RuleAction.AVOID_NODE, reason="acme.com/recall"))
+    (problem,) = apply_rules(node(taints=(TAINT,)), (), rule(RuleAction.AVOID_NODE, reason="acme.com/recall"))
     assert (problem.severity, problem.source, problem.reason) == (Severity.DRAIN, "taint acme.com/recall", "batch-7")
     bare = Taint("acme.com/recall")
-    (problem,) = with_rules(node(taints=(bare,)), (), rule(RuleAction.AVOID_NODE, reason="acme.com/recall"))
+    (problem,) = apply_rules(node(taints=(bare,)), (), rule(RuleAction.AVOID_NODE, reason="acme.com/recall"))
     assert problem.reason == "NoSchedule"
 
 
@@ -159,18 +159,18 @@ def test_a_rule_names_a_taint_by_its_key() -> None:
     ],
 )
 def test_a_rule_stops_the_job_for_a_condition(view: NodeView, description: str | None) -> None:
-    problem = stopping_sign(view, rule(RuleAction.STOP, reason="ScratchFull"))
-    assert (None if problem is None else problem[1]) == description
-    assert stopping_sign(view, rule(RuleAction.AVOID_NODE, reason="ScratchFull")) is None
-    assert stopping_sign(view, ()) is None
+    problem = find_stopping_signal(view, rule(RuleAction.STOP, reason="ScratchFull"))
+    assert (None if problem is None else str(problem)) == description
+    assert find_stopping_signal(view, rule(RuleAction.AVOID_NODE, reason="ScratchFull")) is None
+    assert find_stopping_signal(view, ()) is None
 
 
 def test_a_rule_stops_the_job_for_a_taint() -> None:
-    problem = stopping_sign(node(BAD_DISK, taints=(TAINT,)), rule(RuleAction.STOP, reason="acme.com/recall"))
+    problem = find_stopping_signal(node(BAD_DISK, taints=(TAINT,)), rule(RuleAction.STOP, reason="acme.com/recall"))
     assert problem is not None
-    assert problem[1] == "taint acme.com/recall (batch-7)"
-    assert problem[0].cause is Cause.DEVICE
-    assert stopping_sign(node(taints=(Taint("other"),)), rule(RuleAction.STOP, reason="acme.com/recall")) is None
+    assert str(problem) == "taint acme.com/recall (batch-7)"
+    assert problem.classification.cause is Cause.DEVICE
+    assert find_stopping_signal(node(taints=(Taint("other"),)), rule(RuleAction.STOP, reason="acme.com/recall")) is None
 
 
 def with_kernel_lines(*lines: str) -> Any:
@@ -180,19 +180,19 @@ def with_kernel_lines(*lines: str) -> Any:
 
 def test_a_rule_overrides_the_table_for_a_kernel_line() -> None:
     beat = with_kernel_lines(DECISIVE)
-    plain = kernel_problem(beat, ())
+    plain = find_kernel_problem(beat, ())
     assert plain is not None
     assert plain.severity is Severity.FATAL
-    ruled = kernel_problem(beat, rule(RuleAction.AVOID_NODE, message="SRAM_UNCORRECTABLE"))
+    ruled = find_kernel_problem(beat, rule(RuleAction.AVOID_NODE, message="SRAM_UNCORRECTABLE"))
     assert ruled is not None
     assert (ruled.severity, ruled.cause, ruled.message) == (Severity.DRAIN, Cause.DEVICE, DECISIVE)
-    assert kernel_problem(beat, rule(RuleAction.RESTART_IN_PLACE, message="SRAM_UNCORRECTABLE")) is None
+    assert find_kernel_problem(beat, rule(RuleAction.RESTART_IN_PLACE, message="SRAM_UNCORRECTABLE")) is None
 
 
 def test_the_newest_matching_line_decides() -> None:
     spared = rule(RuleAction.RESTART_IN_PLACE, message="a harmless word")
-    problem = kernel_problem(with_kernel_lines(DECISIVE, "eth0: link up", "a harmless word"), spared)
+    problem = find_kernel_problem(with_kernel_lines(DECISIVE, "eth0: link up", "a harmless word"), spared)
     assert problem is not None
     assert problem.message == DECISIVE
-    assert kernel_problem(with_kernel_lines("eth0: link up"), spared) is None
-    assert kernel_problem(None, spared) is None
+    assert find_kernel_problem(with_kernel_lines("eth0: link up"), spared) is None
+    assert find_kernel_problem(None, spared) is None

@@ -19,7 +19,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import RULES_NAME
-from trainium_operator.plan.manifests.config_maps import config_map
+from trainium_operator.plan.manifests.config_maps import build_config_map
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, PodPhase
 
@@ -38,8 +38,8 @@ def crashed_agents(**failure_fields: Any) -> dict[int, Any]:
 
 
 def test_the_config_map_has_the_rules_of_the_job() -> None:
-    assert RULES_NAME not in config_map(build.job(build.spec()), CA)["data"]
-    text = config_map(build.job(spec_with_rules({"exitCodes": [3], "cause": "Host", "action": "AvoidNode"})), CA)[
+    assert RULES_NAME not in build_config_map(build.job(build.spec()), CA)["data"]
+    text = build_config_map(build.job(spec_with_rules({"exitCodes": [3], "cause": "Host", "action": "AvoidNode"})), CA)[
         "data"
     ][RULES_NAME]
     assert json.loads(text)[0]["exitCodes"] == [3]

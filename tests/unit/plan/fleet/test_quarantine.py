@@ -13,7 +13,7 @@ from trainium_contract.status.internal import FailureRecord
 from trainium_operator.plan.fleet import memory
 from trainium_operator.plan.fleet.quarantine import FleetObserved, FleetPlan, JobRecords, TaintNode, plan_fleet
 from trainium_operator.plan.model.names import TAINT_QUARANTINED
-from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint, most_bad_nodes
+from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint, max_bad_nodes
 
 HOUR, DAY = 3600.0, 86_400.0
 BROKEN = NodeCondition("NeuronHealth", NodeReadiness.TRUE, "NeuronHasError_DMA_ERROR", "", NOW)
@@ -409,11 +409,11 @@ def test_the_memory_is_bounded_and_evicts_the_mildest_first() -> None:
         f"m-{number}": memory.Machine(
             machine=f"m-{number}", node="", strikes=(memory.Strike(NOW + number, Cause.NODE_LOST, "j"),)
         )
-        for number in range(memory.MOST_MACHINES + 50)
+        for number in range(memory.MAX_MACHINES + 50)
     }
     machines["m-0"] = replace(machines["m-0"], state=memory.MachineState.PERMANENT)
     kept = memory.limit_machines(memory.Memory(machines=machines)).machines
-    assert len(kept) == memory.MOST_MACHINES
+    assert len(kept) == memory.MAX_MACHINES
     assert "m-0" in kept
     assert "m-1" not in kept
 
@@ -460,8 +460,8 @@ def test_the_cap_holds_and_only_time_relaxes_a_state(events: list[Any]) -> None:
             if fleet.view.frozen
             else frozenset(write.node for write in result.taints if write.taint is not None)
         )
-        assert len(kept) <= most_bad_nodes(12)
-        assert all(len(nodes) <= most_bad_nodes(12) for _, nodes in fleet.view.suspected), (
+        assert len(kept) <= max_bad_nodes(12)
+        assert all(len(nodes) <= max_bad_nodes(12) for _, nodes in fleet.view.suspected), (
             "suspicions of one namespace have a cap too"
         )
         if kind != "wait":

@@ -10,6 +10,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
+from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
@@ -147,9 +148,8 @@ def test_crashes_in_place_use_up_the_process_budget() -> None:
     recovery = observed.job.spec.recovery
     failures = ()
     for seconds in range(10):
-        failures = record_failure(
-            failures, at=NOW - 100 + seconds, cause=Cause.CRASH, pod="demo-w-1", node="", recovery=recovery
-        )
+        crash = FailureRecord(at=NOW - 100 + seconds, cause=Cause.CRASH, pod="demo-w-1", node="")
+        failures = record_failure(failures, crash, recovery)
     status = observed.job.status.model_copy(update={"failures": failures})
     result = make_plan(build.with_status(observed, status))
     assert result.status.phase is Phase.FAILED

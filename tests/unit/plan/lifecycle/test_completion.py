@@ -15,20 +15,20 @@ from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.model.actions import DeleteJob
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
-from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 
 
 def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **job_spec: Any) -> Any:
     """Return a job that ended `ago` seconds ago: pods 0 and 1 have ended, 2 is ending, 3 is a running spare."""
     condition = Condition(
-        type=kind, status=ConditionStatus.TRUE, reason="Completed", last_transition_time=rfc3339(NOW - ago)
+        type=kind, status=ConditionStatus.TRUE, reason="Completed", last_transition_time=format_rfc3339(NOW - ago)
     )
     phase = Phase.COMPLETED if kind is ConditionType.COMPLETE else Phase.FAILED
     observed = build.running_job(3, spares=1, job_spec=build.spec(workers={"replicas": 3, "spares": 1}, **job_spec))
     status = observed.job.status.replaced(
         conditions=(condition,),
         phase=phase,
-        completion_time=rfc3339(NOW - ago),
+        completion_time=format_rfc3339(NOW - ago),
         observed_generation=observed.job.generation,
     )
     pods = (
@@ -108,7 +108,7 @@ def test_the_failed_pod_is_deleted_too_when_it_is_not_kept_for_its_logs(why: str
         observed = replace(observed, nodes=nodes)
     status = make_plan(failing(codes={1: 64})).status
     if why == "the clock was set back":
-        status = status.replaced(completion_time=rfc3339(NOW + 10**6))
+        status = status.replaced(completion_time=format_rfc3339(NOW + 10**6))
     assert set(deleted_pods(make_plan(later(observed, status, 1)))) == {f"demo-w-{ordinal}" for ordinal in range(6)}
 
 
@@ -147,7 +147,7 @@ def test_a_ttl_of_zero_deletes_the_job_after_its_end_is_written() -> None:
 
 def test_a_missing_or_future_completion_time_never_deletes_early_nor_waits_forever() -> None:
     observed = ended(ttlSecondsAfterFinished=100, cleanPodPolicy="None")
-    for text, seconds in (("", 100), ("yesterday", 100), (rfc3339(NOW + 10**6), 100)):
+    for text, seconds in (("", 100), ("yesterday", 100), (format_rfc3339(NOW + 10**6), 100)):
         status = observed.job.status.model_copy(update={"completion_time": text})
         result = make_plan(build.with_status(observed, status))
         assert actions_of_type(result, DeleteJob) == []

@@ -18,7 +18,7 @@ from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import NodeReadiness
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 
 LIMIT = 40
 
@@ -37,7 +37,7 @@ def ending(**changes: Any) -> Any:
         status=ConditionStatus.TRUE,
         reason="DeadlineExceeded",
         message="The job has been active for 40 s, as long as activeDeadlineSeconds allows.",
-        last_transition_time=rfc3339(NOW - 1),
+        last_transition_time=format_rfc3339(NOW - 1),
     )
     job_spec = build.spec(workers={"replicas": 2}, activeDeadlineSeconds=LIMIT, **changes.pop("spec", {}))
     status = {"conditions": (condition,), "activity": ActivityStatus(since=NOW - 50, stepped=True)}
@@ -210,7 +210,7 @@ def test_the_time_in_a_queue_does_not_count() -> None:
         type=ConditionType.ADMITTED,
         status=ConditionStatus.FALSE,
         reason=Reason.WAITING_FOR_QUEUE.value,
-        last_transition_time=rfc3339(NOW - 900),
+        last_transition_time=format_rfc3339(NOW - 900),
     )
     observed = build.running_job(
         2,

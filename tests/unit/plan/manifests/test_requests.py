@@ -7,15 +7,20 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import SETTINGS
-from trainium_operator.plan.features.kueue.workload import workload
-from trainium_operator.plan.manifests.worker_pod import Avoided, pod_template, template_hash, worker_pods
+from trainium_operator.plan.features.kueue.workload import build_workload
+from trainium_operator.plan.manifests.worker_pod import (
+    AvoidedNodes,
+    build_pod_template,
+    build_worker_pods,
+    compute_template_hash,
+)
 
 TRN1 = {"accelerator": {"instanceType": "trn1.32xlarge"}}
 
 
 def pod_spec(settings: Any = SETTINGS, **changes: Any) -> Any:
     given = {"trainer": {"batch": {"globalSize": 128}}, **changes}
-    return worker_pods(build.job(build.spec(**given)), settings, range(1), Avoided())[0]["spec"]
+    return build_worker_pods(build.job(build.spec(**given)), settings, range(1), AvoidedNodes())[0]["spec"]
 
 
 def resources(pod: Any) -> Any:
@@ -70,7 +75,7 @@ def test_the_template_of_the_job_overrides_the_charts() -> None:
             workers=with_template({"resources": {"requests": {"cpu": "7"}}}), trainer={"batch": {"globalSize": 128}}
         )
     )
-    body = pod_template(view, replace(SETTINGS, worker_template=chart))
+    body = build_pod_template(view, replace(SETTINGS, worker_template=chart))
     requests = resources(body["spec"])["requests"]
     assert (requests["cpu"], requests["memory"]) == ("7", "3Gi")
     assert body["spec"]["priorityClassName"] == "low"
@@ -83,13 +88,13 @@ def test_the_pods_of_a_job_are_the_same_at_every_size() -> None:
         build.job(build.spec(workers={**TRN1, "replicas": count}, trainer={"batch": {"globalSize": 128}}))
         for count in (2, 4)
     )
-    assert template_hash(few, SETTINGS) == template_hash(many, SETTINGS)
+    assert compute_template_hash(few, SETTINGS) == compute_template_hash(many, SETTINGS)
 
 
 def test_computed_requests_do_not_change_the_template_hash() -> None:
     view = build.job(build.spec(workers=TRN1, trainer={"batch": {"globalSize": 128}}))
     key = "trainium.dev/template-hash"
-    with_needs, without = (pod_template(view, SETTINGS, asks=asks) for asks in (True, False))
+    with_needs, without = (build_pod_template(view, SETTINGS, with_estimates=estimated) for estimated in (True, False))
     assert with_needs["spec"] != without["spec"]
     assert with_needs["metadata"]["annotations"][key] == without["metadata"]["annotations"][key]
 
@@ -101,7 +106,7 @@ def test_a_workload_requests_only_resources_of_the_template() -> None:
         view = build.job(
             build.spec(workers=workers, trainer={"batch": {"globalSize": 128}}, scheduling={"queueName": "q"})
         )
-        pod = workload(view, SETTINGS, part=0, workers=4)["spec"]["podSets"][0]["template"]["spec"]
+        pod = build_workload(view, SETTINGS, part=0, workers=4)["spec"]["podSets"][0]["template"]["spec"]
         return resources(pod).get("requests", {})
 
     assert {"memory", "cpu"} & queued(TRN1).keys() == set()

@@ -13,20 +13,22 @@ from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.plan.manifests import config_maps
-from trainium_operator.plan.manifests.owned_object import content_hash
+from trainium_operator.plan.manifests.owned_object import compute_content_hash
 from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.manifests.worker_pod import (
     TEMPLATE_REVISION,
-    Avoided,
-    pod_template,
-    template_hash,
-    worker_pods,
+    AvoidedNodes,
+    build_pod_template,
+    build_worker_pods,
+    compute_template_hash,
 )
 from trainium_operator.plan.model.observed import PodPhase
 
 
-def build_pod(ordinal: int = 0, avoided: Avoided | None = None, **changes: Any) -> Any:
-    return worker_pods(build.job(build.spec(**changes)), SETTINGS, range(ordinal, ordinal + 1), avoided or Avoided())[0]
+def build_pod(ordinal: int = 0, avoided: AvoidedNodes | None = None, **changes: Any) -> Any:
+    return build_worker_pods(
+        build.job(build.spec(**changes)), SETTINGS, range(ordinal, ordinal + 1), avoided or AvoidedNodes()
+    )[0]
 
 
 def container(manifest: Any) -> Any:
@@ -59,13 +61,15 @@ def test_a_worker_pod_has_its_labels_owner_command_and_annotations() -> None:
 def test_workers_get_a_log_format_only_where_it_is_not_text() -> None:
     assert env.ENV_LOG_FORMAT not in environment(build_pod())
     settings = replace(SETTINGS, worker_log_format=LogFormat.JSON)
-    manifest = worker_pods(build.job(build.spec(precompile={"enabled": True})), settings, range(1), Avoided())[0]
+    manifest = build_worker_pods(
+        build.job(build.spec(precompile={"enabled": True})), settings, range(1), AvoidedNodes()
+    )[0]
     assert environment(manifest)[env.ENV_LOG_FORMAT] == "json"
     (first,) = manifest["spec"]["initContainers"]
     assert {"name": env.ENV_LOG_FORMAT, "value": "json"} in first["env"]
     template = {"spec": {"containers": [{"env": [{"name": env.ENV_LOG_FORMAT, "value": "text"}]}]}}
     view = build.job(build.spec(workers={"replicas": 1, "template": template}))
-    assert environment(worker_pods(view, settings, range(1), Avoided())[0])[env.ENV_LOG_FORMAT] == "text"
+    assert environment(build_worker_pods(view, settings, range(1), AvoidedNodes())[0])[env.ENV_LOG_FORMAT] == "text"
 
 
 def test_a_worker_pod_meets_the_restricted_security_standard() -> None:
@@ -144,7 +148,7 @@ def test_avoided_nodes_are_a_preference_beside_the_users_own_affinity() -> None:
     own = {"weight": 1, "preference": {"matchExpressions": [{"key": "zone", "operator": "Exists"}]}}
     key = "preferredDuringSchedulingIgnoredDuringExecution"
     template = {"spec": {"affinity": {"nodeAffinity": {key: [own]}}}}
-    manifest = build_pod(avoided=Avoided(preferred=("node-3",)), workers={"template": template})
+    manifest = build_pod(avoided=AvoidedNodes(preferred=("node-3",)), workers={"template": template})
     ours, theirs = manifest["spec"]["affinity"]["nodeAffinity"][key][::-1]
     assert theirs == own
     assert ours["preference"]["matchExpressions"][0]["values"] == ["node-3"]
@@ -213,7 +217,9 @@ def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
     first, second = build_pod(0), build_pod(1)
     key = "trainium.dev/template-hash"
     assert first["metadata"]["annotations"][key] == second["metadata"]["annotations"][key]
-    assert template_hash(build.job(), SETTINGS) != template_hash(build.job(build.spec(image="other:1")), SETTINGS)
+    assert compute_template_hash(build.job(), SETTINGS) != compute_template_hash(
+        build.job(build.spec(image="other:1")), SETTINGS
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,22 +242,23 @@ def test_the_template_hash_ignores_the_ordinal_and_follows_the_image() -> None:
 def test_checkpoints_go_to_the_storage_below_a_folder_of_the_job(storage: Any, volume: Any, path: Any) -> None:
     view = build.job(build.spec(checkpoint={"storage": storage}))
     volumes = {
-        volume["name"]: volume for volume in worker_pods(view, SETTINGS, range(1), Avoided())[0]["spec"]["volumes"]
+        volume["name"]: volume
+        for volume in build_worker_pods(view, SETTINGS, range(1), AvoidedNodes())[0]["spec"]["volumes"]
     }
     assert volumes["checkpoints"] == {"name": "checkpoints", **volume}
-    written = json.loads(config_maps.trainer_configuration(view))
+    written = json.loads(config_maps.render_trainer_configuration(view))
     assert written["checkpoint"]["path"] == path
     assert TrainingConfig.model_validate(written).checkpoint.records.startswith("/checkpoints")
 
 
 def test_the_trainer_accepts_the_configuration() -> None:
-    text = config_maps.config_map(build.job(), "CERT")["data"]["trainer.yaml"]
+    text = config_maps.build_config_map(build.job(), "CERT")["data"]["trainer.yaml"]
     assert TrainingConfig.model_validate(json.loads(text)).steps == 100
 
 
 @pytest.mark.parametrize(("workers", "nodes"), [({"replicas": 4}, "4\n"), ({"replicas": 4, "maxReplicas": 9}, "9\n")])
 def test_the_workers_get_the_largest_size_of_the_job(workers: dict[str, int], nodes: str) -> None:
-    assert config_maps.config_map(build.job(build.spec(workers=workers)), "CERT")["data"]["nodes"] == nodes
+    assert config_maps.build_config_map(build.job(build.spec(workers=workers)), "CERT")["data"]["nodes"] == nodes
 
 
 def test_children_are_applied_only_when_their_content_changes() -> None:
@@ -297,7 +304,9 @@ def test_changing_the_pod_template_requires_a_new_revision() -> None:
         build.spec(precompile={"enabled": True}, checkpoint={"storage": {"hostPath": {"path": "/shared"}}}),
         build.spec(workers={"template": {"spec": {"priority": 7}}}, recovery={"hang": {"stepFloorSeconds": 3}}),
     )
-    digest = content_hash([pod_template(build.job(job_spec), SETTINGS, asks=False) for job_spec in jobs])
+    digest = compute_content_hash(
+        [build_pod_template(build.job(job_spec), SETTINGS, with_estimates=False) for job_spec in jobs]
+    )
     assert (TEMPLATE_REVISION, digest) == (0, "8d95690647d9fc36")
 
 
@@ -375,7 +384,7 @@ def test_compiled_graphs_are_stored_on_the_checkpoint_volume_by_default(
 ) -> None:
     trainer = {"neuron": {"sharedCacheDirectory": own}} if own else {}
     described = build.spec(precompile=PRECOMPILE, checkpoint={"storage": storage}, trainer=trainer)
-    config = TrainingConfig.model_validate_json(config_maps.trainer_configuration(build.job(described)))
+    config = TrainingConfig.model_validate_json(config_maps.render_trainer_configuration(build.job(described)))
     assert config.neuron.shared_cache_directory == folder
 
 
@@ -399,6 +408,6 @@ def test_a_pod_asks_for_the_instance_type_and_the_priority_that_the_job_names() 
 
 def test_a_private_image_is_pulled_with_the_secrets_of_the_installation() -> None:
     settings = replace(SETTINGS, image_pull_secrets=("registry", "mirror"))
-    (manifest,) = worker_pods(build.job(build.spec()), settings, range(1), Avoided())
+    (manifest,) = build_worker_pods(build.job(build.spec()), settings, range(1), AvoidedNodes())
     assert manifest["spec"]["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
     assert "imagePullSecrets" not in build_pod()["spec"]

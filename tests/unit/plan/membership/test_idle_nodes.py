@@ -173,7 +173,7 @@ def test_the_largest_size_is_one_that_saves_a_pass(replicas: int, most: int, bat
     job = build.spec(
         workers={"replicas": replicas, "maxReplicas": most}, trainer={"batch": {"globalSize": batch}}, elasticity=TAKES
     )
-    assert decide_size(job).most == best
+    assert decide_size(job).max_size == best
 
 
 def test_a_template_cannot_mark_a_worker_as_an_extra() -> None:

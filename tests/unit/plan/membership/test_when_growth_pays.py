@@ -91,13 +91,13 @@ def with_step_time(*, total: int = 100, step: int = 60, seconds: float | None = 
 def test_growth_pays_if_the_remaining_steps_save_more_than_it_costs(
     status: TrainingJobStatus, beside: float, pays: bool
 ) -> None:
-    assert growth.is_worth_growing(job_facts(), status, 2, 4, beside=beside) is pays
+    assert growth.is_worth_growing(job_facts(), status, 2, 4, extra_seconds=beside) is pays
 
 
 def test_growth_from_an_illegal_size_always_pays() -> None:
     pairs = job_facts(3, parallelism={"tensor": 2})
     status = with_step_time(price=1e6).replaced(goodput=GoodputStatus(sizes=(SizeAccount(size=3, step_seconds=1.0),)))
-    assert growth.is_worth_growing(pairs, status, 3, 4, beside=0.0)
+    assert growth.is_worth_growing(pairs, status, 3, 4, extra_seconds=0.0)
 
 
 def with_graphs(*sizes: int, seconds: float | None = 600.0, price: float | None = None) -> TrainingJobStatus:

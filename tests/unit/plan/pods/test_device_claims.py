@@ -10,8 +10,8 @@ from tests.unit.plan.plan_builders import SETTINGS
 from tests.unit.plan.plan_results import actions_of_type, created_manifests, created_pods, deleted_pods, newest_entry
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_operator.plan.features.dra.template import claim_template
-from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
+from trainium_operator.plan.features.dra.template import build_claim_template
+from trainium_operator.plan.manifests.worker_pod import AvoidedNodes, build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeleteTemplate, Plan
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import ApiState, DevicesView, DeviceTaint, JobView, Observed, PodPhase
@@ -21,7 +21,7 @@ SPEC = build.spec(workers={"accelerator": {"device": "cpu", "claim": {"count": 1
 
 
 def template_name() -> str:
-    template = claim_template(build.job(SPEC))
+    template = build_claim_template(build.job(SPEC))
     assert template is not None
     name: str = template["metadata"]["name"]
     return name
@@ -211,11 +211,11 @@ def claiming(claim: dict[str, Any] | None = None, instance: str = "trn1.32xlarge
 
 
 def built_pod_spec(view: JobView) -> Any:
-    return worker_pods(view, SETTINGS, range(1), Avoided())[0]["spec"]
+    return build_worker_pods(view, SETTINGS, range(1), AvoidedNodes())[0]["spec"]
 
 
 def devices(view: JobView) -> Any:
-    template = claim_template(view)
+    template = build_claim_template(view)
     assert template is not None
     return template["spec"]["spec"]["devices"]
 
@@ -238,8 +238,8 @@ def environment(pod_spec: Any) -> Any:
 )
 def test_a_job_without_a_claim_keeps_its_template_hash(accelerator: dict[str, Any], digest: str) -> None:
     view = build.job(build.spec(workers={"accelerator": accelerator}, trainer={"batch": {"globalSize": 128}}))
-    assert template_hash(view, SETTINGS) == digest
-    assert claim_template(view) is None
+    assert compute_template_hash(view, SETTINGS) == digest
+    assert build_claim_template(view) is None
 
 
 def test_a_worker_claims_all_devices_of_its_instance_type_by_count() -> None:
@@ -249,7 +249,7 @@ def test_a_worker_claims_all_devices_of_its_instance_type_by_count() -> None:
 
 def test_a_pod_refers_to_the_template_and_asks_the_device_plugin_for_nothing_but_efa() -> None:
     view = claiming()
-    pod_spec, template = built_pod_spec(view), claim_template(view)
+    pod_spec, template = built_pod_spec(view), build_claim_template(view)
     assert template is not None
     assert pod_spec["resourceClaims"] == [{"name": "neuron", "resourceClaimTemplateName": template["metadata"]["name"]}]
     (container,) = pod_spec["containers"]
@@ -307,7 +307,9 @@ def test_further_conditions_go_into_the_request() -> None:
 
 
 def test_the_name_of_a_template_follows_from_its_content_and_it_belongs_to_the_job() -> None:
-    template, same, other = (claim_template(claiming(claim)) for claim in ({}, {"count": 16}, {"connected": True}))
+    template, same, other = (
+        build_claim_template(claiming(claim)) for claim in ({}, {"count": 16}, {"connected": True})
+    )
     assert template is not None
     assert same is not None
     assert other is not None

@@ -14,7 +14,7 @@ from trainium_contract.wire.messages import Progress
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject
 from trainium_operator.plan.model.conditions import find_condition, is_true
-from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 from trainium_operator.plan.pods import disruption_budget
 
 STORAGE = {"storage": {"hostPath": {"path": "/fsx"}}}
@@ -29,9 +29,11 @@ def limited(count: int = 4, *, spares: int = 0, storage: bool = True, age: float
         recovery={"disruption": {"maxDurableAgeSeconds": LIMIT}},
     )
     observed = build.running_job(
-        count, spares=spares, job_spec=job_spec, status={"start_time": rfc3339(NOW - 5000), **status}
+        count, spares=spares, job_spec=job_spec, status={"start_time": format_rfc3339(NOW - 5000), **status}
     )
-    saved = observed.job.status.checkpoint.model_copy(update={"durable_step": 10, "durable_time": rfc3339(NOW - age)})
+    saved = observed.job.status.checkpoint.model_copy(
+        update={"durable_step": 10, "durable_time": format_rfc3339(NOW - age)}
+    )
     return build.with_status(observed, observed.job.status.model_copy(update={"checkpoint": saved}))
 
 
@@ -68,11 +70,11 @@ def test_one_worker_or_as_many_as_there_are_spares_may_be_evicted(spares: int, m
 
 def test_an_old_checkpoint_forbids_disruptions_with_a_reason() -> None:
     result = make_plan(limited(age=LIMIT + 1))
-    assert min_available(result) == disruption_budget.ALL_STAY
+    assert min_available(result) == disruption_budget.MIN_AVAILABLE_FORBIDDING_EVICTION
     assert not allows_disruptions(result)
     assert "step 10" in condition_message(result)
     assert "maxDurableAgeSeconds (600)" in condition_message(result)
-    assert rfc3339(NOW - LIMIT - 1) in condition_message(result)
+    assert format_rfc3339(NOW - LIMIT - 1) in condition_message(result)
 
 
 def test_the_job_is_requeued_when_the_age_passes_the_limit() -> None:
@@ -84,7 +86,7 @@ def test_the_job_is_requeued_when_the_age_passes_the_limit() -> None:
 
 def test_a_new_checkpoint_allows_disruptions_again() -> None:
     old = limited(age=LIMIT + 1)
-    written = {"PodDisruptionBudget/demo": digest(old.job, disruption_budget.ALL_STAY)}
+    written = {"PodDisruptionBudget/demo": digest(old.job, disruption_budget.MIN_AVAILABLE_FORBIDDING_EVICTION)}
     old = replace(old, children={**old.children, **written})
     assert min_available(make_plan(old)) is None, "what is refused already is not written again"
     newer = replace(old, job=limited(age=1).job)
@@ -92,7 +94,7 @@ def test_a_new_checkpoint_allows_disruptions_again() -> None:
 
 
 def digest(job: Any, must_stay: int) -> str:
-    metadata = disruption_budget.budget_manifest(job, must_stay)["metadata"]
+    metadata = disruption_budget.build_budget(job, must_stay)["metadata"]
     content_hash: str = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
     return content_hash
 
@@ -100,7 +102,7 @@ def digest(job: Any, must_stay: int) -> str:
 def test_without_any_durable_checkpoint_the_time_since_the_first_step_counts() -> None:
     observed = limited()
     none = observed.job.status.checkpoint.model_copy(update={"durable_step": -1, "durable_time": ""})
-    status = observed.job.status.model_copy(update={"checkpoint": none, "start_time": rfc3339(NOW - LIMIT - 5)})
+    status = observed.job.status.model_copy(update={"checkpoint": none, "start_time": format_rfc3339(NOW - LIMIT - 5)})
     progress = Progress(step=20, loss=2.0, memory_step=20, durable_step=-1, updated=NOW - 0.5)
     result = make_plan(build.with_heartbeats(build.with_status(observed, status), progress=progress))
     assert not allows_disruptions(result)
@@ -112,7 +114,7 @@ def test_a_suspension_resets_the_age_of_unsaved_work() -> None:
         type=ConditionType.SUSPENDED,
         status=ConditionStatus.FALSE,
         reason="NotSuspended",
-        last_transition_time=rfc3339(NOW - 30),
+        last_transition_time=format_rfc3339(NOW - 30),
     )
     assert allows_disruptions(make_plan(limited(age=90_000, conditions=(resumed,))))
     assert not allows_disruptions(make_plan(limited(age=90_000)))
@@ -134,7 +136,7 @@ def test_before_the_first_step_there_is_no_budget_and_nothing_is_refused() -> No
 
 def test_nothing_may_be_evicted_while_the_job_recovers() -> None:
     result = make_plan(build.without_pods(limited(spares=1), 1))
-    assert min_available(result) == disruption_budget.ALL_STAY
+    assert min_available(result) == disruption_budget.MIN_AVAILABLE_FORBIDDING_EVICTION
     assert not allows_disruptions(result)
     assert "recovers" in condition_message(result)
 
@@ -151,7 +153,7 @@ def test_a_smaller_membership_needs_fewer_workers() -> None:
 
 def test_the_budget_selects_the_workers_and_allows_eviction_of_unhealthy_pods() -> None:
     observed = limited()
-    manifest = disruption_budget.budget_manifest(observed.job, 3)
+    manifest = disruption_budget.build_budget(observed.job, 3)
     assert manifest["metadata"]["name"] == "demo"
     assert manifest["metadata"]["ownerReferences"][0]["uid"] == observed.job.uid
     assert manifest["spec"]["selector"] == {"matchLabels": names.selector_labels("demo")}
@@ -182,6 +184,6 @@ def test_the_budget_is_written_only_when_its_value_changes() -> None:
     assert written == [4], "a restart in place is over in a moment"
     cluster.kill_pod(cluster.members()[1].view.name)
     cluster.run(60)
-    assert written[1] == disruption_budget.ALL_STAY
+    assert written[1] == disruption_budget.MIN_AVAILABLE_FORBIDDING_EVICTION
     assert written[-1] == 4
     assert len(written) <= 4

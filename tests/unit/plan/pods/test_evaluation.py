@@ -19,8 +19,8 @@ from tests.unit.plan.plan_results import (
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.results import MAX_EVALUATIONS, ArtifactReport, MilestoneEvaluation
-from trainium_operator.plan.features.evaluation.pod import evaluation_pod
-from trainium_operator.plan.features.evaluation.policy import ATTEMPTS, BACKOFF_SECONDS, describe_attempt
+from trainium_operator.plan.features.evaluation.pod import build_evaluation_pod
+from trainium_operator.plan.features.evaluation.policy import BACKOFF_SECONDS, MAX_ATTEMPTS, describe_attempt
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluation, Plan
 from trainium_operator.plan.model.conditions import with_condition
@@ -112,7 +112,7 @@ def test_no_evaluation_pod_before_the_last_one_is_deleted_and_pods_were_read() -
 @pytest.mark.parametrize("code", [1, 137])
 def test_a_failed_evaluation_is_retried_with_backoff_a_bounded_number_of_times(code: int) -> None:
     observed = job_with_models(100)
-    for failures in range(ATTEMPTS):
+    for failures in range(MAX_ATTEMPTS):
         observed = with_written_status(observed)
         assert [evaluation.failures for evaluation in observed.job.status.evaluations] == [failures]
         failed = replace(observed, evaluation=ended_pod(code, "Traceback ... boom", failures=failures))
@@ -126,14 +126,14 @@ def test_a_failed_evaluation_is_retried_with_backoff_a_bounded_number_of_times(c
         assert creations(waiting) == []
         later = NOW + BACKOFF_SECONDS * 2 ** (failures + 1)
         observed = replace(build.with_status(observed, result.status), evaluation=EvaluationView(), now=later)
-        assert len(creations(make_plan(observed))) == (failures + 1 < ATTEMPTS)
+        assert len(creations(make_plan(observed))) == (failures + 1 < MAX_ATTEMPTS)
         observed = replace(observed, now=NOW)
 
 
 @pytest.mark.parametrize(
     ("view", "failures"),
     [
-        (ended_pod(64, "tasks need the package lm-eval"), ATTEMPTS),
+        (ended_pod(64, "tasks need the package lm-eval"), MAX_ATTEMPTS),
         (ended_pod(0, "no JSON"), 1),
         (ended_pod(0, json.dumps({"evaluation": []})), 1),
         (ended_pod(0, json.dumps({"evaluation": [{"name": "x" * 500}]})), 1),
@@ -191,15 +191,15 @@ def test_evaluation_stops_with_suspended_failed_or_changed_jobs() -> None:
 
 def test_the_newest_milestones_are_kept() -> None:
     many = tuple(
-        MilestoneEvaluation(step=step, path=f"/m/{step}", failures=ATTEMPTS) for step in range(MAX_EVALUATIONS)
+        MilestoneEvaluation(step=step, path=f"/m/{step}", failures=MAX_ATTEMPTS) for step in range(MAX_EVALUATIONS)
     )
     result = make_plan(job_with_models(100, status={"evaluations": many}))
     assert [evaluation.step for evaluation in result.status.evaluations] == [*range(1, MAX_EVALUATIONS), 100]
 
 
-def build_evaluation_pod(job_spec: TrainingJobSpec, **settings: Any) -> dict[str, Any]:
+def build_manifest(job_spec: TrainingJobSpec, **settings: Any) -> dict[str, Any]:
     entry = MilestoneEvaluation(step=100, path=model(100).path, bytes=3 << 20)
-    return evaluation_pod(build.job(job_spec), replace(SETTINGS, **settings), entry, "0 /m")
+    return build_evaluation_pod(build.job(job_spec), replace(SETTINGS, **settings), entry, "0 /m")
 
 
 def test_the_evaluation_pod_is_no_worker_and_preempts_nobody() -> None:
@@ -217,7 +217,7 @@ def test_the_evaluation_pod_is_no_worker_and_preempts_nobody() -> None:
         scheduling={"priorityClassName": "high"},
         precompile={"enabled": True},
     )
-    manifest = build_evaluation_pod(job_spec)
+    manifest = build_manifest(job_spec)
     metadata, body = manifest["metadata"], manifest["spec"]
     assert metadata["name"] == "demo-evaluation"
     assert metadata["ownerReferences"][0]["uid"] == "job-uid"
@@ -246,4 +246,4 @@ def test_the_evaluation_pod_is_no_worker_and_preempts_nobody() -> None:
 
 
 def test_without_a_class_the_pod_has_the_default_priority() -> None:
-    assert "priorityClassName" not in build_evaluation_pod(measured_spec(), extra_priority_class="")["spec"]
+    assert "priorityClassName" not in build_manifest(measured_spec(), extra_priority_class="")["spec"]

@@ -10,8 +10,8 @@ from tests.unit.plan.plan_builders import NOW, SETTINGS
 from tests.unit.plan.plan_results import actions_of_type, created_pods, get_condition
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION
-from trainium_operator.plan.features.network_policy.policy import KIND, network_policy
-from trainium_operator.plan.manifests.worker_pod import pod_template
+from trainium_operator.plan.features.network_policy.policy import KIND, build_network_policy
+from trainium_operator.plan.manifests.worker_pod import build_pod_template
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyPolicy, Plan
 from trainium_operator.plan.model.conditions import find_condition, with_condition
@@ -32,7 +32,7 @@ def trains(**changes: Any) -> Observed:
 
 
 def with_policy(observed: Observed, ingress: WorkerIngress = INGRESS) -> Observed:
-    digest = network_policy(observed.job, ingress)["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
+    digest = build_network_policy(observed.job, ingress)["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]
     return replace(observed, children={**observed.children, PLACE: digest})
 
 
@@ -134,7 +134,7 @@ ADMITTED = WorkerIngress(operator_namespace="trainium-system", operator_labels=O
 
 
 def spec_of(ingress: WorkerIngress = ADMITTED, **workers: Any) -> dict[str, Any]:
-    policy_spec: dict[str, Any] = network_policy(build.job(build.spec(workers=workers)), ingress)["spec"]
+    policy_spec: dict[str, Any] = build_network_policy(build.job(build.spec(workers=workers)), ingress)["spec"]
     return policy_spec
 
 
@@ -153,7 +153,7 @@ def admitted_ports(policy: dict[str, Any], namespace: str, labels: dict[str, str
 
 def test_the_network_policy_selects_all_pods_of_the_job() -> None:
     selected = spec_of()["podSelector"]
-    labels = pod_template(build.job(), SETTINGS)["metadata"]["labels"]
+    labels = build_pod_template(build.job(), SETTINGS)["metadata"]["labels"]
     assert selected["matchLabels"] == {LABEL_JOB: "demo"}
     assert selected["matchExpressions"] == [{"key": LABEL_ROLE, "operator": "Exists"}]
     assert labels.items() >= {LABEL_JOB: "demo", LABEL_ROLE: "worker"}.items()
@@ -192,9 +192,11 @@ def test_host_network_workers_admit_everybody() -> None:
 
 
 def test_the_network_policy_is_owned_and_hashed() -> None:
-    policy, equal_policy = (network_policy(build.job(), ADMITTED) for _ in range(2))
+    policy, equal_policy = (build_network_policy(build.job(), ADMITTED) for _ in range(2))
     assert policy == equal_policy
     assert policy["metadata"]["ownerReferences"][0]["controller"]
     assert policy["metadata"]["labels"]["trainium.dev/job-name"] == "demo"
-    moved_policy = network_policy(build.job(), WorkerIngress(operator_namespace="moved", operator_labels=OPERATOR))
+    moved_policy = build_network_policy(
+        build.job(), WorkerIngress(operator_namespace="moved", operator_labels=OPERATOR)
+    )
     assert moved_policy["metadata"]["annotations"] != policy["metadata"]["annotations"]

@@ -11,7 +11,7 @@ from tests.unit.plan.plan_results import actions_of_type, created_pods, deleted_
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
-from trainium_operator.plan.features.kueue.requests import MOST_STEPS, remaining_steps
+from trainium_operator.plan.features.kueue.requests import MAX_QUOTA_STEPS, list_remaining_steps
 from trainium_operator.plan.model.actions import (
     ApplyWorkload,
     CreatePod,
@@ -60,7 +60,7 @@ def workload(part: int, workers: int, spares: int = 0, **changes: Any) -> Worklo
         uid=f"workload-{part}",
         version="7",
         part=part,
-        asked=counts,
+        requested_pods=counts,
         conditions=ADMITTED,
         grants=tuple(PodSetGrant(name=name, count=count, flavors=("blue",)) for name, count in counts.items()),
     )
@@ -422,10 +422,10 @@ def test_steps_lead_to_the_desired_size_and_are_few(floor: int, replicas: int) -
     size = decide_size(
         build.spec(workers={"replicas": replicas, "minReplicas": floor}, trainer={"batch": {"globalSize": 400}})
     )
-    steps = remaining_steps(size, floor)
+    steps = list_remaining_steps(size, floor)
     assert floor + sum(steps) == size.desired
     assert all(step > 0 for step in steps)
-    assert len(steps) <= MOST_STEPS
+    assert len(steps) <= MAX_QUOTA_STEPS
 
 
 @pytest.mark.parametrize(("answer", "ends"), [(ADMITTED, True), (EVICTED, False)])

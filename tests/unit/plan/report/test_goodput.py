@@ -19,7 +19,7 @@ from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, SizeAc
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Progress, StepTiming, WorkerPhase
 from trainium_operator.plan.model.observed import Observed, PodPhase
-from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 from trainium_operator.plan.report.step_time import reference_seconds
 
 
@@ -170,7 +170,9 @@ STEADY = GoodputStatus(
 def steady(step: int, goodput: GoodputStatus = STEADY, *, updated: float = NOW - 0.5, **status: Any) -> Observed:
     progress = Progress(step=step, resume_step=0, updated=updated)
     agents = build.training_agents(range(4), progress=progress)
-    return build.running_job(4, agents=agents, status={"start_time": rfc3339(NOW - 100), "goodput": goodput, **status})
+    return build.running_job(
+        4, agents=agents, status={"start_time": format_rfc3339(NOW - 100), "goodput": goodput, **status}
+    )
 
 
 def after(observed: Observed) -> TrainingJobStatus:

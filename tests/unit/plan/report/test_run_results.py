@@ -20,7 +20,7 @@ from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, Eval
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import Observed
-from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 
 STEPS = 40
 """Twenty seconds."""
@@ -308,10 +308,10 @@ def test_no_save_is_overdue_after_the_last_step() -> None:
         type=ConditionType.RUNNING,
         status=ConditionStatus.TRUE,
         reason="Training",
-        last_transition_time=rfc3339(NOW - 5000),
+        last_transition_time=format_rfc3339(NOW - 5000),
     )
-    fields = {"start_time": rfc3339(NOW - 5000), "conditions": (trained,)}
-    old = {"durable_step": 100, "durable_time": rfc3339(NOW - 4000)}
+    fields = {"start_time": format_rfc3339(NOW - 5000), "conditions": (trained,)}
+    old = {"durable_step": 100, "durable_time": format_rfc3339(NOW - 4000)}
     observed = build.running_job(4, job_spec=job_spec, status={**fields, "checkpoint": old})
 
     def state(observed: Observed, kind: ConditionType) -> ConditionStatus | None:
@@ -327,7 +327,7 @@ def test_no_save_is_overdue_after_the_last_step() -> None:
 def open_interruption(rung: Rung, *, ago: float, step_before: int, generation: int = 1) -> Interruption:
     return Interruption(
         generation=generation,
-        time=rfc3339(NOW - ago),
+        time=format_rfc3339(NOW - ago),
         cause=Cause.NODE_LOST,
         rung=rung,
         failed_at=NOW - ago,

@@ -24,7 +24,7 @@ from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.model.text import SENTENCE_LIMIT, format_names, format_sentence, rfc3339
+from trainium_operator.plan.model.text import SENTENCE_LIMIT, format_names, format_rfc3339, format_sentence
 from trainium_operator.plan.report.summary import SLOW_INIT_SECONDS
 
 
@@ -133,7 +133,7 @@ def test_a_training_job_shows_its_step_its_speed_and_its_checkpoints() -> None:
     assert (status.replicas, status.ready_replicas, status.spares, status.desired) == (4, 4, 0, 4)
     assert status.selector == "trainium.dev/job-name=demo,trainium.dev/role=worker"
     assert status.observed_generation == 1
-    assert status.start_time == rfc3339(NOW)
+    assert status.start_time == format_rfc3339(NOW)
 
 
 def test_committed_steps_never_go_back() -> None:
@@ -232,7 +232,7 @@ def test_a_job_completes_when_all_members_finished_and_deletes_its_spares() -> N
     result = make_plan(done)
     assert result.status.phase is Phase.COMPLETED
     assert is_true(result.status, ConditionType.COMPLETE)
-    assert result.status.completion_time == rfc3339(NOW)
+    assert result.status.completion_time == format_rfc3339(NOW)
     assert deleted_pods(result) == {"demo-w-4": None}
     assert "Completed" in {event.reason for event in result.events}
     again = make_plan(replace(build.without_pods(done, 4), job=replace(done.job, status=result.status)))
@@ -284,7 +284,7 @@ def second_generation(step: Any, phase: Any = WorkerPhase.TRAINING, restarts: An
         status={
             "membership": MembershipStatus(generation=2, size=4, data_parallel=4),
             "history": (OPEN,),
-            "start_time": rfc3339(NOW - 100),
+            "start_time": format_rfc3339(NOW - 100),
             "goodput": GoodputStatus(
                 wall_seconds=92.0,
                 node_seconds=368.0,

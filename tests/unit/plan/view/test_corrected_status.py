@@ -16,7 +16,7 @@ from trainium_contract.status.public import MembershipStatus, ProgressStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.features.idle_nodes import policy as idle_nodes
 from trainium_operator.plan.model.observed import Observed
-from trainium_operator.plan.model.text import rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 from trainium_operator.plan.pods import gang_policy
 from trainium_operator.plan.report.write_throttle import only_progress_differs
 from trainium_operator.plan.view.corrected_status import correct_status
@@ -32,7 +32,7 @@ def written(time: float) -> TrainingJobStatus:
         failures=(FailureRecord(cause=Cause.CRASH, at=time), FailureRecord(cause=Cause.CRASH, at=NOW - 50)),
         history=(build.interruption(Rung.GROW, ago=500), entry),
         goodput=GoodputStatus(accounted_until=time),
-        progress=ProgressStatus(updated=rfc3339(time)),
+        progress=ProgressStatus(updated=format_rfc3339(time)),
         idle_nodes=IdleNodesStatus(wanted=1, asked_at=time),
         gang=GangStatus(holding_since=time),
     )
@@ -70,7 +70,7 @@ def pausing(until: float) -> TrainingJobStatus:
 
 def test_a_pause_longer_than_any_policy_is_ended() -> None:
     for longest in (
-        idle_nodes._LONGEST_PAUSE_SECONDS,
+        idle_nodes._MAX_PAUSE_SECONDS,
         max(gang_policy.pause_seconds(f"job-{number}", 40) for number in range(500)),
     ):
         status = pausing(NOW + longest)
@@ -141,7 +141,7 @@ def test_an_edited_checkpoint_is_restored_and_is_no_commit(edited: int, silent: 
     observed = build.running_job(2)
     status = make_plan(observed).status
     assert status.checkpoint.durable_step == 10
-    before = rfc3339(NOW - 500)
+    before = format_rfc3339(NOW - 500)
     checkpoint = status.checkpoint.replaced(durable_step=edited, durable_time=before)
     observed = build.with_status(observed, status.replaced(checkpoint=checkpoint))
     status = make_plan(replace(observed, agents={}) if silent else observed).status
@@ -157,7 +157,7 @@ def test_a_commit_is_throttled_like_progress() -> None:
 def test_edited_steps_and_checkpoints_are_corrected_at_once() -> None:
     observed = build.running_job(2)
     observed = with_written_status(observed)
-    progress = observed.job.status.progress.replaced(step=10**6, updated=rfc3339(NOW))
+    progress = observed.job.status.progress.replaced(step=10**6, updated=format_rfc3339(NOW))
     checkpoint = observed.job.status.checkpoint.replaced(durable_step=10**6)
     edited = observed.job.status.replaced(progress=progress, checkpoint=checkpoint)
     status = make_plan(build.with_status(observed, edited)).status

@@ -10,7 +10,7 @@ from tests.unit.plan.plan_builders import SETTINGS
 from tests.unit.plan.plan_results import created_pods, deleted_pods
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.cluster.cache.views import pod_view
-from trainium_operator.plan.manifests.worker_pod import Avoided, template_hash, worker_pods
+from trainium_operator.plan.manifests.worker_pod import AvoidedNodes, build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.plan import plan
@@ -61,7 +61,7 @@ def test_the_image_of_a_sidecar_is_not_the_worker_s() -> None:
 
 def test_the_requested_image_is_read_back_despite_admission_changes() -> None:
     view = build.job(build.spec(workers={"template": {"spec": {"containers": [{"name": "aside", "image": "mine:1"}]}}}))
-    (raw,) = worker_pods(view, SETTINGS, range(1), Avoided())
+    (raw,) = build_worker_pods(view, SETTINGS, range(1), AvoidedNodes())
     raw = {**raw, "metadata": {**raw["metadata"], "uid": "u"}, "spec": {**raw["spec"], "containers": []}}
     pod = replace(pod_view(raw), phase=PodPhase.RUNNING)
     assert pod.image == SETTINGS.image
@@ -79,7 +79,7 @@ def test_a_replacement_after_an_upgrade_has_the_running_version() -> None:
 
 def test_pending_pods_follow_a_new_default_image() -> None:
     view = build.job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4))
-    digest = template_hash(view, SETTINGS)
+    digest = compute_template_hash(view, SETTINGS)
     pods = tuple(
         build.pod(ordinal, phase=PodPhase.PENDING, image=OLD, template_hash=digest, node="") for ordinal in range(4)
     )

@@ -17,9 +17,9 @@ from trainium_contract.job import TrainingJobStatus
 from trainium_operator.plan.membership.ranks import (
     RankContext,
     assign_ranks,
-    nearest_first,
-    network_path,
+    find_network_path,
     order_first_ranks,
+    sort_nearest_first,
 )
 from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import NodeView, Observed
@@ -57,7 +57,7 @@ def starting(count: int, nodes: dict[str, NodeView], **workers: Any) -> Observed
 def test_the_ranks_of_a_domain_are_contiguous_at_every_layer(shuffle: int) -> None:
     nodes = racks(24, 4, shuffle=shuffle)
     ordered = order_first_ranks(warm(starting(24, nodes)), 24, RankContext(nodes))
-    places = [network_path(worker.pod.node, nodes[worker.pod.node]) for worker in ordered]
+    places = [find_network_path(worker.pod.node, nodes[worker.pod.node]) for worker in ordered]
     for depth in range(1, 4):
         domains = [domain for domain, _ in groupby(places, key=lambda place, depth=depth: place[:depth])]
         assert len(domains) == len(set(domains)), f"a domain of layer {depth} is split"
@@ -183,7 +183,7 @@ def test_the_priority_class_reaches_the_pods() -> None:
 
 def test_nodes_without_labels_are_not_near() -> None:
     nodes = {"node-0": labelled("node-0"), "node-1": labelled("node-1"), "node-2": labelled("node-2", zone="a")}
-    assert [worker.pod.node for worker in nearest_first(warm(starting(3, nodes)), nodes)] == [
+    assert [worker.pod.node for worker in sort_nearest_first(warm(starting(3, nodes)), nodes)] == [
         "node-0",
         "node-1",
         "node-2",

@@ -14,7 +14,7 @@ from trainium_operator.cluster.execute.executor import Executor
 from trainium_operator.cluster.execute.optional_writes import OptionalWrites
 from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (
     CreatePod,
@@ -77,7 +77,7 @@ class World:
 
     def publication(self, generation: int, replaces: int, ip: str = "10.0.0.1") -> PublishMembership:
         new = membership(generation, member("j-w-0", pod_ip=ip))
-        return PublishMembership(new, membership_map(self.job, new), replaces)
+        return PublishMembership(new, build_membership_map(self.job, new), replaces)
 
     def uids(self) -> dict[str, str]:
         """The uids of the pods that exist, by name."""

@@ -20,8 +20,8 @@ from trainium_operator.cluster.api.transport import HttpResponse
 from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.cluster.execute.deletion_limit import LEAST, ForceDeleteLimitError
 from trainium_operator.cluster.execute.executor import BESIDE_A_START
-from trainium_operator.plan.features.network_policy.policy import network_policy
-from trainium_operator.plan.manifests.config_maps import membership_map
+from trainium_operator.plan.features.network_policy.policy import build_network_policy
+from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.model.actions import (
     ApplyObject,
     ApplyPolicy,
@@ -33,7 +33,7 @@ from trainium_operator.plan.model.actions import (
     Plan,
 )
 from trainium_operator.plan.model.observed import WorkerIngress
-from trainium_operator.plan.pods.disruption_budget import budget_manifest
+from trainium_operator.plan.pods.disruption_budget import build_budget
 
 
 class ConcurrentRequests:
@@ -131,16 +131,16 @@ async def test_an_exceeded_quota_is_asked_once(world: World) -> None:
 async def test_a_write_of_another_object_keeps_the_pause_of_creations(world: World, written: str) -> None:
     job = world.job
     if written == "a budget that is changed":
-        await world.do(ApplyObject(budget_manifest(job, 2)))
+        await world.do(ApplyObject(build_budget(job, 2)))
     world.refuse_creations("pods", "exceeded quota")
     for pause in (1.0, 2.0, 4.0, 8.0):
         with pytest.raises(ForbiddenError):
             await world.do(*world.pods(2))
         assert world.creation_backoff.blocked_until(job.uid) == world.now + pause
         other = (
-            budget_manifest(job, int(pause))
+            build_budget(job, int(pause))
             if "budget" in written
-            else membership_map(job, world.publication(1, 0).membership)
+            else build_membership_map(job, world.publication(1, 0).membership)
         )
         await world.do(ApplyObject(other))
         assert world.creation_backoff.blocked_until(job.uid) == world.now + pause
@@ -202,8 +202,8 @@ async def test_an_exceeded_quota_is_one_event_for_all_pod_names(world: World) ->
 async def test_an_applied_object_reverts_nested_edits(world: World) -> None:
     ingress = WorkerIngress(operator_namespace="system", operator_labels={"app": "operator"}, rules=())
     desired = {
-        resources.DISRUPTION_BUDGETS: budget_manifest(world.job, 3),
-        resources.NETWORK_POLICIES: network_policy(world.job, ingress),
+        resources.DISRUPTION_BUDGETS: build_budget(world.job, 3),
+        resources.NETWORK_POLICIES: build_network_policy(world.job, ingress),
     }
     for resource, manifest in desired.items():
         edited = copy.deepcopy(manifest)

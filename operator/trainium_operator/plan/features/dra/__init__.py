@@ -20,8 +20,8 @@ FEATURE = Feature(
     name="claimed devices",
     is_used=_is_used,
     pod_fields=template.pod_claim_fields,
-    node_problems=claims.find_problems,
+    node_problems=claims.find_device_problems,
     reconcile_before_pods=claims.reconcile_templates,
-    refuse_pods=claims.refuse_claims,
-    describe_capacity=claims.free_devices,
+    find_creation_blocker=claims.find_claim_blocker,
+    describe_capacity=claims.describe_free_devices,
 )

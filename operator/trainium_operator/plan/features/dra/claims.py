@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.classify import find_claim_health_cause, find_device_taint_cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.faults.node_signals import NodeProblem
-from trainium_operator.plan.features.dra.template import claim_template
+from trainium_operator.plan.features.dra.template import build_claim_template
 from trainium_operator.plan.model.actions import ApplyObject, DeleteTemplate, PolicyResult
 from trainium_operator.plan.model.observed import ApiState, DeviceTaint, Observed
 from trainium_operator.plan.model.reasons import Reason
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SEVERITY = {"NoExecute": Severity.DRAIN, "NoSchedule": Severity.SUSPECT}
 """Severity of a taint by its effect: its holder is about to be evicted, or would not be placed there again."""
-_WHY = {
+_UNAVAILABLE_MESSAGES = {
     ApiState.OFF: "devices are not claimed here: install the chart with dra.enabled=true, or leave out "
     "workers.accelerator.claim and install the Neuron device plugin",
     ApiState.ABSENT: "this cluster does not serve resource.k8s.io/v1, which comes with Kubernetes 1.34: leave out "
@@ -43,26 +43,26 @@ def reconcile_templates(facts: Facts, status: TrainingJobStatus) -> PolicyResult
         return PolicyResult(status=status)
     if facts.now < facts.observed.create_after:
         return PolicyResult(status=status, requeue_at=(facts.observed.create_after,))
-    present, wanted = facts.observed.devices.templates, claim_template(facts.job)
+    present, wanted = facts.observed.devices.templates, build_claim_template(facts.job)
     name = wanted["metadata"]["name"] if wanted is not None else ""
-    made = () if wanted is None or name in present else (ApplyObject(wanted),)
+    creations = () if wanted is None or name in present else (ApplyObject(wanted),)
     if facts.job.unknown:
-        return PolicyResult(status=status, actions=made)
+        return PolicyResult(status=status, actions=creations)
     used = {worker.pod.claim_template for worker in facts.workers.values()}
-    dropped = (DeleteTemplate(each, uid) for each, uid in sorted(present.items()) if each not in used | {name})
-    return PolicyResult(status=status, actions=(*made, *dropped))
+    deletions = (DeleteTemplate(other, uid) for other, uid in sorted(present.items()) if other not in used | {name})
+    return PolicyResult(status=status, actions=(*creations, *deletions))
 
 
-def refuse_claims(facts: Facts) -> tuple[Reason, str] | None:
+def find_claim_blocker(facts: Facts) -> tuple[Reason, str] | None:
     """Return why no pod can be created now, and what to do; None where devices can be claimed, or need not be."""
     state = facts.settings.dra
     if facts.job.spec.workers.accelerator.claim is None or state is ApiState.READY:
         return None
     reading = state is ApiState.READING
-    return Reason.WAITING_FOR_DEVICES if reading else Reason.DEVICE_API_MISSING, _WHY[state]
+    return Reason.WAITING_FOR_DEVICES if reading else Reason.DEVICE_API_MISSING, _UNAVAILABLE_MESSAGES[state]
 
 
-def free_devices(facts: Facts) -> str:
+def describe_free_devices(facts: Facts) -> str:
     """Return the number of nodes with enough free devices as a sentence; empty without a claim."""
     devices, count = facts.observed.devices, facts.job.spec.workers.accelerator.claimed_devices()
     if devices is None or not count:
@@ -70,17 +70,17 @@ def free_devices(facts: Facts) -> str:
     return f" Nodes that have {count} free devices: {len(devices.free_nodes)} of {devices.nodes}."
 
 
-def find_problems(observed: Observed, worker: Worker) -> Iterator[NodeProblem]:
+def find_device_problems(observed: Observed, worker: Worker) -> Iterator[NodeProblem]:
     """Return the reported problems of the devices that the worker claims.
 
     A taint does not concern the other devices of its node, which the scheduler may give to a new worker. A device
     that is unhealthy and not tainted would be allocated again, so its node is avoided.
     """
     taints = observed.devices.taints.get(worker.pod.uid, ()) if observed.devices is not None else ()
-    yield from filter(None, (*map(taint_problem, taints), health_problem(worker.pod.device_health)))
+    yield from filter(None, (*map(find_taint_problem, taints), find_health_problem(worker.pod.device_health)))
 
 
-def taint_problem(taint: DeviceTaint) -> NodeProblem | None:
+def find_taint_problem(taint: DeviceTaint) -> NodeProblem | None:
     """Return the problem of a taint of a claimed device; None if it requires nothing of its holder."""
     cause = find_device_taint_cause(taint.effect)
     if cause is None:
@@ -90,7 +90,7 @@ def taint_problem(taint: DeviceTaint) -> NodeProblem | None:
     return NodeProblem(_SEVERITY.get(taint.effect, Severity.SUSPECT), cause, source, reason, taint.since)
 
 
-def health_problem(reported: tuple[str, str] | None) -> NodeProblem | None:
+def find_health_problem(reported: tuple[str, str] | None) -> NodeProblem | None:
     """Return the problem that the kubelet reports of a claimed device; None for a healthy one."""
     if reported is None:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.spec.claim import DRIVER, ClaimSpec
-from trainium_operator.plan.manifests.owned_object import content_hash, owned_object
+from trainium_operator.plan.manifests.owned_object import build_owned_object, compute_content_hash
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.names import CLAIM
 
@@ -22,31 +22,31 @@ Json = dict[str, Any]
 
 KIND = "ResourceClaimTemplate"
 API_VERSION = "resource.k8s.io/v1"
-_GROUPS = "resource.aws.com/devicegroup{}_id"
+_GROUP_ATTRIBUTE = "resource.aws.com/devicegroup{}_id"
 """Attribute shared by devices that are connected with each other, by the size of the group."""
-_PARAMETERS = "neuron.aws.com/v1"
+_PARAMETERS_API_VERSION = "neuron.aws.com/v1"
 
 
-def claim_template(job: JobView) -> Json | None:
+def build_claim_template(job: JobView) -> Json | None:
     """Return the template for new pods; None for a job that claims nothing."""
     accelerator = job.spec.workers.accelerator
     if accelerator.claim is None:
         return None
-    content = {"spec": {"spec": {"devices": _devices(accelerator, accelerator.claim)}}}
-    name = names.claim_template_name(job.name, content_hash(content))
-    return owned_object(job, API_VERSION, KIND, name, content, "devices")
+    content = {"spec": {"spec": {"devices": _build_devices(accelerator, accelerator.claim)}}}
+    name = names.claim_template_name(job.name, compute_content_hash(content))
+    return build_owned_object(job, API_VERSION, KIND, name, content, "devices")
 
 
 def pod_claim_fields(job: JobView) -> tuple[Json, Json]:
     """Return additional fields of a pod's spec and of its container's resources; empty without a claim."""
-    template = claim_template(job)
+    template = build_claim_template(job)
     if template is None:
         return {}, {}
     reference = {"name": CLAIM, "resourceClaimTemplateName": template["metadata"]["name"]}
     return {"resourceClaims": [reference]}, {"claims": [{"name": CLAIM}]}
 
 
-def _devices(accelerator: AcceleratorSpec, claim: ClaimSpec) -> Json:
+def _build_devices(accelerator: AcceleratorSpec, claim: ClaimSpec) -> Json:
     count = accelerator.claimed_devices()
     exactly: Json = {"deviceClassName": claim.device_class_name, "allocationMode": "ExactCount", "count": count}
     conditions = [*claim.selectors]
@@ -56,9 +56,9 @@ def _devices(accelerator: AcceleratorSpec, claim: ClaimSpec) -> Json:
         exactly["selectors"] = [{"cel": {"expression": each}} for each in conditions]
     devices: Json = {"requests": [{"name": CLAIM, "exactly": exactly}]}
     if claim.connected:
-        devices["constraints"] = [{"requests": [CLAIM], "matchAttribute": _GROUPS.format(count)}]
+        devices["constraints"] = [{"requests": [CLAIM], "matchAttribute": _GROUP_ATTRIBUTE.format(count)}]
     if parameters := _driver_parameters(claim):
-        opaque = {"driver": DRIVER, "parameters": {"apiVersion": _PARAMETERS, **parameters}}
+        opaque = {"driver": DRIVER, "parameters": {"apiVersion": _PARAMETERS_API_VERSION, **parameters}}
         devices["config"] = [{"requests": [CLAIM], "opaque": opaque}]
     return devices
 

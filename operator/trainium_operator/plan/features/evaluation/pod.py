@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.spec.precompile import PrecompileSpec
 from trainium_contract.wire import worker_env as env
-from trainium_operator.plan.manifests.owned_object import owner_reference
+from trainium_operator.plan.manifests.owned_object import build_owner_reference
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
-from trainium_operator.plan.manifests.worker_pod import pod_template
+from trainium_operator.plan.manifests.worker_pod import LONG_RUNNING_FIELDS, build_pod_template
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
@@ -26,37 +26,35 @@ TERMINATION_LOG = "/dev/termination-log"
 RESULT_NAME = "milestone.json"
 """File beside the model, on storage that is a folder."""
 _MIB = 1 << 20
-_LIBRARIES = 2048 * _MIB
+_LIBRARY_BYTES = 2048 * _MIB
 """Memory of Python and its libraries."""
 _FLOAT32_SHARE = 2
 """The model is computed in float32 on a CPU; its files have two or four bytes a number."""
 _GRACE_SECONDS = 10
-_OF_WORKERS = ("args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe")
-_ANNOTATIONS_OF_WORKERS = (env.GROUP, "karpenter.sh/", "cluster-autoscaler.kubernetes.io/")
-_NOT_KEPT = ("priority", "preemptionPolicy", "priorityClassName", "affinity", "schedulingGates", "resourceClaims")
+_WORKER_ANNOTATIONS = (env.GROUP, "karpenter.sh/", "cluster-autoscaler.kubernetes.io/")
+_DROPPED_FIELDS = ("priority", "preemptionPolicy", "priorityClassName", "affinity", "schedulingGates", "resourceClaims")
 
 
-def evaluation_pod(job: JobView, settings: PlanSettings, entry: MilestoneEvaluation, attempt: str) -> Json:
+def build_evaluation_pod(job: JobView, settings: PlanSettings, entry: MilestoneEvaluation, attempt: str) -> Json:
     """Build the complete manifest."""
-    plain = replace(job, spec=job.spec.replaced(precompile=PrecompileSpec()))
-    body = pod_template(plain, replace(settings, features=()), asks=False)
-    spec = {key: value for key, value in body["spec"].items() if key not in _NOT_KEPT}
+    uncompiled = replace(job, spec=job.spec.replaced(precompile=PrecompileSpec()))
+    body = build_pod_template(uncompiled, replace(settings, features=()), with_estimates=False)
+    spec = {key: value for key, value in body["spec"].items() if key not in _DROPPED_FIELDS}
     instance_type = job.spec.workers.accelerator.instance_type
     selector = {key: value for key, value in (spec.get("nodeSelector") or {}).items() if value != instance_type}
     spec |= {
         "containers": [
-            _container(each, entry) if each.get("name") == WORKER_CONTAINER else each for each in spec["containers"]
+            _build_container(item, entry) if item.get("name") == WORKER_CONTAINER else item
+            for item in spec["containers"]
         ],
-        "volumes": [each for each in spec.get("volumes") or [] if each.get("name") != "token"],
+        "volumes": [item for item in spec.get("volumes") or [] if item.get("name") != "token"],
         "nodeSelector": selector,
         "terminationGracePeriodSeconds": _GRACE_SECONDS,
     }
     if settings.extra_priority_class:
         spec["priorityClassName"] = settings.extra_priority_class
     annotations = {
-        key: value
-        for key, value in body["metadata"]["annotations"].items()
-        if not key.startswith(_ANNOTATIONS_OF_WORKERS)
+        key: value for key, value in body["metadata"]["annotations"].items() if not key.startswith(_WORKER_ANNOTATIONS)
     }
     labels = {**body["metadata"]["labels"], **names.object_labels(job.name, "evaluation")}
     metadata = {
@@ -64,24 +62,24 @@ def evaluation_pod(job: JobView, settings: PlanSettings, entry: MilestoneEvaluat
         "namespace": job.namespace,
         "labels": {**labels, env.LABEL_ROLE: env.ROLE_EVALUATION},
         "annotations": {**annotations, names.ANNOTATION_EVALUATES: attempt},
-        "ownerReferences": [owner_reference(job)],
+        "ownerReferences": [build_owner_reference(job)],
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def _container(worker: Json, entry: MilestoneEvaluation) -> Json:
-    kept = {key: value for key, value in worker.items() if key not in _OF_WORKERS}
+def _build_container(worker: Json, entry: MilestoneEvaluation) -> Json:
+    kept = {key: value for key, value in worker.items() if key not in LONG_RUNNING_FIELDS}
     # Some container runtimes expose every GPU of a node to pods that request none.
     command = ["trainium-trainer", "evaluate", entry.path, "--config", env.CONFIG_PATH, "--device", "cpu"]
     command += ["--message", TERMINATION_LOG]
     if entry.path.startswith("/"):
         command += ["--output", f"{entry.path.rstrip('/').rpartition('/')[0]}/{RESULT_NAME}"]
-    memory = _LIBRARIES + entry.bytes * _FLOAT32_SHARE
+    memory = _LIBRARY_BYTES + entry.bytes * _FLOAT32_SHARE
     return {
         **kept,
         "command": command,
-        "env": [each for each in worker.get("env") or [] if not str(each.get("name")).startswith("TRAINIUM_")],
-        "volumeMounts": [each for each in worker.get("volumeMounts") or [] if each.get("name") != "token"],
+        "env": [item for item in worker.get("env") or [] if not str(item.get("name")).startswith("TRAINIUM_")],
+        "volumeMounts": [item for item in worker.get("volumeMounts") or [] if item.get("name") != "token"],
         "resources": {"requests": {"cpu": "1", "memory": f"{-(-memory // _MIB)}Mi"}},
         "terminationMessagePath": TERMINATION_LOG,
     }

@@ -21,19 +21,19 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.results import MAX_EVALUATIONS, EvaluationFigure, MilestoneEvaluation, RunResults
 from trainium_contract.trainer.artifacts import ArtifactKind
-from trainium_operator.plan.features.evaluation.pod import evaluation_pod
+from trainium_operator.plan.features.evaluation.pod import build_evaluation_pod
 from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluation, PolicyResult, event
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_figure, format_sentence, parse_rfc3339, rfc3339
+from trainium_operator.plan.model.text import format_figure, format_rfc3339, format_sentence, parse_rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
     from trainium_operator.plan.model.observed import PodView
     from trainium_operator.plan.view.facts import Facts
 
-ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 BACKOFF_SECONDS = 30.0
 """Pause after the first failure; each further one doubles it."""
 RECHECK_SECONDS = 5.0
@@ -48,30 +48,30 @@ def is_wanted(spec: TrainingJobSpec) -> bool:
 def reconcile_evaluation(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Record the result of the pod that has ended, or create the next one."""
     observed = facts.observed.evaluation
-    runs = is_wanted(facts.job.spec) and not facts.job.spec.suspend and not is_true(status, ConditionType.FAILED)
-    if runs:
+    is_active = is_wanted(facts.job.spec) and not facts.job.spec.suspend and not is_true(status, ConditionType.FAILED)
+    if is_active:
         status = status.replaced(evaluations=_with_new_models(status))
     if observed is None:
-        return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,) if runs else ())
+        return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,) if is_active else ())
     if observed.pod is not None:
-        return _follow(facts, status, observed.pod, runs=runs)
-    entry = next((each for each in status.evaluations if is_pending(each)), None)
-    if entry is None or not runs:
+        return _reconcile_pod(facts, status, observed.pod, is_active=is_active)
+    entry = next((evaluation for evaluation in status.evaluations if is_pending(evaluation)), None)
+    if entry is None or not is_active:
         return PolicyResult(status=status)
-    start = _next_start(entry)
+    start_at = _find_next_start(entry)
     if observed.refusal is not None:
-        start = max(start, observed.refusal.retry_at)
+        start_at = max(start_at, observed.refusal.retry_at)
         message = format_sentence(f"its pod cannot be created: {observed.refusal.sentence}")
         status = _with_entry(status, entry.replaced(message=message))
-    if facts.now < start:
-        return PolicyResult(status=status, requeue_at=(start,))
-    manifest = evaluation_pod(facts.job, facts.settings, entry, describe_attempt(entry))
+    if facts.now < start_at:
+        return PolicyResult(status=status, requeue_at=(start_at,))
+    manifest = build_evaluation_pod(facts.job, facts.settings, entry, describe_attempt(entry))
     return PolicyResult(status=status, actions=(CreateEvaluation(manifest),))
 
 
 def is_pending(entry: MilestoneEvaluation) -> bool:
     """Return whether a model is still to be measured."""
-    return not entry.figures and entry.failures < ATTEMPTS
+    return not entry.figures and entry.failures < MAX_ATTEMPTS
 
 
 def describe_attempt(entry: MilestoneEvaluation) -> str:
@@ -80,45 +80,50 @@ def describe_attempt(entry: MilestoneEvaluation) -> str:
 
 
 def _with_new_models(status: TrainingJobStatus) -> tuple[MilestoneEvaluation, ...]:
-    known = {each.path for each in status.evaluations}
-    added = tuple(
-        MilestoneEvaluation(step=each.step, tokens=each.tokens, path=each.path, bytes=each.bytes)
-        for each in status.artifacts
-        if each.kind == ArtifactKind.MODEL and each.path not in known
+    known_paths = {artifact.path for artifact in status.evaluations}
+    new_entries = tuple(
+        MilestoneEvaluation(step=artifact.step, tokens=artifact.tokens, path=artifact.path, bytes=artifact.bytes)
+        for artifact in status.artifacts
+        if artifact.kind == ArtifactKind.MODEL and artifact.path not in known_paths
     )
-    return (*status.evaluations, *added)[-MAX_EVALUATIONS:] if added else status.evaluations
+    return (*status.evaluations, *new_entries)[-MAX_EVALUATIONS:] if new_entries else status.evaluations
 
 
-def _follow(facts: Facts, status: TrainingJobStatus, pod: PodView, *, runs: bool) -> PolicyResult:
+def _reconcile_pod(facts: Facts, status: TrainingJobStatus, pod: PodView, *, is_active: bool) -> PolicyResult:
     """Return the result of a pod that has ended, and its deletion; also for a model that is no longer wanted."""
     if pod.deleting:
         return PolicyResult(status=status)
-    ended = pod.exit_code is not None or pod.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
+    has_ended = pod.exit_code is not None or pod.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)
     entry = next(
-        (each for each in status.evaluations if is_pending(each) and describe_attempt(each) == pod.evaluates), None
+        (
+            evaluation
+            for evaluation in status.evaluations
+            if is_pending(evaluation) and describe_attempt(evaluation) == pod.evaluates
+        ),
+        None,
     )
-    if runs and entry is not None and not ended:
+    if is_active and entry is not None and not has_ended:
         return PolicyResult(status=status)
-    result = PolicyResult(status=status) if entry is None or not ended else _record(facts, status, pod, entry)
+    result = PolicyResult(status=status) if entry is None or not has_ended else _record_end(facts, status, pod, entry)
     return replace(result, actions=(DeleteEvaluation(pod.name, pod.uid),))
 
 
-def _record(facts: Facts, status: TrainingJobStatus, pod: PodView, entry: MilestoneEvaluation) -> PolicyResult:
+def _record_end(facts: Facts, status: TrainingJobStatus, pod: PodView, entry: MilestoneEvaluation) -> PolicyResult:
     figures = _read_figures(pod)
-    entry = entry.replaced(time=rfc3339(facts.now))
+    entry = entry.replaced(time=format_rfc3339(facts.now))
     if figures:
         entry = entry.replaced(figures=figures, message="")
-        text = ", ".join(format_figure(each) for each in figures)
+        text = ", ".join(format_figure(figure) for figure in figures)
         note = event(Reason.EVALUATED, f"The model of step {entry.step} was measured: {text}.")
         return PolicyResult(status=_with_entry(status, entry), events=(note,))
     reason = pod.message or pod.reason or "its pod left no figures"
     if pod.disrupted:
         return PolicyResult(status=_with_entry(status, entry.replaced(message=format_sentence(reason))))
-    failures = ATTEMPTS if pod.exit_code == ExitCode.USER_ERROR else entry.failures + 1
+    failures = MAX_ATTEMPTS if pod.exit_code == ExitCode.USER_ERROR else entry.failures + 1
     entry = entry.replaced(failures=failures, message=format_sentence(reason))
-    then = "it is tried again" if is_pending(entry) else "it is left out"
+    consequence = "it is tried again" if is_pending(entry) else "it is left out"
     code = "" if pod.exit_code is None else f" (exit code {pod.exit_code})"
-    text = f"The model of step {entry.step} could not be measured{code}, {then}: {reason}"
+    text = f"The model of step {entry.step} could not be measured{code}, {consequence}: {reason}"
     warning = event(Reason.EVALUATION_FAILED, text, warning=True)
     return PolicyResult(status=_with_entry(status, entry), events=(warning,))
 
@@ -133,11 +138,11 @@ def _read_figures(pod: PodView) -> tuple[EvaluationFigure, ...]:
         return ()
 
 
-def _next_start(entry: MilestoneEvaluation) -> float:
-    failed = parse_rfc3339(entry.time)
-    return 0.0 if failed is None else failed + BACKOFF_SECONDS * 2**entry.failures
+def _find_next_start(entry: MilestoneEvaluation) -> float:
+    failed_at = parse_rfc3339(entry.time)
+    return 0.0 if failed_at is None else failed_at + BACKOFF_SECONDS * 2**entry.failures
 
 
 def _with_entry(status: TrainingJobStatus, entry: MilestoneEvaluation) -> TrainingJobStatus:
-    changed = tuple(entry if each.path == entry.path else each for each in status.evaluations)
-    return status.replaced(evaluations=changed)
+    evaluations = tuple(entry if other.path == entry.path else other for other in status.evaluations)
+    return status.replaced(evaluations=evaluations)

@@ -22,7 +22,7 @@ FEATURE = Feature(
     name="gang scheduling",
     is_used=_is_used,
     group_pods=groups.group_pods,
-    creates_as_a_whole=groups.waits_as_gang,
+    creates_as_a_whole=groups.needs_whole_gang,
     is_misplaced=groups.is_misplaced,
     describe_wait=groups.describe_wait,
 )

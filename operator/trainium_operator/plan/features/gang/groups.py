@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.spec.scheduling import Gang
 from trainium_contract.wire.worker_env import GROUP, KIND
-from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
+from trainium_operator.plan.manifests.owned_object import build_owner_reference, compute_content_hash
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Action, ApplyGroup
 from trainium_operator.plan.model.names import ANNOTATION_GROUP
 from trainium_operator.plan.model.observed import GangApi, JobView, PodPhase
-from trainium_operator.plan.view.size import needed_workers
+from trainium_operator.plan.view.size import count_needed_workers
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
@@ -39,21 +39,21 @@ _WORKLOAD_GROUP = "workers"
 """Name of the only pod group in a Workload of Kubernetes 1.35."""
 
 
-def group_object(job: JobView, api: GangApi, api_version: str, least: int) -> Json | None:
-    """Return the object of a gang of at least `least` pods; None for an API without one."""
+def build_group_object(job: JobView, api: GangApi, api_version: str, min_count: int) -> Json | None:
+    """Return the object of a gang of at least `min_count` pods; None for an API without one."""
     if api is GangApi.SCHEDULING_GROUP:
-        spec: Json = {"schedulingPolicy": {"gang": {"minCount": least}}}
+        spec: Json = {"schedulingPolicy": {"gang": {"minCount": min_count}}}
         if job.spec.scheduling.priority_class_name:
             spec["priorityClassName"] = job.spec.scheduling.priority_class_name
-        return _object(job, api_version, "PodGroup", spec)
+        return _build_object(job, api_version, "PodGroup", spec)
     if api is GangApi.WORKLOAD_REF:
         spec = {
             "controllerRef": {"apiGroup": GROUP, "kind": KIND, "name": job.name},
-            "podGroups": [{"name": _WORKLOAD_GROUP, "policy": {"gang": {"minCount": least}}}],
+            "podGroups": [{"name": _WORKLOAD_GROUP, "policy": {"gang": {"minCount": min_count}}}],
         }
-        return _object(job, api_version, "Workload", spec)
+        return _build_object(job, api_version, "Workload", spec)
     if api is GangApi.COSCHEDULING:
-        return _object(job, api_version, "PodGroup", {"minMember": least})
+        return _build_object(job, api_version, "PodGroup", {"minMember": min_count})
     return None
 
 
@@ -69,26 +69,26 @@ def join_group(pod: Json, api: GangApi, group: str) -> Json:
     return {**pod, "metadata": {**pod["metadata"], "labels": labels}}
 
 
-def _object(job: JobView, api_version: str, kind: str, spec: Json) -> Json:
+def _build_object(job: JobView, api_version: str, kind: str, spec: Json) -> Json:
     content = {"apiVersion": api_version, "kind": kind, "spec": spec}
     metadata = {
-        "name": f"{job.name}-{content_hash(content)[:8]}",
+        "name": f"{job.name}-{compute_content_hash(content)[:8]}",
         "namespace": job.namespace,
         "labels": names.object_labels(job.name, "gang"),
-        "ownerReferences": [owner_reference(job)],
+        "ownerReferences": [build_owner_reference(job)],
     }
     return {**content, "metadata": metadata}
 
 
-def gang_api(facts: Facts) -> GangApi:
+def find_gang_api(facts: Facts) -> GangApi:
     """Return the gang API that starts all workers of this job together."""
     served = facts.settings.gang_apis
     return next((api for api in _BY_SPEC[facts.job.spec.scheduling.gang] if api in served), GangApi.NONE)
 
 
-def waits_as_gang(facts: Facts, status: PublicStatus) -> bool:
+def needs_whole_gang(facts: Facts, status: PublicStatus) -> bool:
     """Return whether a new pod gets no node before all of its group exist."""
-    return status.membership.size == 0 and _group(facts) is not None
+    return status.membership.size == 0 and _build_group(facts) is not None
 
 
 def is_misplaced(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
@@ -96,14 +96,14 @@ def is_misplaced(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
     pod = worker.pod
     if not pod.gang or pod.node or pod.phase is not PodPhase.PENDING or worker.agent is not None:
         return False
-    group = _group(facts) if status.membership.size == 0 else None
+    group = _build_group(facts) if status.membership.size == 0 else None
     return group is None or pod.gang != group["metadata"]["name"]
 
 
-def _group(facts: Facts) -> dict[str, Any] | None:
-    api, least = gang_api(facts), needed_workers(facts.size)
+def _build_group(facts: Facts) -> dict[str, Any] | None:
+    api, min_count = find_gang_api(facts), count_needed_workers(facts.size)
     version = facts.settings.gang_apis.get(api, "")
-    return group_object(facts.job, api, version, least) if version and least > 1 else None
+    return build_group_object(facts.job, api, version, min_count) if version and min_count > 1 else None
 
 
 def group_pods(facts: Facts, status: PublicStatus, manifests: list[Json]) -> tuple[tuple[Action, ...], list[Json]]:
@@ -111,16 +111,16 @@ def group_pods(facts: Facts, status: PublicStatus, manifests: list[Json]) -> tup
 
     New pods of a job that trains are not part of a gang.
     """
-    group = _group(facts) if status.membership.size == 0 else None
+    group = _build_group(facts) if status.membership.size == 0 else None
     if group is None:
         return (), manifests
-    api = gang_api(facts)
+    api = find_gang_api(facts)
     return (ApplyGroup(group),), [join_group(pod, api, group["metadata"]["name"]) for pod in manifests]
 
 
 def describe_wait(facts: Facts) -> str:
     """Return how the workers wait for their nodes, as the rest of a sentence."""
-    wanted, api = facts.job.spec.scheduling.gang, gang_api(facts)
+    wanted, api = facts.job.spec.scheduling.gang, find_gang_api(facts)
     if wanted in (Gang.NATIVE, Gang.COSCHEDULING) and api is GangApi.NONE:
         return f" (this cluster does not serve the gang API that was asked for, {wanted.value})"
     return "" if api is GangApi.NONE else f" (they wait as a gang, {api.value})"

@@ -25,8 +25,8 @@ from trainium_operator.plan.membership.growth import compile_seconds, growth_res
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.view.facts import Facts, healthy_joiners
-from trainium_operator.plan.view.progress import is_settled, past_steps, resize_cost_seconds
+from trainium_operator.plan.view.facts import Facts, list_healthy_joiners
+from trainium_operator.plan.view.progress import is_past_steps, is_settled, measure_resize_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.workers import Worker
 
 _FIRST_PAUSE_SECONDS = 60.0
-_LONGEST_PAUSE_SECONDS = 600.0
-_NEVER = IdleNodesStatus()
+_MAX_PAUSE_SECONDS = 600.0
+_NO_EXTRAS = IdleNodesStatus()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +46,16 @@ class _Limits:
 
     base: int
     """Requested nodes."""
-    most: int
+    max_size: int
     """The best size that the job may have."""
     usable: int
     """Extras that train or can join at once, at most as many as a queue grants."""
     available: int
     """Workers that train or can join at once."""
 
-    def beyond(self, facts: Facts, workers: int) -> int:
+    def best_size(self, facts: Facts, workers: int) -> int:
         """Return the best size for that many workers, of which `usable` may be extras; at least the requested size."""
-        return max(self.base, facts.size.legal_at_most(min(workers, self.base + self.usable, self.most)))
+        return max(self.base, facts.size.legal_at_most(min(workers, self.base + self.usable, self.max_size)))
 
 
 def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
@@ -64,120 +64,132 @@ def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
     `status.desired` is the requested size.
     """
     if facts.current is None or not status.desired:
-        return PolicyResult(status=status.replaced(idle_nodes=_NEVER))
+        return PolicyResult(status=status.replaced(idle_nodes=_NO_EXTRAS))
     lost = {loss.member.pod_uid for loss in losses}
-    usable = extras_usable(facts, lost)
+    usable = list_usable_extras(facts, lost)
     limits = _Limits(
         base=status.desired,
-        most=_most(facts, status),
+        max_size=_find_max_size(facts, status),
         usable=len(usable) if facts.grant is None else max(0, min(len(usable), facts.grant.workers - status.desired)),
-        available=len(facts.member_uids - lost) + len(healthy_joiners(facts)),
+        available=len(facts.member_uids - lost) + len(list_healthy_joiners(facts)),
     )
-    target, requeue_at = _target(facts, status, limits, losses)
-    idle, later = _target_extras(facts, status, limits, losses)
+    target, requeue_at = _choose_size(facts, status, limits, losses)
+    idle, later = _choose_extras(facts, status, limits, losses)
     idle = idle.replaced(taken=target - limits.base)
     return PolicyResult(status=status.replaced(desired=target, idle_nodes=idle), requeue_at=requeue_at + later)
 
 
-def _most(facts: Facts, status: PublicStatus) -> int:
+def _find_max_size(facts: Facts, status: PublicStatus) -> int:
     """Return the best size that the job may have; the requested one while others wait for nodes, or it for quota."""
     takes = facts.job.spec.elasticity.idle_nodes is IdleNodes.TAKE and bool(facts.settings.extra_priority_class)
     if not takes or facts.observed.nodes_wanted_by_gangs or status.desired < facts.size.desired:
         return status.desired
-    return max(status.desired, facts.size.most)
+    return max(status.desired, facts.size.max_size)
 
 
-def _target(
+def _choose_size(
     facts: Facts, status: PublicStatus, limits: _Limits, losses: tuple[Loss, ...]
 ) -> tuple[int, tuple[float, ...]]:
     """Return the size to work towards, and when to check again (Unix seconds)."""
     if losses:
-        return limits.beyond(facts, limits.available), ()
+        return limits.best_size(facts, limits.available), ()
     present = len(facts.members)
-    kept, larger = limits.beyond(facts, present), limits.beyond(facts, limits.available)
-    if larger <= max(kept, present) or not _trains_on(facts, status):
-        return kept, ()
-    grow_at = _grow_at(facts, status, present, larger)
+    smaller, larger = limits.best_size(facts, present), limits.best_size(facts, limits.available)
+    if larger <= max(smaller, present) or not _is_training_steadily(facts, status):
+        return smaller, ()
+    grow_at = _find_growth_time(facts, status, present, larger)
     if grow_at is None:
-        return kept, ()
-    return (kept, (grow_at,)) if facts.now < grow_at else (larger, ())
+        return smaller, ()
+    return (smaller, (grow_at,)) if facts.now < grow_at else (larger, ())
 
 
-def _grow_at(facts: Facts, status: PublicStatus, present: int, size: int) -> float | None:
+def _find_growth_time(facts: Facts, status: PublicStatus, present: int, size: int) -> float | None:
     """Return when to grow beyond the requested size (Unix seconds); None if the remaining steps do not repay it."""
-    price = resize_cost_seconds(status) or 0.0
-    if not is_worth_growing(facts, status, present, size, beside=price + compile_seconds(facts, status, size)):
+    resize_seconds = measure_resize_seconds(status) or 0.0
+    if not is_worth_growing(
+        facts, status, present, size, extra_seconds=resize_seconds + compile_seconds(facts, status, size)
+    ):
         return None
     speed = facts.size.speed(present, size)
-    there = max((worker.agent.first_seen for worker in extras_usable(facts, ()) if worker.agent), default=facts.now)
-    repaid = there + price / (1 - speed) if 0 < speed < 1 else there
-    return max(repaid, growth_resumes_at(facts, status))
+    since = max(
+        (worker.agent.first_seen for worker in list_usable_extras(facts, ()) if worker.agent), default=facts.now
+    )
+    repaid_at = since + resize_seconds / (1 - speed) if 0 < speed < 1 else since
+    return max(repaid_at, growth_resumes_at(facts, status))
 
 
-def _target_extras(
+def _choose_extras(
     facts: Facts, status: TrainingJobStatus, limits: _Limits, losses: tuple[Loss, ...]
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Return the number of extras to keep or to request, and when to check again (Unix seconds)."""
-    idle, limit = status.idle_nodes, limits.most - limits.base
+    idle, limit = status.idle_nodes, limits.max_size - limits.base
     if limit <= 0:
-        return _NEVER, ()
+        return _NO_EXTRAS, ()
     alive = [worker for worker in facts.workers.values() if worker.pod.extra and worker.alive]
-    bound = sum(bool(worker.pod.node) for worker in alive)
-    useful = facts.size.legal_at_most(min(limits.base + bound, limits.most)) - limits.base
-    held = max(0, min(useful, bound))
-    if any(worker.pod.extra and _failed(worker) for worker in facts.outsiders):
-        return _give_up_request(facts, idle, held)  # another one would fail there too, and it is not urgent
+    bound_extras = sum(bool(worker.pod.node) for worker in alive)
+    useful_extras = facts.size.legal_at_most(min(limits.base + bound_extras, limits.max_size)) - limits.base
+    useful_bound = max(0, min(useful_extras, bound_extras))
+    if any(worker.pod.extra and _has_failed(worker) for worker in facts.outsiders):
+        return _give_up_request(facts, idle, useful_bound)  # another one would fail there too, and it is not urgent
     if idle.asked_at is not None:
-        return _asking(facts, idle, min(idle.wanted, limit), bound, held)
-    found = limits.usable >= held > facts.job.status.idle_nodes.taken
-    idle = idle.replaced(wanted=held, failed_requests=0 if found else idle.failed_requests)
-    if held >= limit or losses or len(facts.members) < limits.base or not _trains_on(facts, status):
+        return _await_extras(facts, idle, min(idle.wanted, limit), bound_extras, useful_bound)
+    succeeded = limits.usable >= useful_bound > facts.job.status.idle_nodes.taken
+    idle = idle.replaced(wanted=useful_bound, failed_requests=0 if succeeded else idle.failed_requests)
+    if useful_bound >= limit or losses or len(facts.members) < limits.base or not _is_training_steadily(facts, status):
         return idle, ()
     present = len(facts.members)
-    price = resize_cost_seconds(status) or 0.0
-    if not is_worth_growing(facts, status, present, limits.most, beside=price):
+    resize_seconds = measure_resize_seconds(status) or 0.0
+    if not is_worth_growing(facts, status, present, limits.max_size, extra_seconds=resize_seconds):
         return idle, ()
     since = max(idle.retry_at or 0.0, growth_resumes_at(facts, status), facts.observed.create_after)
     if facts.now < since:
         return idle, (since,)
-    return idle.replaced(wanted=limit, asked_at=facts.now, retry_at=None), (facts.now + _timeout(facts),)
+    return idle.replaced(wanted=limit, asked_at=facts.now, retry_at=None), (facts.now + _timeout_seconds(facts),)
 
 
-def _asking(
-    facts: Facts, idle: IdleNodesStatus, wanted: int, bound: int, held: int
+def _await_extras(
+    facts: Facts, idle: IdleNodesStatus, wanted: int, bound_extras: int, useful_bound: int
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Return the next state while extras are requested: they have nodes, are pending, or cannot be had."""
     assert idle.asked_at is not None
-    if bound >= wanted:
-        return idle.replaced(wanted=held, asked_at=None), ()
-    over = idle.asked_at + _timeout(facts)
-    return (idle.replaced(wanted=wanted), (over,)) if facts.now < over else _give_up_request(facts, idle, held)
+    if bound_extras >= wanted:
+        return idle.replaced(wanted=useful_bound, asked_at=None), ()
+    deadline = idle.asked_at + _timeout_seconds(facts)
+    return (
+        (idle.replaced(wanted=wanted), (deadline,))
+        if facts.now < deadline
+        else _give_up_request(facts, idle, useful_bound)
+    )
 
 
-def _give_up_request(facts: Facts, idle: IdleNodesStatus, held: int) -> tuple[IdleNodesStatus, tuple[float, ...]]:
+def _give_up_request(
+    facts: Facts, idle: IdleNodesStatus, useful_bound: int
+) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Keep the extras that exist, and request more after a growing pause."""
-    times = idle.failed_requests + 1
-    pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16))
+    failed_requests = idle.failed_requests + 1
+    pause = min(_MAX_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(failed_requests - 1, 16))
     retry_at = facts.now + pause
-    return IdleNodesStatus(wanted=held, failed_requests=times, retry_at=retry_at), (retry_at,)
+    return IdleNodesStatus(wanted=useful_bound, failed_requests=failed_requests, retry_at=retry_at), (retry_at,)
 
 
-def _failed(worker: Worker) -> bool:
+def _has_failed(worker: Worker) -> bool:
     return not worker.pod.deleting and (worker.gave_up or worker.pod.phase is PodPhase.FAILED)
 
 
-def _timeout(facts: Facts) -> float:
+def _timeout_seconds(facts: Facts) -> float:
     """Return how long extras may wait for a node (seconds): as long as the job waits for requested capacity."""
     return float(facts.job.spec.recovery.rescale_after_seconds)
 
 
-def _trains_on(facts: Facts, status: PublicStatus) -> bool:
+def _is_training_steadily(facts: Facts, status: PublicStatus) -> bool:
     """Return whether all members train, no size was requested, and steps remain."""
     finished = any(worker is not None and worker.finished for _, worker in facts.members)
-    return is_settled(facts) and not finished and not is_true(status, ConditionType.RESIZING) and not past_steps(status)
+    return (
+        is_settled(facts) and not finished and not is_true(status, ConditionType.RESIZING) and not is_past_steps(status)
+    )
 
 
-def extras_usable(facts: Facts, lost: Collection[str]) -> tuple[Worker, ...]:
+def list_usable_extras(facts: Facts, lost: Collection[str]) -> tuple[Worker, ...]:
     """Return extras that train or can join at once; `lost` are pod uids of members that do not count."""
     members = [worker for _, worker in facts.members if worker is not None and worker.pod.uid not in lost]
-    return tuple(worker for worker in (*members, *healthy_joiners(facts)) if worker.pod.extra)
+    return tuple(worker for worker in (*members, *list_healthy_joiners(facts)) if worker.pod.extra)

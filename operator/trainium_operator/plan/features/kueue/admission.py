@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.plan.manifests.worker_pod import pod_template
+from trainium_operator.plan.manifests.worker_pod import build_pod_template
 from trainium_operator.plan.model.feature import AdmissionState, Grant
 from trainium_operator.plan.model.names import LABEL_POD_SET
 from trainium_operator.plan.model.observed import ApiState, Observed, PlanSettings
@@ -38,8 +38,8 @@ class QueueGrant(Grant):
 
     def placement(self, pod_set: str) -> Placement:
         """Return the placement of pods of this pod set; that of the workers for a set that was not requested."""
-        found = dict(self.placements)
-        return found.get(pod_set) or found.get(WORKERS) or Placement()
+        by_pod_set = dict(self.placements)
+        return by_pod_set.get(pod_set) or by_pod_set.get(WORKERS) or Placement()
 
 
 def admit(observed: Observed, settings: PlanSettings) -> QueueGrant | None:
@@ -53,7 +53,7 @@ def admit(observed: Observed, settings: PlanSettings) -> QueueGrant | None:
         return QueueGrant(
             state=AdmissionState.UNKNOWN, reason=reason, message=_unavailable_message(queue, settings.kueue)
         )
-    base = base_workload(observed.quota)
+    base = find_base_workload(observed.quota)
     if base is None:
         return QueueGrant(state=AdmissionState.WAITING, message=f"quota is asked for in queue {queue}")
     if not base.admitted:
@@ -61,12 +61,12 @@ def admit(observed: Observed, settings: PlanSettings) -> QueueGrant | None:
     return _admitted_grant(observed.quota, base, _template_placement(observed, settings, base))
 
 
-def base_workload(quota: QuotaView) -> WorkloadView | None:
+def find_base_workload(quota: QuotaView) -> WorkloadView | None:
     """Return the Workload with the quota that the job needs."""
     return next((each for each in quota.workloads if each.part == 0), None)
 
 
-def further_workloads(quota: QuotaView) -> tuple[WorkloadView, ...]:
+def list_further_workloads(quota: QuotaView) -> tuple[WorkloadView, ...]:
     """Return the Workloads with the additional quota that the job requests, by part."""
     return tuple(each for each in quota.workloads if each.part > 0)
 
@@ -78,31 +78,37 @@ def _template_placement(observed: Observed, settings: PlanSettings, base: Worklo
     """
     if not base.updates:
         return Placement()
-    return Placement(node_selector=pod_template(observed.job, settings)["spec"].get("nodeSelector") or {})
+    return Placement(node_selector=build_pod_template(observed.job, settings)["spec"].get("nodeSelector") or {})
 
 
-def _admitted_grant(quota: QuotaView, base: WorkloadView, own: Placement) -> QueueGrant:
+def _admitted_grant(quota: QuotaView, base: WorkloadView, template_placement: Placement) -> QueueGrant:
     placements: list[tuple[str, Placement]] = []
     counts: dict[str, int] = {}
-    for each in base.grants:
-        counts[each.name] = each.count
-        missing = [name for name in each.flavors if name not in quota.flavors]
+    for pod_set_grant in base.grants:
+        counts[pod_set_grant.name] = pod_set_grant.count
+        missing = [name for name in pod_set_grant.flavors if name not in quota.flavors]
         if missing:
             return QueueGrant(
                 state=AdmissionState.CONTRADICTION, message=f"ResourceFlavor {missing[0]} does not exist any more"
             )
-        parts = [quota.flavors[name] for name in each.flavors]
-        found, problem = merge_placements(
-            [own, *parts, *([base.updates[each.name]] if each.name in base.updates else [])]
+        flavor_placements = [quota.flavors[name] for name in pod_set_grant.flavors]
+        placement, problem = merge_placements(
+            [
+                template_placement,
+                *flavor_placements,
+                *([base.updates[pod_set_grant.name]] if pod_set_grant.name in base.updates else []),
+            ]
         )
         if problem:
             message = f"{problem}: correct them, and delete Workload {base.name}"
             return QueueGrant(state=AdmissionState.CONTRADICTION, message=message)
-        placements.append((each.name, found))
-    more = sum(grant.count for step in further_workloads(quota) if step.admitted for grant in step.grants)
+        placements.append((pod_set_grant.name, placement))
+    further_workers = sum(
+        grant.count for step in list_further_workloads(quota) if step.admitted for grant in step.grants
+    )
     return QueueGrant(
         state=AdmissionState.ADMITTED,
-        workers=counts.get(WORKERS, 0) + more,
+        workers=counts.get(WORKERS, 0) + further_workers,
         spares=counts.get(SPARES, 0),
         placements=tuple(placements),
         workload=base.name,
@@ -114,22 +120,22 @@ def _waiting_grant(queue: str, base: WorkloadView) -> QueueGrant:
     pending = base.find(WorkloadCondition.QUOTA_RESERVED)
     pending_message = pending.message if pending is not None and not pending.is_true else ""
     if base.deleting or base.finished:
-        over = "is being deleted" if base.deleting else "is finished, though the job is not"
+        state = "is being deleted" if base.deleting else "is finished, though the job is not"
         return QueueGrant(
-            state=AdmissionState.WAITING, message=f"Workload {base.name} {over}; then quota is asked for again"
+            state=AdmissionState.WAITING, message=f"Workload {base.name} {state}; then quota is asked for again"
         )
     if not base.active:
         message = f"Workload {base.name} is not active: set its spec.active to true to let the job go on"
         return QueueGrant(state=AdmissionState.EVICTED, reason=Reason.EVICTED, message=message)
     if evicted is not None and evicted.is_true:
         # Once it is queued again, why it waits matters more than why it was evicted.
-        why = evicted.message if base.holds or not pending_message else pending_message
+        why = evicted.message if base.holds_quota or not pending_message else pending_message
         return QueueGrant(
             state=AdmissionState.EVICTED,
             reason=Reason.EVICTED,
             message=f"evicted from queue {queue} ({evicted.reason}): {why}",
         )
-    if base.holds:
+    if base.holds_quota:
         return QueueGrant(
             state=AdmissionState.WAITING, message=f"queue {queue} has quota for it; admission checks are not ready"
         )
@@ -139,12 +145,12 @@ def _waiting_grant(queue: str, base: WorkloadView) -> QueueGrant:
 
 
 def _unavailable_message(queue: str, state: ApiState) -> str:
-    asked = f"queueName is {queue}, but"
+    prefix = f"queueName is {queue}, but"
     if state is ApiState.OFF:
-        return f"{asked} this operator does not work with Kueue: set the chart's kueue.enabled, or clear it"
+        return f"{prefix} this operator does not work with Kueue: set the chart's kueue.enabled, or clear it"
     if state is ApiState.ABSENT:
-        return f"{asked} this cluster does not serve kueue.x-k8s.io/v1beta2: install Kueue, or clear it"
-    return f"{asked} Kueue's objects are not read yet, or cannot be: the operator's log says which"
+        return f"{prefix} this cluster does not serve kueue.x-k8s.io/v1beta2: install Kueue, or clear it"
+    return f"{prefix} Kueue's objects are not read yet, or cannot be: the operator's log says which"
 
 
 def merge_placements(placements: Iterable[Placement]) -> tuple[Placement, str]:
@@ -154,28 +160,28 @@ def merge_placements(placements: Iterable[Placement]) -> tuple[Placement, str]:
     selector: dict[str, str] = {}
     tolerations: list[Mapping[str, Any]] = []
     problem = ""
-    for each in placements:
+    for placement in placements:
         for what, into, more in (
-            ("label", labels, each.labels),
-            ("annotation", annotations, each.annotations),
-            ("node selector", selector, each.node_selector),
+            ("label", labels, placement.labels),
+            ("annotation", annotations, placement.annotations),
+            ("node selector", selector, placement.node_selector),
         ):
             for key, value in more.items():
                 if into.setdefault(key, value) != value and not problem:
                     problem = f"flavors, admission checks and the job want {what} {key} to be {into[key]} and {value}"
-        tolerations += [toleration for toleration in each.tolerations if toleration not in tolerations]
-    found = Placement(labels=labels, annotations=annotations, node_selector=selector, tolerations=tuple(tolerations))
-    return found, problem
+        tolerations += [toleration for toleration in placement.tolerations if toleration not in tolerations]
+    merged = Placement(labels=labels, annotations=annotations, node_selector=selector, tolerations=tuple(tolerations))
+    return merged, problem
 
 
 def apply_placement(pod: Json, placement: Placement, *, pod_set: str, workload: str) -> Json:
     """Return the pod with this pod set's placement."""
     metadata, spec = pod["metadata"], pod["spec"]
     tolerations = list(spec.get("tolerations") or ())
-    tolerations += [dict(each) for each in placement.tolerations if each not in tolerations]
-    changed: Json = {"tolerations": tolerations} if tolerations else {}
+    tolerations += [dict(toleration) for toleration in placement.tolerations if toleration not in tolerations]
+    changed_fields: Json = {"tolerations": tolerations} if tolerations else {}
     if placement.node_selector:
-        changed["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **placement.node_selector}
+        changed_fields["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **placement.node_selector}
     return {
         **pod,
         "metadata": {
@@ -187,7 +193,7 @@ def apply_placement(pod: Json, placement: Placement, *, pod_set: str, workload: 
                 ANNOTATION_WORKLOAD: workload,
             },
         },
-        "spec": {**spec, **changed},
+        "spec": {**spec, **changed_fields},
     }
 
 
@@ -200,11 +206,11 @@ def place_pods(facts: Facts, manifests: list[Json]) -> list[Json]:
     grant = facts.grant
     if not isinstance(grant, QueueGrant):
         return manifests
-    alive = [worker.pod.pod_set for worker in facts.workers.values() if worker.alive]
-    spares = max(0, grant.spares - alive.count(SPARES))
-    workers = max(0, grant.workers - (len(alive) - alive.count(SPARES)))
-    sets = [WORKERS if at < workers or at >= workers + spares else SPARES for at in range(len(manifests))]
+    pod_sets_in_use = [worker.pod.pod_set for worker in facts.workers.values() if worker.alive]
+    spares = max(0, grant.spares - pod_sets_in_use.count(SPARES))
+    workers = max(0, grant.workers - (len(pod_sets_in_use) - pod_sets_in_use.count(SPARES)))
+    pod_sets = [WORKERS if index < workers or index >= workers + spares else SPARES for index in range(len(manifests))]
     return [
         apply_placement(pod, grant.placement(name), pod_set=name, workload=grant.workload)
-        for pod, name in zip(manifests, sets, strict=True)
+        for pod, name in zip(manifests, pod_sets, strict=True)
     ]

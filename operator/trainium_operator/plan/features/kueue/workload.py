@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.plan.manifests.owned_object import content_hash, owner_reference
-from trainium_operator.plan.manifests.worker_pod import pod_template
+from trainium_operator.plan.manifests.owned_object import build_owner_reference, compute_content_hash
+from trainium_operator.plan.manifests.worker_pod import build_pod_template
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.quota import NAME, SPARES, WORKERS
+from trainium_operator.plan.model.quota import API_VERSION, SPARES, WORKERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,11 +22,11 @@ Json = dict[str, Any]
 
 KIND = "Workload"
 LABEL_JOB_UID = "kueue.x-k8s.io/job-uid"
-_OF_POD = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName", "overhead", "resourceClaims")
-_OF_CONTAINER = ("name", "resources", "restartPolicy")
+_POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName", "overhead", "resourceClaims")
+_CONTAINER_FIELDS = ("name", "resources", "restartPolicy")
 
 
-def workload(
+def build_workload(
     job: JobView,
     settings: PlanSettings,
     *,
@@ -41,7 +41,7 @@ def workload(
     `priority` is the value of the job's PriorityClass; None if the class does not exist.
     """
     # A queue refuses resources that its quota does not name, and quotas for devices seldom name memory or CPU.
-    template = _template(pod_template(job, settings, asks=False), node_selector or {})
+    template = _build_template(build_pod_template(job, settings, with_estimates=False), node_selector or {})
     counts = {WORKERS: workers, SPARES: spares}
     scheduling = job.spec.scheduling
     spec: Json = {
@@ -57,15 +57,15 @@ def workload(
         "name": names.workload_name(job.name, part),
         "namespace": job.namespace,
         "labels": {**names.object_labels(job.name, "quota"), LABEL_JOB_UID: job.uid},
-        "annotations": {names.ANNOTATION_PART: str(part), names.ANNOTATION_CONTENT_HASH: content_hash(spec)},
-        "ownerReferences": [owner_reference(job)],
+        "annotations": {names.ANNOTATION_PART: str(part), names.ANNOTATION_CONTENT_HASH: compute_content_hash(spec)},
+        "ownerReferences": [build_owner_reference(job)],
     }
-    return {"apiVersion": NAME, "kind": KIND, "metadata": metadata, "spec": spec}
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
 
 
-def _template(body: Json, node_selector: Mapping[str, str]) -> Json:
+def _build_template(body: Json, node_selector: Mapping[str, str]) -> Json:
     spec = body["spec"]
-    kept = {key: spec[key] for key in _OF_POD if spec.get(key)}
+    kept = {key: spec[key] for key in _POD_FIELDS if spec.get(key)}
     if node_selector:
         kept["nodeSelector"] = {**kept.get("nodeSelector", {}), **node_selector}
     node_affinity = (spec.get("affinity") or {}).get("nodeAffinity")
@@ -73,5 +73,5 @@ def _template(body: Json, node_selector: Mapping[str, str]) -> Json:
         kept["affinity"] = {"nodeAffinity": node_affinity}
     for group in ("initContainers", "containers"):
         if spec.get(group):
-            kept[group] = [{key: each[key] for key in _OF_CONTAINER if key in each} for each in spec[group]]
+            kept[group] = [{key: each[key] for key in _CONTAINER_FIELDS if key in each} for each in spec[group]]
     return {"spec": {**kept, "restartPolicy": "Never"}}

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE
-from trainium_operator.plan.manifests.owned_object import owned_object
+from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyPolicy, PolicyResult, event
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, with_condition
@@ -41,7 +41,7 @@ KIND = "NetworkPolicy"
 API_VERSION = "networking.k8s.io/v1"
 _NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """Label that the API server gives every namespace."""
-_KIND = ConditionType.NETWORK_POLICY_APPLIED
+_CONDITION = ConditionType.NETWORK_POLICY_APPLIED
 RECHECK_SECONDS = 5.0
 """Interval of checks until the policies have been read."""
 
@@ -53,22 +53,22 @@ def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyR
         return PolicyResult(status=_without_condition(status))
     if is_terminal(status) or not observed.pods:
         return PolicyResult(status=status)
-    applied = observed.children.get(f"{KIND}/{names.network_policy_name(facts.job.name)}")
-    if applied is None and on_host_network(facts.job):
+    applied_hash = observed.children.get(f"{KIND}/{names.network_policy_name(facts.job.name)}")
+    if applied_hash is None and is_on_host_network(facts.job):
         return PolicyResult(status=_without_condition(status))
-    manifest = network_policy(facts.job, ingress)
-    if applied == manifest["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]:
-        if find_condition(status, _KIND) is not None:
-            status = with_condition(status, _KIND, True, Reason.POLICY_APPLIED, "", now=facts.now)
+    manifest = build_network_policy(facts.job, ingress)
+    if applied_hash == manifest["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]:
+        if find_condition(status, _CONDITION) is not None:
+            status = with_condition(status, _CONDITION, True, Reason.POLICY_APPLIED, "", now=facts.now)
         return PolicyResult(status=status)
     if not observed.policies_listed:
         return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,))
-    answer = PolicyResult(status=status)
+    result = PolicyResult(status=status)
     if observed.policy_refusal is not None:
-        answer = _report_refusal(facts, status, observed.policy_refusal)
+        result = _report_refusal(facts, status, observed.policy_refusal)
         if facts.now < observed.policy_refusal.retry_at:
-            return answer.then(PolicyResult(status=answer.status, requeue_at=(observed.policy_refusal.retry_at,)))
-    return answer.then(PolicyResult(status=answer.status, actions=(ApplyPolicy(manifest),)))
+            return result.then(PolicyResult(status=result.status, requeue_at=(observed.policy_refusal.retry_at,)))
+    return result.then(PolicyResult(status=result.status, actions=(ApplyPolicy(manifest),)))
 
 
 def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: WriteRefusal) -> PolicyResult:
@@ -76,19 +76,19 @@ def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: WriteRefus
     reason = Reason.NAME_TAKEN if refusal.name_in_use else Reason.WRITE_FAILED
     text = f"others can reach the workers' ports: {refusal.sentence}"
     # False because a name is taken would make the job stalled, but it trains.
-    status = with_condition(status, _KIND, None if refusal.name_in_use else False, reason, text, now=facts.now)
-    before = find_condition(facts.job.status, _KIND)
-    new = before is None or is_true(facts.job.status, _KIND) or before.reason != reason
-    return PolicyResult(status=status, events=(event(reason, text, warning=True),) if new else ())
+    status = with_condition(status, _CONDITION, None if refusal.name_in_use else False, reason, text, now=facts.now)
+    old = find_condition(facts.job.status, _CONDITION)
+    is_new = old is None or is_true(facts.job.status, _CONDITION) or old.reason != reason
+    return PolicyResult(status=status, events=(event(reason, text, warning=True),) if is_new else ())
 
 
 def _without_condition(status: TrainingJobStatus) -> TrainingJobStatus:
-    if find_condition(status, _KIND) is None:
+    if find_condition(status, _CONDITION) is None:
         return status
-    return status.replaced(conditions=tuple(each for each in status.conditions if each.type is not _KIND))
+    return status.replaced(conditions=tuple(each for each in status.conditions if each.type is not _CONDITION))
 
 
-def network_policy(job: JobView, ingress: WorkerIngress) -> Json:
+def build_network_policy(job: JobView, ingress: WorkerIngress) -> Json:
     """Build the complete manifest."""
     peers = {"from": [{"podSelector": {"matchLabels": names.selector_labels(job.name)}}]}
     operator = {
@@ -97,7 +97,7 @@ def network_policy(job: JobView, ingress: WorkerIngress) -> Json:
     }
     # an agent reserves any free port
     probes = {"from": [operator], "ports": [{"protocol": "TCP"}]}
-    rules: list[Json] = [{}] if on_host_network(job) else [peers, probes, *map(dict, ingress.rules)]
+    rules: list[Json] = [{}] if is_on_host_network(job) else [peers, probes, *map(dict, ingress.rules)]
     spec = {
         "podSelector": {
             "matchLabels": {LABEL_JOB: job.name},
@@ -106,9 +106,9 @@ def network_policy(job: JobView, ingress: WorkerIngress) -> Json:
         "policyTypes": ["Ingress"],
         "ingress": rules,
     }
-    return owned_object(job, API_VERSION, KIND, names.network_policy_name(job.name), {"spec": spec}, "network")
+    return build_owned_object(job, API_VERSION, KIND, names.network_policy_name(job.name), {"spec": spec}, "network")
 
 
-def on_host_network(job: JobView) -> bool:
+def is_on_host_network(job: JobView) -> bool:
     """Return whether new pods are on the network of their host."""
     return (job.spec.workers.template.get("spec") or {}).get("hostNetwork") is True
