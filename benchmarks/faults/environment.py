@@ -217,7 +217,7 @@ class FaultEnvironment:
         cluster.add_node(NodeSpec(name=f"node-{next(self._numbers)}", cpu="4", memory="8Gi"), wait=False)
         with contextlib.suppress(Exception):
             cluster.faults.kill_node(node)
-        cluster.supervisor({"op": "delete-node", "node": node})
+        cluster.request_supervisor({"op": "delete-node", "node": node})
         self.api.delete(f"/api/v1/nodes/{node}")
 
     def cordoned(self) -> list[str]:

@@ -99,7 +99,7 @@ def start_cluster(nodes: int, workers: int) -> Cluster:
         apiserver_args=("--disable-admission-plugins=TaintNodesByCondition",),
         controller_manager_args=("--kube-api-qps=200", "--kube-api-burst=400"),
         scheduler_args=("--kube-api-qps=500", "--kube-api-burst=1000"),
-        write=log,
+        report=log,
     )
 
 

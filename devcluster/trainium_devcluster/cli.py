@@ -86,7 +86,7 @@ def up(
         node_monitor_grace_seconds=node_monitor_grace,
         kueue=kueue,
         detached=True,
-        write=to_stderr,
+        report=to_stderr,
     )
     server = cluster.ports.server
     to_stderr(f"cluster {name} is ready after {time.monotonic() - started:.1f} s: {server}, {count + fleet} nodes")
@@ -102,17 +102,17 @@ def down(
 ) -> None:
     """Stop a cluster and remove its files."""
     names = cluster_names() if every else [name]
-    for one in names:
-        paths = ClusterPaths.of(one)
+    for cluster_name in names:
+        paths = ClusterPaths.of(cluster_name)
         if paths.is_running():
-            Cluster.connect(one).stop()
+            Cluster.connect(cluster_name).stop()
             remove_leftovers(paths, even_kept=True)
-            to_stderr(f"cluster {one} is down")
+            to_stderr(f"cluster {cluster_name} is down")
         elif paths.root.exists():
-            found = remove_leftovers(paths, even_kept=True)
-            to_stderr(f"cluster {one} was not running; {found} leftover processes ended, files removed")
+            ended = remove_leftovers(paths, even_kept=True)
+            to_stderr(f"cluster {cluster_name} was not running; {ended} leftover processes ended, files removed")
         else:
-            to_stderr(f"there is no cluster {one}")
+            to_stderr(f"there is no cluster {cluster_name}")
 
 
 @app.command()
@@ -151,7 +151,7 @@ def run(
     neuron: Neuron = 16,
 ) -> None:
     """Start a temporary cluster, run a command with its kubectl, helm and KUBECONFIG, and stop the cluster."""
-    with Cluster.start(name, node_specs(nodes, neuron=neuron), write=to_stderr) as cluster:
+    with Cluster.start(name, node_specs(nodes, neuron=neuron), report=to_stderr) as cluster:
         try:
             done = subprocess.run(command, env={**os.environ, **cluster.variables()}, check=False)
         except OSError as error:
@@ -189,7 +189,7 @@ def _suffix(name: str) -> str:
 
 def _status_table(name: str, state: dict[str, Any], ready: dict[str, bool]) -> Table:
     rows = [state["supervisor"], *state["components"].values(), *state["nodes"].values()]
-    rows += [state[each] for each in ("fleet", "kueue") if state[each]]
+    rows += [state[part] for part in ("fleet", "kueue") if state[part]]
     total = sum(row["bytes"] for row in rows) / 1e6
     table = Table(title=f"cluster {name} at {state['server']}: {total:.0f} MB", title_justify="left")
     for column in ("what", "state", "pid", "memory", "restarts"):

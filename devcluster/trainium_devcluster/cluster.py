@@ -27,7 +27,7 @@ from trainium_devcluster.launch import launch_supervisor, reserve_name
 from trainium_devcluster.node.spec.images import write_image
 from trainium_devcluster.processes.cleanup import end_leftovers, remove_folder
 from trainium_devcluster.processes.process_tree import ProcessId, identify
-from trainium_devcluster.progress import Write, ignore_progress
+from trainium_devcluster.progress import ReportProgress, ignore_progress
 from trainium_devcluster.state import ClusterPaths, ClusterSpec, NodeSpec
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Cluster(ClusterHandle):
         detached: bool = False,
         keep_files: bool = False,
         venv_bin: Path | None = None,
-        write: Write = ignore_progress,
+        report: ReportProgress = ignore_progress,
     ) -> Cluster:
         """Start a cluster and wait until its control plane and nodes are ready.
 
@@ -91,22 +91,22 @@ class Cluster(ClusterHandle):
             scheduler_args=tuple(scheduler_args),
         )
         paths = ClusterPaths.of(name)
-        binaries = ensure_binaries(write=write)
+        binaries = ensure_binaries(report=report)
         with reserve_name(paths):
-            write(f"starting cluster {name}: etcd, API server, controller manager, scheduler")
+            report(f"starting cluster {name}: etcd, API server, controller manager, scheduler")
             supervisor = launch_supervisor(
                 spec, paths, binaries.folder, venv_bin, detached=detached, keep_files=keep_files
             )
         cluster = cls(paths, binaries, supervisor)
         try:
-            cluster.supervisor({"op": "wait-ready"}, timeout=_START_SECONDS)
+            cluster.request_supervisor({"op": "wait-ready"}, timeout=_START_SECONDS)
             if nodes:
-                write(f"waiting for {len(nodes)} node{'s' if len(nodes) > 1 else ''}")
+                report(f"waiting for {len(nodes)} node{'s' if len(nodes) > 1 else ''}")
                 cluster.wait_for_nodes([node.name for node in nodes])
             if fleet:
-                cluster.fleet = KwokFleet.create(cluster, fleet, fleet_shape, write=write)
+                cluster.fleet = KwokFleet.create(cluster, fleet, fleet_shape, report=report)
             if kueue:
-                install_kueue(cluster, write=write)
+                install_kueue(cluster, report=report)
         except BaseException:
             if detached:  # keep the logs for debugging
                 paths.keep.touch()
@@ -130,7 +130,7 @@ class Cluster(ClusterHandle):
         if self.paths.is_running():
             with contextlib.suppress(ClusterError):
                 supervisor = identify(self.status()["supervisor"]["pid"])
-                self.supervisor({"op": "down"}, timeout=30.0)
+                self.request_supervisor({"op": "down"}, timeout=30.0)
         if self._owner is not None:
             if self._owner.stdin is not None:
                 self._owner.stdin.close()
@@ -192,14 +192,14 @@ class Cluster(ClusterHandle):
     def add_node(self, node: NodeSpec, *, wait: bool = True) -> None:
         """Start one more node; with `wait`, return when it is Ready."""
         fields = {key: getattr(node, key) for key in NodeSpec.__slots__}
-        self.supervisor({"op": "add-node", "node": {**fields, "labels": dict(node.labels)}})
+        self.request_supervisor({"op": "add-node", "node": {**fields, "labels": dict(node.labels)}})
         if wait:
             self.wait_for_nodes([node.name])
 
     def remove_node(self, node: str) -> None:
         """Shut a node down gracefully and remove it from the cluster."""
-        self.supervisor({"op": "stop-node", "node": node, "seconds": 10.0})
-        self.supervisor({"op": "delete-node", "node": node})
+        self.request_supervisor({"op": "stop-node", "node": node, "seconds": 10.0})
+        self.request_supervisor({"op": "delete-node", "node": node})
         self.api.delete(f"/api/v1/nodes/{node}")
 
     def ready_nodes(self) -> dict[str, bool]:
@@ -208,13 +208,13 @@ class Cluster(ClusterHandle):
 
     def wait_for_nodes(self, names: Iterable[str], *, ready: bool = True) -> None:
         """Wait until the nodes are Ready (or NotReady, if `ready` is false)."""
-        wanted = set(names)
+        expected = set(names)
         deadline = time.monotonic() + _NODE_SECONDS
         while True:
             states: Mapping[str, bool] = {}
             with contextlib.suppress(ControlPlaneError):
                 states = self.ready_nodes()
-            late = sorted(name for name in wanted if states.get(name, False) is not ready)
+            late = sorted(name for name in expected if states.get(name, False) is not ready)
             if not late:
                 return
             if ready:
@@ -270,10 +270,10 @@ def remove_leftovers(paths: ClusterPaths, *, even_kept: bool = False) -> int:
     """End processes of a dead supervisor and remove its files unless they are kept; return the number of processes."""
     if paths.is_running() or not paths.root.exists():
         return 0
-    found = end_leftovers(paths)
+    ended = end_leftovers(paths)
     if even_kept or not paths.keep.exists():
         remove_folder(paths.root)
-    return found
+    return ended
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:

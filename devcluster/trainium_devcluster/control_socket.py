@@ -1,6 +1,6 @@
 """Send and serve requests over a Unix socket, one JSON object per line; for the supervisor and the nodes.
 
-Answers are {"ok": true, ...} or {"ok": false, "error": "a sentence"}.
+Responses are {"ok": true, ...} or {"ok": false, "error": "a sentence"}.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Json = dict[str, Any]
-_MAX_LINE = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 
 
 def accepts_requests(path: Path) -> bool:
@@ -33,7 +33,7 @@ def accepts_requests(path: Path) -> bool:
 
 
 def request(path: Path, message: Mapping[str, Any], timeout: float = 60.0) -> Json:
-    """Send one request and return its answer; raises ClusterError when refused or not answered in `timeout` seconds."""
+    """Send a request and return its response; raise ClusterError if it is refused or takes over `timeout` seconds."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout)
@@ -44,41 +44,41 @@ def request(path: Path, message: Mapping[str, Any], timeout: float = 60.0) -> Js
     except TimeoutError:
         raise ClusterError(f"{message.get('op')}: no answer from {path} within {timeout:.0f} s.") from None
     except OSError as error:
-        raise ClusterError(f"{message.get('op')}: nobody answers at {path} ({error}); is it running?") from error
+        raise ClusterError(f"{message.get('op')}: no process listens at {path} ({error}); is it running?") from error
     try:
-        answer = json.loads(line)
+        response = json.loads(line)
     except ValueError:
         raise ClusterError(f"{message.get('op')}: {path} closed the connection without an answer.") from None
-    if not isinstance(answer, dict) or not answer.get("ok"):
-        reason = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(response, dict) or not response.get("ok"):
+        reason = response.get("error") if isinstance(response, dict) else None
         raise ClusterError(str(reason or f"{message.get('op')} was refused without a reason."))
-    return answer
+    return response
 
 
 async def serve(path: Path, handle: Callable[[Json], Awaitable[Json]]) -> asyncio.Server:
-    """Answer requests at a socket that only this user may use; a bad request gets a sentence."""
+    """Serve requests at a socket that only this user may use; a bad request gets an error."""
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, ValueError):  # the caller disconnected, or sent too long a line
             while line := await reader.readline():
-                writer.write(json.dumps(await _answer(line, handle)).encode() + b"\n")
+                writer.write(json.dumps(await _respond(line, handle)).encode() + b"\n")
                 await writer.drain()
         writer.close()
 
-    return await asyncio.start_unix_server(connected, sock=_bind(path), limit=_MAX_LINE)
+    return await asyncio.start_unix_server(serve_connection, sock=_bind(path), limit=_MAX_LINE_BYTES)
 
 
 def _bind(path: Path) -> socket.socket:
     """Create the socket, only for this user, in place of an earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    bound.bind(str(path))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
     path.chmod(0o600)
-    return bound
+    return listener
 
 
-async def _answer(line: bytes, handle: Callable[[Json], Awaitable[Json]]) -> Json:
+async def _respond(line: bytes, handle: Callable[[Json], Awaitable[Json]]) -> Json:
     try:
         message = json.loads(line)
         if not isinstance(message, dict):

@@ -42,11 +42,11 @@ class PretrainDemo(Demo):
         run = self.run(self.create_manifest("demo"))
         self.until(run, lambda: run.log.newest >= 1, "the first step", seconds=WAIT_SECONDS * 2)
         self.view.log("the first step is done")
-        at = [round(run.steps * share) for share in (0.1, 0.2, 0.6, 0.8)]
-        self.kill_process_and_node(run, at[0], at[1])
-        self.until_step(run, at[2])
+        fault_steps = [round(run.steps * share) for share in (0.1, 0.2, 0.6, 0.8)]
+        self.kill_process_and_node(run, fault_steps[0], fault_steps[1])
+        self.until_step(run, fault_steps[2])
         self.resize(run, 3)
-        self.until_step(run, at[3])
+        self.until_step(run, fault_steps[3])
         self.resize(run, 4)
         self.until(run, lambda: run.finished, "the end")
         run.log.refresh()

@@ -33,19 +33,19 @@ class Faults:
 
     def kill_node(self, node: str) -> None:
         """Cut the power of a node: its runtime and every process of its pods end at once."""
-        self._cluster.supervisor({"op": "kill-node", "node": node})
+        self._cluster.request_supervisor({"op": "kill-node", "node": node})
 
     def start_node(self, node: str) -> None:
         """Power on after `kill_node`: the same node returns, without its containers."""
-        self._cluster.supervisor({"op": "start-node", "node": node})
+        self._cluster.request_supervisor({"op": "start-node", "node": node})
 
     def freeze_node(self, node: str) -> None:
         """Freeze every process of a node; its connections stay open."""
-        self._cluster.supervisor({"op": "freeze-node", "node": node})
+        self._cluster.request_supervisor({"op": "freeze-node", "node": node})
 
     def thaw_node(self, node: str) -> None:
         """Let a frozen node continue."""
-        self._cluster.supervisor({"op": "thaw-node", "node": node})
+        self._cluster.request_supervisor({"op": "thaw-node", "node": node})
 
     def slow_node(self, node: str, share: float = 0.25) -> None:
         """Limit the containers of a node to this share of the time; 1 is full speed."""
@@ -98,11 +98,11 @@ class Faults:
 
     def stop(self, component: Component, *, seconds: float = _STOP_SECONDS) -> None:
         """Stop a component, gracefully for up to `seconds`, and do not restart it; 0 kills it."""
-        self._cluster.supervisor({"op": "stop-component", "component": component, "seconds": seconds})
+        self._cluster.request_supervisor({"op": "stop-component", "component": component, "seconds": seconds})
 
     def start(self, component: Component) -> None:
         """Start a stopped component again and wait until it is ready."""
-        self._cluster.supervisor({"op": "start-component", "component": component})
+        self._cluster.request_supervisor({"op": "start-component", "component": component})
         self._cluster.wait_for_component(component)
 
     def restart_apiserver(self) -> None:

@@ -43,20 +43,20 @@ class ClusterHandle:
             self._api = components.admin_client(self.paths, self.ports.apiserver)
         return self._api
 
-    def supervisor(self, message: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
-        """Send one request to the supervisor and return its answer."""
+    def request_supervisor(self, message: Mapping[str, Any], timeout: float = 60.0) -> dict[str, Any]:
+        """Send a request to the supervisor and return its response."""
         return request(self.paths.control_socket, message, timeout)
 
     def status(self) -> dict[str, Any]:
         """Return the supervisor's view: components, nodes, pids, memory in bytes."""
-        return self.supervisor({"op": "status"})
+        return self.request_supervisor({"op": "status"})
 
     def check_node(self, node: str) -> None:
         """Raise ClusterError unless the cluster has this node."""
-        known = self.status()["nodes"]
-        if node not in known:
+        nodes = self.status()["nodes"]
+        if node not in nodes:
             raise ClusterError(
-                f"Cluster {self.name!r} has no node {node!r}; its nodes: {', '.join(sorted(known)) or 'none'}."
+                f"Cluster {self.name!r} has no node {node!r}; its nodes: {', '.join(sorted(nodes)) or 'none'}."
             )
 
     def wait_for_component(self, component: Component) -> None:

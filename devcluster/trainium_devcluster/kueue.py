@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_devcluster.handle import ClusterHandle
-    from trainium_devcluster.progress import Write
+    from trainium_devcluster.progress import ReportProgress
 
 NAMESPACE = "kueue-system"
 FRAMEWORK = "TrainingJob.v1alpha1.trainium.dev"
@@ -42,12 +42,12 @@ _DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _ADMISSION = "/apis/admissionregistration.k8s.io/v1"
 
 
-def install_kueue(cluster: ClusterHandle, *, write: Write) -> None:
+def install_kueue(cluster: ClusterHandle, *, report: ReportProgress) -> None:
     """Install and start Kueue. Raises ClusterError."""
-    binaries = ensure_binaries(programs=KUEUE_PROGRAMS, write=write)
+    binaries = ensure_binaries(programs=KUEUE_PROGRAMS, report=report)
     port, health = free_ports(2)
     manifests = binaries.folder / "components"
-    write("starting Kueue")
+    report("starting Kueue")
     api = cluster.api
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     api.create("/api/v1/namespaces", namespace, exists_ok=True)
@@ -60,7 +60,7 @@ def install_kueue(cluster: ClusterHandle, *, write: Write) -> None:
     certificates = cluster.paths.root / "kueue-certificates"
     configuration = cluster.paths.root / "kueue.yaml"
     configuration.write_text(yaml.safe_dump(_configuration(certificates, port, health)))
-    cluster.supervisor(
+    cluster.request_supervisor(
         {"op": "start-kueue", "program": str(binaries.path(Program.KUEUE)), "configuration": str(configuration)}
     )
     deadline = time.monotonic() + _READY_SECONDS
@@ -132,7 +132,7 @@ def _is_webhook_ready(cluster: ClusterHandle) -> bool:
 
 def _wait_until(cluster: ClusterHandle, deadline: float, condition: Any, what: str) -> None:
     while not condition():
-        row = cluster.supervisor({"op": "status"})["kueue"]
+        row = cluster.request_supervisor({"op": "status"})["kueue"]
         log = cluster.paths.logs / "kueue.log"
         if row is None or row["code"] is not None:
             raise ClusterError(f"Kueue ended with code {row and row['code']} while it started; its log is {log}.")

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-Write = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
-TICK_SECONDS = 10.0
+REPORT_INTERVAL_SECONDS = 10.0
 
 
 def to_stderr(line: str) -> None:
-    """Print one line to standard error at once, because standard output is for results."""
+    """Print a line on standard error, because standard output is for results."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
@@ -38,13 +38,13 @@ def _nothing() -> str:
 
 
 @contextlib.contextmanager
-def hold_lock(lock: Path, work: str, write: Write) -> Iterator[None]:
+def hold_lock(lock: Path, work: str, report: ReportProgress) -> Iterator[None]:
     """Hold a lock file; `work` describes the work of another process that holds it."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            with ProgressLines(1, write).step(f"waiting for another process that {work}"):
+            with ProgressLines(1, report).step(f"waiting for another process that {work}"):
                 fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -52,39 +52,41 @@ def hold_lock(lock: Path, work: str, write: Write) -> Iterator[None]:
 class ProgressLines:
     """Numbers the steps of a task: `[3/6] building helm ... 40 s, 120 of 900 packages; then kwok`."""
 
-    def __init__(self, total: int, write: Write = to_stderr, tick_seconds: float = TICK_SECONDS) -> None:
+    def __init__(
+        self, total: int, report: ReportProgress = to_stderr, interval_seconds: float = REPORT_INTERVAL_SECONDS
+    ) -> None:
         self._total = total
-        self._write = write
-        self._tick_seconds = tick_seconds
+        self._report = report
+        self._interval_seconds = interval_seconds
         self._number = 0
 
     def log(self, line: str) -> None:
         """Print a line outside of steps."""
-        self._write(line)
+        self._report(line)
 
     @contextlib.contextmanager
     def step(self, label: str, *, describe_progress: Callable[[], str] = _nothing, then: str = "") -> Iterator[None]:
-        """Time one step and report it while it runs; a step that raises is not reported as done.
+        """Time a step and report it while it runs; a step that raises is not reported as done.
 
         `describe_progress` returns the progress of the step, `then` names the steps after it; both may be empty.
         """
         self._number += 1
-        head = f"[{self._number}/{max(self._total, self._number)}] {label}"
-        self._write(head)
+        label_with_number = f"[{self._number}/{max(self._total, self._number)}] {label}"
+        self._report(label_with_number)
         started = time.monotonic()
         finished = threading.Event()
 
-        def tick() -> None:
-            while not finished.wait(self._tick_seconds):
-                done = "".join(f", {words}" for words in (describe_progress(),) if words)
-                left = f"; then {then}" if then else ""
-                self._write(f"{head} ... {time.monotonic() - started:.0f} s{done}{left}")
+        def report_progress() -> None:
+            while not finished.wait(self._interval_seconds):
+                progress = "".join(f", {text}" for text in (describe_progress(),) if text)
+                following = f"; then {then}" if then else ""
+                self._report(f"{label_with_number} ... {time.monotonic() - started:.0f} s{progress}{following}")
 
-        ticker = threading.Thread(target=tick, name="progress", daemon=True)
-        ticker.start()
+        reporter = threading.Thread(target=report_progress, name="progress", daemon=True)
+        reporter.start()
         try:
             yield
         finally:
             finished.set()
-            ticker.join()
-        self._write(f"{head}: done in {time.monotonic() - started:.0f} s")
+            reporter.join()
+        self._report(f"{label_with_number}: done in {time.monotonic() - started:.0f} s")

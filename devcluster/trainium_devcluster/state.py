@@ -149,7 +149,7 @@ class ClusterPaths:
     @property
     def control_socket(self) -> Path:
         """The socket of the supervisor."""
-        return short_socket(self.root / "supervisor.sock")
+        return short_socket_path(self.root / "supervisor.sock")
 
     @property
     def keep(self) -> Path:
@@ -167,7 +167,7 @@ class ClusterPaths:
 
     def node_socket(self, name: str) -> Path:
         """Return the socket of a node for fault commands."""
-        return short_socket(self.node(name) / "control.sock")
+        return short_socket_path(self.node(name) / "control.sock")
 
     def marker(self, node: str) -> str:
         """Return the value of the marker variable for the processes of a node."""
@@ -212,7 +212,7 @@ def check_name(name: str, what: str) -> None:
         )
 
 
-def short_socket(path: Path) -> Path:
+def short_socket_path(path: Path) -> Path:
     """Return `path`, or a path in the temporary folder if it is too long for a Unix socket."""
     if len(os.fsencode(path)) <= _SOCKET_PATH_LIMIT:
         return path

@@ -138,8 +138,8 @@ def build_all(
             if later:
                 fetch = _fetch(go, later[0], running)
             with _staging_file(target, source) as staging:
-                left = ", ".join(each.label for each in later)
-                _compile(go, source, staging, progress, packages, left)
+                following = ", ".join(each.label for each in later)
+                _compile(go, source, staging, progress, packages, following)
                 _copy_files(go, source, target)
                 staging.replace(target / source.file)
             _link(source, wanted, target)
@@ -165,7 +165,7 @@ def _wait_for_sources(fetch: GoCommand, source: Source, progress: ProgressLines)
     return len(fetch.output().splitlines())
 
 
-def _compile(go: Go, source: Source, staging: Path, progress: ProgressLines, packages: int, left: str) -> None:
+def _compile(go: Go, source: Source, staging: Path, progress: ProgressLines, packages: int, following: str) -> None:
     flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in source.variables)])
     command = ("build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", flags, "-o", str(staging), source.package)
     run = go.command(*command, folder=module_root() / source.folder)
@@ -175,7 +175,7 @@ def _compile(go: Go, source: Source, staging: Path, progress: ProgressLines, pac
 
     label = f"building {source.label} from source (minutes the first time)"
     try:
-        with run, progress.step(label, describe_progress=describe_progress, then=left):
+        with run, progress.step(label, describe_progress=describe_progress, then=following):
             if not run.wait_for_success(_BUILD_SECONDS):
                 raise ClusterError(f"Building {source.label} failed; its last lines:\n{run.last_errors()}")
     except subprocess.TimeoutExpired:
@@ -185,8 +185,8 @@ def _compile(go: Go, source: Source, staging: Path, progress: ProgressLines, pac
 @contextlib.contextmanager
 def _staging_file(target: Path, source: Source) -> Iterator[Path]:
     """Yield a file for Go's output, after removing those of killed processes: only one process fills the folder."""
-    for left in target.glob(f".{source.file}.*.build"):
-        left.unlink(missing_ok=True)
+    for leftover in target.glob(f".{source.file}.*.build"):
+        leftover.unlink(missing_ok=True)
     staging = target / f".{source.file}.{os.getpid()}.build"
     try:
         yield staging

@@ -27,7 +27,7 @@ from trainium_devcluster.binaries.catalog import (
 )
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.progress import ProgressLines, Write, hold_lock, to_stderr
+from trainium_devcluster.progress import ProgressLines, ReportProgress, hold_lock, to_stderr
 
 SOURCE_VARIABLE = "TRAINIUM_BINARIES"
 """Environment variable: `auto` (the default), `download` or `build`."""
@@ -67,13 +67,13 @@ def ensure_binaries(
     programs: frozenset[Program] = CLUSTER_PROGRAMS,
     root: Path | None = None,
     origin: Origin | None = None,
-    write: Write = to_stderr,
+    report: ReportProgress = to_stderr,
     releases: ReleaseOf = release_of,
     limits: Limits | None = None,
 ) -> Binaries:
     """Return the folder with the programs, after adding missing ones; raises ClusterError if that fails.
 
-    `programs` are those of a cluster (the default) or the additional ones of a fleet: each set has its own folder.
+    `programs` are those of a cluster (the default) or the additional ones of a fleet: each set has a separate folder.
     """
     architecture = this_architecture()
     root = root or cache_root()
@@ -85,12 +85,12 @@ def ensure_binaries(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ClusterError(
-            f"The cache folder {folder} cannot be made ({error}); set TRAINIUM_CACHE to another."
+            f"The cache folder {folder} cannot be created ({error}); set TRAINIUM_CACHE to another."
         ) from error
-    with hold_lock(folder.with_name(f"{folder.name}.lock"), "prepares the programs of the cluster", write):
+    with hold_lock(folder.with_name(f"{folder.name}.lock"), "prepares the programs of the cluster", report):
         missing = _missing(folder, programs)
         published = missing - BUILT_ONLY
-        progress = ProgressLines(len(published), write)
+        progress = ProgressLines(len(published), report)
         if published and origin is not Origin.BUILD:
             _download_all(
                 published,
@@ -107,7 +107,7 @@ def ensure_binaries(
             )
         sources = [source for source in SOURCES if missing & set(source.programs)]
         if sources:
-            build_all(sources, missing, folder, root / "go", ProgressLines(2 * len(sources), write))
+            build_all(sources, missing, folder, root / "go", ProgressLines(2 * len(sources), report))
     return Binaries(folder)
 
 

@@ -25,7 +25,7 @@ def prepare(*, fleet: bool = False, kueue: bool = False, s3: bool = False, helm:
     """
     sets = [frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS]
     optional = ((FLEET_PROGRAMS, fleet), (KUEUE_PROGRAMS, kueue), (S3_PROGRAMS, s3))
-    sets += [programs for programs, wanted in optional if wanted]
+    sets += [programs for programs, is_requested in optional if is_requested]
     try:
         with interrupts.catch_interrupts():
             folders = [ensure_binaries(programs=programs).folder for programs in sets]

@@ -43,7 +43,7 @@ class DownloadError(Exception):
 
 
 class UnreachableError(DownloadError):
-    """The host did not answer, so other downloads need not be tried."""
+    """The host did not respond, so other downloads need not be tried."""
 
 
 def download_program(release: Release, target: Path, limits: Limits | None = None) -> None:
@@ -72,9 +72,9 @@ def download_program(release: Release, target: Path, limits: Limits | None = Non
 def _published_checksum(release: Release, limits: Limits) -> str:
     if release.sha256_url is None:
         raise DownloadError(f"no checksum is known for {release.url}")
-    with _open(release.sha256_url, limits) as answer:
+    with _open(release.sha256_url, limits) as response:
         try:
-            text = answer.read(4096).decode("ascii", "replace")
+            text = response.read(4096).decode("ascii", "replace")
         except (OSError, http.client.HTTPException) as error:
             raise DownloadError(f"{release.sha256_url} broke off: {error}") from error
     found = re.search(r"\b[0-9a-f]{64}\b", text.lower())
@@ -87,10 +87,10 @@ def _fetch(url: str, target: Path, limits: Limits) -> str:
     """Store the file and return its SHA-256."""
     digest = hashlib.sha256()
     deadline = time.monotonic() + limits.total
-    with _open(url, limits) as answer, target.open("wb") as file:
+    with _open(url, limits) as response, target.open("wb") as file:
         while True:
             try:
-                piece = answer.read(1 << 18)
+                piece = response.read(1 << 18)
             except (OSError, http.client.HTTPException) as error:
                 raise DownloadError(f"{url} broke off: {error}") from error
             if not piece:
@@ -103,28 +103,28 @@ def _fetch(url: str, target: Path, limits: Limits) -> str:
 
 def _open(url: str, limits: Limits) -> BinaryIO:
     """Open a URL within `limits.open` seconds, in a thread because a name lookup has no timeout."""
-    answers: queue.Queue[BinaryIO | Exception] = queue.Queue()
+    responses: queue.Queue[BinaryIO | Exception] = queue.Queue()
 
     def work() -> None:
         request = urllib.request.Request(url, headers={"User-Agent": "trainium-devcluster"})  # noqa: S310 - from the catalog
         try:
-            answers.put(cast("BinaryIO", urllib.request.urlopen(request, timeout=limits.read)))  # noqa: S310 - as above
+            responses.put(cast("BinaryIO", urllib.request.urlopen(request, timeout=limits.read)))  # noqa: S310 - as above
         except Exception as error:  # noqa: BLE001 - every error is judged below
-            answers.put(error)
+            responses.put(error)
 
     threading.Thread(target=work, name="open-url", daemon=True).start()
     try:
-        answer = answers.get(timeout=limits.open)
+        response = responses.get(timeout=limits.open)
     except queue.Empty:
         raise UnreachableError(f"{url} did not answer within {limits.open:.0f} s") from None
-    if isinstance(answer, urllib.error.HTTPError):
-        with answer:
-            raise DownloadError(f"{url} answered {answer.code} {answer.reason}") from answer
-    if isinstance(answer, urllib.error.URLError):
-        raise UnreachableError(f"{url} cannot be reached: {answer.reason}") from answer
-    if isinstance(answer, Exception):
-        raise UnreachableError(f"{url} cannot be reached: {answer}") from answer
-    return answer
+    if isinstance(response, urllib.error.HTTPError):
+        with response:
+            raise DownloadError(f"{url} answered {response.code} {response.reason}") from response
+    if isinstance(response, urllib.error.URLError):
+        raise UnreachableError(f"{url} cannot be reached: {response.reason}") from response
+    if isinstance(response, Exception):
+        raise UnreachableError(f"{url} cannot be reached: {response}") from response
+    return response
 
 
 def _extract(archive: Path, member: str, target: Path) -> None:

@@ -57,8 +57,8 @@ def find_go(tools: Path, progress: ProgressLines) -> Go:
 
 def _go_version(go: str) -> tuple[int, int]:
     done = subprocess.run([go, "version"], capture_output=True, text=True, check=False, timeout=30)
-    found = re.search(r"go(\d+)\.(\d+)", done.stdout)
-    return (int(found[1]), int(found[2])) if done.returncode == 0 and found else (0, 0)
+    match = re.search(r"go(\d+)\.(\d+)", done.stdout)
+    return (int(match[1]), int(match[2])) if done.returncode == 0 and match else (0, 0)
 
 
 def _tools_folder(tools: Path) -> Path:

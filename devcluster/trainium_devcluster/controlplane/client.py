@@ -77,15 +77,15 @@ class ApiClient:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, content_type: str = "application/json"
     ) -> str:
         try:
-            answer = self._connection.request(
+            response = self._connection.request(
                 method, path, body=body, content_type=content_type, accept="application/json, */*"
             )
         except NoClusterError as error:
             raise ControlPlaneError(f"{method} {path}: {error}.") from error
-        text = answer.body.decode("utf-8", "replace")
-        if answer.status >= http.client.BAD_REQUEST:
+        text = response.body.decode("utf-8", "replace")
+        if response.status >= http.client.BAD_REQUEST:
             raise ControlPlaneError(
-                f"{method} {path}: the API server answers {answer.status}: {_message(text)}", answer.status
+                f"{method} {path}: the API server answers {response.status}: {_message(text)}", response.status
             )
         return text
 

@@ -140,8 +140,8 @@ class Demo(ABC):
         deadline = time.monotonic() + seconds
         while True:
             run.log.refresh()
-            found = self.cluster.api.get(f"{_JOBS}/{run.name}")
-            run.status = found.get("status") or {}
+            job = self.cluster.api.get(f"{_JOBS}/{run.name}")
+            run.status = job.get("status") or {}
             newest = run.log.steps.get(run.log.newest, {})
             self.view.show(f"TrainingJob {NAMESPACE}/{run.name}", run.status, newest, run.steps)
             if condition():

@@ -49,8 +49,8 @@ class StepLog:
         fresh = read_steps(self.path)
         for step, record in fresh.items():
             self.first_times.setdefault(step, float(record["time"]))
-            known = self.steps.get(step)
-            if known is not None and known["time"] != record["time"]:
+            former = self.steps.get(step)
+            if former is not None and former["time"] != record["time"]:
                 self.recomputed.append((step, record["time"]))
         self.steps.update(fresh)
 
@@ -103,10 +103,10 @@ def every_sample_once_an_epoch(folder: Path, steps: int, batch: int, epochs: int
 
 def read_samples(folder: Path) -> dict[int, list[int]]:
     """Return the sorted samples of all ranks by step; a sample that was used twice appears twice."""
-    found: dict[int, list[int]] = {}
+    samples_by_step: dict[int, list[int]] = {}
     for path in folder.glob("samples-*.jsonl"):
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError):  # a line that is still being written
                 record = json.loads(line)
-                found.setdefault(record["step"], []).extend(record["samples"])
-    return {step: sorted(samples) for step, samples in sorted(found.items())}
+                samples_by_step.setdefault(record["step"], []).extend(record["samples"])
+    return {step: sorted(samples) for step, samples in sorted(samples_by_step.items())}

@@ -78,7 +78,7 @@ class DemoSession:
     def cluster(self) -> Iterator[Cluster]:
         """Run a cluster, and stop it at the end of the block unless it is kept."""
         nodes = [*node_specs(_NODES, cpu="4", memory="8Gi"), system_node()]
-        started = Cluster.start(self._name, nodes, detached=self._keep, write=self.view.log)
+        started = Cluster.start(self._name, nodes, detached=self._keep, report=self.view.log)
         try:
             self.view.log(f"{_NODES} nodes for workers and one for the operator are ready")
             yield started

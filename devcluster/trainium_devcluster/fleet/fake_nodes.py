@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_devcluster.handle import ClusterHandle
-    from trainium_devcluster.progress import Write
+    from trainium_devcluster.progress import ReportProgress
 
 MAX_NODES = 10_000
-_IN_FLIGHT = 8
+_MAX_CONCURRENT_REQUESTS = 8
 _READY_SECONDS = 300.0
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _ZONES = ("us-west-2a", "us-west-2b", "us-west-2c", "us-west-2d")
@@ -56,17 +56,19 @@ class KwokFleet:
         self.nodes: list[str] = []
 
     @classmethod
-    def create(cls, cluster: ClusterHandle, nodes: int, shape: FleetShape | None = None, *, write: Write) -> KwokFleet:
+    def create(
+        cls, cluster: ClusterHandle, nodes: int, shape: FleetShape | None = None, *, report: ReportProgress
+    ) -> KwokFleet:
         """Register `nodes` nodes and return when each can run a worker; raises ClusterError."""
         if not 0 <= nodes <= MAX_NODES:
             raise ClusterError(f"A fleet cannot have {nodes} nodes; use 0 to {MAX_NODES}.")
         fleet = cls(cluster, shape or FleetShape())
-        program = ensure_binaries(programs=FLEET_PROGRAMS, write=write).path(Program.KWOK)
+        program = ensure_binaries(programs=FLEET_PROGRAMS, report=report).path(Program.KWOK)
         configuration = cluster.paths.root / "kwok.yaml"
         configuration.write_text(kwok_configuration(fleet.shape.lease_seconds))
-        write(f"registering {nodes} fake nodes")
+        report(f"registering {nodes} fake nodes")
         fleet.add(nodes)
-        cluster.supervisor({"op": "start-fleet", "program": str(program), "configuration": str(configuration)})
+        cluster.request_supervisor({"op": "start-fleet", "program": str(program), "configuration": str(configuration)})
         fleet.wait_ready()
         return fleet
 
@@ -75,7 +77,7 @@ class KwokFleet:
         first = len(self.nodes) + 1
         names = [f"fleet-{number:05d}" for number in range(first, first + count)]
         bodies = (self._node(name) for name in names)
-        with ThreadPoolExecutor(_IN_FLIGHT) as threads:
+        with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as threads:
             list(threads.map(lambda body: self._cluster.api.create("/api/v1/nodes", body, exists_ok=True), bodies))
         self.nodes += names
         return names
@@ -83,34 +85,34 @@ class KwokFleet:
     def wait_ready(self, seconds: float = _READY_SECONDS) -> None:
         """Wait until every node is schedulable and kwok holds its lease."""
         deadline = time.monotonic() + seconds
-        wanted = set(self.nodes)
+        expected = set(self.nodes)
         while True:
-            found = {item["metadata"]["name"]: item for item in self._list("/api/v1/nodes")}
-            late = [name for name in wanted & found.keys() if _has_initial_taints(found[name])]
+            registered = {item["metadata"]["name"]: item for item in self._list("/api/v1/nodes")}
+            not_ready = [name for name in expected & registered.keys() if _has_initial_taints(registered[name])]
             leases = {item["metadata"]["name"] for item in self._list(_LEASES)}
-            late += wanted & found.keys() - leases
-            if not late:
+            not_ready += expected & registered.keys() - leases
+            if not not_ready:
                 return
             if time.monotonic() > deadline:
                 raise ClusterError(
-                    f"{len(late)} of {len(wanted)} fake nodes are not ready after {seconds:.0f} s, {min(late)} "
-                    f"among them; the log of kwok is {self._cluster.paths.logs / 'kwok.log'}."
+                    f"{len(not_ready)} of {len(expected)} fake nodes are not ready after {seconds:.0f} s, "
+                    f"{min(not_ready)} among them; the log of kwok is {self._cluster.paths.logs / 'kwok.log'}."
                 )
-            time.sleep(0.2 + len(wanted) / 2000)
+            time.sleep(0.2 + len(expected) / 2000)
 
     # --- faults ------------------------------------------------------------------------------------------------------
 
     def fail_pod(self, namespace: str, pod: str, *, exit_code: int = 1, message: str = "") -> None:
         """End the pod's containers with an exit code, permanently."""
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
-        found = self._cluster.api.get(path)
-        ended = {"exitCode": exit_code, "reason": "Error", "message": message, "finishedAt": timestamp()}
+        current = self._cluster.api.get(path)
+        terminated = {"exitCode": exit_code, "reason": "Error", "message": message, "finishedAt": timestamp()}
         containers = [
-            {"name": each["name"], "image": each["image"], "imageID": "", "ready": False, "restartCount": 0}
-            | {"state": {"terminated": ended}}
-            for each in found["spec"]["containers"]
+            {"name": container["name"], "image": container["image"], "imageID": "", "ready": False, "restartCount": 0}
+            | {"state": {"terminated": terminated}}
+            for container in current["spec"]["containers"]
         ]
-        conditions = [each for each in found["status"].get("conditions", []) if each["type"] != "Ready"]
+        conditions = [item for item in current["status"].get("conditions", []) if item["type"] != "Ready"]
         conditions.append(
             {"type": "Ready", "status": "False", "reason": "PodFailed", "lastTransitionTime": timestamp()}
         )
@@ -124,17 +126,17 @@ class KwokFleet:
     def delete_node(self, node: str) -> None:
         """Delete the Node object, as a cloud controller does when the machine is terminated; permanent."""
         self._cluster.api.delete(self._path(node), missing_ok=False)
-        self.nodes = [each for each in self.nodes if each != node]
+        self.nodes = [name for name in self.nodes if name != node]
 
     def set_condition(self, node: str, kind: str, status: str, *, reason: str = "Fault") -> None:
         """Set a condition of the node, including `Ready`; `status` is True, False or Unknown."""
         conditions = self._cluster.api.get(self._path(node))["status"].get("conditions", [])
-        kept = [each for each in conditions if each["type"] != kind]
-        kept.append(
+        others = [item for item in conditions if item["type"] != kind]
+        others.append(
             {"type": kind, "status": status, "reason": reason, "message": ""}
             | {"lastTransitionTime": timestamp(), "lastHeartbeatTime": timestamp()}
         )
-        self._cluster.api.patch(f"{self._path(node)}/status", {"status": {"conditions": kept}})
+        self._cluster.api.patch(f"{self._path(node)}/status", {"status": {"conditions": others}})
 
     def taint(self, node: str, *taints: Mapping[str, str]) -> None:
         """Replace the node's taints, each `{"key": ..., "value": ..., "effect": ...}`; an empty list removes all."""

@@ -22,9 +22,9 @@ def main() -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.suppress(PermissionError):
         os.setsid()  # fails if the process is already a session leader
-    found = isolation.detect()
-    isolation.enter(found)
-    launcher_socket, _ = fork_launcher(found)
+    isolation_mode = isolation.detect()
+    isolation.enter(isolation_mode)
+    launcher_socket, _ = fork_launcher(isolation_mode)
 
     import asyncio  # noqa: PLC0415 - after the fork, see above
 
@@ -32,7 +32,7 @@ def main() -> int:
     from trainium_devcluster.node import runtime  # noqa: PLC0415
 
     try:
-        asyncio.run(runtime.run(options, found, launcher_socket))
+        asyncio.run(runtime.run(options, isolation_mode, launcher_socket))
     except (ClientError, ValueError, OSError) as error:
         logging.getLogger(__name__).error("the node cannot run: %s", error)  # noqa: TRY400 - the sentence is enough
         return 1

@@ -68,14 +68,14 @@ class NodeFaults:
             await _cancel(task)
 
     def _find(self, request: Json) -> Container:
-        space, wanted = request["namespace"], request["pod"]
+        space, pod_name = request["namespace"], request["pod"]
         for runner in self.runners():
-            if namespace(runner.pod) == space and name(runner.pod) == wanted:
+            if namespace(runner.pod) == space and name(runner.pod) == pod_name:
                 container = runner.container(request.get("container"))
                 if container is None:
-                    raise ClusterError(f"Pod {space}/{wanted} has no container {request['container']!r}.")
+                    raise ClusterError(f"Pod {space}/{pod_name} has no container {request['container']!r}.")
                 return container
-        raise ClusterError(f"Pod {space}/{wanted} is not on this node.")
+        raise ClusterError(f"Pod {space}/{pod_name} is not on this node.")
 
     def _matching_pids(self, request: Json) -> list[int]:
         """Return the processes of a container whose command line matches, parents before children."""
@@ -83,10 +83,10 @@ class NodeFaults:
         if container.process is None:
             raise ClusterError(f"Container {container.name} of pod {request['pod']} is not running.")
         tree, pattern = tree_of([container.process.pid]), request.get("match")
-        found = [pid for pid in tree if re.search(pattern, command_line(pid))] if pattern else tree
-        if not found:
+        matching = [pid for pid in tree if re.search(pattern, command_line(pid))] if pattern else tree
+        if not matching:
             raise ClusterError(f"No process of container {container.name} has a command line that matches {pattern!r}.")
-        return found
+        return matching
 
     def _pod_pids(self) -> list[int]:
         """Return the processes of all pods."""

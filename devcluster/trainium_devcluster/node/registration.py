@@ -135,13 +135,13 @@ class Registration:
         merged = {c.type: c for c in own} | self._forced
         self._cleared.difference_update(merged)
         now = timestamp(time.time())
-        found = []
+        conditions = []
         for condition in merged.values():
             status, since = self._transitions.get(condition.type, ("", now))
             if status != condition.status:
                 since = now
                 self._transitions[condition.type] = (condition.status, now)
-            found.append(
+            conditions.append(
                 {
                     "type": condition.type,
                     "status": condition.status,
@@ -151,7 +151,7 @@ class Registration:
                     "lastTransitionTime": since,
                 }
             )
-        return found + [{"type": kind, "$patch": "delete"} for kind in sorted(self._cleared)]
+        return conditions + [{"type": kind, "$patch": "delete"} for kind in sorted(self._cleared)]
 
     async def _write_status(self) -> None:
         uname = platform.uname()

@@ -161,8 +161,8 @@ class NodeRuntime:
                 remove_tree(entry)
 
     def _find(self, space: str, pod_name: str) -> PodRunner | None:
-        found = [r for r in self.runners.values() if namespace(r.pod) == space and name(r.pod) == pod_name]
-        return found[-1] if found else None
+        runners = [r for r in self.runners.values() if namespace(r.pod) == space and name(r.pod) == pod_name]
+        return runners[-1] if runners else None
 
     def _pod_changed(self, pod: Json, deleted: bool) -> None:
         runner = self.runners.get(uid(pod))

@@ -184,8 +184,8 @@ class NodePool:
 
     def _get(self, name: str) -> PoolNode:
         if name not in self._nodes:
-            known = ", ".join(sorted(self._nodes)) or "none"
-            raise ClusterError(f"Cluster {self._paths.name!r} has no node {name!r}; its nodes: {known}.")
+            names = ", ".join(sorted(self._nodes)) or "none"
+            raise ClusterError(f"Cluster {self._paths.name!r} has no node {name!r}; its nodes: {names}.")
         return self._nodes[name]
 
 

@@ -67,14 +67,14 @@ class UnresponsivePorts:
 def listening_addresses(variable: str, value: str) -> list[Address]:
     """Return the IPv4 addresses on which processes with this environment variable listen."""
     inodes = {inode for pid in find_marked(variable, value) for _, inode in sockets_of(pid)}
-    found = []
+    endpoints = []
     for line in _read_tcp_table():
         fields = line.split()
         if fields[3] == _LISTEN and fields[9] in inodes:
             address, port = fields[1].split(":")
             packed = bytes.fromhex(address)[::-1]  # the kernel writes a little-endian number
-            found.append((socket.inet_ntoa(packed), int(port, 16)))
-    return found
+            endpoints.append((socket.inet_ntoa(packed), int(port, 16)))
+    return endpoints
 
 
 def _read_tcp_table() -> list[str]:

@@ -127,14 +127,14 @@ def command_line(pid: int) -> str:
 
 def sockets_of(pid: int) -> list[tuple[int, str]]:
     """Return descriptor and inode of each socket of a process."""
-    found = []
+    sockets = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 kind, _, inode = str(Path(entry.path).readlink()).partition(":")
                 if kind == "socket":
-                    found.append((int(entry.name), inode.strip("[]")))
-    return found
+                    sockets.append((int(entry.name), inode.strip("[]")))
+    return sockets
 
 
 def find_by_command_line(text: str) -> list[int]:
@@ -144,16 +144,16 @@ def find_by_command_line(text: str) -> list[int]:
 
 def find_marked(variable: str, value: str, *, prefix: bool = False) -> list[int]:
     """Return the pids of this user's processes with an environment variable of this value (or prefix)."""
-    wanted = f"{variable}={value}".encode()
-    found = []
+    expected = f"{variable}={value}".encode()
+    pids = []
     for pid in _all_pids():
         if pid == os.getpid():
             continue
         with contextlib.suppress(OSError):
             entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if any(entry.startswith(wanted) if prefix else entry == wanted for entry in entries):
-                found.append(pid)
-    return found
+            if any(entry.startswith(expected) if prefix else entry == expected for entry in entries):
+                pids.append(pid)
+    return pids
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:

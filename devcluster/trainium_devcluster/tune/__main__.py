@@ -33,12 +33,12 @@ def _compare(session: DemoSession, *, dpo: bool) -> Outcome:
     prepare(session.out / "material", session.view.log)
     with session.cluster() as cluster:
         result = TuneDemo(cluster, session.view, REPOSITORY, session.out, dpo=dpo).run_and_compare(started)
-    report.write(result, session.out)
+    report.write_report(result, session.out)
     curves, evaluation = result.curves, result.evaluation
     text = (
         f"largest relative difference of the loss curves: {curves.max_difference:.1e}"
         f"{', none before the resize' if curves.is_identical_before_resize else ''}\n"
-        f"every sample seen once an epoch: {'yes' if result.every_sample_once else 'NO'}; goodput "
+        f"every sample seen once an epoch: {'yes' if result.saw_every_sample_once else 'NO'}; goodput "
         f"{result.goodput:.1%}; {result.seconds:.0f} s in all\n"
         f"merged model: {result.model}   adapter: {result.adapter}\n"
         f"picture: {session.out / 'tune.png'}   report: {session.out / 'report.json'}"

@@ -45,7 +45,7 @@ CONFIGURATION: dict[str, Any] = {
     "monitor": {"tensorboard": False},
 }
 _RANKS = 2
-_SECONDS_BETWEEN_LINES = 15.0
+_REPORT_INTERVAL_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class BaseFolder:
 
 def base_model(texts: Iterable[str], report: Callable[[str], None], *, root: Path | None = None) -> BaseFolder:
     """Return the base model of these texts; train it if it is not cached. Raises ClusterError if that fails."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     corpus = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     cache = (cache_root() if root is None else root) / "tune"
     folder = cache / f"base-{digest_of(corpus, CONFIGURATION)}"
     if folder.is_dir():
-        return BaseFolder(folder, cached=True, seconds=time.monotonic() - began)
+        return BaseFolder(folder, cached=True, seconds=time.monotonic() - started_at)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with hold_lock(folder.with_suffix(".lock"), "trains the base model", report):
@@ -76,7 +76,7 @@ def base_model(texts: Iterable[str], report: Callable[[str], None], *, root: Pat
             f"The base model cannot be kept in {cache} ({error}): free space there, or set TRAINIUM_CACHE to another "
             "folder."
         ) from error
-    return BaseFolder(folder, cached=False, seconds=time.monotonic() - began)
+    return BaseFolder(folder, cached=False, seconds=time.monotonic() - started_at)
 
 
 def digest_of(corpus: str, configuration: dict[str, Any]) -> str:
@@ -122,14 +122,14 @@ def _run(command: list[str], work: Path, report: Callable[[str], None]) -> None:
         try:
             while process.poll() is None:
                 try:
-                    process.wait(_SECONDS_BETWEEN_LINES)
+                    process.wait(_REPORT_INTERVAL_SECONDS)
                 except subprocess.TimeoutExpired:
                     steps.refresh()
                     if steps.newest:
                         loss = steps.losses()[steps.newest]
                         report(f"base model: step {steps.newest}/{CONFIGURATION['steps']}, loss {loss:.3f}")
         finally:
-            process.terminate()  # empty after its end
+            process.terminate()  # without effect after its end
     if process.returncode:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
         raise ClusterError(f"The base model could not be trained, see {log}:\n{last}")

@@ -51,9 +51,9 @@ class TuneDemo(Demo):
         self.until(run, lambda: run.log.newest >= 1, "the first step", seconds=WAIT_SECONDS * 2)
         self.until(run, lambda: run.steps > 0, "the number of steps")
         self.view.log(f"the first step is done, of {run.steps}")
-        at = [round(run.steps * share) for share in (0.15, 0.35, 0.7)]
-        self.kill_process_and_node(run, at[0], at[1])
-        self.until_step(run, at[2])
+        fault_steps = [round(run.steps * share) for share in (0.15, 0.35, 0.7)]
+        self.kill_process_and_node(run, fault_steps[0], fault_steps[1])
+        self.until_step(run, fault_steps[2])
         self.resize(run, 2)
         self.until(run, lambda: run.log.newest >= run.steps, "the last step")
         self.view.log("all steps are done; adapter and merged model are written, then measured beside the base")
@@ -71,7 +71,7 @@ class TuneDemo(Demo):
         return TuneResult(
             completed=run.status.get("phase") == "Completed",
             curves=Curves(steps, run.log.losses(), reference.log.losses(), tuple(self.faults)),
-            every_sample_once=every_sample_once_an_epoch(
+            saw_every_sample_once=every_sample_once_an_epoch(
                 run.folder, steps, run.global_batch, int(run.trainer["epochs"])
             ),
             evaluation=self._rewards(run) if self.dpo else Evaluation.from_json(self._evaluation(run)),
@@ -89,10 +89,10 @@ class TuneDemo(Demo):
         return Evaluation(int(run.trainer["data"]["validation"]["samples"]), figures, ())
 
     def _evaluation(self, run: Run) -> dict[str, Any]:
-        found = sorted(run.folder.rglob(_EVALUATION))
-        if not found:
+        files = sorted(run.folder.rglob(_EVALUATION))
+        if not files:
             raise ClusterError(f"The job {run.name} left no {_EVALUATION} below {run.folder}.")
-        evaluation: dict[str, Any] = json.loads(found[-1].read_text())
+        evaluation: dict[str, Any] = json.loads(files[-1].read_text())
         return evaluation
 
 

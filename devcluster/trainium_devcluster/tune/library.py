@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "pydoc_data"}
 )
-_OWNERS = frozenset({"self", "cls"})
+_RECEIVERS = frozenset({"self", "cls"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Function:
         return f"{self.name}({self.arguments})"
 
     @property
-    def public(self) -> bool:
-        """Whether it is public."""
+    def is_public(self) -> bool:
+        """Whether the function and its classes are public."""
         return not self.name.startswith("_") and not any(part.startswith("_") for part in self.owner.split("."))
 
 
@@ -62,15 +62,15 @@ class Module:
 def standard_library(root: Path | None = None) -> list[Module]:
     """Return the modules below `root` (default: those of this Python), without unparsable files."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    found = []
+    modules = []
     for file in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         parts = file.relative_to(root).parts
         if _SKIPPED.isdisjoint(parts) and not parts[0].startswith("config-"):
             tree = _parse(file)
             if tree is not None:
                 name = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
-                found.append(Module(name, _docstring(tree), tuple(_functions(tree.body, ""))))
-    return found
+                modules.append(Module(name, _docstring(tree), tuple(_functions(tree.body, ""))))
+    return modules
 
 
 def _parse(file: Path) -> ast.Module | None:
@@ -93,21 +93,21 @@ def _functions(body: list[ast.stmt], owner: str) -> Iterator[Function]:
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if owner:
                 _remove_receiver(node.args)
-            arguments = _arguments(node.args)
+            arguments = _parameters(node.args)
             for argument in arguments:
                 argument.annotation = None
             names = tuple(argument.arg for argument in arguments)
             yield Function(node.name, owner, ast.unparse(node.args), names, _docstring(node))
 
 
-def _remove_receiver(found: ast.arguments) -> None:
-    ahead = found.posonlyargs or found.args
-    if ahead and ahead[0].arg in _OWNERS:
-        del ahead[0]
+def _remove_receiver(arguments: ast.arguments) -> None:
+    positional = arguments.posonlyargs or arguments.args
+    if positional and positional[0].arg in _RECEIVERS:
+        del positional[0]
 
 
-def _arguments(found: ast.arguments) -> list[ast.arg]:
+def _parameters(arguments: ast.arguments) -> list[ast.arg]:
     """Return the parameters in order, without those of a lambda as a default."""
-    variadic = [found.vararg] if found.vararg else []
-    keywords = [found.kwarg] if found.kwarg else []
-    return [*found.posonlyargs, *found.args, *variadic, *found.kwonlyargs, *keywords]
+    variadic = [arguments.vararg] if arguments.vararg else []
+    keywords = [arguments.kwarg] if arguments.kwarg else []
+    return [*arguments.posonlyargs, *arguments.args, *variadic, *arguments.kwonlyargs, *keywords]

@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
     from trainium_devcluster.demos.curves import Curves
 
-_NAMES = {"perplexity": "perplexity of the answers", "exactMatch": "exact match", "rougeL": "ROUGE-L"}
-_PAIR_NAMES = {"rewardAccuracy": "accuracy of the rewards", "rewardMargin": "margin of the rewards"}
-_DEVIATIONS = 3
+_FIGURE_NAMES = {"perplexity": "perplexity of the answers", "exactMatch": "exact match", "rougeL": "ROUGE-L"}
+_PAIR_FIGURE_NAMES = {"rewardAccuracy": "accuracy of the rewards", "rewardMargin": "margin of the rewards"}
+_MIN_DEVIATIONS = 3
 """Standard deviations of a random guess by which the accuracy of the rewards must exceed one half."""
-_PERPLEXITY = 0.5
+_MAX_PERPLEXITY_RATIO = 0.5
 """Largest ratio of the tuned model's perplexity to the base's; runs end near a sixth."""
-_GAINS = {"rougeL": 0.12, "exactMatch": 0.1}
+_MIN_GAINS = {"rougeL": 0.12, "exactMatch": 0.1}
 """Smallest gains of these metrics (0 to 1); runs gain twice as much, and the error of 120 examples is about 0.04."""
-_SHARES = frozenset({_NAMES["exactMatch"], _NAMES["rougeL"], _PAIR_NAMES["rewardAccuracy"]})
-_SHOWN = 6
-"""Number of printed answers."""
+_FRACTION_FIGURES = frozenset(
+    {_FIGURE_NAMES["exactMatch"], _FIGURE_NAMES["rougeL"], _PAIR_FIGURE_NAMES["rewardAccuracy"]}
+)
+_PRINTED_ANSWERS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +65,28 @@ class Evaluation:
         return cls(
             examples=int(document["examples"]),
             figures=tuple(
-                Figure(each["name"], float(each["before"]), float(each["after"]))
-                for each in document["figures"]
-                if each.get("before") is not None and each.get("after") is not None
+                Figure(figure["name"], float(figure["before"]), float(figure["after"]))
+                for figure in document["figures"]
+                if figure.get("before") is not None and figure.get("after") is not None
             ),
             answers=tuple(
-                Answer(each["prompt"], each["expected"], each.get("before") or "", each.get("after") or "")
-                for each in document.get("answers") or ()
+                Answer(answer["prompt"], answer["expected"], answer.get("before") or "", answer.get("after") or "")
+                for answer in document.get("answers") or ()
             ),
         )
 
     @property
-    def clearly_better(self) -> bool:
-        """Whether each figure improved clearly: by more than random variation."""
+    def is_clearly_better(self) -> bool:
+        """Whether each figure improved by more than random variation."""
         figures = {figure.name: figure for figure in self.figures}
-        if set(_PAIR_NAMES) <= set(figures):
-            least = 0.5 + _DEVIATIONS * 0.5 / math.sqrt(self.examples)
-            return figures["rewardAccuracy"].after >= least and figures["rewardMargin"].after > 0
-        if not set(_NAMES) <= set(figures):
+        if set(_PAIR_FIGURE_NAMES) <= set(figures):
+            threshold = 0.5 + _MIN_DEVIATIONS * 0.5 / math.sqrt(self.examples)
+            return figures["rewardAccuracy"].after >= threshold and figures["rewardMargin"].after > 0
+        if not set(_FIGURE_NAMES) <= set(figures):
             return False
         perplexity = figures["perplexity"]
-        gained = all(figures[name].after - figures[name].before >= least for name, least in _GAINS.items())
-        return gained and perplexity.after <= _PERPLEXITY * perplexity.before
+        has_gained = all(figures[name].after - figures[name].before >= gain for name, gain in _MIN_GAINS.items())
+        return has_gained and perplexity.after <= _MAX_PERPLEXITY_RATIO * perplexity.before
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class TuneResult:
 
     completed: bool
     curves: Curves
-    every_sample_once: bool
+    saw_every_sample_once: bool
     """Whether each epoch used every sample exactly once."""
     evaluation: Evaluation
     model: Path
@@ -106,23 +107,23 @@ class TuneResult:
     @property
     def problems(self) -> list[str]:
         """The deviations from the expected result, in sentences."""
-        found = {
+        conditions = {
             "The job did not complete.": not self.completed,
             "The curve with faults is not the undisturbed one.": not self.curves.is_identical,
-            "A sample was not seen exactly once an epoch.": not self.every_sample_once,
-            "The tuned model is not clearly better on held-out examples.": not self.evaluation.clearly_better,
+            "A sample was not seen exactly once an epoch.": not self.saw_every_sample_once,
+            "The tuned model is not clearly better on held-out examples.": not self.evaluation.is_clearly_better,
         }
-        return [sentence for sentence, holds in found.items() if holds]
+        return [sentence for sentence, holds in conditions.items() if holds]
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of report.json."""
         return {
             "completed": self.completed,
             **self.curves.to_json(),
-            "everySampleSeenOnceAnEpoch": self.every_sample_once,
+            "everySampleSeenOnceAnEpoch": self.saw_every_sample_once,
             "heldOutExamples": self.evaluation.examples,
             "figures": [asdict(figure) for figure in self.evaluation.figures],
-            "clearlyBetter": self.evaluation.clearly_better,
+            "clearlyBetter": self.evaluation.is_clearly_better,
             "answers": [asdict(answer) for answer in self.evaluation.answers],
             "model": str(self.model),
             "adapter": str(self.adapter),
@@ -133,45 +134,48 @@ class TuneResult:
 
 def figure_table(evaluation: Evaluation) -> Table:
     """Return a table of the figures."""
-    shown = Table(title=f"Before and after, on {evaluation.examples} held-out examples")
+    table = Table(title=f"Before and after, on {evaluation.examples} held-out examples")
     for heading in ("figure", "before", "after"):
-        shown.add_column(heading, justify="left" if heading == "figure" else "right")
+        table.add_column(heading, justify="left" if heading == "figure" else "right")
     for figure in evaluation.figures:
-        shown.add_row(
-            (_NAMES | _PAIR_NAMES).get(figure.name, figure.name), f"{figure.before:.3f}", f"{figure.after:.3f}"
+        table.add_row(
+            (_FIGURE_NAMES | _PAIR_FIGURE_NAMES).get(figure.name, figure.name),
+            f"{figure.before:.3f}",
+            f"{figure.after:.3f}",
         )
-    return shown
+    return table
 
 
 def answer_table(evaluation: Evaluation) -> Table:
     """Return a table of the first answers."""
-    shown = Table(title="Answers to questions about modules that neither model has seen", show_lines=True)
+    table = Table(title="Answers to questions about held-out modules", show_lines=True)
     for heading in ("question", "expected", "before", "after"):
-        shown.add_column(heading, ratio=3 if heading == "question" else 2, overflow="fold")
-    for answer in evaluation.answers[:_SHOWN]:
-        shown.add_row(
-            _question(answer.prompt), *(_line(text) for text in (answer.expected, answer.before, answer.after))
+        table.add_column(heading, ratio=3 if heading == "question" else 2, overflow="fold")
+    for answer in evaluation.answers[:_PRINTED_ANSWERS]:
+        table.add_row(
+            _without_headings(answer.prompt),
+            *(_shorten(text) for text in (answer.expected, answer.before, answer.after)),
         )
-    return shown
+    return table
 
 
-def _question(prompt: str) -> str:
+def _without_headings(prompt: str) -> str:
     """Return a prompt without the headings of the template."""
     return "\n".join(line for line in prompt.splitlines() if line and not line.startswith("###"))
 
 
-def _line(text: str, most: int = 80) -> str:
+def _shorten(text: str, limit: int = 80) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def write(result: TuneResult, folder: Path) -> None:
+def write_report(result: TuneResult, folder: Path) -> None:
     """Write report.json and tune.png."""
     (folder / "report.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    _picture(result, folder / "tune.png")
+    _draw_picture(result, folder / "tune.png")
 
 
-def _picture(result: TuneResult, path: Path) -> None:
+def _draw_picture(result: TuneResult, path: Path) -> None:
     import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed only here
 
     mpl.use("Agg")
@@ -184,17 +188,18 @@ def _picture(result: TuneResult, path: Path) -> None:
     top.tick_params(labelbottom=False)
     plot_curves(result.curves, top, bottom)
     top.set_title("LoRA through faults: the curve of a run that nothing disturbed")
-    names = _NAMES | _PAIR_NAMES
-    for number, one in enumerate(each for each in result.evaluation.figures if each.name in names):
-        _bars(figure.add_subplot(grid[2 * number : 2 * number + 2, 3]), names[one.name], one.before, one.after)
+    names = _FIGURE_NAMES | _PAIR_FIGURE_NAMES
+    metrics = [metric for metric in result.evaluation.figures if metric.name in names]
+    for row, metric in enumerate(metrics):
+        _draw_bars(figure.add_subplot(grid[2 * row : 2 * row + 2, 3]), names[metric.name], metric.before, metric.after)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _bars(axis: Axes, name: str, before: float, after: float) -> None:
+def _draw_bars(axis: Axes, name: str, before: float, after: float) -> None:
     bars = axis.barh(["after", "before"], [after, before], color=["#1f4e9c", "#b8c4d6"])
     axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     axis.set_title(name, fontsize=9)
-    axis.set_xlim(0, 1.25 * (1.0 if name in _SHARES else max(before, after)))
+    axis.set_xlim(0, 1.25 * (1.0 if name in _FRACTION_FIGURES else max(before, after)))
     axis.set_xticks([])
     axis.spines[["top", "right", "bottom"]].set_visible(False)

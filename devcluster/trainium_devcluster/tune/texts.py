@@ -25,22 +25,21 @@ if TYPE_CHECKING:
 
     from trainium_devcluster.tune.library import Function, Module
 
-_HELD_OUT = 8
-"""One of this number of modules is held out."""
-_SUMMARY = range(15, 121)
-"""Bounds of the characters of a summary that is an answer."""
-_SIGNATURE = 80
-"""Most characters of a signature in a question."""
-_TRAINED_ON = 3000
-"""Largest number of training questions; more hardly change the figures."""
-_PAIRS = 600
-"""Largest number of training pairs."""
+_HELD_OUT_ONE_IN = 8
+"""One in this number of modules is held out."""
+_ANSWER_LENGTHS = range(15, 121)
+"""Lengths of a summary, in characters, that is used as an answer."""
+_MAX_SIGNATURE_LENGTH = 80
+"""Limit of a signature in a question, in characters."""
+_MAX_TRAINING_QUESTIONS = 3000
+"""More questions hardly change the figures."""
+_MAX_TRAINING_PAIRS = 600
 _SENTENCE = re.compile(r".+?[.!?](?=\s|$)")
 
 
 def is_held_out(module: str) -> bool:
     """Return whether a module is held out from base and adapter."""
-    return int.from_bytes(hashlib.sha256(module.encode()).digest()[:4]) % _HELD_OUT == 0
+    return int.from_bytes(hashlib.sha256(module.encode()).digest()[:4]) % _HELD_OUT_ONE_IN == 0
 
 
 def read_documentation(modules: Iterable[Module], topics: Mapping[str, str]) -> Iterator[str]:
@@ -56,9 +55,9 @@ def _help(module: Module) -> Iterator[str]:
     """Yield the parts of a module's documentation."""
     yield f"Help on module {module.name}:\n\n{textwrap.indent(module.text, '    ')}".rstrip()
     for function in module.functions:
-        place = f"class {function.owner}" if function.owner else f"module {module.name}"
+        owner = f"class {function.owner}" if function.owner else f"module {module.name}"
         text = textwrap.indent(function.text, "    ")
-        yield f"Help on function {function.name} in {place}:\n\n{function.signature}\n{text}".rstrip()
+        yield f"Help on function {function.name} in {owner}:\n\n{function.signature}\n{text}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +71,14 @@ class Examples:
 def examples(modules: Sequence[Module]) -> Examples:
     """Create questions about public functions with a docstring.
 
-    No question appears twice, and no held-out question appears in training, even where functions are alike.
+    No question appears twice, and no held-out question appears in training, even if functions are alike.
     """
-    asked: set[tuple[str, str]] = set()
-    training = list(_distinct_questions((module for module in modules if not is_held_out(module.name)), asked))
-    held = list(_distinct_questions((module for module in modules if is_held_out(module.name)), asked))
-    return Examples(tuple(sorted(training, key=_shuffle_key)[:_TRAINED_ON]), tuple(sorted(held, key=_shuffle_key)))
+    seen_questions: set[tuple[str, str]] = set()
+    training = list(_distinct_questions((module for module in modules if not is_held_out(module.name)), seen_questions))
+    held_out = list(_distinct_questions((module for module in modules if is_held_out(module.name)), seen_questions))
+    return Examples(
+        tuple(sorted(training, key=_shuffle_key)[:_MAX_TRAINING_QUESTIONS]), tuple(sorted(held_out, key=_shuffle_key))
+    )
 
 
 def _shuffle_key(record: Mapping[str, str]) -> bytes:
@@ -85,20 +86,20 @@ def _shuffle_key(record: Mapping[str, str]) -> bytes:
     return hashlib.sha256(f"{record['instruction']}\0{record['context']}".encode()).digest()
 
 
-def _distinct_questions(modules: Iterable[Module], asked: set[tuple[str, str]]) -> Iterator[dict[str, str]]:
+def _distinct_questions(modules: Iterable[Module], seen_questions: set[tuple[str, str]]) -> Iterator[dict[str, str]]:
     for module in modules:
         for function in module.functions:
             for record in _questions(function):
                 question = record["instruction"], record["context"]
-                if question not in asked:
-                    asked.add(question)
+                if question not in seen_questions:
+                    seen_questions.add(question)
                     yield {**record, "module": module.name}
 
 
 def _questions(function: Function) -> Iterator[dict[str, str]]:
     text = first_sentence(function.text)
     signature = function.signature
-    if not function.public or len(text) not in _SUMMARY or len(signature) > _SIGNATURE:
+    if not function.is_public or len(text) not in _ANSWER_LENGTHS or len(signature) > _MAX_SIGNATURE_LENGTH:
         return
     yield _record("signature", f"Write the signature of the function {function.name}.", text, signature)
     yield _record("purpose", "Say what the function does.", signature, text)
@@ -113,9 +114,9 @@ def _record(kind: str, instruction: str, context: str, response: str) -> dict[st
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring, on one line."""
-    first = " ".join(text.split("\n\n", 1)[0].split())
-    found = _SENTENCE.match(first)
-    return found.group() if found else first
+    paragraph = " ".join(text.split("\n\n", 1)[0].split())
+    match = _SENTENCE.match(paragraph)
+    return match.group() if match else paragraph
 
 
 def prepare(folder: Path, log: Callable[[str], None]) -> None:
@@ -123,22 +124,22 @@ def prepare(folder: Path, log: Callable[[str], None]) -> None:
     modules = standard_library()
     base = base_model(read_documentation(modules, pydoc_data.topics.topics), log)
     shutil.copytree(base.folder, folder / "base")
-    made = examples(modules)
-    _write(folder / "train.jsonl", made.training)
-    _write(folder / "held-out.jsonl", made.held_out)
-    _write(folder / "pairs.jsonl", itertools.islice(preference_pairs(made.training), _PAIRS))
-    _write(folder / "held-out-pairs.jsonl", preference_pairs(made.held_out))
+    questions = examples(modules)
+    _write(folder / "train.jsonl", questions.training)
+    _write(folder / "held-out.jsonl", questions.held_out)
+    _write(folder / "pairs.jsonl", itertools.islice(preference_pairs(questions.training), _MAX_TRAINING_PAIRS))
+    _write(folder / "held-out-pairs.jsonl", preference_pairs(questions.held_out))
     origin = "from the cache" if base.cached else f"trained in {base.seconds:.0f} s"
-    log(f"base model {origin}; {len(made.training):,} questions to train on, {len(made.held_out):,} are held out")
+    log(f"base model {origin}; {len(questions.training):,} training questions, {len(questions.held_out):,} held out")
 
 
 def preference_pairs(records: Iterable[Mapping[str, str]]) -> Iterator[dict[str, str]]:
     """Yield pairs with trl's columns: the correct answer, and that to the previous question of its kind."""
-    former: dict[str, str] = {}
+    previous_answers: dict[str, str] = {}
     for record in records:
         kind, answer = record["kind"], record["response"]
-        other = former.get(kind, answer)
-        former[kind] = answer
+        other = previous_answers.get(kind, answer)
+        previous_answers[kind] = answer
         if other != answer:
             prompt = f"{record['instruction']}\n{record['context']}\n"
             yield {"prompt": prompt, "chosen": answer, "rejected": other}

@@ -169,7 +169,7 @@ def _devcluster_up() -> str:
         mock.patch.object(devcluster_parts, "ensure_binaries", return_value=SimpleNamespace(folder=Path())),
         mock.patch.object(devcluster_parts, "reserve_name", free),
         mock.patch.object(devcluster_parts, "launch_supervisor"),
-        mock.patch.object(devcluster_parts.Cluster, "supervisor"),
+        mock.patch.object(devcluster_parts.Cluster, "request_supervisor"),
         mock.patch.object(devcluster_parts.Cluster, "wait_for_nodes"),
         mock.patch.object(devcluster_parts.Cluster, "ports", SimpleNamespace(server="https://127.0.0.1:18895")),
         mock.patch.object(devcluster, "time", SimpleNamespace(monotonic=lambda: next(ready))),

@@ -168,7 +168,7 @@ def releases_at(host: ReleaseHost) -> cache.ReleaseOf:
 
 def ensure_from(host: ReleaseHost, root: Path, **options: Any) -> cache.Binaries:
     """Prepare the programs in this cache folder, downloaded from the host."""
-    options = {"write": lambda _: None, "releases": releases_at(host), **options}
+    options = {"report": lambda _: None, "releases": releases_at(host), **options}
     return ensure_binaries(root=root, limits=QUICK, **options)
 
 
@@ -191,11 +191,11 @@ def replace_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[
 def test_programs_are_downloaded_once_and_then_cached(host: ReleaseHost, tmp_path: Path) -> None:
     host.files.update({f"/{program}": CONTENT for program in Program})
     lines: list[str] = []
-    binaries = ensure_from(host, tmp_path, origin=Origin.DOWNLOAD, write=lines.append)
+    binaries = ensure_from(host, tmp_path, origin=Origin.DOWNLOAD, report=lines.append)
     assert all(os.access(binaries.path(program), os.X_OK) for program in CLUSTER_PROGRAMS)
     assert lines[0].startswith("[1/6] downloading etcd")
     requests = len(host.requests)
-    assert ensure_from(host, tmp_path, write=lines.append) == binaries
+    assert ensure_from(host, tmp_path, report=lines.append) == binaries
     assert len(host.requests) == requests
 
 
@@ -205,7 +205,7 @@ def test_programs_are_built_when_the_host_is_silent(
     built = replace_build(monkeypatch)
     host.hanging.update(f"/{program}" for program in Program)
     lines: list[str] = []
-    ensure_from(host, tmp_path, origin=Origin.AUTO, write=lines.append)
+    ensure_from(host, tmp_path, origin=Origin.AUTO, report=lines.append)
     assert len(host.requests) == 1
     assert sum("built from source instead" in line for line in lines) == 1
     assert {program for _, programs in built for program in programs} == CLUSTER_PROGRAMS
@@ -257,7 +257,7 @@ def test_helm_is_prepared_alone_and_not_built_again(tmp_path: Path, monkeypatch:
     built = replace_build(monkeypatch)
 
     def ensure(programs: frozenset[Program]) -> Path:
-        return ensure_binaries(programs=programs, root=tmp_path, origin=Origin.BUILD, write=lambda _: None).folder
+        return ensure_binaries(programs=programs, root=tmp_path, origin=Origin.BUILD, report=lambda _: None).folder
 
     helm = ensure(frozenset({Program.HELM}))
     assert built == [("helm", frozenset({Program.HELM}))]
@@ -279,7 +279,7 @@ def test_concurrent_callers_download_each_program_once(host: ReleaseHost, tmp_pa
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "bin").write_text("a file at the place of the folder")
     with pytest.raises(ClusterError, match="set TRAINIUM_CACHE to another"):
-        ensure_binaries(root=tmp_path, write=lambda _: None)
+        ensure_binaries(root=tmp_path, report=lambda _: None)
 
 
 def test_an_unknown_origin_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_an_old_go_is_replaced_by_an_installed_toolchain(tmp_path: Path, monkeyp
 
 def test_progress_shows_the_duration_of_a_long_step() -> None:
     lines: list[str] = []
-    progress = ProgressLines(2, lines.append, tick_seconds=0.01)
+    progress = ProgressLines(2, lines.append, interval_seconds=0.01)
     with progress.step("building helm"):
         deadline = time.monotonic() + 5
         while not any("..." in line for line in lines) and time.monotonic() < deadline:

@@ -78,7 +78,7 @@ def test_an_unanswered_request_times_out(listener: tuple[socket.socket, Path]) -
 
 
 def test_a_missing_socket_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"nobody answers at .*is it running"):
+    with pytest.raises(ClusterError, match=r"no process listens at .*is it running"):
         request(tmp_path / "none", {"op": "status"})
 
 

@@ -88,7 +88,7 @@ def start_build() -> subprocess.Popen[str]:
 def test_the_sources_of_the_next_program_are_fetched_while_one_is_compiled(events: Path, tmp_path: Path) -> None:
     (events / "build-control-plane-waits-for").write_text("list-helm-ended")
     lines: list[str] = []
-    binaries = ensure_binaries(write=lines.append)
+    binaries = ensure_binaries(report=lines.append)
     assert sorted(path.name for path in binaries.folder.iterdir()) == [
         "control-plane", "etcd", "helm", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl",
     ]  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_failed_build_has_the_lines_of_go_and_ends_the_concurrent_fetch(events
     (events / "build-control-plane-waits-for").write_text("child")
     (events / "fail-build-control-plane").touch()
     with pytest.raises(ClusterError) as caught:
-        ensure_binaries(write=lambda _: None)
+        ensure_binaries(report=lambda _: None)
     assert str(caught.value) == (
         "Building etcd, the Kubernetes control plane and kubectl failed; its last lines:\n"
         "control-plane.go:7: undefined: x"
@@ -120,7 +120,7 @@ def test_a_failed_build_has_the_lines_of_go_and_ends_the_concurrent_fetch(events
 def test_sources_that_cannot_be_fetched_are_an_error(events: Path, tmp_path: Path) -> None:
     (events / "fail-list-control-plane").touch()
     with pytest.raises(ClusterError, match=r"The sources of etcd, .* could not be fetched; its last lines:\ncontrol"):
-        ensure_binaries(write=lambda _: None)
+        ensure_binaries(report=lambda _: None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -152,11 +152,11 @@ def test_a_second_checkout_waits_for_the_first_and_builds_nothing(events: Path) 
 
 
 def test_leftovers_of_a_killed_build_are_removed_by_the_next(events: Path, tmp_path: Path) -> None:
-    folder = ensure_binaries(write=lambda _: None).folder
+    folder = ensure_binaries(report=lambda _: None).folder
     (folder / "helm").unlink()
     leftover = folder / ".helm.12.build"
     leftover.touch()
-    ensure_binaries(write=lambda _: None)
+    ensure_binaries(report=lambda _: None)
     assert (folder / "helm").exists()
     assert not leftover.exists()
 
@@ -215,7 +215,7 @@ def test_a_failed_build_does_not_stop_the_installation_of_packages(events: Path,
     (events / "fail-list-control-plane").touch()
     output = run_setup(checkout, "ahead")
     assert "error: The sources of etcd" in output
-    assert "they are tried again when needed" in output
+    assert "the build is retried when needed" in output
     assert (checkout / ".venv/.complete").exists()
 
 

@@ -13,7 +13,7 @@ from trainium_devcluster.node.options import NodeOptions
 from trainium_devcluster.nodepool.pool import node_environment
 from trainium_devcluster.options import parse_labels
 from trainium_devcluster.ports import reserve_port
-from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, NodeSpec, clusters_folder, short_socket
+from trainium_devcluster.state import MARKER, ClusterPaths, ClusterSpec, NodeSpec, clusters_folder, short_socket_path
 
 PORTS = Ports(etcd=1, etcd_peer=2, apiserver=3, controller_manager=4, scheduler=5)
 
@@ -59,11 +59,11 @@ def test_a_cluster_runs_while_its_lock_is_held(tmp_path: Path) -> None:
 
 def test_a_long_socket_path_is_shortened_deterministically(tmp_path: Path) -> None:
     short = Path("/tmp/a.sock")
-    assert short_socket(short) == short
+    assert short_socket_path(short) == short
     long = tmp_path / ("x" * 120) / "a.sock"
-    assert len(str(short_socket(long))) < 100
-    assert short_socket(long) == short_socket(long)
-    assert short_socket(long) != short_socket(long.with_name("b.sock"))
+    assert len(str(short_socket_path(long))) < 100
+    assert short_socket_path(long) == short_socket_path(long)
+    assert short_socket_path(long) != short_socket_path(long.with_name("b.sock"))
 
 
 def test_ports_are_distinct_and_read_as_written() -> None:

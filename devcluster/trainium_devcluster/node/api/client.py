@@ -92,14 +92,14 @@ class Api:
     ) -> Json:
         await self._fail_if_partitioned()
         try:
-            answer = await self._http.request(
+            response = await self._http.request(
                 method, path, query=params or {}, body=body, content_type=content_type, timeout=self._seconds
             )
         except ConnectionFailedError as error:
             raise UnreachableError(str(error)) from error
-        if answer.status >= 400:
-            raise _error(answer.status, answer.body)
-        result: Json = json.loads(answer.body) if answer.body else {}
+        if response.status >= 400:
+            raise _error(response.status, response.body)
+        result: Json = json.loads(response.body) if response.body else {}
         return result
 
     async def watch(self, path: str, params: Mapping[str, str]) -> AsyncIterator[tuple[str, Json]]:

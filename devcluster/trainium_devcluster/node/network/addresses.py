@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator
 
 _FIRST_SECOND_OCTET = 16  # 127.0 to 127.15 stay free for other programs of the machine
-_TRIES = 512
+_MAX_ATTEMPTS = 512
 
 
 class NoFreeAddressError(Exception):
@@ -21,7 +21,7 @@ class NoFreeAddressError(Exception):
 
 def candidate_networks(seed: str) -> Iterator[ipaddress.IPv4Network]:
     """Yield the /24 networks that a node tries, in an order that only depends on `seed`."""
-    for attempt in range(_TRIES):
+    for attempt in range(_MAX_ATTEMPTS):
         digest = hashlib.sha256(f"{seed}/{attempt}".encode()).digest()
         second = _FIRST_SECOND_OCTET + digest[0] % (255 - _FIRST_SECOND_OCTET)
         yield ipaddress.IPv4Network(f"127.{second}.{digest[1]}.0/24")
@@ -33,7 +33,7 @@ def reserve_network(
     """Reserve the first free network; return it and the listening socket that reserves it.
 
     Raises:
-        NoAddressError: when all are taken.
+        NoFreeAddressError: when all are reserved.
     """
     for network in networks:
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -56,18 +56,18 @@ class PodAddresses:
         self._next = 0
         self._owners: dict[str, str] = {}
 
-    def allocate(self, owner: str, wanted: str = "") -> str:
-        """Allocate an address for the pod with uid `owner`, the previous one (`wanted`) if it is free.
+    def allocate(self, owner: str, previous: str = "") -> str:
+        """Allocate an address for the pod with uid `owner`, by default the `previous` one if it is free.
 
         Raises:
-            NoAddressError: when every address is in use.
+            NoFreeAddressError: when every address is in use.
         """
-        for address, known in self._owners.items():
-            if known == owner:
+        for address, uid in self._owners.items():
+            if uid == owner:
                 return address
-        if wanted in self._all and wanted not in self._owners:
-            self._owners[wanted] = owner
-            return wanted
+        if previous in self._all and previous not in self._owners:
+            self._owners[previous] = owner
+            return previous
         for offset in range(len(self._all)):
             address = self._all[(self._next + offset) % len(self._all)]
             if address not in self._owners:
@@ -78,5 +78,5 @@ class PodAddresses:
 
     def release(self, owner: str) -> None:
         """Release the address of a pod."""
-        for address in [address for address, known in self._owners.items() if known == owner]:
+        for address in [address for address, uid in self._owners.items() if uid == owner]:
             del self._owners[address]

@@ -66,13 +66,13 @@ class ServiceDirectory:
 
     def views(self, space: str) -> list[ServiceVariables]:
         """Return the Services of a namespace for the environment of its pods."""
-        found = []
+        views = []
         for service in self._services.objects.values():
             if namespace(service) == space and not (space == "default" and name(service) == "kubernetes"):
                 view = hosts.service_environment(service, hosts.endpoints(service, self._pods.objects.values()))
                 if view is not None:
-                    found.append(view)
-        return sorted(found, key=lambda view: view.name)
+                    views.append(view)
+        return sorted(views, key=lambda view: view.name)
 
     async def _update_files(self) -> None:
         while True:

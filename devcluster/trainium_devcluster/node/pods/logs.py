@@ -115,16 +115,16 @@ class LogOptions:
 
 async def read(path: Path, query: LogOptions, ended: Callable[[], bool]) -> AsyncIterator[bytes]:
     """Yield pieces of the log at `path`; with `follow` until `ended` is set."""
-    left = query.limit
+    remaining = query.limit
     async for entry in _entries(path, query, ended):
         text = _render(entry, query)
         if text is None:
             continue
-        if left is not None:
-            text = text[:left]
-            left -= len(text)
+        if remaining is not None:
+            text = text[:remaining]
+            remaining -= len(text)
         yield text
-        if left == 0:
+        if remaining == 0:
             return
 
 

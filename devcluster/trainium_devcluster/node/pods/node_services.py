@@ -73,13 +73,13 @@ class NodeServices:
     def insufficient_resource(self, pod: Json) -> tuple[str, str] | None:
         """Return the first resource that the node lacks for `pod`, with the message of a kubelet."""
         others = [p for p in self.active_pods() if uid(p) != uid(pod)]
-        for resource, wanted in quantities.pod_requests(pod).items():
+        for resource, requested in quantities.pod_requests(pod).items():
             capacity = quantities.parse(self.allocatable.get(resource, "0"))
-            if not wanted or resource.startswith("hugepages-"):
+            if not requested or resource.startswith("hugepages-"):
                 continue
             used = sum((quantities.pod_requests(p).get(resource, Decimal(0)) for p in others), Decimal(0))
-            if used + wanted > capacity:
-                amounts = f"requested: {wanted}, used: {used}, capacity: {capacity}"
+            if used + requested > capacity:
+                amounts = f"requested: {requested}, used: {used}, capacity: {capacity}"
                 message = f"Node didn't have enough resource: {resource}, {amounts}"
                 return resource, message
         return None

@@ -96,8 +96,8 @@ class PodRunner:
             if init_containers(self.pod):
                 container.state = Waiting("PodInitializing")
             old = [*(status.get("containerStatuses") or []), *(status.get("initContainerStatuses") or [])]
-            if known := find(old, "name", spec["name"]):
-                container.restore(known, rebooted_at=time.time())
+            if former := find(old, "name", spec["name"]):
+                container.restore(former, rebooted_at=time.time())
             self.containers.append(container)
         self._ended = is_terminal(self.pod)
 
@@ -129,11 +129,11 @@ class PodRunner:
         """Whether the pod holds resources: it has not ended, or still has processes."""
         return not self._ended or any(c.running for c in self.containers)
 
-    def container(self, wanted: str | None = None) -> Container | None:
+    def container(self, container_name: str | None = None) -> Container | None:
         """Return the container of that name; the first main container without a name."""
-        if wanted is None:
+        if container_name is None:
             return next(c for c in self.containers if c.kind is ContainerKind.MAIN)
-        return next((c for c in self.containers if c.name == wanted), None)
+        return next((c for c in self.containers if c.name == container_name), None)
 
     # --- The pod's task ----------------------------------------------------------------------------------------------
 
@@ -249,16 +249,16 @@ class PodRunner:
         if state is not None and isinstance(container.state, Terminated | Waiting) and container.has_started:
             if not should_restart(self.pod, container.spec, state.exit_code):
                 return
-            left = container.backoff.remaining(state.finished_at, time.time())
-            if left > 0:
-                pauses.append(self._back_off(container, left))
+            remaining = container.backoff.remaining(state.finished_at, time.time())
+            if remaining > 0:
+                pauses.append(self._back_off(container, remaining))
                 return
             container.backoff.restarted(time.time())
         pause_after = await self.setup.start(container)
         if pause_after is not None:
             pauses.append(pause_after)
 
-    def _back_off(self, container: Container, left: float) -> float:
+    def _back_off(self, container: Container, seconds: float) -> float:
         """Set `container` to wait `left` more seconds; return the time of the next check."""
         where = f"{name(self.pod)}_{namespace(self.pod)}({uid(self.pod)})"
         if container.is_new_backoff(container.backoff.delay):
@@ -266,7 +266,7 @@ class PodRunner:
             self._emit(EventSeverity.WARNING, "BackOff", message, container.name)
         pause = f"back-off {container.backoff.delay:g}s"
         container.set_waiting("CrashLoopBackOff", f"{pause} restarting failed container={container.name} pod={where}")
-        return left
+        return seconds
 
     def _is_finished(self) -> bool:
         """Return whether no relevant container runs, and none will start."""

@@ -96,15 +96,15 @@ class PodSetup:
         if problem := unsupported_fields.check_non_root(pod, spec):
             raise ConfigError(problem)
         image = images.read_image(self.services.options.paths.images, spec.get("image", ""))
-        found: dict[tuple[str, str], Json | None] = {}
-        for plural, wanted in environment.references(spec):
+        objects: dict[tuple[str, str], Json | None] = {}
+        for plural, object_name in environment.references(spec):
             # A change of the object does not affect a running container; the volumes' listener wakes without effect.
-            found[plural, wanted] = await self.services.cache.use(
-                plural, namespace(pod), wanted, uid(pod), self.volumes.changed.set
+            objects[plural, object_name] = await self.services.cache.use(
+                plural, namespace(pod), object_name, uid(pod), self.volumes.changed.set
             )
         links = pod["spec"].get("enableServiceLinks", True)
         views = self.services.directory.views(namespace(pod)) if links else []
-        variables = environment.build(spec, self._facts(), lambda plural, key: found.get((plural, key)), views)
+        variables = environment.build(spec, self._facts(), lambda plural, key: objects.get((plural, key)), views)
         env = self.services.base_environment(self.hostname) | image.environment() | variables
         run_folder = container.folder / f"run-{container.restart_count}-{int(container.has_started)}"
         run_folder.mkdir(parents=True, exist_ok=True)
@@ -142,9 +142,9 @@ def pod_folder(state_dir: Path, pod_uid: str) -> Path:
 
 def capabilities(context: Json) -> tuple[int, ...]:
     """Return the capabilities that a container keeps, as numbers."""
-    wanted = context.get("capabilities") or {}
-    dropped = {text.removeprefix("CAP_") for text in wanted.get("drop") or []}
-    kept = {} if "ALL" in dropped else {key: value for key, value in CAPABILITIES.items() if key not in dropped}
-    for text in wanted.get("add") or []:
-        kept[text.removeprefix("CAP_")] = ADDABLE_CAPABILITIES[text.removeprefix("CAP_")]
-    return tuple(sorted(kept.values()))
+    changes = context.get("capabilities") or {}
+    dropped = {text.removeprefix("CAP_") for text in changes.get("drop") or []}
+    capabilities = {} if "ALL" in dropped else {key: value for key, value in CAPABILITIES.items() if key not in dropped}
+    for text in changes.get("add") or []:
+        capabilities[text.removeprefix("CAP_")] = ADDABLE_CAPABILITIES[text.removeprefix("CAP_")]
+    return tuple(sorted(capabilities.values()))

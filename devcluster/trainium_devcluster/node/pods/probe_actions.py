@@ -63,8 +63,8 @@ def port_number(port: str | int, container: Json) -> int | None:
     """Return the number of a port that is given by number or by the name of a container port."""
     if isinstance(port, int) or port.isdigit():
         return int(port)
-    known = find(container.get("ports"), "name", port)
-    return None if known is None else int(known["containerPort"])
+    declared = find(container.get("ports"), "name", port)
+    return None if declared is None else int(declared["containerPort"])
 
 
 async def _http(action: Json, target: ProbeTarget, timeout: float | None) -> ProbeResult:

@@ -15,8 +15,8 @@ class ClaimError(Exception):
 
 async def check_claims(api: Api, pod: Json) -> None:
     """Raise ClaimError, with a kubelet's message, if a claim of the pod is not usable."""
-    for wanted in pod["spec"].get("resourceClaims") or []:
-        claim = await _read(api, pod, _name_of(pod, wanted))
+    for claim_request in pod["spec"].get("resourceClaims") or []:
+        claim = await _read(api, pod, _claim_name(pod, claim_request))
         status = claim.get("status") or {}
         if not status.get("allocation"):
             raise ClaimError(f"resource claim {name(claim)} is not allocated")
@@ -24,13 +24,13 @@ async def check_claims(api: Api, pod: Json) -> None:
             raise ClaimError(f"resource claim {name(claim)} is not reserved for pod {namespace(pod)}/{name(pod)}")
 
 
-def _name_of(pod: Json, wanted: Json) -> str:
+def _claim_name(pod: Json, claim_request: Json) -> str:
     """Return the name of a claim, or of the claim that was created from the template."""
-    made = find((pod.get("status") or {}).get("resourceClaimStatuses"), "name", wanted["name"])
-    found = wanted.get("resourceClaimName") or (made or {}).get("resourceClaimName")
-    if not found:
-        raise ClaimError(f"the resource claim of {wanted['name']} has not been created yet")
-    return str(found)
+    status = find((pod.get("status") or {}).get("resourceClaimStatuses"), "name", claim_request["name"])
+    name = claim_request.get("resourceClaimName") or (status or {}).get("resourceClaimName")
+    if not name:
+        raise ClaimError(f"the resource claim of {claim_request['name']} has not been created yet")
+    return str(name)
 
 
 async def _read(api: Api, pod: Json, claim: str) -> Json:

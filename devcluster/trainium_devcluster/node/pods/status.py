@@ -181,8 +181,8 @@ def _generation(pod: Json) -> int | None:
     """Return the observed generation; that of a pod that has ended does not change."""
     old = pod.get("status") or {}
     ended = old.get("phase") in {"Succeeded", "Failed"}
-    found: int | None = old.get("observedGeneration") if ended else pod["metadata"].get("generation")
-    return found
+    observed: int | None = old.get("observedGeneration") if ended else pod["metadata"].get("generation")
+    return observed
 
 
 def _end_of(view: ContainerSnapshot) -> Terminated | None:
@@ -240,18 +240,18 @@ def _conditions(view: PodSnapshot, chosen: str, now: str) -> list[Json]:
     pod = view.pod
     generation = _generation(pod)
     ready = _containers_ready(view, chosen)
-    wanted: list[tuple[str, str, str, str]] = [
+    conditions: list[tuple[str, str, str, str]] = [
         ("PodReadyToStartContainers", "True" if view.sandbox_ready else "False", "", ""),
         ("Initialized", *_initialized(view, chosen)),
         ("Ready", *_check_readiness_gates(view, ready)),
         ("ContainersReady", *ready),
         ("PodScheduled", "True", "", ""),
     ]
-    found = []
-    for kind, status, reason, message in wanted:
-        known = find((pod.get("status") or {}).get("conditions"), "type", kind) or {}
-        since = known.get("lastTransitionTime") if known.get("status") == status else None
-        found.append(
+    entries = []
+    for kind, status, reason, message in conditions:
+        former = find((pod.get("status") or {}).get("conditions"), "type", kind) or {}
+        since = former.get("lastTransitionTime") if former.get("status") == status else None
+        entries.append(
             {
                 "type": kind,
                 "status": status,
@@ -262,7 +262,7 @@ def _conditions(view: PodSnapshot, chosen: str, now: str) -> list[Json]:
                 "observedGeneration": generation,
             }
         )
-    return found
+    return entries
 
 
 def _containers_ready(view: PodSnapshot, chosen: str) -> tuple[str, str, str]:

@@ -20,18 +20,24 @@ if TYPE_CHECKING:
 
 def program_folders(bin_folder: Path, search_path: Sequence[str] = sys.path) -> tuple[str, ...]:
     """Return the outermost folders that contain the programs of `bin_folder` and their modules."""
-    found = {bin_folder.absolute().parent}
+    folders = {bin_folder.absolute().parent}
     interpreter = bin_folder / "python"
     if interpreter.exists():
-        found.add(interpreter.resolve().parents[1])
-    found |= {Path(entry).resolve() for entry in search_path if entry and Path(entry).is_dir()}
-    return tuple(sorted(str(one) for one in found if not any(other in one.parents for other in found)))
+        folders.add(interpreter.resolve().parents[1])
+    folders |= {Path(entry).resolve() for entry in search_path if entry and Path(entry).is_dir()}
+    return tuple(sorted(str(folder) for folder in folders if not any(other in folder.parents for other in folders)))
 
 
 def remount_hidden(volumes: Iterable[Mount], folders: Iterable[str], state_dir: str) -> tuple[Mount, ...]:
     """Return mounts of the folders that a volume hides; volumes of the machine (`hostPath`) are not changed."""
-    own = [mount.target.rstrip("/") + "/" for mount in volumes if mount.source.startswith(state_dir.rstrip("/") + "/")]
-    return tuple(Mount(folder, folder, read_only=True) for folder in folders if any(folder.startswith(p) for p in own))
+    pod_volumes = [
+        mount.target.rstrip("/") + "/" for mount in volumes if mount.source.startswith(state_dir.rstrip("/") + "/")
+    ]
+    return tuple(
+        Mount(folder, folder, read_only=True)
+        for folder in folders
+        if any(folder.startswith(volume) for volume in pod_volumes)
+    )
 
 
 AGENT_IMAGE = "trainium-agent"
@@ -45,10 +51,10 @@ def create_agent_image(folder: Path, bin_folder: Path) -> None:
     """
     python = (bin_folder / "python").resolve()
     maps = Path("/proc/self/maps").read_text().split()
-    loader = next(Path(each).resolve() for each in maps if Path(each).name.startswith(("ld-linux", "ld-musl", "ld.so")))
+    loader = next(Path(path).resolve() for path in maps if Path(path).name.startswith(("ld-linux", "ld-musl", "ld.so")))
     packages = next((bin_folder.absolute().parent / "lib").glob("python*/site-packages"))
-    found = importlib.util.find_spec("trainium_worker")
-    worker = Path(found.origin).parent if found is not None and found.origin else None
+    spec = importlib.util.find_spec("trainium_worker")
+    worker = Path(spec.origin).parent if spec is not None and spec.origin else None
     links = {
         "bin/python": python,
         "lib/ld.so": loader,

@@ -14,8 +14,8 @@ from trainium_devcluster.node.api.objects import Json, name, namespace
 from trainium_devcluster.node.spec import downward_api
 from trainium_devcluster.node.spec.config_data import decode_data
 
-# Read a ConfigMap or a Secret: (plural, name) -> object, or None when it does not exist.
 Lookup = Callable[[str, str], Json | None]
+"""Return a ConfigMap or a Secret by plural and name; None if it does not exist."""
 
 _REFERENCE = re.compile(r"\$(\$|\([^()]*\))")
 
@@ -45,17 +45,17 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 def references(container: Json) -> list[tuple[str, str]]:
     """Return the ConfigMaps and Secrets, as (plural, name), in the environment of a container."""
-    found: list[tuple[str, str]] = []
+    objects: list[tuple[str, str]] = []
     for source in container.get("envFrom") or []:
         for key, plural in (("configMapRef", "configmaps"), ("secretRef", "secrets")):
             if key in source:
-                found.append((plural, source[key].get("name", "")))
+                objects.append((plural, source[key].get("name", "")))
     for variable in container.get("env") or []:
         source = variable.get("valueFrom") or {}
         for key, plural in (("configMapKeyRef", "configmaps"), ("secretKeyRef", "secrets")):
             if key in source:
-                found.append((plural, source[key].get("name", "")))
-    return list(dict.fromkeys(found))
+                objects.append((plural, source[key].get("name", "")))
+    return list(dict.fromkeys(objects))
 
 
 def build(
@@ -64,13 +64,13 @@ def build(
     """Return the variables of a container from the pod's spec.
 
     Raises:
-        ConfigError: for a reference to something missing.
+        ConfigError: for a reference to a missing object or key.
     """
     env: dict[str, str] = {}
     for service in services:
         env.update(service_variables(service))
     for source in container.get("envFrom") or []:
-        env.update(_all_keys(source, facts.pod, lookup))
+        env.update(_env_from(source, facts.pod, lookup))
     for variable in container.get("env") or []:
         if "valueFrom" not in variable:
             env[variable["name"]] = expand(variable.get("value", ""), env)
@@ -110,18 +110,18 @@ def service_variables(service: ServiceVariables) -> dict[str, str]:
     return env
 
 
-def _all_keys(source: Json, pod: Json, lookup: Lookup) -> dict[str, str]:
+def _env_from(source: Json, pod: Json, lookup: Lookup) -> dict[str, str]:
     for key, plural, kind in (("configMapRef", "configmaps", "configmap"), ("secretRef", "secrets", "secret")):
         if key not in source:
             continue
         reference = source[key]
-        found = lookup(plural, reference.get("name", ""))
-        if found is None:
+        data_object = lookup(plural, reference.get("name", ""))
+        if data_object is None:
             if reference.get("optional"):
                 return {}
             raise ConfigError(f'{kind} "{reference.get("name", "")}" not found')
         prefix = source.get("prefix", "")
-        return {prefix + k: v.decode(errors="replace") for k, v in decode_data(found, plural).items()}
+        return {prefix + k: v.decode(errors="replace") for k, v in decode_data(data_object, plural).items()}
     raise ConfigError(f"envFrom of pod {namespace(pod)}/{name(pod)} has neither configMapRef nor secretRef")
 
 
@@ -135,22 +135,22 @@ def _value_from(source: Json, container: str, facts: downward_api.PodFacts, look
         raise ConfigError(str(error)) from error
     for key, plural, kind in (("configMapKeyRef", "configmaps", "configmap"), ("secretKeyRef", "secrets", "secret")):
         if key in source:
-            return _one_key(source[key], plural, kind, facts.pod, lookup)
+            return _key_value(source[key], plural, kind, facts.pod, lookup)
     raise ConfigError(
         f"valueFrom has none of fieldRef, resourceFieldRef, configMapKeyRef, secretKeyRef: {sorted(source)}"
     )
 
 
-def _one_key(reference: Json, plural: str, kind: str, pod: Json, lookup: Lookup) -> str | None:
-    wanted, optional = reference.get("name", ""), bool(reference.get("optional"))
-    found = lookup(plural, wanted)
-    if found is None:
+def _key_value(reference: Json, plural: str, kind: str, pod: Json, lookup: Lookup) -> str | None:
+    object_name, optional = reference.get("name", ""), bool(reference.get("optional"))
+    data_object = lookup(plural, object_name)
+    if data_object is None:
         if optional:
             return None
-        raise ConfigError(f'{kind} "{wanted}" not found')
-    values = decode_data(found, plural)
+        raise ConfigError(f'{kind} "{object_name}" not found')
+    values = decode_data(data_object, plural)
     if reference["key"] not in values:
         if optional:
             return None
-        raise ConfigError(f"couldn't find key {reference['key']} in {kind} {namespace(pod)}/{wanted}")
+        raise ConfigError(f"couldn't find key {reference['key']} in {kind} {namespace(pod)}/{object_name}")
     return values[reference["key"]].decode(errors="replace")

@@ -30,7 +30,7 @@ def write_image(folder: Path, name: str, modules: Sequence[Path] | None) -> None
     """Set the modules of an image; None: it cannot be pulled."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder / f".{quote(name, safe='')}"
-    draft.write_text(json.dumps(None if modules is None else [str(each.absolute()) for each in modules]))
+    draft.write_text(json.dumps(None if modules is None else [str(path.absolute()) for path in modules]))
     draft.replace(folder / quote(name, safe=""))
 
 

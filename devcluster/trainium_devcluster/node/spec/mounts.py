@@ -52,13 +52,13 @@ def _sub_path(volume: Path, sub: str) -> Path:
 
 def node_files(container: Json, pod_folder: Path, termination_log: Path, occupied: set[str]) -> list[Mount]:
     """Return the files that every container gets from its node, unless a volume is mounted at the same path."""
-    wanted = {
+    mounts = {
         "/etc/hosts": pod_folder / "hosts",
         "/etc/hostname": pod_folder / "hostname",
         "/etc/host.conf": pod_folder / "host.conf",
         container.get("terminationMessagePath") or DEFAULT_TERMINATION_LOG: termination_log,
     }
-    return [Mount(str(source), target) for target, source in wanted.items() if target not in occupied]
+    return [Mount(str(source), target) for target, source in mounts.items() if target not in occupied]
 
 
 def write_pod_files(pod_folder: Path, hostname: str) -> None:

@@ -36,22 +36,22 @@ def reject_ephemeral(pod: Json) -> str | None:
 
 def unenforced_fields(pod: Json) -> list[str]:
     """Return the fields of this pod that are accepted without effect."""
-    found: list[str] = []
+    fields: list[str] = []
     for container in [*init_containers(pod), *containers(pod)]:
         limits = (container.get("resources") or {}).get("limits") or {}
-        found += [f"resources.limits.{name}" for name in ("cpu", "memory", "ephemeral-storage") if name in limits]
+        fields += [f"resources.limits.{name}" for name in ("cpu", "memory", "ephemeral-storage") if name in limits]
         context = container.get("securityContext") or {}
-        found += [
+        fields += [
             f"securityContext.{name}" for name in ("runAsUser", "runAsGroup", "seccompProfile") if name in context
         ]
     context = pod["spec"].get("securityContext") or {}
     names = ("runAsUser", "runAsGroup", "fsGroup", "supplementalGroups", "seccompProfile")
-    found += [f"securityContext.{name}" for name in names if name in context]
+    fields += [f"securityContext.{name}" for name in names if name in context]
     for volume in pod["spec"].get("volumes") or []:
         empty = volume.get("emptyDir") or {}
         if "sizeLimit" in empty and empty.get("medium") != "Memory":
-            found.append("emptyDir.sizeLimit of a disk volume")
-    return list(dict.fromkeys(found))
+            fields.append("emptyDir.sizeLimit of a disk volume")
+    return list(dict.fromkeys(fields))
 
 
 def check_non_root(pod: Json, container: Json) -> str | None:

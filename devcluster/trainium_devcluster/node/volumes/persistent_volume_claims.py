@@ -88,10 +88,12 @@ class Provisioner:
 
     def _is_ours(self, claim: Json) -> bool:
         annotations = claim["metadata"].get("annotations") or {}
-        wanted = claim["spec"].get("storageClassName")
+        storage_class = claim["spec"].get("storageClassName")
         served = {name(c) for c in self._classes.objects.values() if c.get("provisioner") == PROVISIONER}
         return (
-            annotations.get(_SELECTED_NODE) == self._node and wanted in served and not claim["spec"].get("volumeName")
+            annotations.get(_SELECTED_NODE) == self._node
+            and storage_class in served
+            and not claim["spec"].get("volumeName")
         )
 
     async def _provision(self, claim: Json) -> None:

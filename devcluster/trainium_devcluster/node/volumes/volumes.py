@@ -161,16 +161,18 @@ class PodVolumes:
         for key, plural, kind in (("configMap", "configmaps", "configmap"), ("secret", "secrets", "secret")):
             if key in source:
                 reference = source[key]
-                wanted, optional = reference["name"], bool(reference.get("optional"))
+                object_name, optional = reference["name"], bool(reference.get("optional"))
                 space = namespace(self._pod)
-                found = await self.cache.use(plural, space, wanted, uid(self._pod), self.changed.set)
-                if found is None:
+                data_object = await self.cache.use(plural, space, object_name, uid(self._pod), self.changed.set)
+                if data_object is None:
                     if optional:
                         return {}
-                    raise VolumeError(f'MountVolume.SetUp failed for volume "{volume}" : {kind} "{wanted}" not found')
-                what = f"{kind} {space}/{wanted}"
+                    raise VolumeError(
+                        f'MountVolume.SetUp failed for volume "{volume}" : {kind} "{object_name}" not found'
+                    )
+                what = f"{kind} {space}/{object_name}"
                 return config_data.project_keys(
-                    config_data.decode_data(found, plural), reference.get("items"), mode, optional, what
+                    config_data.decode_data(data_object, plural), reference.get("items"), mode, optional, what
                 )
         raise VolumeError(f"volume {volume} has a source that this node does not have: {', '.join(source)}")
 

@@ -40,7 +40,7 @@ def result(tmp_path: Path) -> TuneResult:
     return TuneResult(
         completed=True,
         curves=curves,
-        every_sample_once=True,
+        saw_every_sample_once=True,
         evaluation=Evaluation.from_json(DOCUMENT),
         model=tmp_path / "model",
         adapter=tmp_path / "adapter",
@@ -90,7 +90,7 @@ def test_each_other_problem_has_a_message(result: TuneResult) -> None:
     different = Curves(2, {1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.5}, ())
     assert "complete" in replace(result, completed=False).problems[0]
     assert "curve" in replace(result, curves=different).problems[0]
-    assert "once an epoch" in replace(result, every_sample_once=False).problems[0]
+    assert "once an epoch" in replace(result, saw_every_sample_once=False).problems[0]
 
 
 def test_the_tables_show_figures_and_shortened_answers() -> None:
@@ -106,7 +106,7 @@ def test_the_tables_show_figures_and_shortened_answers() -> None:
 
 
 def test_the_report_and_the_plot_are_written(result: TuneResult, tmp_path: Path) -> None:
-    report.write(result, tmp_path)
+    report.write_report(result, tmp_path)
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["clearlyBetter"] is True
     assert written["faults"][0]["recoveredSeconds"] == 1.5

@@ -117,8 +117,8 @@ def test_addresses_are_allocated_in_turn_and_kept_by_their_owner() -> None:
     assert [pods.allocate(owner) for owner in "abab"] == ["127.1.2.2", "127.1.2.3", "127.1.2.2", "127.1.2.3"]
     pods.release("a")
     assert pods.allocate("c") == "127.1.2.4"
-    assert pods.allocate("d", wanted="127.1.2.2") == "127.1.2.2"
-    assert pods.allocate("e", wanted="127.1.2.2") == "127.1.2.5"
+    assert pods.allocate("d", previous="127.1.2.2") == "127.1.2.2"
+    assert pods.allocate("e", previous="127.1.2.2") == "127.1.2.5"
     assert pods.allocate("f") == "127.1.2.6"
     with pytest.raises(addresses.NoFreeAddressError, match="all 5"):
         pods.allocate("g")
