@@ -146,7 +146,7 @@ class RuntimeSupervisor:
         self._spawn(group, self._resync(), "resync")
         self._spawn(group, trim_periodically(), "memory")
         self._spawn(group, runtime.fleet.run(), "fleet")
-        self._spawn(group, runtime.release.run(), "release")
+        self._spawn(group, runtime.owner_references.run(), "owner references")
         for number in range(settings.workers):
             self._spawn(group, self._work(), f"worker {number}")
         self._spawn(group, self._watch_jobs(), "kopf")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
-from trainium_operator.cluster import coordinator_ports, job_pages, lease, reconciler, release
+from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler
 from trainium_operator.cluster.api import client, errors, resources
 from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
 from trainium_operator.cluster.execute import events, executor, optional_writes
@@ -86,17 +86,19 @@ class Runtime:
             identity,
             wall_clock=wall_clock,
             times=times,
-            owners=lambda: self.release.list_owners(resources.LEASES),
+            owners=lambda: self.owner_references.list_owners(resources.LEASES),
         )
         self.acting = client.Api(transport, on_request=self._on_request, may_write=self.elector.may_act)
-        self.release = release.Release(
+        self.owner_references = owner_references.OwnerReferenceReconciler(
             self.acting,
             self.leading,
             namespace=namespace,
             deployment=settings.deployment,
             owned_objects=(
-                release.OwnedObject(resources.LEASES, settings.lease_name),
-                release.OwnedObject(resources.CONFIG_MAPS, settings.memory_name, kept=settings.keep_memory),
+                owner_references.OwnedObject(resources.LEASES, settings.lease_name),
+                owner_references.OwnedObject(
+                    resources.CONFIG_MAPS, settings.memory_name, survives_uninstall=settings.keep_memory
+                ),
             ),
         )
         services = filter(None, (settings.coordinator_service, settings.ui_service))
@@ -160,7 +162,7 @@ class Runtime:
             taints_nodes=settings.taint_nodes,
             wall_clock=clock,
             on_change=self.enqueue_all,
-            owners=lambda: self.release.list_owners(resources.CONFIG_MAPS),
+            owners=lambda: self.owner_references.list_owners(resources.CONFIG_MAPS),
         )
         backoff, optional = creation_backoff.CreationBackoff(clock), optional_writes.OptionalWrites(clock)
         warnings = pod_warnings.PodWarnings(self.api, self.caches.pods, clock)

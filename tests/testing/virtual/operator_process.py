@@ -101,7 +101,14 @@ class OperatorProcess:
             work.append(runtime.caches.network_policies.run())
         self._lease = asyncio.create_task(self._lead())
         jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
-        others = [*jobs, *work, runtime.recorder.run(), runtime.fleet.run(), runtime.release.run(), self._work()]
+        others = [
+            *jobs,
+            *work,
+            runtime.recorder.run(),
+            runtime.fleet.run(),
+            runtime.owner_references.run(),
+            self._work(),
+        ]
         runtime.caches.kueue.offered.set_served(True)
         runtime.caches.dra.offered.set_served(True)
         others += [runtime.caches.kueue.run(), runtime.caches.dra.run()]

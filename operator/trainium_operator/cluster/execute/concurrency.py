@@ -1,7 +1,7 @@
 """Limit how many writes of pods run at once, in total and for one job; wait for every write that was started.
 
 Guarantees:
-- At most `ALL` writes run together and `OF_ONE` for one job, so a slow job leaves capacity.
+- At most `MAX_WRITES` writes run together and `MAX_WRITES_PER_JOB` for one job, so a slow job leaves capacity.
 - A free slot goes to the job that holds fewest, so several slow jobs delay a quick one by one write.
 """
 
@@ -20,28 +20,29 @@ if TYPE_CHECKING:
 
     from trainium_operator.plan.model.names import JobId
 
-OF_ONE = 64
-ALL = 96
-MORE_IN_FLIGHT = 3
+MAX_WRITES_PER_JOB = 64
+MAX_WRITES = 96
+CALLS_PER_SUCCESS = 3
+"""Further calls that `run_growing` starts after each success."""
 
 
 class WriteSlots:
-    """`async with slots.of(job)` around each write."""
+    """`async with slots.acquire(job)` around each write."""
 
     def __init__(self) -> None:
         self._held: Counter[JobId] = Counter()
         self._waiting: dict[JobId, deque[asyncio.Future[None]]] = {}
 
     @asynccontextmanager
-    async def of(self, job: JobId) -> AsyncIterator[None]:
+    async def acquire(self, job: JobId) -> AsyncIterator[None]:
         """Hold a slot for one write of this job."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(job, deque()).append(turn)
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(job, deque()).append(slot)
         self._assign()
         try:
-            await turn
+            await slot
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if slot.done() and not slot.cancelled():
                 self._release(job)
             raise
         try:
@@ -56,18 +57,18 @@ class WriteSlots:
         self._assign()
 
     def _assign(self) -> None:
-        while self._held.total() < ALL:
-            ready = [job for job in self._waiting if self._held[job] < OF_ONE]
-            if not ready:
+        while self._held.total() < MAX_WRITES:
+            eligible = [job for job in self._waiting if self._held[job] < MAX_WRITES_PER_JOB]
+            if not eligible:
                 return
-            job = min(ready, key=lambda each: self._held[each])
-            turns = self._waiting[job]
-            turn = turns.popleft()
-            if not turns:
+            job = min(eligible, key=lambda job: self._held[job])
+            waiting = self._waiting[job]
+            slot = waiting.popleft()
+            if not waiting:
                 del self._waiting[job]
-            if not turn.done():
+            if not slot.done():
                 self._held[job] += 1
-                turn.set_result(None)
+                slot.set_result(None)
 
 
 async def run_all(calls: Iterable[Awaitable[None]]) -> None:
@@ -75,7 +76,9 @@ async def run_all(calls: Iterable[Awaitable[None]]) -> None:
     results = await asyncio.gather(*calls, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     # An error of another class is a defect, so it is raised before errors of the API server.
-    for error in sorted(errors, key=lambda each: (isinstance(each, ApiError), isinstance(each, ForceDeleteLimitError))):
+    for error in sorted(
+        errors, key=lambda error: (isinstance(error, ApiError), isinstance(error, ForceDeleteLimitError))
+    ):
         raise error
 
 
@@ -92,12 +95,12 @@ async def run_growing(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
                 errors.append(error)
             if errors:
                 return
-            more = min(MORE_IN_FLIGHT, OF_ONE - size)
-            size += more
-            for _ in range(more):
+            added = min(CALLS_PER_SUCCESS, MAX_WRITES_PER_JOB - size)
+            size += added
+            for _ in range(added):
                 group.create_task(work(group))
 
     async with asyncio.TaskGroup() as group:
         group.create_task(work(group))
-    for error in sorted(errors, key=lambda each: isinstance(each, ApiError)):
+    for error in sorted(errors, key=lambda error: isinstance(error, ApiError)):
         raise error

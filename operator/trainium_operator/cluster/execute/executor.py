@@ -6,8 +6,8 @@ Guarantees:
 - After a failed write the rest of that plan is dropped, and the job is planned again. Ended pods are deleted even if
   nothing may be created, and failed ones are replaced even if they may not be deleted.
 - Neighbouring applies, creations and deletions run in parallel, within the limits of `concurrency`. Creations start
-  with one, and each success starts `MORE_IN_FLIGHT` more, so that a used-up quota costs one refusal and not a thousand.
-  Deletions behind creations are few at a time.
+  with one, and each success starts `CALLS_PER_SUCCESS` more, so that a used-up quota costs one refusal and not a
+  thousand. Deletions behind creations are few at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainium_operator.cluster.api.resources import (
 )
 from trainium_operator.cluster.cache.kueue_views import with_conditions
 from trainium_operator.cluster.cache.ownership import controlling_job
-from trainium_operator.cluster.execute.concurrency import OF_ONE, WriteSlots, run_all, run_growing
+from trainium_operator.cluster.execute.concurrency import MAX_WRITES_PER_JOB, WriteSlots, run_all, run_growing
 from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter, ForceDeleteLimitError
 from trainium_operator.cluster.execute.events import EventRecorder, event_of_intent, write_failed_event
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 REPORT_FROM_PAUSE = 2.0
 """Pause in seconds from which refused creations show as an event."""
-BESIDE_A_START = 8
+MAX_DELETIONS_DURING_START = 8
 """Concurrent deletions of ended pods behind creations, so that they do not delay the binding and start of new pods."""
 LONGEST_REFUSAL = 1024
 _FORBIDDEN = re.compile(r'^(?:[A-Z]+ \S+: HTTP \d+: )?(?:\w+ "[^"]*" is (?:forbidden|invalid): )?')
@@ -117,7 +117,7 @@ class Executor:
             actions: Sequence[Any] = tuple(group)
             if kind is DeletePod:
                 try:
-                    await self._delete_pods(job, actions, BESIDE_A_START if started else OF_ONE)
+                    await self._delete_pods(job, actions, MAX_DELETIONS_DURING_START if started else MAX_WRITES_PER_JOB)
                 except ForceDeleteLimitError as error:
                     held = error  # lost pods are replaced even if they may not be deleted
             elif kind is ApplyPolicy:
@@ -332,7 +332,7 @@ class Executor:
 
     async def _create_pod(self, job: JobView, action: ManifestAction, pods: Lister[PodView]) -> None:
         name = action.manifest["metadata"]["name"]
-        async with self._slots.of(job.id):
+        async with self._slots.acquire(job.id):
             try:
                 raw = await self._api.create(PODS, job.namespace, action.manifest)
             except errors.AlreadyExistsError:
@@ -352,7 +352,7 @@ class Executor:
     async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
         if action.grace_seconds == 0:
             self._force_deletions.permit(action.uid, len(self._caches.pods.store))
-        async with self._slots.of(job.id):
+        async with self._slots.acquire(job.id):
             try:
                 raw = await self._api.delete(
                     PODS, job.namespace, action.name, uid=action.uid, grace_seconds=action.grace_seconds

@@ -123,7 +123,7 @@ def test_a_malformed_trace_is_refused_with_the_reason(monkeypatch: pytest.Monkey
     ):
         with pytest.raises(ValueError, match=reason):
             parse_trace(data)
-    monkeypatch.setattr("trainium_contract.views.trace._MOST_BYTES", 100)
+    monkeypatch.setattr("trainium_contract.views.trace._MAX_BYTES", 100)
     assert zlib.decompress(compressed, wbits=31)
     with pytest.raises(ValueError, match="more than 0 MiB"):
         parse_trace(compressed)

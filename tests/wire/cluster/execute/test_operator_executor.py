@@ -19,7 +19,7 @@ from trainium_operator.cluster.api.resources import CONFIG_MAPS
 from trainium_operator.cluster.api.transport import HttpResponse
 from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.cluster.execute.deletion_limit import LEAST, ForceDeleteLimitError
-from trainium_operator.cluster.execute.executor import BESIDE_A_START
+from trainium_operator.cluster.execute.executor import MAX_DELETIONS_DURING_START
 from trainium_operator.plan.features.network_policy.policy import build_network_policy
 from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.model.actions import (
@@ -243,7 +243,7 @@ async def test_at_most_sixty_four_pods_are_created_at_a_time(world: World) -> No
     assert asyncio.get_running_loop().time() - started < 0.6
 
 
-@pytest.mark.parametrize(("beside_a_start", "most"), [(True, BESIDE_A_START), (False, 64)])
+@pytest.mark.parametrize(("beside_a_start", "most"), [(True, MAX_DELETIONS_DURING_START), (False, 64)])
 @in_virtual_time
 async def test_few_ended_pods_are_deleted_at_a_time_during_a_start(
     world: World, beside_a_start: bool, most: int

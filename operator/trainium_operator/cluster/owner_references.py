@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 600.0
 """Interval of checks, because the owner may have been removed meanwhile."""
-AGAIN_SECONDS = 5.0
+RETRY_SECONDS = 5.0
 """Pause after a conflict, or while an object does not exist yet."""
-REFUSED_SECONDS = 60.0
+REFUSAL_RETRY_SECONDS = 60.0
+"""Pause after another error of the API server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,12 @@ class OwnedObject:
 
     resource: Resource
     name: str
-    kept: bool = False
-    """It stays when the operator is uninstalled."""
+    survives_uninstall: bool = False
+    """Whether it stays when the operator is uninstalled."""
 
 
 @dataclass(eq=False)
-class Release:
+class OwnerReferenceReconciler:
     """Sets the Deployment as the owner of the operator's objects."""
 
     api: Api
@@ -57,8 +58,8 @@ class Release:
 
     def list_owners(self, resource: Resource) -> list[Json]:
         """Return the `ownerReferences` of a new object of the operator; none while the Deployment is not known."""
-        kept = any(each.kept for each in self.owned_objects if each.resource == resource)
-        return [] if self._owner is None or kept else [dict(self._owner)]
+        survives = any(owned.survives_uninstall for owned in self.owned_objects if owned.resource == resource)
+        return [] if self._owner is None or survives else [dict(self._owner)]
 
     async def run(self) -> None:
         """Set owners while this process leads."""
@@ -74,15 +75,15 @@ class Release:
         try:
             if self._owner is None:
                 raw = await self.api.get(DEPLOYMENTS, self.namespace, self.deployment)
-                about = {"apiVersion": DEPLOYMENTS.api_version, "kind": DEPLOYMENTS.kind, "name": self.deployment}
-                self._owner = {**about, "uid": raw["metadata"]["uid"]}
-            found = [await self._adopt(each, self._owner) for each in self.owned_objects]
+                reference = {"apiVersion": DEPLOYMENTS.api_version, "kind": DEPLOYMENTS.kind, "name": self.deployment}
+                self._owner = {**reference, "uid": raw["metadata"]["uid"]}
+            adopted = [await self._adopt(owned, self._owner) for owned in self.owned_objects]
         except (ConflictError, UnavailableError):
-            return AGAIN_SECONDS
+            return RETRY_SECONDS
         except ApiError as error:
             self._warn_once(f"the Lease and the memory of bad machines stay when the operator is uninstalled: {error}")
-            return REFUSED_SECONDS
-        return POLL_SECONDS if all(found) else AGAIN_SECONDS
+            return REFUSAL_RETRY_SECONDS
+        return POLL_SECONDS if all(adopted) else RETRY_SECONDS
 
     async def _adopt(self, owned: OwnedObject, owner: Json) -> bool:
         """Return whether the object exists and has the expected owners. Raises ApiError."""
@@ -91,10 +92,10 @@ class Release:
         except NotFoundError:
             return False
         owners = raw["metadata"].get("ownerReferences") or []
-        others = [each for each in owners if not _same(each, owner)]
-        wanted = others if owned.kept else [*others, owner]
-        if wanted != owners:
-            metadata = {**raw["metadata"], "ownerReferences": wanted}
+        others = [reference for reference in owners if not _names_same_object(reference, owner)]
+        desired = others if owned.survives_uninstall else [*others, owner]
+        if desired != owners:
+            metadata = {**raw["metadata"], "ownerReferences": desired}
             body = {**raw, "metadata": metadata}
             await self.api.replace(owned.resource, self.namespace, owned.name, body)
         return True
@@ -105,6 +106,6 @@ class Release:
             logger.warning("%s", sentence)
 
 
-def _same(one: Json, other: Json) -> bool:
+def _names_same_object(reference: Json, owner: Json) -> bool:
     """Return whether both name the Deployment, or an earlier incarnation of it."""
-    return all(one.get(key) == other[key] for key in ("apiVersion", "kind", "name"))
+    return all(reference.get(key) == owner[key] for key in ("apiVersion", "kind", "name"))

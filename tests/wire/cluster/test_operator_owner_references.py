@@ -11,7 +11,7 @@ from tests.testing.api.fake_kubernetes import FakeCluster, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import OperatorProcess, until, wall_clock
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DEPLOYMENTS, LEASES, SECRETS
-from trainium_operator.cluster.release import AGAIN_SECONDS, POLL_SECONDS, REFUSED_SECONDS
+from trainium_operator.cluster.owner_references import POLL_SECONDS, REFUSAL_RETRY_SECONDS, RETRY_SECONDS
 from trainium_operator.settings import Settings
 
 NAME = "trainium-operator"
@@ -131,7 +131,7 @@ async def test_a_missing_right_is_logged_once(refused: str, caplog: pytest.LogCa
         lambda asked, where: http_error(403, "you may not") if asked == method and where.startswith(path) else None
     )
     async with running_operator(cluster):
-        await asyncio.sleep(5 * REFUSED_SECONDS)
+        await asyncio.sleep(5 * REFUSAL_RETRY_SECONDS)
         assert owners(cluster)[CONFIG_MAPS.plural, MEMORY] == []
         assert cluster.get(LEASES, "system", NAME)["spec"]["holderIdentity"] == "operator-0"
     warnings = [
@@ -146,9 +146,9 @@ async def test_owned_objects_are_checked_every_few_minutes() -> None:
     cluster = installed_cluster()
     async with running_operator(cluster):
         await until(lambda: owners(cluster) == owned_by("first"), 30, "both are owned")
-        await asyncio.sleep(2 * AGAIN_SECONDS)
+        await asyncio.sleep(2 * RETRY_SECONDS)
         before = len([each for each in cluster.requests if "/apis/apps/" in each[1]])
-        await asyncio.sleep(POLL_SECONDS - 3 * AGAIN_SECONDS)
+        await asyncio.sleep(POLL_SECONDS - 3 * RETRY_SECONDS)
         assert len([each for each in cluster.requests if "/apis/apps/" in each[1]]) == before
         cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["metadata"].update(ownerReferences=[]))
         await until(lambda: owners(cluster) == owned_by("first"), POLL_SECONDS + 30, "both are adopted again")
