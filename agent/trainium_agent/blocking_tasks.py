@@ -214,9 +214,9 @@ class BlockingTasks:
         process = (
             ended_ranks[0]
             if len(ended_ranks) == 1
-            else max(ended_ranks, key=lambda each: exit_priority(self._diagnoser.classify(each)))
+            else max(ended_ranks, key=lambda rank: exit_priority(self._diagnoser.classify(rank)))
         )
-        code, attempt, diagnosis = process.exit_code or 0, context.attempt, self._diagnosis_of(process)
+        code, attempt, diagnosis = process.exit_code or 0, context.attempt, self._diagnose_once(process)
 
         def decide(state: GenerationState) -> RestartDecision:
             return decide_restart(
@@ -246,7 +246,7 @@ class BlockingTasks:
             state=new_state,
         )
 
-    def _diagnosis_of(self, process: RankProcess) -> Diagnosis:
+    def _diagnose_once(self, process: RankProcess) -> Diagnosis:
         """Diagnose the end once: it counts as one failure, even if the store is lost and the task is repeated."""
         if self._diagnosed is None or self._diagnosed[0] is not process:
             self._diagnosed = (process, self._diagnoser.diagnose(process))

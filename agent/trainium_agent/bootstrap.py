@@ -44,9 +44,9 @@ def start(forked: tuple[int, socket.socket] | None = None) -> int:
         sys.exit(ExitCode.USER_ERROR)
     kernel.adopt_orphans()
     log_lines.configure_agent_logging()
-    began = time.monotonic()
+    started_at = time.monotonic()
     findings = preflight(settings)
-    checked = check_results(settings, findings, time.monotonic() - began)
+    checked = check_results(settings, findings, time.monotonic() - started_at)
     for finding in findings:
         logging.getLogger(__name__).log(
             logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence

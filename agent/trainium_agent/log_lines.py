@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 TERMINATION_LOG = Path("/dev/termination-log")
 _TERMINATION_LIMIT = 4096
 _AGENT_TEXT = "%(asctime)s %(levelname)s agent %(message)s"
-_PLACES = {
+_NAME_FIELDS = {
     "namespace": worker_env.ENV_NAMESPACE,
     "job": worker_env.ENV_JOB,
     "pod": worker_env.ENV_POD_NAME,
     "node": worker_env.ENV_NODE_NAME,
 }
-_NUMBERS = {"generation": worker_env.ENV_GENERATION, "attempt": worker_env.ENV_ATTEMPT, "rank": "RANK"}
+_NUMBER_FIELDS = {"generation": worker_env.ENV_GENERATION, "attempt": worker_env.ENV_ATTEMPT, "rank": "RANK"}
 
 
 def is_json() -> bool:
@@ -45,9 +45,9 @@ def is_json() -> bool:
 
 def log_context() -> Mapping[str, object]:
     """Return the log context of this process (job, pod, rank), from its environment."""
-    numbers = {field: os.environ.get(name, "") for field, name in _NUMBERS.items()}
+    numbers = {field: os.environ.get(name, "") for field, name in _NUMBER_FIELDS.items()}
     return {
-        **{field: os.environ[name] for field, name in _PLACES.items() if os.environ.get(name)},
+        **{field: os.environ[name] for field, name in _NAME_FIELDS.items() if os.environ.get(name)},
         **{field: int(text) for field, text in numbers.items() if text.isascii() and text.isdigit()},
     }
 

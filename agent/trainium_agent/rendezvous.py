@@ -33,7 +33,7 @@ _RECONNECT_SECONDS = 0.2
 _LONGEST_BEGIN_SECONDS = 0.5
 _TURN_TIMEOUT_SECONDS = 1.5 * MAX_PUBLISH_INTERVAL_SECONDS
 _MISSING_SECONDS = 0.5
-_LISTED = 64
+_LISTED_NODES = 64
 _NO_CHECK = "1"
 
 
@@ -194,7 +194,7 @@ class GenerationRendezvous:
 
     def _await_withdrawal(self, attempt: int, bad: frozenset[int]) -> None:
         """Wait for the newer generation that replaces a bad node."""
-        self._waiting_for(tuple(sorted(bad)[:_LISTED]))
+        self._waiting_for(tuple(sorted(bad)[:_LISTED_NODES]))
         state = self.store.state()
         while not self._is_over(attempt, state):
             observations = self._watcher.observations
@@ -213,12 +213,12 @@ class GenerationRendezvous:
         """On node 0, check each rank, and publish the first of the missing ones to the others."""
         still_missing: list[int] = []
         for index, rank in enumerate(missing):
-            if len(still_missing) == _LISTED:
+            if len(still_missing) == _LISTED_NODES:
                 still_missing += missing[index:]
                 break
             if not self.store.has(self.store.key(attempt, "joined", rank)):
                 still_missing.append(rank)
-        listed = tuple(still_missing[:_LISTED])
+        listed = tuple(still_missing[:_LISTED_NODES])
         self.store.set(self.store.key(attempt, "missing"), ",".join(map(str, listed)))
         self._waiting_for(listed)
         return still_missing

@@ -118,7 +118,7 @@ class PairRound:
         if self._check is PreflightCheck.PAIRWISE:
             _log.warning("collectives failed again and nobody is known to be at fault: testing the nodes in pairs")
         self._store, self._attempt = store, attempt
-        began = time.monotonic()
+        started_at = time.monotonic()
         own_results: list[PairingResult] = []
         wave_number, wave = 0, pairing.first_wave(self._nodes)
         results: list[WaveResults] = []
@@ -135,7 +135,7 @@ class PairRound:
                 self._publish_wave(wave_number + 1, results)
             wave_number += 1
             wave, verdict = self._await_wave(wave_number)
-        self._report_result(verdict, own_results, time.monotonic() - began)
+        self._report_result(verdict, own_results, time.monotonic() - started_at)
         return verdict
 
     # A single exchange.
@@ -180,11 +180,11 @@ class PairRound:
             )
         except StandbyLostError as loss:
             return PairingResult(passed=False, detail=str(loss))
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             while not process.ended.wait(_POLL_SECONDS):
                 self._watcher.raise_if_interrupted()
-                elapsed = time.monotonic() - began
+                elapsed = time.monotonic() - started_at
                 if elapsed > self._seconds + _START_SECONDS and not result.exists():
                     break
                 if elapsed > self._seconds + _START_SECONDS + _OWN_CHECKS_SECONDS:

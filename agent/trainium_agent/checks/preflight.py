@@ -108,14 +108,14 @@ def _memory_directory(directory: Path) -> Iterator[PreflightFinding]:
             PreflightCheck.MEMORY,
         )
         return
-    free = shutil.disk_usage(directory).free
-    if free < _MINIMUM_FREE_BYTES:
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < _MINIMUM_FREE_BYTES:
         yield PreflightFinding(
             ExitCode.USER_ERROR,
-            f"The memory directory {directory} has {free} bytes left; give its emptyDir a larger sizeLimit.",
+            f"The memory directory {directory} has {free_bytes} bytes left; give its emptyDir a larger sizeLimit.",
             PreflightCheck.MEMORY,
         )
-    if _file_system_of(directory) not in ("tmpfs", "ramfs", ""):
+    if _find_file_system(directory) not in ("tmpfs", "ramfs", ""):
         yield PreflightFinding(
             None, f"The memory directory {directory} is on a disk; snapshots will be slower than in memory."
         )
@@ -134,7 +134,7 @@ def _explain_unwritable(directory: Path) -> str:
     return ""
 
 
-def _file_system_of(directory: Path) -> str:
+def _find_file_system(directory: Path) -> str:
     """Return the type of the file system that holds a directory; empty if unknown."""
     longest, file_system = "", ""
     resolved = str(directory.resolve())
@@ -204,10 +204,10 @@ def _disk(directory: Path | None) -> Iterator[PreflightFinding]:
     if reason:
         yield PreflightFinding(None, f"The scratch folder {directory} is not writable ({reason}).", PreflightCheck.DISK)
         return
-    free = shutil.disk_usage(directory).free
-    if free < _SCRATCH_BYTES:
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < _SCRATCH_BYTES:
         yield PreflightFinding(
-            None, f"The scratch volume of {directory} has {free >> 20} MiB left.", PreflightCheck.DISK
+            None, f"The scratch volume of {directory} has {free_bytes >> 20} MiB left.", PreflightCheck.DISK
         )
 
 
@@ -224,7 +224,7 @@ def _coordinator(settings: AgentSettings) -> Iterator[PreflightFinding]:
 DRIVER = Path("/sys/module/neuron/version")
 PACKAGES = Path("/var/lib/dpkg/status")
 _RUNTIME = "aws-neuronx-runtime-lib"
-_MOST_BYTES = 16 << 20
+_LONGEST_FILE_BYTES = 16 << 20
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 _STANZA = re.compile(rf"^Package: {_RUNTIME}\n(?:.+\n)*?Version: (\S+)$", re.MULTILINE)
 
@@ -262,7 +262,7 @@ def _version(text: str) -> Version | None:
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return file.read(_MOST_BYTES).decode(errors="replace")
+            return file.read(_LONGEST_FILE_BYTES).decode(errors="replace")
     except OSError:
         return ""
 

@@ -69,10 +69,10 @@ class KernelEvents:
             self._last[sign.key] = at
             event = KernelEvent(sequence=self._next, line=redact_secrets(line)[:_LINE_CHARACTERS], at=at)
             self._next += 1
-            events = [known for known in self._events if known[0] != sign.key]
+            events = [entry for entry in self._events if entry[0] != sign.key]
             events.append((sign.key, event))
             if len(events) > _KEPT:
-                events.remove(max(events, key=lambda known: _IMPORTANCE[known[0]]))
+                events.remove(max(events, key=lambda entry: _IMPORTANCE[entry[0]]))
             self._events = events
         _log.error("kernel message (%s): %s", classify_sign(sign).sentence, event.line)
         self._on_event()

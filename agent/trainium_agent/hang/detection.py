@@ -63,11 +63,11 @@ def stall_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes, *,
 
     A stopped process neither waits for storage nor compiles, so the limit of a step applies to it.
     """
-    limit = _limit_of(phase, spec, baseline)
-    return min(limit, _limit_of(TrainerPhase.STEP, spec, baseline)) if state in _STOPPED else limit
+    limit = _phase_limit(phase, spec, baseline)
+    return min(limit, _phase_limit(TrainerPhase.STEP, spec, baseline)) if state in _STOPPED else limit
 
 
-def _limit_of(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes) -> float:
+def _phase_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes) -> float:
     floor, factor = spec.step_floor_seconds, spec.step_factor
     match phase:
         case TrainerPhase.INIT:
@@ -285,11 +285,11 @@ def describe_stall(stall: Stall, pod: str) -> str:
     notes = [waiting_words[stall.waits], *([_STATES[stall.state]] if stall.state in _STATES else [])]
     if stall.busy >= _BUSY:
         notes.append(f"using {stall.busy:.0%} of a processor")
-    where = f"{_where(stall)} ({', '.join(notes)})"
+    where = f"{_describe_location(stall)} ({', '.join(notes)})"
     return f"rank {stall.rank} of pod {pod} made no progress for {stall.seconds:.0f} s {where}"
 
 
-def _where(stall: Stall) -> str:
+def _describe_location(stall: Stall) -> str:
     if stall.stage is not RunStage.TRAIN:
         return f"while {_STAGES[stall.stage]} after step {max(stall.step, 0)}"
     match stall.phase:

@@ -68,8 +68,8 @@ class RankSampler:
         self._world_size = world_size
         self._calibration = calibration
         self._interval = sample_seconds(spec)
-        self._watch = StallTracker()
-        self._waits = CpuWaitSampler()
+        self._stall_tracker = StallTracker()
+        self._cpu_waits = CpuWaitSampler()
         self._starting_since: dict[int, float | None] = {}
         self._unchanged_since: dict[int, tuple[tuple[int, int], float]] = {}
         self.timing: StepTiming | None = None
@@ -86,8 +86,8 @@ class RankSampler:
                 timings.append(timing)
             pids.add(process.pid)
         self.timing = max(timings, key=lambda timing: timing.own_seconds, default=None)  # the rank with the most work
-        self._waits.keep_only(frozenset(pids))
-        return self._watch.sample(now, samples)
+        self._cpu_waits.keep_only(frozenset(pids))
+        return self._stall_tracker.sample(now, samples)
 
     def _sample_rank(self, process: RankProcess, now: float) -> tuple[RankSample, StepTiming | None]:
         starting_since = self._starting_since.setdefault(process.pid, now)
@@ -109,18 +109,19 @@ class RankSampler:
         step_seconds = tuple(length for length, _ in pulse.steps)
         baseline = self._calibration.baseline(self._world_size, step_seconds)
         activity = (process.pid, pulse.beats)
-        state = self._kernel_state(process, activity, now)
+        letter, cpu_seconds = self._kernel_state(process, activity, now)
         stall = Stall(
             rank=process.rank,
             phase=phase,
             step=record.step,
             seconds=0.0,
-            limit=self._workload.step_limit(path, stall_limit(phase, self._spec, baseline, state=state[0])),
+            limit=self._workload.step_limit(path, stall_limit(phase, self._spec, baseline, state=letter)),
             waiting=_WAITING[pulse.waiting],
-            state=state[0],
+            state=letter,
             stage=RunStage.parse(record.stage),
         )
-        return RankSample(stall, activity, state[1]), timing_of(pulse.steps, self._waits.share(process.pid, now))
+        timing = summarize_steps(pulse.steps, self._cpu_waits.share(process.pid, now))
+        return RankSample(stall, activity, cpu_seconds), timing
 
     def _sample_unreported(self, process: RankProcess, now: float) -> RankSample:
         """Sample a rank that has reported nothing in this attempt."""
@@ -150,7 +151,7 @@ class RankSampler:
         return process_state.letter, process_state.cpu_seconds
 
 
-def timing_of(steps: tuple[tuple[float, float], ...], cpu_wait: float | None = None) -> StepTiming | None:
+def summarize_steps(steps: tuple[tuple[float, float], ...], cpu_wait: float | None = None) -> StepTiming | None:
     """Return the medians of the newest steps of one rank; `cpu_wait` is its share of waits for a processor."""
     newest = steps[-_TIMED_STEPS:]
     if len(newest) < _FEWEST_TIMED_STEPS:

@@ -61,7 +61,7 @@ class HangResponse:
         self._settings = settings
         self._generation = membership.generation
         members = len(membership.members)
-        self._watch = RankSampler(
+        self._sampler = RankSampler(
             settings.hang,
             lambda local_rank: progress_file(settings, membership.generation, local_rank),
             workload,
@@ -81,11 +81,11 @@ class HangResponse:
 
     def sample(self) -> RanksSampled:
         """Sample the local ranks without asking other agents."""
-        stalls = self._watch.sample(self._living)
+        stalls = self._sampler.sample(self._living)
         overdue = self._settings.hang.enabled and any(stall.overdue for stall in stalls)
         if not overdue:
             self._stacks = {}
-        return RanksSampled(overdue, self._watch.timing)
+        return RanksSampled(overdue, self._sampler.timing)
 
     def inquiry_update(self) -> InquiryUpdated:
         """Return the state of the inquiry and the stuck ranks."""
@@ -119,7 +119,7 @@ class HangResponse:
 
     def _sample_ranks(self) -> tuple[Stall, ...]:
         """Sample the local ranks, and request the stacks of those that are overdue or soon will be."""
-        stalled = self._watch.sample(self._living)
+        stalled = self._sampler.sample(self._living)
         suspicious = any(stall.overdue for stall in stalled)
         suspects = {stall.rank for stall in stalled if suspicious and stall.seconds > stall.limit / 2}
         without_stack = {
@@ -219,15 +219,15 @@ class Inquiry:
         now = time.monotonic()
         if self.is_open or now < self._not_before or now < self._inquiry_seen_at + _TAKE_OVER_SECONDS:
             return
-        own = self._node_rank
+        node_rank = self._node_rank
 
         def open_inquiry(state: GenerationState) -> GenerationState:
             if state.attempt != attempt or state.stopped is not None:
                 return state
-            return replace(state, inquiry=state.inquiry + 1, inquiry_attempt=attempt, inquiry_node_rank=own)
+            return replace(state, inquiry=state.inquiry + 1, inquiry_attempt=attempt, inquiry_node_rank=node_rank)
 
         state = self._store.update_state(open_inquiry)
-        if (state.inquiry_attempt, state.inquiry_node_rank) != (attempt, own):
+        if (state.inquiry_attempt, state.inquiry_node_rank) != (attempt, node_rank):
             return
         self._own_inquiry = state.inquiry
         self._deadline = now + _TIMEOUT_SECONDS + self._members * _SECONDS_PER_MEMBER

@@ -275,15 +275,15 @@ def _handle_sample(local: LocalGeneration, sampled: events.RanksSampled, now: fl
     return replace(local, stuck_reported_at=None), (report_timing, actions.ReportStuck(()))
 
 
-def _handle_hang(local: LocalGeneration, found: events.HangFound, now: float) -> _StepResult:
+def _handle_hang(local: LocalGeneration, hang: events.HangFound, now: float) -> _StepResult:
     reports: tuple[actions.Action, ...] = (
-        actions.ReportStuck(found.stuck),
-        *(actions.ReportHang(*culprit) for culprit in found.culprits),
+        actions.ReportStuck(hang.stuck),
+        *(actions.ReportHang(*culprit) for culprit in hang.culprits),
     )
     local = replace(local, stuck_reported_at=now)
-    if found.state.stopped is None:
-        following, further = _start_next_attempt(local, found.state.attempt, found.cause, found.failed_at, now)
-    elif found.cause is Cause.HANG and found.culprit_known:
+    if hang.state.stopped is None:
+        following, further = _start_next_attempt(local, hang.state.attempt, hang.cause, hang.failed_at, now)
+    elif hang.cause is Cause.HANG and hang.culprit_known:
         following, further = _end_attempt(local, Fail(actions.ReportVerdict()), now)
     else:
         following, further = _fail_stopped(local, now)

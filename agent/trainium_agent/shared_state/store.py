@@ -142,10 +142,10 @@ class GenerationStore:
         client = self._client
         if client is None:
             raise StoreLostError("not connected to the generation's store")
-        began = time.monotonic()
+        started_at = time.monotonic()
 
         def remaining() -> float:
-            return began + (_HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS) - time.monotonic()
+            return started_at + (_HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS) - time.monotonic()
 
         try:
             return client.request(request, remaining)

@@ -141,7 +141,7 @@ class ProgramMonitor(Workload):
         """Return the record with the highest step, as of the last read, and its file."""
         if not self._records:
             return None
-        rank, record = max(self._records, key=lambda found: found[1].step)
+        rank, record = max(self._records, key=lambda rank_record: rank_record[1].step)
         return record, rank.path
 
     def read(self, path: Path) -> ProgressReading | None:
@@ -343,8 +343,8 @@ class _CheckpointFolder:
                 return -1
             raise FileNotFoundError(2, "it is not there")
         newest = -1
-        for number, path in enumerate(self._root.glob(self._glob)):
-            if number >= _MOST_ENTRIES:
+        for count, path in enumerate(self._root.glob(self._glob)):
+            if count >= _MOST_ENTRIES:
                 break
             match = self._committed.fullmatch(str(path.relative_to(self._root)))
             newest = max(newest, int(match[STEP_GROUP])) if match else newest

@@ -383,7 +383,7 @@ Usage = namedtuple("Usage", "total used free")  # noqa: PYI024 - as shutil's
 
 
 def test_a_full_memory_volume_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_file_system_of", lambda _: "tmpfs")
+    monkeypatch.setattr(preflight, "_find_file_system", lambda _: "tmpfs")
     assert list(preflight._memory_directory(tmp_path)) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 30, 1 << 30, 100))
     (finding,) = preflight._memory_directory(tmp_path)
@@ -392,7 +392,7 @@ def test_a_full_memory_volume_is_a_user_error(tmp_path: Path, monkeypatch: pytes
 
 
 def test_snapshots_on_a_disk_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_file_system_of", lambda _: "ext4")
+    monkeypatch.setattr(preflight, "_find_file_system", lambda _: "ext4")
     (finding,) = preflight._memory_directory(tmp_path)
     assert finding.code is None
     assert "is on a disk" in finding.sentence
