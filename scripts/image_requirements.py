@@ -83,13 +83,15 @@ def part_requirements(part: str) -> list[str]:
     """Return the third-party requirements of a part."""
     projects = read_projects()
     if part == "build":
-        return sorted({requirement for each in projects.values() for requirement in each["build-system"]["requires"]})
+        return sorted(
+            {requirement for project in projects.values() for requirement in project["build-system"]["requires"]}
+        )
     if part != "dev":
         return sorted(third_party_requirements(REQUIREMENTS[part], projects))
     workspace = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
     requirements = set(workspace["dependency-groups"]["dev"])
-    for name, each in projects.items():
-        extras = each["project"].get("optional-dependencies", {}).keys() - EXTRAS_NOT_TESTED
+    for name, project in projects.items():
+        extras = project["project"].get("optional-dependencies", {}).keys() - EXTRAS_NOT_TESTED
         requirements |= third_party_requirements(f"{name}[{','.join(extras)}]", projects)
     return sorted(requirements)
 

@@ -99,7 +99,7 @@ def _operator_metrics() -> list[_Metric]:
 
 def _named_job_metrics() -> list[_Metric]:
     families = Families(PREFIX).all
-    return [_Metric(each.name, each.type, tuple(each._labelnames), each.documentation) for each in families]  # noqa: SLF001
+    return [_Metric(family.name, family.type, tuple(family._labelnames), family.documentation) for family in families]  # noqa: SLF001
 
 
 def _metric_table(metrics: list[_Metric]) -> str:

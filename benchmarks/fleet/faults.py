@@ -160,7 +160,7 @@ class FaultRound:
         """Fail every pod, then grow and shrink the job by a tenth."""
         n, run = self._nodes, self._run
         await self._until_complete()
-        floor = next(each.restart_seconds for each in run.floors if each.restart_seconds is not None)
+        floor = next(run_floor.restart_seconds for run_floor in run.floors if run_floor.restart_seconds is not None)
         former_uids = {pod.uid for pod in self._watch.pods.values()}
         started_at = time.monotonic()
         await fail_pods(run.kube, list(self._watch.pods))

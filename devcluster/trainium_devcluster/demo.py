@@ -87,7 +87,7 @@ def _compare(session: DemoSession) -> Outcome:
         "The job did not complete.": not completed,
         "A sample was not seen exactly once.": not once,
     }
-    return Outcome((fault_table(curves.faults),), text, tuple(each for each, holds in problems.items() if holds))
+    return Outcome((fault_table(curves.faults),), text, tuple(problem for problem, holds in problems.items() if holds))
 
 
 if __name__ == "__main__":

@@ -104,10 +104,14 @@ def _definitions(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
 def _webhooks(manifests: Path, port: int) -> Iterator[dict[str, Any]]:
     """Return the webhooks of Kueue's own objects, without those of the workloads that it could manage."""
     for document in yaml.safe_load_all((manifests / "webhook" / "manifests.yaml").read_text()):
-        kept = [each for each in document["webhooks"] if all(rule["apiGroups"] == [_GROUP] for rule in each["rules"])]
-        for each in kept:
-            each["clientConfig"]["service"] |= {"namespace": NAMESPACE, "name": _SERVICE, "port": port}
-        yield {**document, "metadata": {"name": f"kueue-{document['metadata']['name']}"}, "webhooks": kept}
+        webhooks = [
+            webhook
+            for webhook in document["webhooks"]
+            if all(rule["apiGroups"] == [_GROUP] for rule in webhook["rules"])
+        ]
+        for webhook in webhooks:
+            webhook["clientConfig"]["service"] |= {"namespace": NAMESPACE, "name": _SERVICE, "port": port}
+        yield {**document, "metadata": {"name": f"kueue-{document['metadata']['name']}"}, "webhooks": webhooks}
 
 
 def _write_certificates(cluster: ClusterHandle, folder: Path) -> bool:

@@ -38,11 +38,11 @@ class ProgramDemo(Demo):
         self.view.log("kubectl create configmap train-ddp --from-file=train_ddp.py")
 
     def create_manifest(self, name: str) -> dict[str, Any]:
-        """Read the example job; each run has its own folder."""
+        """Read the example job; each run has a separate folder."""
         job = self.read_job(_EXAMPLES / "program.yaml", name)
         del job["spec"]["checkpoint"]["storage"]["subPath"]
         program, folder = job["spec"]["program"], f"/checkpoints/{name}"
-        program["args"] = [folder if each == _FOLDER else each for each in program["args"]]
+        program["args"] = [folder if argument == _FOLDER else argument for argument in program["args"]]
         program["checkpoints"]["path"] = folder
         return job
 
@@ -97,7 +97,7 @@ def _compare(session: DemoSession) -> Outcome:
         # In the first step after a start DDP uses other gradient buckets, which sum in another order.
         "The curve with faults is not the undisturbed one.": not curves.is_equal_within_rounding,
     }
-    return Outcome((fault_table(curves.faults),), text, tuple(each for each, holds in problems.items() if holds))
+    return Outcome((fault_table(curves.faults),), text, tuple(problem for problem, holds in problems.items() if holds))
 
 
 if __name__ == "__main__":

@@ -247,14 +247,14 @@ def _result_document(result: Result, gain: tuple[float, float] | None, goal: flo
         "sizes": {str(size): round(share, 7) for size, share in result.share_by_size.items()},
         "recoveries": [
             {
-                "cause": each.cause,
-                "perDay": round(each.per_day, 4),
-                "medianSeconds": round(each.median_seconds, 3),
-                "p95Seconds": round(each.p95_seconds, 3),
-                "maxSeconds": round(each.longest_seconds, 3),
-                "maxStepsLost": each.max_steps_lost,
+                "cause": recovery.cause,
+                "perDay": round(recovery.per_day, 4),
+                "medianSeconds": round(recovery.median_seconds, 3),
+                "p95Seconds": round(recovery.p95_seconds, 3),
+                "maxSeconds": round(recovery.longest_seconds, 3),
+                "maxStepsLost": recovery.max_steps_lost,
             }
-            for each in result.recoveries
+            for recovery in result.recoveries
         ],
         "durableInterval": _interval_document(result),
         "spareGain": None if gain is None else {"nodeHours": round(gain[0], 2), "heldNodeHours": round(gain[1], 2)},
@@ -304,23 +304,25 @@ def draw_picture(path: Path, results: Sequence[Result]) -> None:
     import matplotlib.pyplot as plt  # noqa: PLC0415 - after the backend was chosen
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    groups = {(each.case.rate, each.case.variation): None for each in results}
+    groups = {(result.case.rate, result.case.variation): None for result in results}
     for number, group in enumerate(groups):
-        chosen = [each for each in results if (each.case.rate, each.case.variation) == group]
-        spares = [each.case.spares for each in chosen]
-        margins = [0.0 if math.isnan(each.work_done.margin) else each.work_done.margin * 100 for each in chosen]
+        group_results = [result for result in results if (result.case.rate, result.case.variation) == group]
+        spares = [result.case.spares for result in group_results]
+        margins = [
+            0.0 if math.isnan(result.work_done.margin) else result.work_done.margin * 100 for result in group_results
+        ]
         label = f"{group[0]:g} failures per 1,000 node-days" + (f", {group[1]}" if group[1] else "")
-        work_done = [each.work_done.mean * 100 for each in chosen]
+        work_done = [result.work_done.mean * 100 for result in group_results]
         left.errorbar(spares, work_done, yerr=margins, marker="o", capsize=3, color=f"C{number}", label=label)
     left.set(xlabel="spares", ylabel="work done, % of an undisturbed run", title="What each spare buys")
     left.xaxis.get_major_locator().set_params(integer=True)
     left.grid(visible=True, alpha=0.3)
     left.legend(fontsize=8)
-    stages = list(dict.fromkeys(name for each in results for name in each.lost_by_stage))
-    names = [f"{each.case.spares} / {each.case.rate:g}" for each in results]
+    stages = list(dict.fromkeys(name for result in results for name in result.lost_by_stage))
+    names = [f"{result.case.spares} / {result.case.rate:g}" for result in results]
     bottom = [0.0] * len(results)
     for number, stage in enumerate(stages):
-        heights = [each.lost_by_stage.get(stage, 0.0) * 100 for each in results]
+        heights = [result.lost_by_stage.get(stage, 0.0) * 100 for result in results]
         right.bar(range(len(results)), heights, bottom=bottom, label=stage, color=f"C{number}")
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     right.set_xticks(range(len(results)), names, rotation=45, fontsize=8)

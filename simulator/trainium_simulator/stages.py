@@ -117,7 +117,7 @@ def learn_stages(path: Path, base: StageTimes) -> StageTimes:
 def learn_medians(status: TrainingJobStatus, history: tuple[Interruption, ...], base: StageTimes) -> dict[str, float]:
     """Return the median seconds of each stage over a job's recoveries, by the camelCase name of the stage."""
     learned: dict[str, float] = {}
-    sizes = [each for each in status.goodput.sizes if each.step_seconds]
+    sizes = [account for account in status.goodput.sizes if account.step_seconds]
     if sizes:
         largest = max(sizes, key=lambda each: each.size)
         learned["stepSeconds"] = largest.step_seconds or 0.0

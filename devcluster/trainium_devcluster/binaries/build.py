@@ -138,7 +138,7 @@ def build_all(
             if later:
                 fetch = _fetch(go, later[0], running)
             with _staging_file(target, source) as staging:
-                following = ", ".join(each.label for each in later)
+                following = ", ".join(later_source.label for later_source in later)
                 _compile(go, source, staging, progress, packages, following)
                 _copy_files(go, source, target)
                 staging.replace(target / source.file)

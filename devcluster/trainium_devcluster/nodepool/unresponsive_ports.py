@@ -41,8 +41,8 @@ class UnresponsivePorts:
 
     def release(self) -> None:
         """Release the ports."""
-        for one in self._sockets:
-            one.close()
+        for listener in self._sockets:
+            listener.close()
         self._sockets = []
 
     def _hold(self, address: Address) -> bool:

@@ -70,7 +70,6 @@ class Nodes:
             for number in range(count)
         ]
         self.views = {slot.name: slot.view for slot in self.slots}
-        self._by_name = {slot.name: slot for slot in self.slots}
 
     def _new_node_view(self, number: int, machine_serial: int) -> NodeView:
         name = f"node-{number}" if machine_serial == 0 else f"node-{number}-{machine_serial}"
@@ -78,10 +77,6 @@ class Nodes:
         if self._instance_type:
             labels[LABEL_INSTANCE_TYPE] = self._instance_type
         return NodeView(name=name, provider_id=f"sim:///{number}/{machine_serial}", labels=labels)
-
-    def find_slot(self, name: str) -> Slot | None:
-        """Return the slot of a node; None if the node was deleted."""
-        return self._by_name.get(name)
 
     def slots_in_rack(self, number: int) -> list[Slot]:
         """Return the slots that share a switch with this one."""
@@ -121,10 +116,9 @@ class Nodes:
             self.set_view(slot, healthy)
             return None
         old_view = slot.view
-        del self.views[old_view.name], self._by_name[old_view.name]
+        del self.views[old_view.name]
         self.deleted_provider_ids[old_view.name] = old_view.provider_id
         slot.machine_serial += 1
         slot.is_lemon, slot.installed_at, slot.slowness = lemon, now, 1.0
         self.set_view(slot, self._new_node_view(slot.number, slot.machine_serial))
-        self._by_name[slot.name] = slot
         return old_view.name

@@ -168,7 +168,7 @@ class Simulation:
             case FaultClass.NODE_LOST:
                 self._fail_nodes([slot], fault)
             case FaultClass.RACK:
-                self._fail_nodes([each for each in self.nodes.slots_in_rack(slot.number) if each.has_power], fault)
+                self._fail_nodes([other for other in self.nodes.slots_in_rack(slot.number) if other.has_power], fault)
             case FaultClass.MAINTENANCE:
                 self._announce_maintenance(slot, fault)
             case FaultClass.STRAGGLER:
