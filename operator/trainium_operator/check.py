@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ANSWER_SECONDS = 5.0
 _PAUSE_SECONDS = 1.0
-_MOST = 200
+_MAX_CHARACTERS = 200
 """Characters of a response that are kept."""
 
 
@@ -143,7 +143,7 @@ def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
-        text = answer.read(_MOST).decode(errors="replace").strip()
+        text = answer.read(_MAX_CHARACTERS).decode(errors="replace").strip()
     finally:
         connection.close()
     return answer.status, " ".join(text.split())

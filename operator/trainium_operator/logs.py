@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LIMITED_LOGGERS = ("trainium_operator.coordinator.server", "trainium_operator.http.listener.http")
 """Loggers of requests and connections, which cost their senders nothing."""
-MOST_LINES = 60
+MAX_LINES = 60
 """Limit for one such logger within a minute."""
 _MINUTE = 60.0
 
@@ -39,12 +39,12 @@ class LineLimitFilter(logging.Filter):
             return True
         now, reported = self._clock(), self._reported.get(record.name, 0)
         if now - self._since.setdefault(record.name, now) >= _MINUTE:
-            if reported > MOST_LINES:
-                record.msg = f"{record.getMessage()} ({reported - MOST_LINES} lines before it were left out)"
+            if reported > MAX_LINES:
+                record.msg = f"{record.getMessage()} ({reported - MAX_LINES} lines before it were left out)"
                 record.args = ()
             self._since[record.name], reported = now, 0
         self._reported[record.name] = reported + 1
-        return reported < MOST_LINES
+        return reported < MAX_LINES
 
 
 def _name_the_job(record: logging.LogRecord) -> bool:

@@ -31,11 +31,11 @@ def _setting(default: Any, text: str, *, variable: str = "") -> Any:
     return field(default=default, metadata={"help": text, "variable": variable})
 
 
-MOST_NAMESPACES = 50
+MAX_NAMESPACES = 50
 """Most namespaces served by name: each takes five connections to the API server, one for each watched kind."""
 LEASE_SECONDS = (3, 600)
 """Shortest and longest time of the Lease."""
-MOST_NAMED_JOBS = 500
+MAX_NAMED_JOBS = 500
 """Most jobs with separate metrics: about 25 time series each, and 0.25 ms of the loop's time at each scrape."""
 
 
@@ -50,7 +50,7 @@ class Settings:
     )
     watch_namespace: str = _setting("", "a further namespace of --watch-namespaces")
     watch_namespaces: str = _setting(
-        "", f"serve the jobs of these namespaces only, separated by commas, at most {MOST_NAMESPACES}; empty: of all"
+        "", f"serve the jobs of these namespaces only, separated by commas, at most {MAX_NAMESPACES}; empty: of all"
     )
     watch_nodes: bool = _setting(True, "read nodes, to see deleted and unready ones")
     kubeconfig: str = _setting("", "kubeconfig file, for running outside of a pod")
@@ -184,12 +184,12 @@ class Settings:
                 "another port than --metrics-port and --coordinator-port",
             ),
             ("--taint-nodes", self.taint_nodes, self.watch_nodes or not self.taint_nodes, "given with --watch-nodes"),
-            ("--named-jobs", self.named_jobs, 0 <= self.named_jobs <= MOST_NAMED_JOBS, f"from 0 to {MOST_NAMED_JOBS}"),
+            ("--named-jobs", self.named_jobs, 0 <= self.named_jobs <= MAX_NAMED_JOBS, f"from 0 to {MAX_NAMED_JOBS}"),
             (
                 "--watch-namespaces",
                 ",".join(self.namespaces),
-                all(_NAMESPACE.fullmatch(name) for name in self.namespaces) and len(self.namespaces) <= MOST_NAMESPACES,
-                f"at most {MOST_NAMESPACES} names of namespaces, separated by commas",
+                all(_NAMESPACE.fullmatch(name) for name in self.namespaces) and len(self.namespaces) <= MAX_NAMESPACES,
+                f"at most {MAX_NAMESPACES} names of namespaces, separated by commas",
             ),
             (
                 "--worker-template",

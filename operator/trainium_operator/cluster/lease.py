@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_TRANSITIONS = 2**31 - 1
+_MAX_TRANSITIONS = 2**31 - 1
 
 
 class LeaseLostError(Exception):
@@ -243,7 +243,7 @@ class LeaseElector:
             "acquireTime": (as_text(old.get("acquireTime")) or now) if ours else now,
             "renewTime": now,
             # The API server would refuse a larger number, and nobody could ever lead again.
-            "leaseTransitions": max(0, min(transitions, _MOST_TRANSITIONS)),
+            "leaseTransitions": max(0, min(transitions, _MAX_TRANSITIONS)),
         }
         return {
             "apiVersion": LEASES.api_version,

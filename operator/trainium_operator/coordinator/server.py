@@ -19,7 +19,7 @@ from aiohttp import web
 from trainium_contract.wire.messages import ErrorResponse, HeartbeatRequest
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE
 from trainium_operator.coordinator.messages import BadMessageError, message_error
-from trainium_operator.coordinator.streams import LONGEST_SECONDS, Stream, Streams
+from trainium_operator.coordinator.streams import MAX_CONNECTION_SECONDS, Stream, Streams
 from trainium_operator.http.errors import ForbiddenError
 from trainium_operator.http.listener import BROKEN
 from trainium_operator.http.server import RETRY_AFTER, HttpServer, Upgrade, error_response
@@ -97,7 +97,7 @@ class CoordinatorServer:
         expires = unverified_expiry(bearer_token(authorization))
         on_closed = expires - time.time() if expires is not None else 0.0
         seconds = (
-            min(LONGEST_SECONDS, on_closed) if on_closed > 0.0 else LONGEST_SECONDS
+            min(MAX_CONNECTION_SECONDS, on_closed) if on_closed > 0.0 else MAX_CONNECTION_SECONDS
         )  # expired: this machine's clock is wrong
         ends = asyncio.get_running_loop().time() + seconds
         return Upgrade(UPGRADE, lambda closed: Stream(self.streams, caller, after=after, ends=ends, on_closed=closed))

@@ -29,7 +29,7 @@ _PROBE_AGAIN_SECONDS = 30.0
 
 FULL_HEARTBEATS_PER_SECOND = 8.0
 """Full heartbeats of one job per second. All of its ranks make the same steps, so any heartbeat has the newest."""
-LONGEST_FULL_HEARTBEAT_SECONDS = 10.0
+MAX_FULL_HEARTBEAT_SECONDS = 10.0
 FARTHEST_AHEAD = 1_000
 """Largest lead of an agent's generation over the served one, because a record may be lost."""
 
@@ -172,7 +172,7 @@ class CoordinatorState:
     def full_heartbeat_seconds(self, job_id: JobId) -> float:
         """Return how long an agent may send keepalives alone; other agents of the job send the newest step."""
         job = self._jobs.get(job_id)
-        return min(LONGEST_FULL_HEARTBEAT_SECONDS, len(job.agents) / FULL_HEARTBEATS_PER_SECOND) if job else 0.0
+        return min(MAX_FULL_HEARTBEAT_SECONDS, len(job.agents) / FULL_HEARTBEATS_PER_SECOND) if job else 0.0
 
     def agent_count(self) -> int:
         """Return how many agents of all jobs are registered."""

@@ -2,7 +2,7 @@
 
 Guarantees:
 - A stream belongs to the pod whose token opened it, and its messages count for no other. It ends with that token and
-  after `LONGEST_SECONDS`, so that every token is reviewed again.
+  after `MAX_CONNECTION_SECONDS`, so that every token is reviewed again.
 - A frame is bounded before it is stored. The stream of an agent that does not read is closed before unsent bytes
   accumulate.
 - No frame is handled unless this process serves. A keepalive costs one update of the state and no answer.
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.names import JobId
 
 logger = logging.getLogger(__name__)
-LONGEST_FRAME = 832 * 1024
+MAX_FRAME_BYTES = 832 * 1024
 """Above the largest heartbeat that the contract allows, with every character of its texts escaped."""
-LARGEST_INLINE_MEMBERSHIP = 64
+MAX_INLINE_MEMBERS = 64
 """Most members in the membership that the answer to a registration contains; a larger one is sent separately,
 compressed."""
 
-LONGEST_SECONDS = 600.0
+MAX_CONNECTION_SECONDS = 600.0
 """Agents open another stream after half of it."""
 SILENT_SECONDS = 30.0
 """A stream without a frame for this long is closed; its agent counts as failed long before."""
@@ -86,7 +86,7 @@ class Stream(asyncio.Protocol):
         """None until its registration."""
         self._streams = streams
         self._on_closed = on_closed
-        self._reader = FrameReader(LONGEST_FRAME)
+        self._reader = FrameReader(MAX_FRAME_BYTES)
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -232,7 +232,7 @@ class Streams:
         membership = self.state.membership(job_id)
         answer = RegisterResponse(
             heartbeat_seconds=HEARTBEAT_SECONDS,
-            membership=membership if membership and len(membership.members) <= LARGEST_INLINE_MEMBERSHIP else None,
+            membership=membership if membership and len(membership.members) <= MAX_INLINE_MEMBERS else None,
             time=time.time(),
         )
         return job_id, answer

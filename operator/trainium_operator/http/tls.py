@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
 """A kubelet takes about a minute to update a mounted Secret."""
-LARGEST_FILE = 1024 * 1024
+MAX_FILE_BYTES = 1024 * 1024
 """The largest value that a Secret can hold."""
 
 
@@ -108,4 +108,4 @@ def _read(folder: Path) -> tuple[bytes, bytes]:
 
 def _bounded(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(LARGEST_FILE)
+        return file.read(MAX_FILE_BYTES)

@@ -7,14 +7,14 @@ import hashlib
 import json
 from typing import Any
 
-LONGEST_TOKEN = 8_000
+MAX_TOKEN_CHARACTERS = 8_000
 
 
 def bearer_token(authorization: str) -> str:
     """Return the token of an `Authorization` header; empty when there is none."""
     scheme, _, token = authorization.partition(" ")
     token = token.strip()
-    return token if scheme.lower() == "bearer" and len(token) <= LONGEST_TOKEN else ""
+    return token if scheme.lower() == "bearer" and len(token) <= MAX_TOKEN_CHARACTERS else ""
 
 
 def token_digest(token: str) -> bytes:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.model.observed import Observed, PlanSettings
 
-_SHORTEST_REQUEUE_SECONDS = 0.05
+_MIN_REQUEUE_SECONDS = 0.05
 
 
 def plan(observed: Observed, settings: PlanSettings) -> Plan:
@@ -209,5 +209,5 @@ def _finalize(facts: Facts, result: PolicyResult) -> Plan:
         actions=result.actions,
         # Events follow from the status: without a write of it none is new.
         events=() if status == old else new_events,
-        requeue_after=None if next_at is None else max(_SHORTEST_REQUEUE_SECONDS, next_at - facts.now),
+        requeue_after=None if next_at is None else max(_MIN_REQUEUE_SECONDS, next_at - facts.now),
     )

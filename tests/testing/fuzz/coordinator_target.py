@@ -37,7 +37,7 @@ from trainium_operator.cluster.cache.store import Entry, Key
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.server import CoordinatorServer
-from trainium_operator.coordinator.streams import LONGEST_FRAME
+from trainium_operator.coordinator.streams import MAX_FRAME_BYTES
 from trainium_operator.http.listener import TrackedConnection
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.manifests.config_maps import build_membership_map
@@ -135,7 +135,7 @@ class CoordinatorTarget:
         values_by_key["plan"] = [True]
         values_by_key["token"] = ["uid-0", "uid-1", "uid-2", "uid-9", ""]
         values_by_key["kind"] = [*map(int, FrameKind), 0, 10, 255]
-        values_by_key["length"] = [0, 1, LONGEST_FRAME, LONGEST_FRAME + 1, 2**32 - 1]
+        values_by_key["length"] = [0, 1, MAX_FRAME_BYTES, MAX_FRAME_BYTES + 1, 2**32 - 1]
         values_by_key["Content-Encoding"] = ["gzip", "deflate", "br"]
         values_by_key["Transfer-Encoding"] = ["chunked", "gzip, chunked", "identity"]
         values_by_key["Expect"] = ["100-continue"]
@@ -287,11 +287,11 @@ class _CoordinatorHarness:
         pieces = _bounded_int(message.get("pieces"), 1)
         if "request" in message:
             data = self._request(message["request"]) if isinstance(message["request"], dict) else b""
-            connection.send(data[: 2 * LONGEST_FRAME], pieces)
+            connection.send(data[: 2 * MAX_FRAME_BYTES], pieces)
         elif "frame" in message:
-            connection.send(_encode_frame(message["frame"])[: 2 * LONGEST_FRAME], pieces)
+            connection.send(_encode_frame(message["frame"])[: 2 * MAX_FRAME_BYTES], pieces)
         elif "raw" in message:
-            connection.send(_text(message["raw"]).encode("latin-1", "replace")[: 2 * LONGEST_FRAME], pieces)
+            connection.send(_text(message["raw"]).encode("latin-1", "replace")[: 2 * MAX_FRAME_BYTES], pieces)
         elif "pause" in message:
             seconds = min(LONGEST_PAUSE, max(0.0, float(_bounded_int(message["pause"], 1))))
             self._operator.now += seconds
@@ -352,7 +352,7 @@ class _CoordinatorHarness:
             require(view.registration.pod_uid == uid, "a pod impersonates another")
             heartbeat = view.heartbeat
             require(
-                heartbeat is None or len(heartbeat.model_dump_json()) <= LONGEST_FRAME,
+                heartbeat is None or len(heartbeat.model_dump_json()) <= MAX_FRAME_BYTES,
                 "a heartbeat larger than a frame",
             )
 

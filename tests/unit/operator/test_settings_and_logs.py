@@ -8,7 +8,7 @@ import pytest
 from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.coordinator import server
 from trainium_operator.http import listener
-from trainium_operator.logs import LIMITED_LOGGERS, MOST_LINES, LineLimitFilter, configure_logs
+from trainium_operator.logs import LIMITED_LOGGERS, MAX_LINES, LineLimitFilter, configure_logs
 from trainium_operator.runtime import plan_settings
 from trainium_operator.settings import Settings, parse_settings, process_identity
 
@@ -178,7 +178,7 @@ def test_log_lines_caused_by_clients_are_rate_limited_and_counted() -> None:
         record = logging.LogRecord(name, level, "", 0, "%s: the connection broke", ("/v1",), None)
         return record.getMessage() if bounded.filter(record) else ""
 
-    assert sum(bool(written()) for _ in range(1000)) == MOST_LINES
+    assert sum(bool(written()) for _ in range(1000)) == MAX_LINES
     assert written(LIMITED_LOGGERS[1]), "each has its own share"
     assert written(level=logging.ERROR), "errors are always logged"
     assert all(written("trainium_operator.cluster.lease") for _ in range(1000))
@@ -191,4 +191,4 @@ def test_rate_limited_loggers_are_coordinator_and_listener(lines: io.StringIO) -
     assert {server.logger.name, listener._log.name} == set(LIMITED_LOGGERS)
     for _ in range(200):
         server.logger.warning("refused")
-    assert len(lines.getvalue().splitlines()) == MOST_LINES
+    assert len(lines.getvalue().splitlines()) == MAX_LINES

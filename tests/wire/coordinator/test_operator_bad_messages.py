@@ -24,7 +24,7 @@ from trainium_contract.wire.stream import FrameKind
 from trainium_operator.coordinator.authentication import Caller
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.coordinator.streams import LONGEST_FRAME
+from trainium_operator.coordinator.streams import MAX_FRAME_BYTES
 from trainium_operator.plan.model.names import JobId
 from trainium_operator.plan.model.observed import AgentView
 
@@ -128,7 +128,7 @@ async def test_the_largest_heartbeat_fits_into_a_frame(coordinator: CoordinatorF
     )
     HeartbeatRequest.model_validate(largest)
     assert (await coordinator.send(FrameKind.HEARTBEAT, largest))[0] == 200
-    assert (await coordinator.send(FrameKind.HEARTBEAT, heartbeat(x="y" * LONGEST_FRAME)))[0] == 413
+    assert (await coordinator.send(FrameKind.HEARTBEAT, heartbeat(x="y" * MAX_FRAME_BYTES)))[0] == 413
 
 
 @pytest.mark.parametrize("loss", ['"inf"', '"nan"', '"9e999"', f'"{"9" * 400}"', "1e999", "Infinity", "NaN"])

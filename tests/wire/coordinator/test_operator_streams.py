@@ -23,7 +23,7 @@ from tests.testing.suite.timeouts import scaled
 from trainium_contract.wire.stream import FrameKind, encode_frame
 from trainium_operator.coordinator import streams
 from trainium_operator.coordinator.state import FULL_HEARTBEATS_PER_SECOND
-from trainium_operator.coordinator.streams import LONGEST_FRAME
+from trainium_operator.coordinator.streams import MAX_FRAME_BYTES
 
 GENEROUS = 20.0
 
@@ -186,7 +186,7 @@ async def test_nothing_is_accepted_before_the_registration(coordinator: StreamCo
 
 async def test_an_oversized_frame_is_refused_by_its_head(coordinator: StreamCoordinator) -> None:
     client = await coordinator.open_registered_stream()
-    client.writer.write(bytes([FrameKind.HEARTBEAT]) + (LONGEST_FRAME + 1).to_bytes(4, "big"))
+    client.writer.write(bytes([FrameKind.HEARTBEAT]) + (MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
     assert (await client.last_refusal())[0] == 413
 
 

@@ -17,7 +17,7 @@ from tests.testing.api.fake_http import discovery_response
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_contract.api_server.kubeconfig import Access
 from trainium_operator import handlers
-from trainium_operator.cluster.api.client import LONGEST_REFUSAL, Api
+from trainium_operator.cluster.api.client import MAX_REFUSAL_CHARACTERS, Api
 from trainium_operator.cluster.api.errors import ApiError, UnavailableError
 from trainium_operator.cluster.api.resources import CLAIMS
 from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
@@ -109,7 +109,7 @@ async def test_a_refusal_message_is_truncated() -> None:
 
     with pytest.raises(ApiError) as caught:
         await Api(Refusing([], [])).get(CLAIMS, "team", "first")
-    assert len(str(caught.value)) == LONGEST_REFUSAL
+    assert len(str(caught.value)) == MAX_REFUSAL_CHARACTERS
 
 
 def job(name: str, version: int, template: str) -> str:

@@ -34,10 +34,10 @@ REQUEST_SECONDS = 30.0
 CALL_SECONDS = 15.0
 """No further attempt starts after this time; the caller then decides what to do."""
 ATTEMPTS = 6
-FIRST_BACKOFF = 0.1
-LONGEST_BACKOFF = 5.0
-LONGEST_RETRY_AFTER = 30.0
-LONGEST_REFUSAL = 8192
+FIRST_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 5.0
+MAX_RETRY_AFTER_SECONDS = 30.0
+MAX_REFUSAL_CHARACTERS = 8192
 """Characters of a refusal that are kept; webhooks of others may write it."""
 PAGE = 50
 """Objects in a page. A pod is 12 kB of JSON and 45 kB parsed, and the process never returns the memory that a page
@@ -203,7 +203,7 @@ class Api:
         clock = asyncio.get_running_loop().time
         latest = clock() + CALL_SECONDS
         for attempt in range(1, attempts + 1):
-            ceiling = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** (attempt - 1))
+            ceiling = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** (attempt - 1))
             pause = ceiling * (0.5 + 0.5 * self._jitter())
             if method != "GET" and not self._may_write():
                 raise FencedError(f"{method} {path} was not sent: another operator may lead by now")
@@ -247,7 +247,7 @@ def _object(path: str, body: bytes) -> Json:
 
 def _retry_after(answer: HttpResponse) -> float:
     try:
-        return min(LONGEST_RETRY_AFTER, max(0.0, float(answer.headers.get("retry-after", "0"))))
+        return min(MAX_RETRY_AFTER_SECONDS, max(0.0, float(answer.headers.get("retry-after", "0"))))
     except ValueError:  # an HTTP date; the client's own back-off applies
         return 0.0
 
@@ -261,10 +261,12 @@ def _refusal(method: str, path: str, answer: HttpResponse) -> ApiError:
         status = {}
     message = status.get("message") or answer.body[:200].decode(errors="replace") or "no message"
     text = f"{method} {path}: HTTP {answer.status}: {message}"
-    return build_error(answer.status, str(status.get("reason", "")), text[:LONGEST_REFUSAL])
+    return build_error(answer.status, str(status.get("reason", "")), text[:MAX_REFUSAL_CHARACTERS])
 
 
 def _watch_error(what: str, status: Json) -> ApiError:
     code = status.get("code")
     message = str(status.get("message", "")) or what
-    return build_error(code if isinstance(code, int) else 500, str(status.get("reason", "")), message[:LONGEST_REFUSAL])
+    return build_error(
+        code if isinstance(code, int) else 500, str(status.get("reason", "")), message[:MAX_REFUSAL_CHARACTERS]
+    )

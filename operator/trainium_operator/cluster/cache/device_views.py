@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from trainium_operator.cluster.api.client import Json
 
-LONGEST_TEXT = 256
+MAX_TEXT_CHARACTERS = 256
 MOST_DEVICES, MOST_TAINTS, MOST_PODS = 128, 16, 256
 """Limits of the API itself for a slice, a device and a claim."""
 _HOLDING_BACK = frozenset({"NoSchedule", "NoExecute"})
@@ -121,17 +121,17 @@ def read_device_health(raw: Json) -> tuple[str, str] | None:
                 health = as_text(device.get("health"))
                 if find_claim_health_cause(health) is not None:
                     reported = (as_text(device.get("resourceID")), as_text(device.get("message")))
-                    return health, ": ".join(filter(None, reported))[:LONGEST_TEXT]
+                    return health, ": ".join(filter(None, reported))[:MAX_TEXT_CHARACTERS]
     return None
 
 
 def _taints(pool: str, device: Json) -> tuple[DeviceTaint, ...]:
     return tuple(
         DeviceTaint(
-            device=f"{pool}/{as_text(device.get('name'))}"[:LONGEST_TEXT],
-            key=intern(as_text(each.get("key"))[:LONGEST_TEXT]),
-            effect=intern(as_text(each.get("effect"))[:LONGEST_TEXT]),
-            value=as_text(each.get("value"))[:LONGEST_TEXT],
+            device=f"{pool}/{as_text(device.get('name'))}"[:MAX_TEXT_CHARACTERS],
+            key=intern(as_text(each.get("key"))[:MAX_TEXT_CHARACTERS]),
+            effect=intern(as_text(each.get("effect"))[:MAX_TEXT_CHARACTERS]),
+            value=as_text(each.get("value"))[:MAX_TEXT_CHARACTERS],
             since=_seconds(each.get("timeAdded")),
         )
         for each in as_mappings(device.get("taints"))[:MOST_TAINTS]

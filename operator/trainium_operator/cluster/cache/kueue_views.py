@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from trainium_operator.cluster.api.client import Json
 
-LONGEST_MESSAGE = 1024
+MAX_MESSAGE_CHARACTERS = 1024
 """Characters of a Workload's message that are kept and written."""
 _KNOWN = {kind.value: kind for kind in quota.WorkloadCondition}
 _TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
@@ -70,7 +70,7 @@ def with_conditions(old: Iterable[Json], conditions: Iterable[quota.WorkloadCond
             "type": each.type.value,
             "status": status,
             "reason": each.reason or each.type.value,
-            "message": each.message[:LONGEST_MESSAGE],
+            "message": each.message[:MAX_MESSAGE_CHARACTERS],
             "lastTransitionTime": before["lastTransitionTime"] if before.get("status") == status else now,
         }
     return list(found.values())
@@ -81,7 +81,7 @@ def _condition(raw: Json) -> quota.WorkloadConditionView:
         _KNOWN[raw["type"]],
         is_true=raw.get("status") == "True",
         reason=as_text(raw.get("reason"))[:64],
-        message=as_text(raw.get("message"))[:LONGEST_MESSAGE],
+        message=as_text(raw.get("message"))[:MAX_MESSAGE_CHARACTERS],
     )
 
 

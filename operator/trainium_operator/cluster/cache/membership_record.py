@@ -18,7 +18,7 @@ from trainium_operator.plan.model.cached_property import cached_property
 if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Json
 
-_SHORTEST = {b",": 8, b"{": 32, b"[": 32}
+_MIN_ITEM_CHARACTERS = {b",": 8, b"{": 32, b"[": 32}
 """Least bytes of a membership for each value; a member has at least 85 bytes, with six commas."""
 _FEW = 64
 
@@ -71,4 +71,4 @@ def _is_crowded(text: bytes) -> bool:
 
     Refusing a million empty members one by one would take seconds.
     """
-    return any(text.count(sign) > len(text) // length + _FEW for sign, length in _SHORTEST.items())
+    return any(text.count(sign) > len(text) // length + _FEW for sign, length in _MIN_ITEM_CHARACTERS.items())

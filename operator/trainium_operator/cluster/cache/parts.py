@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Json
 
-LONGEST_NAME = 253
+MAX_NAME_CHARACTERS = 253
 """Longest name of an object that the API server accepts; a cloud provider's machine id is far shorter."""
 
 
@@ -29,7 +29,7 @@ def as_text(value: Any) -> str:
 def as_name(value: Any) -> str:
     """Return the name of an object or a machine; empty if it is longer than a name can be."""
     name = as_text(value)
-    return name if len(name) <= LONGEST_NAME else ""
+    return name if len(name) <= MAX_NAME_CHARACTERS else ""
 
 
 def as_texts(value: Any) -> dict[str, str]:

@@ -43,7 +43,7 @@ RELIST_SECONDS = 600.0
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Errors that reading an object of another shape may raise."""
 FIRST_BACKOFF = 0.2
-LONGEST_BACKOFF = 15.0
+MAX_BACKOFF_SECONDS = 15.0
 
 
 @dataclass(slots=True)
@@ -260,7 +260,7 @@ class Reflector(Lister[V]):
                 scope.version = ""
                 logger.exception("an event of %s cannot be read (%d in a row)", self.resource.plural, failures)
             if failures:
-                ceiling = min(LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 16))
+                ceiling = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF * 2.0 ** min(failures - 1, 16))
                 await asyncio.sleep(ceiling * (0.5 + 0.5 * self._jitter()))
 
     async def _watch(self, scope: _Scope, *, until: float) -> bool:

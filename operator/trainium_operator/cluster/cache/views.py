@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST_REASON, LONGEST_MESSAGE = 64, 256
-LONGEST_REASON_OF_A_POD, LONGEST_WORDS = 256, 8192
+MAX_REASON_CHARACTERS, MAX_MESSAGE_CHARACTERS = 64, 256
+MAX_POD_REASON_CHARACTERS, MAX_TERMINATION_MESSAGE_CHARACTERS = 256, 8192
 """Limits for a pod: twice the size of a container's last output that a kubelet keeps."""
 left_out: Counter[str] = Counter()
 """Counts of malformed parts of pods and nodes, by the kind of part."""
@@ -148,15 +148,17 @@ def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
         ip=as_text(status.get("podIP")),
         node=node,
         ready=conditions.get("Ready", {}).get("status") == "True",
-        reason=reason[:LONGEST_REASON_OF_A_POD],
-        message=format_log_text(message[:LINE_BYTES])[:LONGEST_WORDS],
+        reason=reason[:MAX_POD_REASON_CHARACTERS],
+        message=format_log_text(message[:LINE_BYTES])[:MAX_TERMINATION_MESSAGE_CHARACTERS],
         exit_code=as_integer(terminated.get("exitCode")),
         deleting="deletionTimestamp" in metadata,
         disrupted=disruption.get("status") == "True",
-        disruption=as_text(disruption.get("reason"))[:LONGEST_REASON],
+        disruption=as_text(disruption.get("reason"))[:MAX_REASON_CHARACTERS],
         created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
         scheduled=scheduled.get("status") == "True" or bool(node),
-        unschedulable_message=as_text(scheduled.get("message"))[:LONGEST_WORDS] if unschedulable else "",
+        unschedulable_message=as_text(scheduled.get("message"))[:MAX_TERMINATION_MESSAGE_CHARACTERS]
+        if unschedulable
+        else "",
         finished=_seconds_or_none(terminated, "finishedAt"),
         template_hash=as_text(annotations.get(worker_env.ANNOTATION_TEMPLATE_HASH)),
         avoided_nodes=frozenset(filter(None, as_text(annotations.get(worker_env.ANNOTATION_AVOIDED_NODES)).split(","))),
@@ -206,8 +208,8 @@ def _condition(raw: Json) -> observed.NodeCondition:
     return observed.NodeCondition(
         type=intern(raw["type"]),
         status=_READINESS[raw["status"]],
-        reason=as_text(raw.get("reason"))[:LONGEST_REASON],
-        message=as_text(raw.get("message"))[:LONGEST_MESSAGE],
+        reason=as_text(raw.get("reason"))[:MAX_REASON_CHARACTERS],
+        message=as_text(raw.get("message"))[:MAX_MESSAGE_CHARACTERS],
         since=_seconds_or_none(raw, _CHANGED),
     )
 
@@ -282,7 +284,7 @@ def _init_state(spec: Json, status: Json) -> InitState:
         if each.get("restartPolicy") == "Always"
     }
     for container in _items(status.get("initContainerStatuses"), "container status"):
-        state, name = as_mapping(container.get("state")), as_text(container.get("name"))[:LONGEST_REASON]
+        state, name = as_mapping(container.get("state")), as_text(container.get("name"))[:MAX_REASON_CHARACTERS]
         ended, held = as_mapping(state.get("terminated")), as_mapping(state.get("waiting"))
         running = state.get("running")
         code = as_integer(ended.get("exitCode"))

@@ -40,7 +40,7 @@ BUCKET = 25
 REFILL_SECONDS = 6.0
 QUEUED = 1_000
 REMEMBERED = 4_096
-LONGEST_NOTE = 1_023
+MAX_NOTE_CHARACTERS = 1_023
 _NUMBER = re.compile(r"\d+")
 
 
@@ -202,7 +202,7 @@ class EventRecorder:
             "reason": event.reason,
             "type": "Warning" if event.warning else "Normal",
             "regarding": dict(event.regarding),
-            "note": event.text.encode()[:LONGEST_NOTE].decode(errors="ignore"),
+            "note": event.text.encode()[:MAX_NOTE_CHARACTERS].decode(errors="ignore"),
         }
         if event.related:
             body["related"] = dict(event.related)

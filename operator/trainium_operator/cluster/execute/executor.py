@@ -66,11 +66,11 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.actions import Action, DeletionAction, ManifestAction, Plan
     from trainium_operator.plan.model.observed import JobView, PodView
 
-REPORT_FROM_PAUSE = 2.0
+MIN_REPORTED_PAUSE_SECONDS = 2.0
 """Pause in seconds from which refused creations show as an event."""
 MAX_DELETIONS_DURING_START = 8
 """Concurrent deletions of ended pods behind creations, so that they do not delay the binding and start of new pods."""
-LONGEST_REFUSAL = 1024
+MAX_REFUSAL_CHARACTERS = 1024
 _FORBIDDEN = re.compile(r'^(?:[A-Z]+ \S+: HTTP \d+: )?(?:\w+ "[^"]*" is (?:forbidden|invalid): )?')
 """The request and the object, which precede the reason itself."""
 
@@ -164,7 +164,7 @@ class Executor:
         try:
             await run_all(at(place, work) for place, work in works)
         except errors.ApiError as error:
-            if _is_refusal(error) and max(pauses) >= REPORT_FROM_PAUSE:
+            if _is_refusal(error) and max(pauses) >= MIN_REPORTED_PAUSE_SECONDS:
                 self._recorder.record(write_failed_event(job, str(error)))
             raise
 
@@ -387,7 +387,7 @@ def _format_target(action: Action) -> str:
 def format_refusal(job: JobView, text: str) -> str:
     """Return why the API server refused, without names of single pods: attempts give the same sentence."""
     text = _FORBIDDEN.sub("", text)
-    return re.sub(rf"\b{re.escape(job.name)}-w-\d+\b", f"{job.name}-w-N", text)[:LONGEST_REFUSAL]
+    return re.sub(rf"\b{re.escape(job.name)}-w-\d+\b", f"{job.name}-w-N", text)[:MAX_REFUSAL_CHARACTERS]
 
 
 def _is_refusal(error: errors.ApiError) -> bool:

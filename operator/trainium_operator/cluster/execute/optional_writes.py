@@ -4,8 +4,8 @@ These are the writes of a job's NetworkPolicy and of the pod of an evaluation. C
 older ClusterRole does not grant, a quota, a webhook, or another owner's object of the same name.
 
 Guarantees:
-- One attempt takes `SECONDS` at most. Pauses between attempts grow up to `LONGEST_PAUSE`, and no other write waits for
-  them.
+- One attempt takes `SECONDS` at most. Pauses between attempts grow up to `MAX_PAUSE_SECONDS`, and no other write waits
+  for them.
 - An error that a new plan can resolve (a conflict, an unavailable API server) is raised as for any write.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SECONDS = 10.0
 FIRST_PAUSE = 2.0
-LONGEST_PAUSE = 300.0
+MAX_PAUSE_SECONDS = 300.0
 REMEMBERED = 4_096
 
 
@@ -62,5 +62,5 @@ class OptionalWrites:
 
     def _refused(self, kind: str, job_uid: str, sentence: str, *, name_in_use: bool = False) -> None:
         known = self._refusals.get((kind, job_uid))
-        pause = FIRST_PAUSE if known is None else min(LONGEST_PAUSE, 2.0 * known[1])
+        pause = FIRST_PAUSE if known is None else min(MAX_PAUSE_SECONDS, 2.0 * known[1])
         self._refusals[kind, job_uid] = WriteRefusal(sentence, name_in_use, self._clock() + pause), pause

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 FOR_SECONDS = 60.0
 _NAMED = re.compile(r"\.status((?:\.\w+|\[[^\]\n]*\])+): field not declared in schema")
 _ENTRY = re.compile(r"\[[^\]\n]*\]")
-_MOST = 256
+_MAX_FIELDS = 256
 """Most places that are remembered; a definition that lacks more is not one of this project."""
 
 _Place = tuple[str, ...]
@@ -55,7 +55,7 @@ class UndeclaredFields:
     def learn(self, error: UndeclaredFieldError) -> bool:
         """Add the fields that the refusal names; return False if none is new, so that a retry is useless."""
         places = self._places | places_in(str(error))
-        if places == self._places or len(places) > _MOST:
+        if places == self._places or len(places) > _MAX_FIELDS:
             return False
         self._places, self._until = places, self._clock() + FOR_SECONDS
         if not places <= self._reported:

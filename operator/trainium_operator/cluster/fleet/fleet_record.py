@@ -16,7 +16,7 @@ import yaml
 from yaml.composer import Composer
 
 from trainium_contract.faults.causes import Cause
-from trainium_operator.cluster.cache.parts import LONGEST_NAME
+from trainium_operator.cluster.cache.parts import MAX_NAME_CHARACTERS
 from trainium_operator.plan.fleet.memory import MAX_STRIKES, Machine, MachineState, Memory, Strike
 from trainium_operator.plan.model.text import format_rfc3339, parse_rfc3339
 
@@ -31,8 +31,8 @@ _ABOUT = (
     "Machines that faults were attributed to. Delete an entry to release its machine; write one with a machine and "
     "state: Permanent to keep workers away from it. See docs/node-health.md.\n"
 )
-_LONGEST_KEY = 200
-_MOST_NODES = 10_000
+_MAX_KEY_CHARACTERS = 200
+_MAX_NODES = 10_000
 """Values and keys of one entry. A machine's entry has about thirty, and two for each job that it counted."""
 
 
@@ -43,9 +43,9 @@ def encode(memory: Memory) -> dict[str, str]:
         # Exact: rounded down, the next reader would count the newest failure of a job again.
         data[ACCOUNTED] = _dump(dict(sorted(memory.accounted.items())))
     for machine, entry in sorted(memory.machines.items()):
-        key = re.sub(r"[^-._a-zA-Z0-9]+", ".", machine).strip(".")[:_LONGEST_KEY] or "unnamed"
+        key = re.sub(r"[^-._a-zA-Z0-9]+", ".", machine).strip(".")[:_MAX_KEY_CHARACTERS] or "unnamed"
         if key in data:
-            key = f"{key[:_LONGEST_KEY]}-{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
+            key = f"{key[:_MAX_KEY_CHARACTERS]}-{hashlib.sha256(machine.encode()).hexdigest()[:8]}"
         data[key] = _dump(_fields(entry))
     return data
 
@@ -84,8 +84,8 @@ class _PlainLoader(Composer, yaml.CSafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases are not read")
         self._nodes += 1
-        if self._nodes > _MOST_NODES:
-            raise yaml.YAMLError(f"it has more than {_MOST_NODES} values")
+        if self._nodes > _MAX_NODES:
+            raise yaml.YAMLError(f"it has more than {_MAX_NODES} values")
         return Composer.compose_node(self, parent, index)
 
 
@@ -129,8 +129,8 @@ def _machine(key: str, found: dict[str, Any]) -> Machine:
     if state in (MachineState.QUARANTINED, MachineState.PROBATION) and until is None:
         raise ValueError(f"state {state.value} needs `until`, such as 2026-01-31T12:00:00Z")
     machine, node = str(found.get("machine") or key), str(found.get("node") or "")
-    if max(len(machine), len(node)) > LONGEST_NAME:
-        raise ValueError(f"no machine and no node has a name of more than {LONGEST_NAME} characters")
+    if max(len(machine), len(node)) > MAX_NAME_CHARACTERS:
+        raise ValueError(f"no machine and no node has a name of more than {MAX_NAME_CHARACTERS} characters")
     return Machine(
         machine=machine,
         node=node,

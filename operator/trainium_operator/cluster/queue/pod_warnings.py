@@ -35,7 +35,7 @@ PAUSE_SECONDS = 30.0
 FRESH_SECONDS = 180.0
 TIMEOUT_SECONDS = 3.0
 REMEMBERED = 1024
-LONGEST_MESSAGE = 1024
+MAX_MESSAGE_CHARACTERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _newest_warning(pod: PodView, events: Iterable[Json], now: float) -> _Warnin
     if not found:
         return _Warning(pod.uid)
     event = max(found, key=lambda item: item[0])[1]
-    message = format_log_text(as_text(event.get("message"))[:LONGEST_MESSAGE])
+    message = format_log_text(as_text(event.get("message"))[:MAX_MESSAGE_CHARACTERS])
     return _Warning(pod.uid, as_text(event.get("reason"))[:64], message)
 
 

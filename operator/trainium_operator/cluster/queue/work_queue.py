@@ -30,9 +30,9 @@ K = TypeVar("K", bound="Hashable")
 
 PLANNING_SHARE = 0.2
 """Share of the time in which a job may be planned; see `PlanRateLimiter`."""
-LONGEST_PAUSE = 1.0
+MAX_PAUSE_SECONDS = 1.0
 BACKGROUND_SHARE = 0.05
-LONGEST_BACKGROUND_PAUSE = 5.0
+MAX_BACKGROUND_PAUSE_SECONDS = 5.0
 """While thousands of pods start, each plan would only count a few more."""
 
 
@@ -195,8 +195,8 @@ class PlanRateLimiter:
 
     def record_plan(self, key: Key, spent: float, ended: float) -> None:
         """Record a plan that ended at `ended` (loop time) and took `spent` seconds."""
-        self._next[key] = ended + min(LONGEST_PAUSE, spent * (1.0 / PLANNING_SHARE - 1.0))
-        self._next_background[key] = ended + min(LONGEST_BACKGROUND_PAUSE, spent * (1.0 / BACKGROUND_SHARE - 1.0))
+        self._next[key] = ended + min(MAX_PAUSE_SECONDS, spent * (1.0 / PLANNING_SHARE - 1.0))
+        self._next_background[key] = ended + min(MAX_BACKGROUND_PAUSE_SECONDS, spent * (1.0 / BACKGROUND_SHARE - 1.0))
 
     def forget(self, key: Key) -> None:
         """Forget a deleted job."""

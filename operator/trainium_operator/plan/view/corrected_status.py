@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.size import SizeDecision
 
 _TOLERANCE_SECONDS = 2.0
-_LONGEST_PAUSE_SECONDS = 900.0
+_MAX_PAUSE_SECONDS = 900.0
 """No policy delays a retry for longer than this, so a later time was not written by this clock."""
 
 
@@ -111,11 +111,11 @@ def _clamp_backoffs(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
     gang, idle = status.gang, status.idle_nodes
     if _is_future(gang.holding_since, now):
         gang = gang.replaced(holding_since=now)
-    if _is_future(gang.retry_at, now + _LONGEST_PAUSE_SECONDS):
+    if _is_future(gang.retry_at, now + _MAX_PAUSE_SECONDS):
         gang = gang.replaced(retry_at=now)
     if _is_future(idle.asked_at, now):
         idle = idle.replaced(asked_at=now)
-    if _is_future(idle.retry_at, now + _LONGEST_PAUSE_SECONDS):
+    if _is_future(idle.retry_at, now + _MAX_PAUSE_SECONDS):
         idle = idle.replaced(retry_at=now)
     is_unchanged = gang is status.gang and idle is status.idle_nodes
     status = status if is_unchanged else status.replaced(gang=gang, idle_nodes=idle)

@@ -132,7 +132,7 @@ def test_device_texts_and_lists_are_bounded() -> None:
     raw["status"]["containerStatuses"][0]["allocatedResourcesStatus"][0]["resources"][1]["message"] = "x" * 10_000
     found = device_views.read_device_health(raw)
     assert found is not None
-    assert len(found[1]) == device_views.LONGEST_TEXT
+    assert len(found[1]) == device_views.MAX_TEXT_CHARACTERS
     many = copy.deepcopy(SLICE)
     many["spec"]["devices"] = [{"name": f"d{at}", "taints": [{"key": "k", "effect": "None"}] * 99} for at in range(999)]
     view = device_views.slice_view(many)

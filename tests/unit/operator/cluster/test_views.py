@@ -263,7 +263,10 @@ def test_pod_fields_of_a_wrong_type_are_dropped(wrong: Any) -> None:
 def test_the_reason_and_message_of_a_pod_are_bounded() -> None:
     status = {"phase": "Failed", "reason": "R" * 1_000_000, "message": "m" * 1_000_000}
     view = views.pod_view(pod(status))
-    assert (len(view.reason), len(view.message)) == (views.LONGEST_REASON_OF_A_POD, views.LONGEST_WORDS)
+    assert (len(view.reason), len(view.message)) == (
+        views.MAX_POD_REASON_CHARACTERS,
+        views.MAX_TERMINATION_MESSAGE_CHARACTERS,
+    )
 
 
 def record_membership(membership: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, ForbiddenError, UnavailableError
-from trainium_operator.cluster.execute.optional_writes import LONGEST_PAUSE, SECONDS, OptionalWrites
+from trainium_operator.cluster.execute.optional_writes import MAX_PAUSE_SECONDS, SECONDS, OptionalWrites
 
 
 def failing(error: ApiError) -> Callable[[], Awaitable[None]]:
@@ -44,7 +44,7 @@ async def test_pauses_grow_to_a_maximum_and_end_with_a_success() -> None:
         assert refusal is not None
         pauses.append(refusal.retry_at - 1000.0)
     assert pauses[:4] == [2.0, 4.0, 8.0, 16.0]
-    assert pauses[-1] == LONGEST_PAUSE
+    assert pauses[-1] == MAX_PAUSE_SECONDS
     await writes.write("NetworkPolicy", "a", done())
     assert writes.refusal("NetworkPolicy", "a") is None
 

@@ -12,8 +12,8 @@ from trainium_operator.cluster.cache.store import Entry, Key
 from trainium_operator.cluster.cache.views import ChildRecord
 from trainium_operator.cluster.queue.observe import enqueue_on_change
 from trainium_operator.cluster.queue.work_queue import (
-    LONGEST_BACKGROUND_PAUSE,
-    LONGEST_PAUSE,
+    MAX_BACKGROUND_PAUSE_SECONDS,
+    MAX_PAUSE_SECONDS,
     PlanRateLimiter,
     WorkQueue,
 )
@@ -67,14 +67,14 @@ async def pause_after(*views: PodView | None, is_published: bool = False) -> flo
 def test_starting_pods_are_planned_with_the_long_pause_before_the_first_generation(
     before: PodView | None, after: PodView
 ) -> None:
-    assert run_virtual(pause_after(before, after)) == pytest.approx(LONGEST_BACKGROUND_PAUSE)
+    assert run_virtual(pause_after(before, after)) == pytest.approx(MAX_BACKGROUND_PAUSE_SECONDS)
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, MADE), (MADE, BOUND), (CREATING, RUNNING)])
 def test_starting_pods_are_planned_with_the_short_pause_after_the_first_generation(
     before: PodView | None, after: PodView
 ) -> None:
-    assert run_virtual(pause_after(before, after, is_published=True)) == pytest.approx(LONGEST_PAUSE)
+    assert run_virtual(pause_after(before, after, is_published=True)) == pytest.approx(MAX_PAUSE_SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_starting_pods_are_planned_with_the_short_pause_after_the_first_generati
     ],
 )
 def test_a_failed_pod_is_planned_with_the_short_pause(after: PodView | None) -> None:
-    assert run_virtual(pause_after(CREATING, after)) == pytest.approx(LONGEST_PAUSE)
+    assert run_virtual(pause_after(CREATING, after)) == pytest.approx(MAX_PAUSE_SECONDS)
 
 
 def test_a_changed_running_pod_is_planned_with_the_short_pause() -> None:
-    assert run_virtual(pause_after(RUNNING, replace(RUNNING, ready=True))) == pytest.approx(LONGEST_PAUSE)
+    assert run_virtual(pause_after(RUNNING, replace(RUNNING, ready=True))) == pytest.approx(MAX_PAUSE_SECONDS)
 
 
 JOB = ("default", "llama")
@@ -141,7 +141,7 @@ def test_a_burst_of_changes_takes_a_fifth_of_the_time() -> None:
 
 def test_a_slow_plan_delays_the_next_by_at_most_a_second() -> None:
     began = run_virtual(plans(3.0, [1.0, 1.1, 4.5], 20.0))
-    assert began[1] <= began[0] + LONGEST_PAUSE
+    assert began[1] <= began[0] + MAX_PAUSE_SECONDS
 
 
 def test_changes_that_are_not_urgent_wait_longer_and_the_last_is_planned() -> None:
@@ -151,7 +151,7 @@ def test_changes_that_are_not_urgent_wait_longer_and_the_last_is_planned() -> No
     assert 13 <= len(began) <= 16
     assert began[-2] >= 5.999
     slow = run_virtual(plans(3.0, calm, 20.0, faults=(19.0,)))
-    assert slow[:2] == [1.0, 1.0 + LONGEST_BACKGROUND_PAUSE]
+    assert slow[:2] == [1.0, 1.0 + MAX_BACKGROUND_PAUSE_SECONDS]
 
 
 def test_a_fault_does_not_wait_for_the_pause_of_changes_that_are_not_urgent() -> None:
