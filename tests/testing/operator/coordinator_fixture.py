@@ -22,37 +22,23 @@ from trainium_operator.plan.model.names import JobId
 Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 LLAMA = JobId("team", "llama", "job-uid")
-JOB = {"namespace": "team", "job": "llama"}
 
 
 def membership(generation: int, *pods: str) -> Membership:
     return wire_messages.membership(generation, *map(wire_messages.member, pods or ("w-0", "w-1")))
 
 
+def _identity(pod: str) -> dict[str, Any]:
+    return {"namespace": "team", "job": "llama", "protocol": 2, "podName": pod, "podUid": f"uid-{pod}"}
+
+
 def register(pod: str = "w-0", **changes: Any) -> dict[str, Any]:
-    return {
-        **JOB,
-        "protocol": 2,
-        "podName": pod,
-        "podUid": f"uid-{pod}",
-        "podIp": "127.0.0.2",
-        "nodeName": "n",
-        "rendezvousPort": 29500,
-        "agentVersion": "1",
-        **changes,
-    }
+    address = {"podIp": "127.0.0.2", "nodeName": "n", "rendezvousPort": 29500, "agentVersion": "1"}
+    return {**_identity(pod), **address, **changes}
 
 
 def heartbeat(pod: str = "w-0", **changes: Any) -> dict[str, Any]:
-    return {
-        **JOB,
-        "protocol": 2,
-        "podName": pod,
-        "podUid": f"uid-{pod}",
-        "generation": 1,
-        "phase": "Training",
-        **changes,
-    }
+    return {**_identity(pod), "generation": 1, "phase": "Training", **changes}
 
 
 def tls_of_server() -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -65,22 +51,24 @@ def tls_of_server() -> tuple[ssl.SSLContext, ssl.SSLContext]:
 class CountedReviews:
     """Number of reviews that the operator waits for, and the most at one time."""
 
-    in_hand = 0
-    most_in_hand = 0
+    pending = 0
+    max_pending = 0
 
     def count(self, review: Review) -> Review:
         async def ask(spec: dict[str, Any]) -> dict[str, Any]:
-            self.in_hand += 1
-            self.most_in_hand = max(self.most_in_hand, self.in_hand)
+            self.pending += 1
+            self.max_pending = max(self.max_pending, self.pending)
             try:
                 return await review(spec)
             finally:
-                self.in_hand -= 1
+                self.pending -= 1
 
         return ask
 
 
 class CoordinatorFixture:
+    """A coordinator, its review of tokens, and a stream for each pod that sends something."""
+
     def __init__(self) -> None:
         self.state = CoordinatorState(time.time)
         self.leading = True
@@ -139,11 +127,11 @@ class CoordinatorFixture:
         if stream is None or stream.status != SWITCHING or stream.reader.at_eof():
             stream = await StreamClient.open(self.port, pod, trust=self.trust, token=token)
             self._streams[pod, token] = stream
-        status, answer = await stream.exchange(kind, body)
+        status, response = await stream.exchange(kind, body)
         if status not in (200, 409):
             stream.close()
             self._streams.pop((pod, token))
-        return status, answer
+        return status, response
 
     async def register(self, pod: str = "w-0") -> Any:
         """Register the pod and return the response."""

@@ -38,27 +38,27 @@ class LocalOperator:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
+            response = connection.getresponse()
+            return response.status, response.read().decode()
         finally:
             connection.close()
 
 
 def request_token(api: Any, account: str, namespace: str) -> str:
     """Return a token of a ServiceAccount for the API server."""
-    found: str = api.kubectl("create", "token", account, "-n", namespace)
-    return found.strip()
+    token: str = api.kubectl("create", "token", account, "-n", namespace)
+    return token.strip()
 
 
 def write_kubeconfig(api: Any, token: str, path: Path) -> str:
     """Return a kubeconfig with this token."""
-    whole = json.loads(api.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
-    whole["users"] = [{"name": whole["users"][0]["name"], "user": {"token": token}}]
-    cluster = whole["clusters"][0]["cluster"]
+    config = json.loads(api.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
+    config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
+    cluster = config["clusters"][0]["cluster"]
     if "certificate-authority" in cluster:
         authority = Path(cluster.pop("certificate-authority"))
         cluster["certificate-authority-data"] = base64.b64encode(authority.read_bytes()).decode()
-    path.write_text(json.dumps(whole))
+    path.write_text(json.dumps(config))
     return str(path)
 
 
@@ -66,16 +66,22 @@ def write_kubeconfig(api: Any, token: str, path: Path) -> str:
 def run_local_operator(api: Any, folder: Path, release: str, namespace: str, settings: str) -> Iterator[LocalOperator]:
     """Install the chart and run its Deployment as a local process with the token of its ServiceAccount."""
     text = api.helm("template", release, api.chart, "--namespace", namespace, "--set", settings)
-    made = [one for one in yaml.load_all(text, yaml.CSafeLoader) if one]
-    api.run("kubectl", "apply", "-f", "-", stdin=yaml.safe_dump_all(one for one in made if one["kind"] in KINDS))
-    (deployment,) = [one for one in made if one["kind"] == "Deployment"]
+    manifests = [manifest for manifest in yaml.load_all(text, yaml.CSafeLoader) if manifest]
+    api.run(
+        "kubectl",
+        "apply",
+        "-f",
+        "-",
+        stdin=yaml.safe_dump_all(manifest for manifest in manifests if manifest["kind"] in KINDS),
+    )
+    (deployment,) = [manifest for manifest in manifests if manifest["kind"] == "Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
     log = folder / "log"
     credentials = write_kubeconfig(api, request_token(api, account, namespace), folder / "kubeconfig")
-    ours = ["--namespace", namespace, "--kubeconfig", credentials, "--bind-address", "127.0.0.1"]
-    ours += ["--coordinator-port", "0", "--metrics-port", "0", "--https-port", "0"]
-    command = [sys.executable, "-m", "trainium_operator.main", *container["args"], *ours]
+    arguments = ["--namespace", namespace, "--kubeconfig", credentials, "--bind-address", "127.0.0.1"]
+    arguments += ["--coordinator-port", "0", "--metrics-port", "0", "--https-port", "0"]
+    command = [sys.executable, "-m", "trainium_operator.main", *container["args"], *arguments]
     with log.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
         try:
             line = until(lambda: find_log_message(log, "readers are served on port"), log.read_text)
@@ -88,9 +94,9 @@ def run_local_operator(api: Any, folder: Path, release: str, namespace: str, set
         finally:
             process.terminate()
             process.wait(scaled(30))
-    for one in made:
-        if one["kind"].startswith("ClusterRole"):
-            api.run("kubectl", "delete", one["kind"], one["metadata"]["name"], "--ignore-not-found")
+    for manifest in manifests:
+        if manifest["kind"].startswith("ClusterRole"):
+            api.run("kubectl", "delete", manifest["kind"], manifest["metadata"]["name"], "--ignore-not-found")
 
 
 def find_log_message(log: Path, text: str) -> str:

@@ -34,8 +34,8 @@ def job_view(uid: str, status: TrainingJobStatus | None = None) -> JobView:
 def read_samples(metrics: Metrics) -> dict[str, float]:
     """Return every sample of the exposition by name and labels."""
     lines = [line for line in metrics.exposition().decode().splitlines() if not line.startswith("#")]
-    found = dict(line.rsplit(" ", 1) for line in lines)
-    return {key.removeprefix("trainingjob_operator_"): float(value) for key, value in found.items()}
+    samples = (line.rsplit(" ", 1) for line in lines)
+    return {name.removeprefix("trainingjob_operator_"): float(value) for name, value in samples}
 
 
 def busy_metrics() -> Metrics:

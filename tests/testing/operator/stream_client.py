@@ -1,4 +1,4 @@
-"""An agent's stream, frame by frame: what a test sends over it and what the coordinator answers."""
+"""An agent's stream, frame by frame: what a test sends over it, and the responses of the coordinator."""
 
 import asyncio
 import gzip
@@ -9,7 +9,7 @@ from typing import Any, Self
 from tests.testing.suite.timeouts import scaled
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind, FrameReader, encode_frame
 
-_ANSWERS = (FrameKind.REGISTERED, FrameKind.HEARTBEAT_ACK, FrameKind.ERROR)
+_RESPONSES = (FrameKind.REGISTERED, FrameKind.HEARTBEAT_ACK, FrameKind.ERROR)
 SWITCHING = 101
 
 
@@ -77,19 +77,19 @@ class StreamClient:
         return kind, json.loads(payload)
 
     async def exchange(self, kind: FrameKind, body: Any) -> tuple[int, Any]:
-        """Send a frame; the status and content of its answer. Memberships that arrive before it are passed over."""
+        """Send a frame and return the status and content of its response; skip memberships that arrive before it."""
         if self.status != SWITCHING:
             return self.status, self.refusal
         self.send(kind, body)
         while True:
-            answer, content = await self.next()
-            if answer in _ANSWERS or not answer:
+            response, content = await self.next()
+            if response in _RESPONSES or not response:
                 break
-        self.registered = self.registered or answer == FrameKind.REGISTERED
-        return (content["status"] if answer == FrameKind.ERROR else 200 if answer else 0), content
+        self.registered = self.registered or response == FrameKind.REGISTERED
+        return (content["status"] if response == FrameKind.ERROR else 200 if response else 0), content
 
     async def last_refusal(self) -> tuple[int, str]:
-        """Return status and sentence of the refusal with which the coordinator closes the stream."""
+        """Return status and message of the error with which the coordinator closes the stream."""
         kind, content = await self.next()
         assert kind == FrameKind.ERROR
         assert await self.next() == (0, None)

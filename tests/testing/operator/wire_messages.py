@@ -7,22 +7,22 @@ from trainium_contract.wire import messages
 
 
 def member(pod: str = "w-0", **changes: Any) -> messages.Member:
-    about = {"pod_uid": f"uid-{pod}", "pod_ip": "127.0.0.2", "node_name": "n", "rendezvous_port": 29500}
-    return messages.Member(**{"pod_name": pod, "node_rank": 0, **about, **changes})
+    defaults = {"pod_uid": f"uid-{pod}", "pod_ip": "127.0.0.2", "node_name": "n", "rendezvous_port": 29500}
+    return messages.Member(**{"pod_name": pod, "node_rank": 0, **defaults, **changes})
 
 
 def membership(generation: int, *members: messages.Member, **changes: Any) -> messages.Membership:
-    """Return a membership of these members, whose ranks are their places."""
+    """Return a membership of these members, whose ranks follow their order."""
     ranked = tuple(member.model_copy(update={"node_rank": rank}) for rank, member in enumerate(members))
-    about = {"transition": messages.Transition.IMMEDIATE, "cause": Cause.RESIZE, "processes_per_node": 1}
-    return messages.Membership(generation=generation, members=ranked, **{**about, **changes})
+    defaults = {"transition": messages.Transition.IMMEDIATE, "cause": Cause.RESIZE, "processes_per_node": 1}
+    return messages.Membership(generation=generation, members=ranked, **{**defaults, **changes})
 
 
-def registration(of: messages.Member, namespace: str = "ns", job: str = "j") -> messages.RegisterRequest:
-    about = of.model_dump(include={"pod_name", "pod_uid", "pod_ip", "node_name", "rendezvous_port"})
-    return messages.RegisterRequest(namespace=namespace, job=job, agent_version="1", **about)
+def registration(member: messages.Member, namespace: str = "ns", job: str = "j") -> messages.RegisterRequest:
+    identity = member.model_dump(include={"pod_name", "pod_uid", "pod_ip", "node_name", "rendezvous_port"})
+    return messages.RegisterRequest(namespace=namespace, job=job, agent_version="1", **identity)
 
 
 def heartbeat(pod: str = "w-0", **changes: Any) -> messages.HeartbeatRequest:
-    about = {"namespace": "ns", "job": "j", "pod_name": pod, "pod_uid": f"uid-{pod}", "generation": 1}
-    return messages.HeartbeatRequest(**{"phase": messages.WorkerPhase.TRAINING, **about, **changes})
+    defaults = {"namespace": "ns", "job": "j", "pod_name": pod, "pod_uid": f"uid-{pod}", "generation": 1}
+    return messages.HeartbeatRequest(**{"phase": messages.WorkerPhase.TRAINING, **defaults, **changes})

@@ -1,8 +1,10 @@
 """A fake data plane, which the operator does not control: nodes, kubelets, agents, training, and faults.
 
-As on a real cluster, each pod takes a whole node; pods start and stop with a delay, and are deleted only when their
-node confirms it or by force; agents register, become warm, join the published generation and make steps only when all
-members are present; steps are kept in memory and committed at times.
+As on a real cluster:
+- Each pod takes a whole node.
+- Pods start and stop with a delay, and are deleted only when their node confirms it, or by force.
+- Agents register, become warm and join the published generation; they make steps only when all members are present.
+- Steps are kept in memory, and every tenth step is committed.
 """
 
 from collections.abc import Collection
@@ -32,7 +34,7 @@ START_SECONDS = 1.0
 STOP_SECONDS = 2.0
 NODE_GRACE_SECONDS = 40.0
 VERDICT_SECONDS = 3.0
-"""After which an agent whose verdict ends the job ends its pod."""
+"""Delay after which an agent with a verdict that ends the job ends its pod."""
 STEPS_PER_SECOND = 2
 
 

@@ -11,7 +11,8 @@ from tests.unit.plan.fake_data_plane import STEPS_PER_SECOND, Pod
 from tests.unit.plan.plan_builders import CA, NOW, SETTINGS
 from trainium_contract.faults.classify import get_budget
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.conditions import Phase
+from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_operator.cluster.cache.views import pod_view
 from trainium_operator.plan.model import actions, names, observed
 from trainium_operator.plan.plan import plan
@@ -48,7 +49,7 @@ class FakeCluster(FaultyDataPlane):
         self.uids = 0
         self.plans = 0
         self._decided = (self.spec, decide_size(self.spec))
-        """The newest spec of which the size was asked for, and its size: a check asks at each tick."""
+        """The newest spec whose size was decided, and that size; each tick needs it."""
 
     def clone(self) -> Self:
         """Return an independent copy of the current state."""
@@ -81,6 +82,14 @@ class FakeCluster(FaultyDataPlane):
         """Return the pods of the members, by rank."""
         assert self.membership is not None
         return [member.pod_name for member in self.membership.members]
+
+    def node_of_rank(self, rank: int) -> str:
+        return self.members()[rank].view.node
+
+    @property
+    def newest_entry(self) -> Interruption:
+        """The newest interruption of the history."""
+        return self.status.history[-1]
 
     def rungs(self) -> list[Rung]:
         return [entry.rung for entry in self.status.history]
@@ -194,8 +203,8 @@ class FakeCluster(FaultyDataPlane):
             raise ConflictError
         members = {member.pod_uid: member.node_rank for member in write.membership.members}
         before = self.published_members.setdefault(write.membership.generation, members)
-        assert before == members, "one generation number stands for two memberships"
-        assert write.membership.generation >= recorded, "a generation went back"
+        assert before == members, "one generation has two memberships"
+        assert write.membership.generation >= recorded, "a generation decreased"
         size, size_before = len(members), len(self.membership.members) if self.membership else 0
         assert size >= min(size_before or size, self.decided_size.floor), f"{size} nodes are fewer than it may have"
         self.membership = self.published = write.membership
@@ -311,6 +320,14 @@ class FakeCluster(FaultyDataPlane):
         self.spec = self.spec.model_copy(update={"suspend": value})
         self.generation += 1
         self.dirty = True
+
+
+def start_cluster(job_spec: TrainingJobSpec, nodes: int, seconds: float = 15.0) -> FakeCluster:
+    """Return a cluster whose job trains after these seconds."""
+    cluster = FakeCluster(job_spec, nodes)
+    cluster.run(seconds)
+    assert cluster.status.phase is Phase.RUNNING
+    return cluster
 
 
 def _copied(pod: Pod) -> Pod:

@@ -1,5 +1,6 @@
 """Plans of built observations, and what a test reads in them: pods, memberships, conditions, interruptions."""
 
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import pytest
@@ -14,14 +15,62 @@ from trainium_contract.status.public import PublicStatus
 from trainium_contract.wire import messages
 from trainium_operator.plan.model.actions import Action, CreatePod, DeletePod, Plan, PublishMembership
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.observed import Observed
+from trainium_operator.plan.model.observed import Observed, PlanSettings
 from trainium_operator.plan.plan import plan
 
 A = TypeVar("A", bound=Action)
 
 
-def make_plan(observed: Observed) -> Plan:
-    return plan(observed, SETTINGS)
+@dataclass(frozen=True, slots=True)
+class PlanResult(Plan):
+    """A plan with what tests read in it."""
+
+    @property
+    def published_membership(self) -> messages.Membership | None:
+        publications = self.actions_of_type(PublishMembership)
+        assert len(publications) <= 1
+        return publications[0].membership if publications else None
+
+    @property
+    def published_members(self) -> list[str]:
+        """Return the pods of the published members, by rank."""
+        return member_names(self.published_membership)
+
+    @property
+    def created_manifests(self) -> list[dict[str, Any]]:
+        return [action.manifest for action in self.actions_of_type(CreatePod)]
+
+    @property
+    def created_pods(self) -> list[str]:
+        return [manifest["metadata"]["name"] for manifest in self.created_manifests]
+
+    @property
+    def deleted_pods(self) -> dict[str, int | None]:
+        """Return the grace seconds of deleted pods by name."""
+        return {action.name: action.grace_seconds for action in self.actions_of_type(DeletePod)}
+
+    @property
+    def action_kinds(self) -> list[str]:
+        return [type(action).__name__ for action in self.actions]
+
+    @property
+    def newest_entry(self) -> Interruption:
+        """Return the newest interruption of the history."""
+        return self.status.history[-1]
+
+    def actions_of_type(self, kind: type[A]) -> list[A]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def event_notes(self, reason: str) -> list[str]:
+        return [event.note for event in self.events if event.reason == reason]
+
+    def condition(self, kind: ConditionType) -> Condition:
+        return get_condition(self.status, kind)
+
+
+def make_plan(observed: Observed, settings: PlanSettings = SETTINGS) -> PlanResult:
+    result = plan(observed, settings)
+    return PlanResult(**{field.name: getattr(result, field.name) for field in fields(result)})
 
 
 def with_written_status(observed: Observed) -> Observed:
@@ -49,51 +98,7 @@ def check_ledger(goodput: GoodputStatus) -> None:
     assert len(goodput.window.samples) < WINDOW_SAMPLES
 
 
-def published_membership(result: Plan) -> messages.Membership | None:
-    """Return the membership that a plan publishes."""
-    publications = actions_of_type(result, PublishMembership)
-    assert len(publications) <= 1
-    return publications[0].membership if publications else None
-
-
 def member_names(membership: messages.Membership | None) -> list[str]:
     """Return the pods of the members, by rank."""
     assert membership is not None
     return [member.pod_name for member in membership.members]
-
-
-def published_members(result: Plan) -> list[str]:
-    """Return the pods of the members that a plan publishes, by rank."""
-    return member_names(published_membership(result))
-
-
-def actions_of_type(result: Plan, kind: type[A]) -> list[A]:
-    return [action for action in result.actions if isinstance(action, kind)]
-
-
-def created_manifests(result: Plan) -> list[dict[str, Any]]:
-    """Return the manifests of the pods that a plan creates."""
-    return [action.manifest for action in actions_of_type(result, CreatePod)]
-
-
-def created_pods(result: Plan) -> list[str]:
-    return [manifest["metadata"]["name"] for manifest in created_manifests(result)]
-
-
-def deleted_pods(result: Plan) -> dict[str, int | None]:
-    """Return the grace seconds of the pods that a plan deletes, by name."""
-    return {action.name: action.grace_seconds for action in actions_of_type(result, DeletePod)}
-
-
-def action_kinds(result: Plan) -> list[str]:
-    return [type(action).__name__ for action in result.actions]
-
-
-def event_notes(result: Plan, reason: str) -> list[str]:
-    """Return the notes of the events with this reason."""
-    return [event.note for event in result.events if event.reason == reason]
-
-
-def newest_entry(result: Plan) -> Interruption:
-    """Return the newest interruption of the history."""
-    return result.status.history[-1]

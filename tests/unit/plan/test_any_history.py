@@ -1,4 +1,4 @@
-"""Any sequence of faults, wishes and operator deaths keeps the invariants and ends in training or a verdict."""
+"""Any sequence of faults, user changes and operator crashes keeps the invariants and ends in training or a verdict."""
 
 from typing import Any
 
@@ -197,10 +197,10 @@ class AnyHistory(RuleBasedStateMachine):
         cluster.change(replicas=4)
         cluster.run(25)
         waited = 25
-        while waited < BOUND_SECONDS and not self._at_rest():
+        while waited < BOUND_SECONDS and not self._has_converged():
             cluster.run(10)
             waited += 10
-        assert self._at_rest(), cluster.status
+        assert self._has_converged(), cluster.status
         cluster.settle()
         result = cluster.reconcile()
         assert result is not None
@@ -208,7 +208,7 @@ class AnyHistory(RuleBasedStateMachine):
         if not is_terminal(cluster.status):
             assert cluster.status.waiting_since is None
 
-    def _at_rest(self) -> bool:
+    def _has_converged(self) -> bool:
         status = self.cluster.status
         if is_terminal(status):
             return True

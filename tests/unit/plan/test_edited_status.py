@@ -10,7 +10,7 @@ from tests.unit.plan.explorer.models import trains
 from tests.unit.plan.explorer.oracles import describe, has_converged
 from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
-from tests.unit.plan.plan_results import make_plan, published_membership
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Phase
@@ -21,7 +21,7 @@ from trainium_contract.status.public import MembershipStatus, ProgressStatus
 HOUR = 3600.0
 
 
-def edited(name: str = "demo", **changes: Any) -> FakeCluster:
+def cluster_with_edited_status(name: str = "demo", **changes: Any) -> FakeCluster:
     cluster = trains(spares=1, minReplicas=1, name=name)
     cluster.status = TrainingJobStatus.model_validate({**cluster.status.model_dump(), **changes})
     cluster.dirty = True
@@ -62,7 +62,7 @@ def entry(**changes: Any) -> Interruption:
     ids=lambda changes: next(iter(changes)),
 )
 def test_an_edited_status_converges_and_survives_the_next_fault(changes: dict[str, Any]) -> None:
-    cluster = edited("j" * 50, **changes)
+    cluster = cluster_with_edited_status("j" * 50, **changes)
     pods, generation = set(cluster.pods), cluster.membership.generation
     cluster.run(60)
     assert has_converged(cluster), describe(cluster)
@@ -85,7 +85,7 @@ def test_an_edited_status_converges_and_survives_the_next_fault(changes: dict[st
     ],
 )
 def test_edited_restart_counts_are_made_consistent(restarts: RestartsStatus) -> None:
-    cluster = edited(restarts=restarts)
+    cluster = cluster_with_edited_status(restarts=restarts)
     cluster.run(60)
     before = cluster.status.restarts
     assert before.total == sum(before.by_cause.values())
@@ -120,6 +120,6 @@ def test_an_impossible_generation_of_an_agent_is_ignored() -> None:
     spare = build.running_job(4, spares=1)
     views["uid-4"] = spare.agents["uid-4"]
     result = make_plan(replace(observed, pods=(*lost, spare.pods[4]), nodes=spare.nodes, agents=views))
-    new = published_membership(result)
+    new = result.published_membership
     assert new is not None
     assert new.generation == 2

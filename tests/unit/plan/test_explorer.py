@@ -1,4 +1,4 @@
-"""Every history of the small models up to a fixed bound; and what is broken on purpose is found with a short history.
+"""Every history of the small models up to a length has no violation, and each mutation is found by a short history.
 
 Deeper: `make explore ARGS="--depth 3"`.
 """
@@ -19,7 +19,7 @@ from trainium_operator.plan.model.observed import FleetView
 from trainium_operator.plan.view.size import SizeDecision
 
 
-def explored(model: str, transitions: tuple[Transition, ...], depth: int, *, first_only: bool = False) -> Report:
+def explore(model: str, transitions: tuple[Transition, ...], depth: int, *, first_only: bool = False) -> Report:
     starts = MODELS[model][:1] if first_only else MODELS[model]
     return Explorer(transitions).run([make() for make in starts], depth)
 
@@ -37,7 +37,7 @@ def explored(model: str, transitions: tuple[Transition, ...], depth: int, *, fir
 def test_every_history_of_two_transitions_satisfies_the_oracles(
     model: str, crash_points: tuple[int, ...], first_only: bool, states: int
 ) -> None:
-    report = explored(model, all_transitions(crash_points), 2, first_only=first_only)
+    report = explore(model, all_transitions(crash_points), 2, first_only=first_only)
     assert report.violation is None, str(report.violation)
     assert report.depth == 2
     assert report.states > states
@@ -46,12 +46,12 @@ def test_every_history_of_two_transitions_satisfies_the_oracles(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_crash_after_each_write_of_any_transition_satisfies_the_oracles(model: str) -> None:
-    report = explored(model, all_transitions(), 1)
+    report = explore(model, all_transitions(), 1)
     assert report.violation is None, str(report.violation)
 
 
 def test_a_frozen_fleet_loses_no_member_to_any_node_condition() -> None:
-    """The circuit breaker: only what is dead for certain is replaced."""
+    """While the circuit breaker is open, only workers that have certainly failed are replaced."""
     start = trains(spares=1, minReplicas=1)
     start.fleet = FleetView(frozen="2 of 4 nodes are bad")
     members = [pod.view.name for pod in start.members()]
@@ -62,7 +62,7 @@ def test_a_frozen_fleet_loses_no_member_to_any_node_condition() -> None:
     )
     explorer = Explorer(
         (*marks, *TIME),
-        must_hold=lambda cluster: _same(members, [pod.view.name for pod in cluster.members()]),
+        must_hold=lambda cluster: _assert_same_members(members, [pod.view.name for pod in cluster.members()]),
         ends_well=False,
     )
     report = explorer.run([start], 3)
@@ -70,22 +70,22 @@ def test_a_frozen_fleet_loses_no_member_to_any_node_condition() -> None:
     assert report.states > 10
 
 
-def _same(before: list[str], now: list[str]) -> None:
+def _assert_same_members(before: list[str], now: list[str]) -> None:
     assert now == before, "a member was replaced although nodes may not be acted on"
 
 
-# --- the explorer itself: a policy that is broken on purpose is found, and the history is a shortest one
+# --- the explorer itself: it finds each mutation of a policy, with a shortest history
 
 
-def broken(depth: int, transitions: tuple[Transition, ...], model: str = "spare") -> Report:
-    report = explored(model, transitions, depth, first_only=True)
+def find_mutation(depth: int, transitions: tuple[Transition, ...], model: str = "spare") -> Report:
+    report = explore(model, transitions, depth, first_only=True)
     assert report.violation is not None, "the mutation was not found"
     return report
 
 
 def test_a_generation_number_that_is_used_twice_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "next_generation", lambda facts: max(1, facts.job.status.membership.generation))
-    violation = broken(2, (*FAULTS, *TIME)).violation
+    violation = find_mutation(2, (*FAULTS, *TIME)).violation
     assert violation is not None
     assert len(violation.history) == 1
     assert str(violation).count("\n") <= 2
@@ -99,14 +99,14 @@ def test_a_restart_counted_repeatedly_is_found(monkeypatch: pytest.MonkeyPatch) 
         return result.with_status(result.status.replaced(membership=status.membership))
 
     monkeypatch.setattr(in_place_restarts, "record_restarts", record_without_attempt)
-    violation = broken(1, FAULTS).violation
+    violation = find_mutation(1, FAULTS).violation
     assert violation is not None
     assert violation.history[0] == "a process of rank 1 crashes"
 
 
 def test_a_lost_pod_blamed_on_the_program_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classify, "classify_failed_pod", lambda **_pod: Cause.CRASH)
-    violation = broken(1, FAULTS).violation
+    violation = find_mutation(1, FAULTS).violation
     assert violation is not None
     assert "process budget" in violation.sentence
     assert violation.history == ("the pod of rank 0 is killed",)
@@ -126,7 +126,7 @@ def test_an_unfinished_decision_is_found_by_the_liveness_check(monkeypatch: pyte
     monkeypatch.setattr(decisions, "finish_decided_generation", lambda _facts, status: Decision(status=status))
     lost = [transition for transition in FAULTS if transition.name == "the spare's node is lost"]
     up = [transition.dying(1) for transition in USER_CHANGES if transition.name == "the user scales up"]
-    violation = broken(2, (*lost, *up)).violation
+    violation = find_mutation(2, (*lost, *up)).violation
     assert violation is not None
-    assert "the job is not well" in violation.sentence
+    assert "the job has not converged" in violation.sentence
     assert violation.history == ("the spare's node is lost", "the user scales up; the operator dies after 1 writes")

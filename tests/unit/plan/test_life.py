@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.plan import plan_builders as build
-from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_cluster import FakeCluster, start_cluster
 from tests.unit.plan.plan_results import get_condition
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
@@ -15,45 +15,38 @@ from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.model.observed import PodPhase
 
 
-def started(*, nodes: Any = 6, spares: Any = 1, steps: Any = 100_000, **workers: Any) -> Any:
-    cluster = FakeCluster(build.spec(workers={"spares": spares, **workers}, trainer={"steps": steps}), nodes)
-    cluster.run(15)
-    assert cluster.status.phase is Phase.RUNNING
-    return cluster
-
-
-def last(cluster: Any) -> Any:
-    return cluster.status.history[-1]
+def start_job(*, nodes: int = 6, spares: int = 1, steps: int = 100_000, **workers: Any) -> Any:
+    return start_cluster(build.spec(workers={"spares": spares, **workers}, trainer={"steps": steps}), nodes)
 
 
 def test_a_lost_node_is_replaced_by_a_spare_within_seconds() -> None:
-    cluster = started()
-    node = cluster.members()[1].view.node
+    cluster = start_job()
+    node = cluster.node_of_rank(1)
     lost_at = cluster.now
     cluster.lose_node(node)
     cluster.run(12)
     assert cluster.status.phase is Phase.RUNNING
-    assert last(cluster).cause is Cause.NODE_LOST
-    assert last(cluster).rung is Rung.SPARE
-    assert 4 <= last(cluster).detected_seconds <= 6
-    assert last(cluster).recovered_seconds <= 10
+    assert cluster.newest_entry.cause is Cause.NODE_LOST
+    assert cluster.newest_entry.rung is Rung.SPARE
+    assert 4 <= cluster.newest_entry.detected_seconds <= 6
+    assert cluster.newest_entry.recovered_seconds <= 10
     assert cluster.now - lost_at < 40
     assert len(cluster.status.history) == 1
 
 
 def test_a_new_spare_avoids_the_node_that_was_just_lost() -> None:
-    cluster = started()
+    cluster = start_job()
     cluster.ignores_preferences = True
-    node = cluster.members()[1].view.node
+    node = cluster.node_of_rank(1)
     cluster.lose_node(node)
-    cluster.run(25)  # for 40 s the node still requeue_at ready to the scheduler
+    cluster.run(25)  # for 40 s the scheduler still sees the node as ready
     assert all(pod.view.node != node for pod in cluster.pods.values())
     assert cluster.status.spares == 1
 
 
 def test_a_new_pod_uses_a_lost_node_if_there_is_no_other() -> None:
-    cluster = started(nodes=4, spares=0)
-    node = cluster.members()[1].view.node
+    cluster = start_job(nodes=4, spares=0)
+    node = cluster.node_of_rank(1)
     cluster.lose_node(node)
     cluster.run(15)
     assert [pod.view.node for pod in cluster.pods.values()].count(node) == 1
@@ -64,12 +57,12 @@ def test_a_new_pod_uses_a_lost_node_if_there_is_no_other() -> None:
 
 
 def test_a_process_that_keeps_crashing_moves_to_another_node() -> None:
-    cluster = started()
-    node = cluster.members()[1].view.node
+    cluster = start_job()
+    node = cluster.node_of_rank(1)
     cluster.give_up(1, 139)
     cluster.run(8)
     assert cluster.status.phase is Phase.RUNNING
-    assert last(cluster).rung is Rung.SPARE
+    assert cluster.newest_entry.rung is Rung.SPARE
     assert cluster.status.avoided_nodes == (node,)
     assert node not in {pod.view.node for pod in cluster.members()}
 
@@ -98,7 +91,7 @@ def test_a_worker_that_never_starts_ends_the_job_within_two_tries(reason: str, a
 
 
 def test_restarts_in_place_during_an_operator_outage_are_recorded_later() -> None:
-    cluster = started()
+    cluster = start_job()
     cluster.crash_operator(seconds=20)
     cluster.run(2)
     assert cluster.crash_process(0)

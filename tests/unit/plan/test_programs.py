@@ -9,15 +9,7 @@ import pytest
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import CA, NOW, SETTINGS
 from tests.unit.plan.plan_cluster import FakeCluster
-from tests.unit.plan.plan_results import (
-    check_ledger,
-    event_notes,
-    get_condition,
-    make_plan,
-    newest_entry,
-    published_membership,
-    with_written_status,
-)
+from tests.unit.plan.plan_results import check_ledger, get_condition, make_plan, with_written_status
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
@@ -141,22 +133,20 @@ def test_a_program_that_cannot_be_resized_waits_at_its_size() -> None:
     observed = build.without_pods(build.running_job(4, job_spec=spec), 1)
     observed = with_written_status(observed)
     later = replace(observed, now=NOW + 600, agents={})
-    assert published_membership(make_plan(later)) is None
+    assert make_plan(later).published_membership is None
 
 
 def test_a_generation_of_a_program_has_its_processes_and_its_accumulation() -> None:
     changes: dict[str, Any] = {"processesPerNode": 2, "batch": {"globalSize": 48, "microSize": 2}}
     ready = build.agents(range(4))
-    membership = published_membership(
-        make_plan(
-            build.observation(build.job(build.program_spec(program=changes)), tuple(map(build.pod, range(4))), ready)
-        )
-    )
+    membership = make_plan(
+        build.observation(build.job(build.program_spec(program=changes)), tuple(map(build.pod, range(4))), ready)
+    ).published_membership
     assert membership is not None
     assert (membership.processes_per_node, membership.accumulation) == (2, 3)
-    membership = published_membership(
-        make_plan(build.observation(build.job(build.program_spec()), tuple(map(build.pod, range(4))), ready))
-    )
+    membership = make_plan(
+        build.observation(build.job(build.program_spec()), tuple(map(build.pod, range(4))), ready)
+    ).published_membership
     assert membership is not None
     assert (membership.processes_per_node, membership.accumulation) == (1, 0)
 
@@ -164,7 +154,7 @@ def test_a_generation_of_a_program_has_its_processes_and_its_accumulation() -> N
 # --- status -----------------------------------------------------------------------------------------------------------
 
 
-def silent(ordinal: int, *, started: float = NOW - 5, **changes: Any) -> Any:
+def agent_without_steps(ordinal: int, *, started: float = NOW - 5, **changes: Any) -> Any:
     """Return the agent of a member whose program reports no steps."""
     progress = Progress(step=0, started=started, hang_detection="Output", **changes)
     return build.training_agent(ordinal, progress=progress)
@@ -172,18 +162,20 @@ def silent(ordinal: int, *, started: float = NOW - 5, **changes: Any) -> Any:
 
 def test_the_status_shows_hang_detection_and_step_parsing() -> None:
     spec = build.program_spec()
-    result = make_plan(build.running_job(4, job_spec=spec, agents={ordinal: silent(ordinal) for ordinal in range(4)}))
-    condition = get_condition(result.status, ConditionType.PROGRESS_REPORTED)
+    result = make_plan(
+        build.running_job(4, job_spec=spec, agents={ordinal: agent_without_steps(ordinal) for ordinal in range(4)})
+    )
+    condition = result.condition(ConditionType.PROGRESS_REPORTED)
     assert (result.status.hang_detection, condition.status) == ("Output", ConditionStatus.UNKNOWN)
     assert condition.message.startswith("no step was reported yet: give program.progress.pattern")
     problem = "the pattern matches no line of the last minute; the last line is: loss 2.1"
-    observed = build.running_job(4, job_spec=spec, agents={0: silent(0, problem=problem)})
+    observed = build.running_job(4, job_spec=spec, agents={0: agent_without_steps(0, problem=problem)})
     result = make_plan(observed)
-    condition = get_condition(result.status, ConditionType.PROGRESS_REPORTED)
+    condition = result.condition(ConditionType.PROGRESS_REPORTED)
     assert (condition.status, condition.message) == (ConditionStatus.FALSE, problem)
-    assert event_notes(result, Reason.PROGRESS_UNREADABLE) == [problem]
+    assert result.event_notes(Reason.PROGRESS_UNREADABLE) == [problem]
     again = make_plan(build.with_status(observed, result.status))
-    assert event_notes(again, Reason.PROGRESS_UNREADABLE) == [], "once"
+    assert again.event_notes(Reason.PROGRESS_UNREADABLE) == [], "once"
     stepped = make_plan(build.running_job(4, job_spec=spec))
     assert is_true(stepped.status, ConditionType.PROGRESS_REPORTED)
     assert find_condition(make_plan(build.running_job(4)).status, ConditionType.PROGRESS_REPORTED) is None, (
@@ -193,10 +185,14 @@ def test_the_status_shows_hang_detection_and_step_parsing() -> None:
 
 def test_a_program_without_steps_has_started_after_a_minute() -> None:
     spec = build.program_spec()
-    young = make_plan(build.running_job(4, job_spec=spec, agents={ordinal: silent(ordinal) for ordinal in range(4)}))
+    young = make_plan(
+        build.running_job(4, job_spec=spec, agents={ordinal: agent_without_steps(ordinal) for ordinal in range(4)})
+    )
     assert young.status.start_time == ""
     old = make_plan(
-        build.running_job(4, job_spec=spec, agents={ordinal: silent(ordinal, started=NOW - 61) for ordinal in range(4)})
+        build.running_job(
+            4, job_spec=spec, agents={ordinal: agent_without_steps(ordinal, started=NOW - 61) for ordinal in range(4)}
+        )
     )
     assert old.status.start_time != ""
 
@@ -206,8 +202,8 @@ def test_checkpoints_of_a_program_count_where_they_are_known(checkpoints: Any) -
     spec = build.program_spec(program={"checkpoints": checkpoints} if checkpoints else {})
     none = build.training_agents(range(4), progress=Progress(step=900, updated=NOW - 0.5))
     result = make_plan(build.running_job(4, job_spec=spec, agents=none, status={"start_time": "2027-01-15T06:00:00Z"}))
-    allowed = get_condition(result.status, ConditionType.DISRUPTION_ALLOWED)
-    health = get_condition(result.status, ConditionType.CHECKPOINT_HEALTHY)
+    allowed = result.condition(ConditionType.DISRUPTION_ALLOWED)
+    health = result.condition(ConditionType.CHECKPOINT_HEALTHY)
     if checkpoints:
         assert "the newest durable checkpoint (none since" in allowed.message
         assert health.message == "no durable checkpoint is known yet"
@@ -219,14 +215,14 @@ def test_checkpoints_of_a_program_count_where_they_are_known(checkpoints: Any) -
 def test_a_program_is_complete_when_it_ended_with_code_0_on_all_workers() -> None:
     done = build.agents(range(4), WorkerPhase.FINISHED, generation=1)
     result = make_plan(build.running_job(4, job_spec=build.program_spec(), agents=done))
-    complete = get_condition(result.status, ConditionType.COMPLETE)
+    complete = result.condition(ConditionType.COMPLETE)
     assert complete.message == "the program ended with code 0 on all workers"
 
 
 # --- recoveries in virtual time ---------------------------------------------------------------------------------------
 
 
-def started(*, steps: bool, nodes: int = 6, total: int = 100_000, **changes: Any) -> FakeCluster:
+def start_job(*, steps: bool, nodes: int = 6, total: int = 100_000, **changes: Any) -> FakeCluster:
     cluster = FakeCluster(build.program_spec(**{"workers": {"spares": 1}, **changes}), nodes)
     cluster.total, cluster.reports_steps = total, steps
     cluster.run(15)
@@ -236,7 +232,7 @@ def started(*, steps: bool, nodes: int = 6, total: int = 100_000, **changes: Any
 
 @pytest.mark.parametrize("steps", [True, False], ids=["steps", "no steps"])
 def test_a_program_goes_through_a_crash_and_a_lost_node_and_completes(steps: bool) -> None:
-    cluster = started(steps=steps, total=400)
+    cluster = start_job(steps=steps, total=400)
     cluster.crash_process(2)
     cluster.run(20)
     assert cluster.membership is not None
@@ -255,7 +251,7 @@ def test_a_program_goes_through_a_crash_and_a_lost_node_and_completes(steps: boo
 
 
 def test_a_program_that_reports_its_first_step_late_has_started_then() -> None:
-    cluster = started(steps=False)
+    cluster = start_job(steps=False)
     cluster.run(90)
     before = cluster.status.goodput
     assert before.lost_seconds.get("Startup", 0.0) < 20
@@ -267,7 +263,7 @@ def test_a_program_that_reports_its_first_step_late_has_started_then() -> None:
 
 
 def test_a_program_shrinks_and_grows_where_it_can_restart_at_another_size() -> None:
-    cluster = started(
+    cluster = start_job(
         steps=True,
         nodes=4,
         workers={"minReplicas": 2},
@@ -321,10 +317,10 @@ def test_a_restart_ends_with_a_new_step_of_the_rank_that_prints_steps() -> None:
         )
 
     first = make_plan(observe(build.restart_record(1, step_before=25), 25, WorkerPhase.LOADING))
-    pending = newest_entry(first)
+    pending = first.newest_entry
     assert (pending.rung, pending.recovered_seconds) == (Rung.IN_PLACE, None), "node 0 still loads"
     resumed = build.restart_record(1, step_before=25, resume_step=20, resumed_at=NOW - 1)
-    entry = newest_entry(make_plan(build.with_status(observe(resumed, 26, WorkerPhase.TRAINING), first.status)))
+    entry = make_plan(build.with_status(observe(resumed, 26, WorkerPhase.TRAINING), first.status)).newest_entry
     assert (entry.step_before, entry.resume_step, entry.steps_lost) == (25, 20, 5)
     assert entry.recovered_seconds == pytest.approx(2.0)
 
@@ -342,12 +338,10 @@ def test_a_crash_before_the_first_step_is_not_over_while_the_rank_with_the_steps
         )
 
     loading = make_plan(observe(WorkerPhase.LOADING, build.restart_record(1)))
-    assert newest_entry(loading).recovered_seconds is None
-    entry = newest_entry(
-        make_plan(
-            build.with_status(observe(WorkerPhase.TRAINING, build.restart_record(1, resumed_at=NOW)), loading.status)
-        )
-    )
+    assert loading.newest_entry.recovered_seconds is None
+    entry = make_plan(
+        build.with_status(observe(WorkerPhase.TRAINING, build.restart_record(1, resumed_at=NOW)), loading.status)
+    ).newest_entry
     assert entry.recovered_seconds is not None
 
 
@@ -375,12 +369,12 @@ def test_a_resize_is_over_when_the_rank_with_the_steps_makes_a_new_one() -> None
         )
 
     first = make_plan(observe(WorkerPhase.LOADING, step=69))
-    assert (newest_entry(first).recovered_seconds, newest_entry(first).step_before) == (None, 69), "it trained on"
+    assert (first.newest_entry.recovered_seconds, first.newest_entry.step_before) == (None, 69), "it trained on"
     again = build.with_status(observe(WorkerPhase.TRAINING, step=69, resume_step=60), first.status)
-    assert newest_entry(make_plan(again)).recovered_seconds is None, "steps that are repeated are no new ones"
-    entry = newest_entry(
-        make_plan(build.with_status(observe(WorkerPhase.TRAINING, step=70, resume_step=60), first.status))
-    )
+    assert make_plan(again).newest_entry.recovered_seconds is None, "steps that are repeated are no new ones"
+    entry = make_plan(
+        build.with_status(observe(WorkerPhase.TRAINING, step=70, resume_step=60), first.status)
+    ).newest_entry
     assert (entry.resume_step, entry.steps_lost, entry.recovered_seconds) == (60, 9, pytest.approx(4.5))
 
 
@@ -414,7 +408,7 @@ def crash_on_two_nodes(cluster: FakeCluster, codes: tuple[int, int], seconds_bet
 def test_the_same_crash_on_two_nodes_fails_the_job_and_explains_torn_checkpoints(
     checkpoints: Any,
 ) -> None:
-    cluster = started(steps=True, nodes=8, program={"checkpoints": checkpoints} if checkpoints else {})
+    cluster = start_job(steps=True, nodes=8, program={"checkpoints": checkpoints} if checkpoints else {})
     crash_on_two_nodes(cluster, (1, 1))
     assert cluster.status.phase is Phase.FAILED
     assert len(cluster.status.failures) == 1, "long before the budget"
@@ -437,7 +431,7 @@ def test_the_same_crash_on_two_nodes_fails_the_job_and_explains_torn_checkpoints
     ids=["a new step in between", "another crash", "killed by a signal"],
 )
 def test_different_crashes_on_two_nodes_are_recovered(codes: tuple[int, int], seconds_between: float) -> None:
-    cluster = started(steps=True, nodes=8)
+    cluster = start_job(steps=True, nodes=8)
     crash_on_two_nodes(cluster, codes, seconds_between)
     cluster.run(60)
     assert cluster.status.phase is Phase.RUNNING

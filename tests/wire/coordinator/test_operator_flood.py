@@ -198,7 +198,7 @@ async def test_bad_tokens_delay_neither_agents_nor_the_lease(tmp_path: Path) -> 
                     await asyncio.sleep(0.05)
 
         floods = [asyncio.create_task(flood()) for _ in range(300)]
-        before, coordinator.most_in_hand = coordinator.api.renewals, 0
+        before, coordinator.max_pending = coordinator.api.renewals, 0
         answers: set[int] = set()
         while coordinator.api.renewals < before + 2 or next(number) < 2_000:
             answers |= await agents.send_heartbeats()
@@ -206,7 +206,7 @@ async def test_bad_tokens_delay_neither_agents_nor_the_lease(tmp_path: Path) -> 
             task.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
         assert answers == {200}
-        assert coordinator.most_in_hand == MAX_ANONYMOUS_RUNNING
+        assert coordinator.max_pending == MAX_ANONYMOUS_RUNNING
         assert coordinator.elector.leading
         assert coordinator.elector.may_act()
         async with coordinator.agents("127.0.0.3") as late:
@@ -304,7 +304,7 @@ async def test_concurrent_token_reviews_are_limited(tmp_path: Path, monkeypatch:
         assert {stream.status for stream in streams} == {SWITCHING}
         for stream in streams:
             stream.close()
-        assert 1 < coordinator.most_in_hand <= MAX_RUNNING
+        assert 1 < coordinator.max_pending <= MAX_RUNNING
         assert coordinator.api.reviews == 300
 
 

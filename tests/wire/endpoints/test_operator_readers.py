@@ -160,13 +160,13 @@ async def test_bad_tokens_delay_neither_the_lease_nor_scrapes(tmp_path: Path) ->
                     await asyncio.sleep(0.05)
 
         floods = [asyncio.create_task(flood()) for _ in range(100)]
-        before, world.most_in_hand = api.renewals, 0
+        before, world.max_pending = api.renewals, 0
         answers = set()
         while api.renewals < before + 2 or next(number) < 500:
             answers.add((await world.get(prometheus, "good"))[0])
         rotated = jwt(sub=PROMETHEUS, exp=time.time() + 3600)
         api.cluster.tokens[rotated] = USER
-        in_hand, world.most_in_hand = world.most_in_hand, 0
+        in_hand, world.max_pending = world.max_pending, 0
         async with world.session("127.0.0.3") as again:
             assert (await world.get(again, rotated))[0] == 200, (
                 "tokens of known readers are reviewed before unknown ones"

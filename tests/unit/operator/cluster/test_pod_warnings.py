@@ -1,12 +1,11 @@
 """Warnings of pods that do not start: events are listed rarely, and only fresh ones are shown."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, http_error
-from tests.testing.suite.virtual_time import run_virtual
+from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import training_job
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CORE_EVENTS, JOBS, PODS
@@ -73,67 +72,60 @@ class WarningsHarness:
         return self.warnings.with_warnings(self.job, pods)[0]
 
 
-def run_scenario(run: Callable[[WarningsHarness], Any]) -> None:
-    async def set_up_and_run() -> None:
-        harness = WarningsHarness()
-        await harness.caches.jobs.refresh()
-        await run(harness)
-
-    run_virtual(set_up_and_run())
+async def start_harness() -> WarningsHarness:
+    harness = WarningsHarness()
+    await harness.caches.jobs.refresh()
+    return harness
 
 
-def test_a_slow_pod_shows_its_mount_failure_from_events() -> None:
-    async def run(harness: WarningsHarness) -> None:
-        harness.pod()
-        harness.event("FailedScheduling", "0/3 nodes", "2026-01-01T00:00:09Z", "older")
-        harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
-        harness.now += SLOW_SECONDS - 1
-        assert (await harness.read()).reason == "ContainerCreating"
-        assert harness.warnings.seconds_until_refresh(harness.job) == 1.0
-        assert harness.lists() == 0
-        harness.now += 1
-        view = await harness.read()
-        assert (view.reason, view.message) == ("FailedMount", MISSING)
-        assert (await harness.read()).reason == "FailedMount"
-        assert harness.lists() == 1, "not at every plan"
-        assert harness.warnings.seconds_until_refresh(harness.job) == PAUSE_SECONDS
+@in_virtual_time
+async def test_a_slow_pod_shows_its_mount_failure_from_events() -> None:
+    harness = await start_harness()
+    harness.pod()
+    harness.event("FailedScheduling", "0/3 nodes", "2026-01-01T00:00:09Z", "older")
+    harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
+    harness.now += SLOW_SECONDS - 1
+    assert (await harness.read()).reason == "ContainerCreating"
+    assert harness.warnings.seconds_until_refresh(harness.job) == 1.0
+    assert harness.lists() == 0
+    harness.now += 1
+    view = await harness.read()
+    assert (view.reason, view.message) == ("FailedMount", MISSING)
+    assert (await harness.read()).reason == "FailedMount"
+    assert harness.lists() == 1, "not at every plan"
+    assert harness.warnings.seconds_until_refresh(harness.job) == PAUSE_SECONDS
 
-    run_scenario(run)
 
-
-def test_a_stale_warning_is_not_shown() -> None:
-    async def run(harness: WarningsHarness) -> None:
-        harness.pod()
-        harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
-        harness.now += SLOW_SECONDS + FRESH_SECONDS
-        assert (await harness.read()).reason == "ContainerCreating"
-
-    run_scenario(run)
+@in_virtual_time
+async def test_a_stale_warning_is_not_shown() -> None:
+    harness = await start_harness()
+    harness.pod()
+    harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
+    harness.now += SLOW_SECONDS + FRESH_SECONDS
+    assert (await harness.read()).reason == "ContainerCreating"
 
 
 @pytest.mark.parametrize("case", ["no node", "an init container runs"])
-def test_events_are_not_listed_if_the_status_names_the_problem(case: str) -> None:
-    async def run(harness: WarningsHarness) -> None:
-        if case == "no node":
-            harness.pod(node="")
-        else:
-            harness.pod(init={"name": "fetch", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}})
-        harness.now += 100
-        await harness.read()
-        assert harness.lists() == 0
-        assert harness.warnings.seconds_until_refresh(harness.job) is None
+@in_virtual_time
+async def test_events_are_not_listed_if_the_status_names_the_problem(case: str) -> None:
+    harness = await start_harness()
+    if case == "no node":
+        harness.pod(node="")
+    else:
+        harness.pod(init={"name": "fetch", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}})
+    harness.now += 100
+    await harness.read()
+    assert harness.lists() == 0
+    assert harness.warnings.seconds_until_refresh(harness.job) is None
 
-    run_scenario(run)
 
-
-def test_without_permission_to_list_events_the_status_is_used() -> None:
-    async def run(harness: WarningsHarness) -> None:
-        harness.pod()
-        harness.cluster.faults.append(
-            lambda _method, path: http_error(403, "Forbidden", "no") if path.endswith("/events") else None
-        )
-        harness.now += SLOW_SECONDS
-        assert (await harness.read()).reason == "ContainerCreating"
-        assert harness.warnings.seconds_until_refresh(harness.job) == PAUSE_SECONDS
-
-    run_scenario(run)
+@in_virtual_time
+async def test_without_permission_to_list_events_the_status_is_used() -> None:
+    harness = await start_harness()
+    harness.pod()
+    harness.cluster.faults.append(
+        lambda _method, path: http_error(403, "Forbidden", "no") if path.endswith("/events") else None
+    )
+    harness.now += SLOW_SECONDS
+    assert (await harness.read()).reason == "ContainerCreating"
+    assert harness.warnings.seconds_until_refresh(harness.job) == PAUSE_SECONDS

@@ -70,10 +70,7 @@ def test_a_new_pod_without_any_status_is_pending() -> None:
 
 
 def test_the_worker_container_is_found_by_name() -> None:
-    statuses = [
-        terminated("aside", exitCode=0),
-        terminated(exitCode=137, reason="OOMKilled", finishedAt=CREATED),
-    ]
+    statuses = [terminated("aside", exitCode=0), terminated(exitCode=137, reason="OOMKilled", finishedAt=CREATED)]
     view = views.pod_view(pod({"phase": "Failed", "containerStatuses": statuses}))
     assert (view.exit_code, view.reason, view.finished) == (137, "OOMKilled", 1767225600.0)
 

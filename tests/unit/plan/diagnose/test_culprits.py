@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
-from tests.unit.plan.plan_results import (
-    deleted_pods,
-    make_plan,
-    newest_entry,
-    published_members,
-    published_membership,
-)
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import USER_CAUSES, Budget, Cause
 from trainium_contract.faults.classify import get_budget
 from trainium_contract.status.conditions import Phase
@@ -33,7 +27,7 @@ def kernel(line: str, *, ago: float = 3.0) -> tuple[KernelEvent, ...]:
 LOST_PEER, HUNG = ({"restarts": (build.restart_record(1, cause),)} for cause in (Cause.PEER_LOST, Cause.HANG))
 
 
-def victim(code: int = 76, status: int | None = None, **changes: Any) -> dict[str, Any]:
+def lost_peer_reports(code: int = 76, status: int | None = None, **changes: Any) -> dict[str, Any]:
     """Return the reports of a member that lost a peer."""
     return {"failures": (build.failure(code, runtime_status=status, **changes),), **LOST_PEER}
 
@@ -58,28 +52,51 @@ NUMERICAL = {
 @pytest.mark.parametrize(
     ("reports", "cause", "pod"),
     [
-        pytest.param([victim(1, 1200)] * 4, Cause.PEER_LOST, "", id="a collective was stuck on all members"),
+        pytest.param([lost_peer_reports(1, 1200)] * 4, Cause.PEER_LOST, "", id="a collective was stuck on all members"),
         pytest.param(
-            [victim(), victim(1, 1200), NUMERICAL, victim()], Cause.NUMERICAL, "demo-w-2", id="one failed by itself"
+            [lost_peer_reports(), lost_peer_reports(1, 1200), NUMERICAL, lost_peer_reports()],
+            Cause.NUMERICAL,
+            "demo-w-2",
+            id="one failed by itself",
         ),
         pytest.param(
-            [victim(), victim(), {**victim(), "kernel": kernel(EFA)}, victim()],
+            [
+                lost_peer_reports(),
+                lost_peer_reports(),
+                {**lost_peer_reports(), "kernel": kernel(EFA)},
+                lost_peer_reports(),
+            ],
             Cause.NETWORK,
             "demo-w-2",
             id="one of the lost peers has a kernel fault",
         ),
         pytest.param(
-            [victim(), {**LOST_PEER, "kernel": kernel(EFA)}, victim(), {}],
+            [lost_peer_reports(), {**LOST_PEER, "kernel": kernel(EFA)}, lost_peer_reports(), {}],
             Cause.NETWORK,
             "demo-w-1",
             id="one has a kernel fault and no failure",
         ),
-        pytest.param([{**victim(), "kernel": kernel(EFA, ago=900)}] * 4, Cause.PEER_LOST, "", id="old kernel lines"),
         pytest.param(
-            [victim(), victim(1, 5), victim(), victim(1, 1200)], Cause.RUNTIME, "demo-w-1", id="only one timed out"
+            [{**lost_peer_reports(), "kernel": kernel(EFA, ago=900)}] * 4, Cause.PEER_LOST, "", id="old kernel lines"
         ),
-        pytest.param([victim(1, 5), victim(1, 5), victim(), victim()], Cause.PEER_LOST, "", id="several timed out"),
-        pytest.param([*[victim(step=20)] * 3, victim(step=19)], Cause.HANG, "demo-w-3", id="only one lagged behind"),
+        pytest.param(
+            [lost_peer_reports(), lost_peer_reports(1, 5), lost_peer_reports(), lost_peer_reports(1, 1200)],
+            Cause.RUNTIME,
+            "demo-w-1",
+            id="only one timed out",
+        ),
+        pytest.param(
+            [lost_peer_reports(1, 5), lost_peer_reports(1, 5), lost_peer_reports(), lost_peer_reports()],
+            Cause.PEER_LOST,
+            "",
+            id="several timed out",
+        ),
+        pytest.param(
+            [*[lost_peer_reports(step=20)] * 3, lost_peer_reports(step=19)],
+            Cause.HANG,
+            "demo-w-3",
+            id="only one lagged behind",
+        ),
         pytest.param([HUNG] * 4, Cause.HANG, "", id="all ranks hung alike"),
     ],
 )
@@ -87,7 +104,7 @@ def test_only_a_member_that_differs_from_the_others_is_blamed(
     reports: list[dict[str, Any]], cause: Cause, pod: str
 ) -> None:
     result = make_plan(after_first_attempt(*reports))
-    entry = newest_entry(result)
+    entry = result.newest_entry
     assert (entry.cause, entry.pod, entry.node) == (cause, pod, pod.replace("demo-w", "node"))
     assert ("no worker is blamed" in entry.message) is (pod == "")
     assert ("lagged behind" in entry.message) is (pod == "demo-w-3")
@@ -95,7 +112,7 @@ def test_only_a_member_that_differs_from_the_others_is_blamed(
 
 
 def test_comparisons_wait_until_every_member_has_reported() -> None:
-    observed = after_first_attempt(victim(), victim(1, 5), victim())
+    observed = after_first_attempt(lost_peer_reports(), lost_peer_reports(1, 5), lost_peer_reports())
     late = build.agent(3, WorkerPhase.LOADING, generation=1, attempt=0)
     assert make_plan(build.with_agents(observed, {3: late})).status.history == ()
 
@@ -110,8 +127,8 @@ def test_a_member_that_alone_times_out_twice_is_replaced() -> None:
         for ordinal in range(4)
     }
     result = make_plan(build.running_job(4, spares=1, agents=agents))
-    assert (newest_entry(result).cause, newest_entry(result).pod) == (Cause.RUNTIME, "demo-w-1")
-    assert published_members(result) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert (result.newest_entry.cause, result.newest_entry.pod) == (Cause.RUNTIME, "demo-w-1")
+    assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
     assert result.status.failures[-1].node == "node-1"
 
 
@@ -119,33 +136,33 @@ def test_members_that_time_out_together_are_not_replaced() -> None:
     twice = (build.failure(1, runtime_status=5), build.failure(1, runtime_status=5, attempt=1, sequence=1))
     agents = build.agents(range(4), WorkerPhase.LOADING, generation=1, attempt=2, failures=twice)
     result = make_plan(build.running_job(4, spares=1, agents=agents))
-    assert published_membership(result) is None
-    assert deleted_pods(result) == {}
+    assert result.published_membership is None
+    assert result.deleted_pods == {}
 
 
 def test_an_agent_that_gave_up_over_lost_peers_is_not_replaced() -> None:
     agents = build.agents(range(4), WorkerPhase.FAILED, generation=1) | {2: build.failed_agent(2, 76)}
     result = make_plan(build.running_job(4, spares=1, agents=agents))
-    assert published_members(result) == [f"demo-w-{ordinal}" for ordinal in range(4)]
-    assert newest_entry(result).cause is Cause.NETWORK
-    assert deleted_pods(result) == {}
+    assert result.published_members == [f"demo-w-{ordinal}" for ordinal in range(4)]
+    assert result.newest_entry.cause is Cause.NETWORK
+    assert result.deleted_pods == {}
     assert all(record.node == "" for record in result.status.failures)
-    assert get_budget(newest_entry(result).cause) is Budget.INFRASTRUCTURE
+    assert get_budget(result.newest_entry.cause) is Budget.INFRASTRUCTURE
 
 
 def test_the_culprit_is_replaced_when_another_agent_gave_up_over_it() -> None:
     suspect = build.agent(1, WorkerPhase.FAILED, generation=1, failures=(build.failure(1, runtime_status=1206),))
     agents = build.agents(range(4), WorkerPhase.FAILED, generation=1)
     result = make_plan(build.running_job(4, spares=1, agents=agents | {1: suspect, 2: build.failed_agent(2, 76)}))
-    assert published_members(result) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    assert newest_entry(result).cause is Cause.NETWORK
+    assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert result.newest_entry.cause is Cause.NETWORK
     assert result.status.failures[-1].node == "node-1"
 
 
 def test_a_device_error_in_the_kernel_log_replaces_a_training_member() -> None:
     result = make_plan(build.running_job(4, spares=1, agents={1: build.training_agent(1, kernel=kernel(SRAM))}))
-    assert published_members(result) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    entry = newest_entry(result)
+    assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    entry = result.newest_entry
     assert (entry.cause, entry.rung, entry.node) == (Cause.DEVICE, Rung.SPARE, "node-1")
     assert result.status.failures[-1].node == "node-1"
 
@@ -155,13 +172,13 @@ def test_a_spare_whose_kernel_saw_a_device_error_is_not_used() -> None:
         4, spares=1, agents={4: build.agent(4, kernel=kernel(SRAM)), 2: build.failed_agent(2, 80)}
     )
     result = make_plan(observed)
-    assert published_membership(result) is None
-    assert "demo-w-4" in deleted_pods(result)
+    assert result.published_membership is None
+    assert "demo-w-4" in result.deleted_pods
 
 
 def test_an_efa_line_alone_replaces_nobody() -> None:
     result = make_plan(build.running_job(4, spares=1, agents={1: build.training_agent(1, kernel=kernel(EFA))}))
-    assert published_membership(result) is None
+    assert result.published_membership is None
     assert result.status.history == ()
 
 
@@ -172,9 +189,9 @@ def test_a_rule_overrides_the_meaning_of_a_kernel_line(action: str, moved: bool)
     result = make_plan(
         build.running_job(4, spares=1, job_spec=job_spec, agents={1: build.training_agent(1, kernel=kernel(SRAM))})
     )
-    assert (published_membership(result) is not None) is moved
+    assert (result.published_membership is not None) is moved
     if moved:
-        assert newest_entry(result).cause is Cause.DEVICE_REPAIRABLE
+        assert result.newest_entry.cause is Cause.DEVICE_REPAIRABLE
 
 
 # Any mixture of failures.
@@ -217,7 +234,7 @@ def test_ambiguous_failures_of_several_members_suspect_no_node(failures: Any) ->
     result = make_plan(failed_attempts(failures))
     if not any(len(failed) == 1 for failed in twice):
         assert all(record.node == "" for record in result.status.failures)
-        assert published_membership(result) is None
+        assert result.published_membership is None
 
 
 @given(failures_by_attempt(VICTIMS))
@@ -226,7 +243,7 @@ def test_the_reporter_of_a_lost_peer_is_never_blamed(failures: Any) -> None:
     assert all(entry.pod == "" for entry in result.status.history if entry.cause is not Cause.HANG)
     assert result.status.avoided_nodes == ()
     assert all(record.node == "" for record in result.status.failures)
-    assert deleted_pods(result) == {}
+    assert result.deleted_pods == {}
 
 
 @given(failures_by_attempt(USERS))

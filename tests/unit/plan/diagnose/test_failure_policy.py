@@ -5,7 +5,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
-from tests.unit.plan.plan_results import created_pods, deleted_pods, make_plan, newest_entry
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
@@ -31,12 +31,12 @@ def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason:
     assert find_condition(result.status, ConditionType.FAILED).reason == reason
     for part in ("boom", "demo-w-1", "node-1", f"exit code {code}", advice):
         assert part in result.status.verdict
-    assert newest_entry(result).rung is Rung.STOP
+    assert result.newest_entry.rung is Rung.STOP
     assert result.status.avoided_nodes == ()
     assert result.status.failures == ()
     assert (reason, "Warning") in {(event.reason, event.type) for event in result.events}
     assert len(result.status.history) == 1
-    assert set(deleted_pods(result)) == {f"demo-w-{ordinal}" for ordinal in (0, 2, 3)}, (
+    assert set(result.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in (0, 2, 3)}, (
         "the one that it names ends by itself"
     )
 
@@ -52,7 +52,7 @@ def test_nonfinite_numbers_are_attributed_to_the_pod_of_their_rank(
     result = make_plan(build.running_job(4, agents=agents))
     assert find_condition(result.status, ConditionType.FAILED).reason == "NumericalError"
     assert "rank 2 of pod demo-w-2 on node node-2" in result.status.verdict
-    assert newest_entry(result).pod == "demo-w-2"
+    assert result.newest_entry.pod == "demo-w-2"
 
 
 def test_a_rank_that_does_not_exist_names_no_pod() -> None:
@@ -88,7 +88,7 @@ def test_a_crash_while_loading_is_no_verdict_after_the_first_step() -> None:
         )
     )
     assert result.status.phase is Phase.RECOVERING
-    assert newest_entry(result).cause is Cause.CRASH
+    assert result.newest_entry.cause is Cause.CRASH
 
 
 def test_a_stopping_exit_code_before_joining_is_a_verdict() -> None:
@@ -103,7 +103,7 @@ def test_a_stopping_exit_code_of_a_deleted_pod_is_no_verdict() -> None:
     assert make_plan(build.with_pod(build.running_job(4, spares=1), going)).status.phase is Phase.RUNNING
 
 
-def failed_pods(*ordinals: Any, **changes: Any) -> Any:
+def job_with_failed_pods(*ordinals: Any, **changes: Any) -> Any:
     fields = {"phase": PodPhase.FAILED, "exit_code": 1, "reason": "Error", "message": "ImportError: x", **changes}
     status = TrainingJobStatus(desired=4, next_pod_ordinal=4)
     pods = tuple(build.pod(ordinal, **(fields if ordinal in ordinals else {})) for ordinal in range(4))
@@ -112,20 +112,20 @@ def failed_pods(*ordinals: Any, **changes: Any) -> Any:
 
 
 def test_one_worker_that_does_not_start_is_retried_and_kept() -> None:
-    result = make_plan(failed_pods(1))
+    result = make_plan(job_with_failed_pods(1))
     assert result.status.phase is Phase.PENDING
-    assert created_pods(result) == ["demo-w-4"]
-    assert deleted_pods(result) == {}
+    assert result.created_pods == ["demo-w-4"]
+    assert result.deleted_pods == {}
     condition = find_condition(result.status, ConditionType.PODS_READY)
     assert condition.reason == "WorkerNotStarting"
     assert "ImportError: x" in condition.message
 
 
 def test_two_workers_that_do_not_start_are_a_verdict() -> None:
-    result = make_plan(failed_pods(1, 2))
+    result = make_plan(job_with_failed_pods(1, 2))
     assert result.status.phase is Phase.FAILED
     assert "ImportError: x" in result.status.verdict
-    assert set(deleted_pods(result)) == {"demo-w-0", "demo-w-3"}
+    assert set(result.deleted_pods) == {"demo-w-0", "demo-w-3"}
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_two_workers_that_do_not_start_are_a_verdict() -> None:
     ],
 )
 def test_workers_ended_by_the_cluster_are_never_a_verdict(changes: Any) -> None:
-    result = make_plan(failed_pods(1, 2, **changes))
+    result = make_plan(job_with_failed_pods(1, 2, **changes))
     assert result.status.phase is Phase.PENDING
-    assert set(deleted_pods(result)) == {"demo-w-1", "demo-w-2"}
-    assert created_pods(result) == ["demo-w-4", "demo-w-5"]
+    assert set(result.deleted_pods) == {"demo-w-1", "demo-w-2"}
+    assert result.created_pods == ["demo-w-4", "demo-w-5"]
     assert len(result.status.failures) == 2
     assert result.status.avoided_nodes == ()
 
@@ -152,7 +152,7 @@ def test_a_failed_spare_of_a_training_job_is_counted_once_and_replaced_elsewhere
         build.running_job(4, spares=1), build.pod(4, phase=PodPhase.FAILED, exit_code=1, reason="Error")
     )
     result = make_plan(observed)
-    assert deleted_pods(result) == {"demo-w-4": None}
+    assert result.deleted_pods == {"demo-w-4": None}
     assert [(record.pod, record.node) for record in result.status.failures] == [("demo-w-4", "node-4")]
     again = make_plan(build.with_status(observed, result.status))
     assert len(again.status.failures) == 1
@@ -164,9 +164,9 @@ def test_new_pods_back_off_when_workers_keep_failing() -> None:
         FailureRecord(at=NOW - 21 + 5 * number, cause=Cause.POD_LOST, pod=f"demo-w-{90 + number}")
         for number in range(5)
     )
-    observed = build.with_status(observed, observed.job.status.model_copy(update={"failures": records}))
+    observed = build.with_status(observed, failures=records)
     result = make_plan(build.without_pods(observed, 1))
-    assert created_pods(result) == []
+    assert result.created_pods == []
     assert 0 < result.requeue_after <= 8
 
 
@@ -192,7 +192,7 @@ def test_a_spare_that_has_not_given_up_stops_nothing() -> None:
 def test_a_spare_without_its_devices_is_counted_once_and_its_node_avoided() -> None:
     result = make_plan(with_unfit_spare(build.running_job(4), 80))
     assert result.status.phase is not Phase.FAILED
-    assert set(deleted_pods(result)) == {"demo-w-4"}
+    assert set(result.deleted_pods) == {"demo-w-4"}
     assert [(record.pod, record.node) for record in result.status.failures] == [("demo-w-4", "node-3")]
     again = replace(build.running_job(4), job=replace(build.running_job(4).job, status=result.status))
     assert len(make_plan(with_unfit_spare(again, 80)).status.failures) == 1

@@ -5,14 +5,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
-from tests.unit.plan.plan_results import (
-    created_pods,
-    deleted_pods,
-    make_plan,
-    newest_entry,
-    published_members,
-    published_membership,
-)
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
@@ -22,12 +15,12 @@ from trainium_operator.plan.model.observed import AgentView, FleetView, NodeRead
 LOST = build.pod(1).name
 
 
-def joining(ordinal: Any, **changes: Any) -> Any:
+def joining_agent(ordinal: Any, **changes: Any) -> Any:
     return build.agent(ordinal, WorkerPhase.JOINING, generation=1, **changes)
 
 
 def waiting_for_rank_1() -> Any:
-    return {ordinal: joining(ordinal, attempt=1, waiting_for=(1,)) for ordinal in (0, 2, 3)}
+    return {ordinal: joining_agent(ordinal, attempt=1, waiting_for=(1,)) for ordinal in (0, 2, 3)}
 
 
 @pytest.mark.parametrize(
@@ -43,19 +36,19 @@ def waiting_for_rank_1() -> Any:
 )
 def test_the_cause_of_an_ended_member_comes_from_its_pod(changes: Any, cause: Any, grace: Any) -> None:
     result = make_plan(build.with_pod(build.running_job(4), build.pod(1, **changes)))
-    assert newest_entry(result).cause is cause
-    assert newest_entry(result).pod == LOST
-    assert deleted_pods(result) == {LOST: grace}
-    assert created_pods(result) == ["demo-w-4"]
-    assert published_membership(result) is None
+    assert result.newest_entry.cause is cause
+    assert result.newest_entry.pod == LOST
+    assert result.deleted_pods == {LOST: grace}
+    assert result.created_pods == ["demo-w-4"]
+    assert result.published_membership is None
     assert result.status.phase is Phase.RECOVERING
 
 
 def test_a_member_without_a_pod_is_lost() -> None:
     result = make_plan(build.without_pods(build.running_job(4), 1))
-    assert newest_entry(result).cause is Cause.POD_LOST
-    assert newest_entry(result).rung is Rung.REPLACE
-    assert deleted_pods(result) == {}
+    assert result.newest_entry.cause is Cause.POD_LOST
+    assert result.newest_entry.rung is Rung.REPLACE
+    assert result.deleted_pods == {}
 
 
 def test_the_pod_of_a_deleted_node_is_force_deleted() -> None:
@@ -63,8 +56,8 @@ def test_the_pod_of_a_deleted_node_is_force_deleted() -> None:
     result = make_plan(
         replace(observed, nodes={name: view for name, view in observed.nodes.items() if name != "node-1"})
     )
-    assert newest_entry(result).cause is Cause.NODE_LOST
-    assert deleted_pods(result) == {LOST: 0}
+    assert result.newest_entry.cause is Cause.NODE_LOST
+    assert result.deleted_pods == {LOST: 0}
 
 
 @pytest.mark.parametrize("ordinal", [1, 4], ids=["member", "spare"])
@@ -73,7 +66,7 @@ def test_a_worker_with_a_recent_heartbeat_survives_a_missing_node_object(ordinal
     result = make_plan(
         replace(observed, nodes={name: view for name, view in observed.nodes.items() if name != f"node-{ordinal}"})
     )
-    assert deleted_pods(result) == {}
+    assert result.deleted_pods == {}
     assert result.status.history == ()
     assert result.requeue_after == pytest.approx(1.5), "its silence will confirm it"
 
@@ -83,30 +76,30 @@ def test_only_silent_members_that_others_wait_for_are_lost() -> None:
     nodes = {f"node-{number}": build.node(f"node-{number}", NodeReadiness.UNKNOWN) for number in (1, 2)}
     observed = build.running_job(8, agents=dark)
     result = make_plan(replace(observed, nodes={**observed.nodes, **nodes}))
-    assert deleted_pods(result) == {}
-    waiting = {ordinal: joining(ordinal, attempt=1, waiting_for=(1, 2)) for ordinal in (0, 3, 4, 5, 6, 7)}
+    assert result.deleted_pods == {}
+    waiting = {ordinal: joining_agent(ordinal, attempt=1, waiting_for=(1, 2)) for ordinal in (0, 3, 4, 5, 6, 7)}
     observed = build.running_job(8, agents={**dark, **waiting})
     result = make_plan(replace(observed, nodes={**observed.nodes, **nodes}))
-    assert deleted_pods(result) == {"demo-w-1": 0, "demo-w-2": 0}
+    assert result.deleted_pods == {"demo-w-1": 0, "demo-w-2": 0}
 
 
 def test_a_frozen_fleet_keeps_a_silent_worker() -> None:
     observed = build.running_job(
         1, agents={0: build.training_agent(0, silent=60)}, nodes={"node-0": build.node("node-0", NodeReadiness.UNKNOWN)}
     )
-    assert deleted_pods(make_plan(observed)) == {"demo-w-0": 0}
+    assert make_plan(observed).deleted_pods == {"demo-w-0": 0}
     result = make_plan(replace(observed, fleet=FleetView(frozen="130 of 130 nodes are bad")))
-    assert deleted_pods(result) == {}
+    assert result.deleted_pods == {}
     assert any(condition.reason == "ContactLost" for condition in result.status.conditions)
     assert [event.reason for event in result.events].count("ContactLost") == 1
 
 
-def others(progressed: float, step_seconds: float, *, silent: float = 0.5) -> dict[int, AgentView]:
+def other_agents(progressed: float, step_seconds: float, *, silent: float = 0.5) -> dict[int, AgentView]:
     """Return the agents of the other members, which made their last step `progressed` seconds ago."""
     return build.training_agents((0, 2, 3), silent=silent, progressed=NOW - progressed, step_seconds=step_seconds)
 
 
-CUT_OFF = others(3.2, 0.5, silent=3.2)
+CUT_OFF = other_agents(3.2, 0.5, silent=3.2)
 """All members lost the network at once: the others are silent for a moment less, and no step is made."""
 
 
@@ -114,8 +107,8 @@ CUT_OFF = others(3.2, 0.5, silent=3.2)
     ("silent", "agents", "requeue_after"),
     [
         pytest.param(3.0, {}, 1.0, id="silence alone, until its deadline"),
-        pytest.param(30, others(0.5, 0.5), None, id="the others make steps"),
-        pytest.param(5, others(20, 10), 3.5, id="steps are long"),
+        pytest.param(30, other_agents(0.5, 0.5), None, id="the others make steps"),
+        pytest.param(5, other_agents(20, 10), 3.5, id="steps are long"),
         pytest.param(4.1, CUT_OFF, None, id="the others were cut off a moment later"),
     ],
 )
@@ -131,10 +124,10 @@ def test_a_silent_member_is_kept_and_checked_again(
 @pytest.mark.parametrize(
     ("silent", "agents"),
     [
-        pytest.param(4.5, others(3.5, 0.5), id="no step for longer than steps take"),
+        pytest.param(4.5, other_agents(3.5, 0.5), id="no step for longer than steps take"),
         pytest.param(
             4.5,
-            {**others(3.5, 1.0), 3: build.training_agent(3, progressed=NOW - 3.5, step_seconds=2.0)},
+            {**other_agents(3.5, 1.0), 3: build.training_agent(3, progressed=NOW - 3.5, step_seconds=2.0)},
             id="one agent saw a step twice as long",
         ),
         pytest.param(
@@ -146,35 +139,36 @@ def test_a_silent_member_is_kept_and_checked_again(
 )
 def test_a_silent_member_is_lost_when_the_others_stall(silent: float, agents: dict[int, AgentView]) -> None:
     result = make_plan(build.running_job(4, agents={1: build.training_agent(1, silent=silent), **agents}))
-    assert newest_entry(result).cause is Cause.NODE_LOST
+    assert result.newest_entry.cause is Cause.NODE_LOST
 
 
 def test_a_silent_member_that_the_others_wait_for_is_lost_at_the_deadline() -> None:
     early = make_plan(build.running_job(4, agents={1: build.training_agent(1, silent=3.9), **waiting_for_rank_1()}))
     assert early.status.history == ()
     late = make_plan(build.running_job(4, agents={1: build.training_agent(1, silent=4.0), **waiting_for_rank_1()}))
-    assert newest_entry(late).cause is Cause.NODE_LOST
-    assert newest_entry(late).detected_seconds == pytest.approx(4.0)
-    assert newest_entry(late).failed_at == pytest.approx(NOW - 4.0)
-    assert "its last message" in newest_entry(late).message
-    assert deleted_pods(late) == {LOST: 0}
+    assert late.newest_entry.cause is Cause.NODE_LOST
+    assert late.newest_entry.detected_seconds == pytest.approx(4.0)
+    assert late.newest_entry.failed_at == pytest.approx(NOW - 4.0)
+    assert "its last message" in late.newest_entry.message
+    assert late.deleted_pods == {LOST: 0}
     assert len(late.status.history) == 1
 
 
-def test_a_silent_member_on_a_node_that_is_not_ready_is_lost() -> None:
-    observed = build.running_job(4, agents={1: build.training_agent(1, silent=5)})
+@pytest.mark.parametrize("silence", [{"silent": 5}, {"silent": 2.1, "refused": NOW}], ids=["silent", "refused port"])
+def test_a_silent_member_on_a_node_that_is_not_ready_is_a_lost_node(silence: dict[str, float]) -> None:
+    observed = build.running_job(4, spares=1, agents={1: build.training_agent(1, **silence)})
     result = make_plan(build.with_node(observed, build.node("node-1", NodeReadiness.UNKNOWN)))
-    assert newest_entry(result).cause is Cause.NODE_LOST
-    assert deleted_pods(result) == {LOST: 0}
+    assert result.newest_entry.cause is Cause.NODE_LOST
+    assert result.deleted_pods == {LOST: 0}
 
 
 def test_a_silent_member_with_a_refused_port_is_lost_before_the_timeout() -> None:
     result = make_plan(build.running_job(4, spares=1, agents={1: build.training_agent(1, silent=2.1, refused=NOW)}))
-    assert newest_entry(result).cause is Cause.POD_LOST, "a machine that refuses has power"
-    assert newest_entry(result).rung is Rung.SPARE
-    assert newest_entry(result).detected_seconds == pytest.approx(2.1)
-    assert "nobody listens" in newest_entry(result).message
-    assert deleted_pods(result) == {LOST: None}
+    assert result.newest_entry.cause is Cause.POD_LOST, "a machine that refuses has power"
+    assert result.newest_entry.rung is Rung.SPARE
+    assert result.newest_entry.detected_seconds == pytest.approx(2.1)
+    assert "nobody listens" in result.newest_entry.message
+    assert result.deleted_pods == {LOST: None}
 
 
 def test_a_refused_port_is_evidence_even_when_all_are_silent() -> None:
@@ -182,22 +176,15 @@ def test_a_refused_port_is_evidence_even_when_all_are_silent() -> None:
         ordinal: build.training_agent(ordinal, silent=60, refused=NOW if ordinal == 1 else None) for ordinal in range(4)
     }
     result = make_plan(build.running_job(4, agents=agents))
-    assert newest_entry(result).pod == LOST
-    assert deleted_pods(result) == {LOST: None}
-
-
-def test_a_refused_port_on_a_not_ready_node_is_a_lost_node() -> None:
-    observed = build.running_job(4, spares=1, agents={1: build.training_agent(1, silent=2.1, refused=NOW)})
-    result = make_plan(build.with_node(observed, build.node("node-1", NodeReadiness.UNKNOWN)))
-    assert newest_entry(result).cause is Cause.NODE_LOST
-    assert deleted_pods(result) == {LOST: 0}
+    assert result.newest_entry.pod == LOST
+    assert result.deleted_pods == {LOST: None}
 
 
 def test_the_failure_of_a_member_without_a_pod_is_dated_to_its_last_heartbeat() -> None:
     observed = build.running_job(4, agents={1: build.training_agent(1, silent=3.5)})
     observed = build.without_pods(observed, 1, keep_agents=True)
-    assert newest_entry(make_plan(observed)).failed_at == pytest.approx(NOW - 3.5)
-    assert newest_entry(make_plan(observed)).detected_seconds == pytest.approx(3.5)
+    assert make_plan(observed).newest_entry.failed_at == pytest.approx(NOW - 3.5)
+    assert make_plan(observed).newest_entry.detected_seconds == pytest.approx(3.5)
 
 
 def test_a_reporting_member_on_a_not_ready_node_is_kept() -> None:
@@ -217,13 +204,12 @@ def not_reconnected(*missing: int, since: float, **changes: Any) -> Any:
     observed = build.running_job(
         4,
         agents={
-            ordinal: joining(ordinal, attempt=1, waiting_for=missing, silent=0.1, **changes) for ordinal in range(4)
+            ordinal: joining_agent(ordinal, attempt=1, waiting_for=missing, silent=0.1, **changes)
+            for ordinal in range(4)
         },
     )
-    known_agents = {
-        uid: known for uid, known in observed.agents.items() if uid not in {f"uid-{ordinal}" for ordinal in missing}
-    }
-    return replace(observed, agents=known_agents, published=0, coordinator_since=NOW - since)
+    agents = build.without_pods(observed, *missing).agents
+    return replace(observed, agents=agents, published=0, coordinator_since=NOW - since)
 
 
 @pytest.mark.parametrize(
@@ -235,23 +221,19 @@ def test_agents_get_time_to_reconnect_and_a_single_one_less(missing: tuple[int, 
 
 
 def test_a_loss_before_the_operator_took_over_is_dated_to_the_last_step() -> None:
-    entry = newest_entry(make_plan(not_reconnected(1, since=6, progress=Progress(step=20, updated=NOW - 22))))
-    assert entry.failed_at == pytest.approx(NOW - 22)
-    assert entry.detected_seconds == pytest.approx(22)
-
-
-def test_a_pod_that_vanished_before_the_operator_took_over_is_dated_to_the_last_step() -> None:
-    observed = not_reconnected(1, since=1, progress=Progress(step=20, updated=NOW - 22))
-    observed = build.without_pods(observed, 1, keep_agents=True)
-    assert newest_entry(make_plan(observed)).failed_at == pytest.approx(NOW - 22)
+    progress = Progress(step=20, updated=NOW - 22)
+    entry = make_plan(not_reconnected(1, since=6, progress=progress)).newest_entry
+    assert (entry.failed_at, entry.detected_seconds) == (pytest.approx(NOW - 22), pytest.approx(22))
+    deleted = build.without_pods(not_reconnected(1, since=1, progress=progress), 1, keep_agents=True)
+    assert make_plan(deleted).newest_entry.failed_at == pytest.approx(NOW - 22)
 
 
 def test_a_device_fault_moves_the_worker_to_another_node_and_uses_the_infrastructure_budget() -> None:
     result = make_plan(build.running_job(4, spares=1, agents={1: build.failed_agent(1, 80, rank=1)}))
-    assert newest_entry(result).cause is Cause.DEVICE
-    assert newest_entry(result).rung is Rung.SPARE
+    assert result.newest_entry.cause is Cause.DEVICE
+    assert result.newest_entry.rung is Rung.SPARE
     assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.DEVICE, "node-1")]
-    assert deleted_pods(result) == {LOST: None}
+    assert result.deleted_pods == {LOST: None}
 
 
 def test_only_the_member_that_failed_is_replaced_when_a_generation_gives_up() -> None:
@@ -259,28 +241,23 @@ def test_only_the_member_that_failed_is_replaced_when_a_generation_gives_up() ->
     culprit = build.agent(1, WorkerPhase.FAILED, generation=1, verdict=build.failure(139, attempt=3, rank=1))
     status = {"progress": {"step": 20}}
     result = make_plan(build.running_job(4, spares=1, agents={1: culprit, **agents}, status=status))
-    assert newest_entry(result).cause is Cause.CRASH
-    assert deleted_pods(result) == {LOST: None}
-    assert published_members(result) == [
-        "demo-w-0",
-        "demo-w-4",
-        "demo-w-2",
-        "demo-w-3",
-    ]
+    assert result.newest_entry.cause is Cause.CRASH
+    assert result.deleted_pods == {LOST: None}
+    assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
 
 
 def test_a_generation_stopped_without_a_culprit_restarts_with_the_same_members() -> None:
     result = make_plan(build.running_job(4, agents=build.agents(range(4), WorkerPhase.FAILED, generation=1)))
-    assert published_membership(result).generation == 2
-    assert deleted_pods(result) == {}
+    assert result.published_membership.generation == 2
+    assert result.deleted_pods == {}
 
 
 def test_a_deleted_member_is_replaced_gracefully_and_is_no_failure() -> None:
     result = make_plan(build.with_pod(build.running_job(4, spares=1), build.pod(1, deleting=True)))
-    assert newest_entry(result).cause is Cause.PREEMPTED
-    assert published_membership(result).transition is Transition.GRACEFUL
+    assert result.newest_entry.cause is Cause.PREEMPTED
+    assert result.published_membership.transition is Transition.GRACEFUL
     assert result.status.failures == ()
-    assert deleted_pods(result) == {}
+    assert result.deleted_pods == {}
 
 
 def test_a_deleted_pod_on_a_lost_node_is_force_deleted() -> None:
@@ -289,14 +266,14 @@ def test_a_deleted_pod_on_a_lost_node_is_force_deleted() -> None:
     )
     observed = build.with_node(observed, build.node("node-1", NodeReadiness.UNKNOWN))
     result = make_plan(observed)
-    assert published_membership(result).transition is Transition.IMMEDIATE
-    assert deleted_pods(result) == {LOST: 0}
+    assert result.published_membership.transition is Transition.IMMEDIATE
+    assert result.deleted_pods == {LOST: 0}
 
 
 def test_a_rack_that_is_lost_at_once_is_one_interruption() -> None:
     result = make_plan(build.without_pods(build.running_job(4), 1, 2))
     assert len(result.status.history) == 1
-    assert "2 workers" in newest_entry(result).message
+    assert "2 workers" in result.newest_entry.message
     assert result.status.restarts.total == 1
     assert len(result.status.failures) == 1
 
@@ -304,20 +281,20 @@ def test_a_rack_that_is_lost_at_once_is_one_interruption() -> None:
 def test_a_loss_before_the_first_step_has_no_step() -> None:
     for step, before in ((0, -1), (1, 1)):
         agents = build.training_agents(range(4), step=step)
-        assert newest_entry(make_plan(build.without_pods(build.running_job(4, agents=agents), 1))).step_before == before
+        assert make_plan(build.without_pods(build.running_job(4, agents=agents), 1)).newest_entry.step_before == before
 
 
 def test_at_most_sixteen_simultaneous_failures_are_recorded() -> None:
     ended = tuple(build.pod(ordinal, phase=PodPhase.FAILED, reason="Error", exit_code=80) for ordinal in range(2, 24))
     result = make_plan(build.running_job(24, pods=(build.pod(0), build.pod(1), *ended)))
-    assert newest_entry(result).cause is Cause.DEVICE
-    assert "22 workers" in newest_entry(result).message
+    assert result.newest_entry.cause is Cause.DEVICE
+    assert "22 workers" in result.newest_entry.message
     assert len(result.status.failures) == len(result.status.avoided_nodes) == 16
 
 
 def others_wait_for_rank_1(since: float, **changes: Any) -> Any:
-    return {ordinal: joining(ordinal, waiting_for=(1,), joining_since=since) for ordinal in (0, 2, 3)} | {
-        1: joining(1, **changes)
+    return {ordinal: joining_agent(ordinal, waiting_for=(1,), joining_since=since) for ordinal in (0, 2, 3)} | {
+        1: joining_agent(1, **changes)
     }
 
 
@@ -328,11 +305,11 @@ def test_a_member_that_never_joins_is_lost_at_the_init_limit() -> None:
     assert early.requeue_after is not None
     assert early.requeue_after <= 2
     late = make_plan(build.running_job(4, spares=1, agents=others_wait_for_rank_1(NOW - limit)))
-    assert newest_entry(late).cause is Cause.HANG
-    assert newest_entry(late).pod == LOST
-    assert newest_entry(late).failed_at == NOW - limit, "since when they wait"
-    assert deleted_pods(late) == {LOST: None}
-    assert "answers, but the others have waited 660 s for it to join them" in newest_entry(late).message
+    assert late.newest_entry.cause is Cause.HANG
+    assert late.newest_entry.pod == LOST
+    assert late.newest_entry.failed_at == NOW - limit, "since when they wait"
+    assert late.deleted_pods == {LOST: None}
+    assert "answers, but the others have waited 660 s for it to join them" in late.newest_entry.message
 
 
 def test_disabled_hang_detection_ignores_waiting_members() -> None:
@@ -342,5 +319,5 @@ def test_disabled_hang_detection_ignores_waiting_members() -> None:
 
 
 def test_a_member_that_waits_for_itself_is_kept() -> None:
-    agents = {1: joining(1, waiting_for=(1,), joining_since=NOW - 5000)}
+    agents = {1: joining_agent(1, waiting_for=(1,), joining_since=NOW - 5000)}
     assert make_plan(build.running_job(4, agents=agents)).status.history == ()

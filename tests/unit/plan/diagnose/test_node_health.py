@@ -7,24 +7,13 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
-from tests.unit.plan.plan_results import (
-    created_manifests,
-    created_pods,
-    deleted_pods,
-    get_condition,
-    make_plan,
-    member_names,
-    newest_entry,
-    published_members,
-    published_membership,
-)
+from tests.unit.plan.plan_results import PlanResult, make_plan, member_names
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import ConditionStatus, ConditionType
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
 from trainium_contract.wire.worker_env import ANNOTATION_AVOIDED_NODES
-from trainium_operator.plan.model.actions import Plan
 from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, NodeView, Observed, PodPhase
 
 DEVICE = NodeCondition("NeuronHealth", NodeReadiness.TRUE, "NeuronHasError_DMA_ERROR", "nd0 nc1", NOW - 1)
@@ -42,18 +31,18 @@ def quarantine(**fields: Any) -> Any:
     return build.spec(workers={"replicas": 4}, health={"quarantine": fields})
 
 
-def affinity(result: Plan) -> Any:
-    return created_manifests(result)[0]["spec"]["affinity"]
+def affinity(result: PlanResult) -> Any:
+    return result.created_manifests[0]["spec"]["affinity"]
 
 
-def forbidden_nodes(result: Plan) -> list[str]:
+def forbidden_nodes(result: PlanResult) -> list[str]:
     required = affinity(result)["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     (term,) = required["nodeSelectorTerms"]
     return list(term["matchExpressions"][-1]["values"])
 
 
-def healthy(result: Plan) -> tuple[ConditionStatus, str]:
-    condition = get_condition(result.status, ConditionType.NODES_HEALTHY)
+def healthy(result: PlanResult) -> tuple[ConditionStatus, str]:
+    condition = result.condition(ConditionType.NODES_HEALTHY)
     return condition.status, condition.message
 
 
@@ -65,27 +54,27 @@ def test_a_wrong_clock_is_reported_and_replaces_nobody() -> None:
         detail="The node's clock is 3600.0 s ahead of the coordinator's; check its NTP.",
     )
     result = make_plan(build.running_job(4, spares=1, agents={1: build.training_agent(1, checks=(wrong,))}))
-    condition = get_condition(result.status, ConditionType.NODES_HEALTHY)
+    condition = result.condition(ConditionType.NODES_HEALTHY)
     assert condition.status is ConditionStatus.FALSE
     assert "node-1: check Clock (The node's clock is 3600.0 s ahead of the coordinator's; check its NTP)" in (
         condition.message
     )
     assert "other nodes are preferred" in condition.message
-    assert published_membership(result) is None, "no member is replaced"
+    assert result.published_membership is None, "no member is replaced"
 
 
 def test_a_device_fault_moves_the_rank_to_a_spare_gracefully() -> None:
     result = make_plan(with_bad_node(build.running_job(spares=1), 2, DEVICE))
-    membership = published_membership(result)
+    membership = result.published_membership
     assert member_names(membership) == ["demo-w-0", "demo-w-1", "demo-w-4", "demo-w-3"]
     assert membership is not None
     assert membership.transition is Transition.GRACEFUL
-    entry = newest_entry(result)
+    entry = result.newest_entry
     assert (entry.cause, entry.node) == (Cause.DEVICE, "node-2")
     assert entry.detected_seconds == 0.5, "since the last step: the ranks trained on after the condition"
     assert "NeuronHasError_DMA_ERROR" in entry.message
-    assert "demo-w-2" not in deleted_pods(result), "it still saves"
-    assert created_pods(result) == ["demo-w-5"]
+    assert "demo-w-2" not in result.deleted_pods, "it still saves"
+    assert result.created_pods == ["demo-w-5"]
     assert forbidden_nodes(result) == ["node-2"]
     assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.DEVICE, "node-2")]
     status, message = healthy(result)
@@ -95,17 +84,17 @@ def test_a_device_fault_moves_the_rank_to_a_spare_gracefully() -> None:
 
 def test_a_device_fault_deletes_the_pod_even_without_a_spare() -> None:
     result = make_plan(with_bad_node(build.running_job(), 2, DEVICE))
-    assert published_membership(result) is None
-    assert deleted_pods(result) == {"demo-w-2": None}
-    assert created_pods(result) == ["demo-w-4"]
+    assert result.published_membership is None
+    assert result.deleted_pods == {"demo-w-2": None}
+    assert result.created_pods == ["demo-w-4"]
     assert forbidden_nodes(result) == ["node-2"]
 
 
 def test_loading_ranks_are_replaced_immediately() -> None:
     loading = build.agent(2, WorkerPhase.LOADING, generation=1)
-    membership = published_membership(
-        make_plan(with_bad_node(build.running_job(spares=1, agents={2: loading}), 2, DEVICE))
-    )
+    membership = make_plan(
+        with_bad_node(build.running_job(spares=1, agents={2: loading}), 2, DEVICE)
+    ).published_membership
     assert membership is not None
     assert membership.transition is Transition.IMMEDIATE
 
@@ -113,22 +102,22 @@ def test_loading_ranks_are_replaced_immediately() -> None:
 def test_a_member_on_a_bad_node_trains_until_a_replacement_is_warm() -> None:
     observed = with_bad_node(build.running_job(), 2, NETWORK)
     first = make_plan(observed)
-    assert published_membership(first) is None
-    assert deleted_pods(first) == {}
-    assert created_pods(first) == ["demo-w-4"], "a replacement is created"
+    assert first.published_membership is None
+    assert first.deleted_pods == {}
+    assert first.created_pods == ["demo-w-4"], "a replacement is created"
     assert first.status.history == (), "nothing was interrupted"
 
     warm = with_bad_node(build.running_job(spares=1, job_spec=build.spec()), 2, NETWORK)
     second = make_plan(warm)
-    membership = published_membership(second)
+    membership = second.published_membership
     assert member_names(membership) == ["demo-w-0", "demo-w-1", "demo-w-4", "demo-w-3"]
     assert membership is not None
     assert membership.transition is Transition.GRACEFUL
-    assert newest_entry(second).cause is Cause.NETWORK
+    assert second.newest_entry.cause is Cause.NETWORK
 
 
 def test_a_replaced_member_is_deleted_once_it_is_on_standby() -> None:
-    def after(phase: WorkerPhase) -> Plan:
+    def after(phase: WorkerPhase) -> PlanResult:
         observed = build.running_job(
             spares=1,
             job_spec=build.spec(),
@@ -144,31 +133,31 @@ def test_a_replaced_member_is_deleted_once_it_is_on_standby() -> None:
         )
         return make_plan(with_bad_node(build.with_status(observed, status), 2, NETWORK))
 
-    assert deleted_pods(after(WorkerPhase.TRAINING)) == {}
-    assert deleted_pods(after(WorkerPhase.STANDBY)) == {"demo-w-2": None}
-    assert created_pods(after(WorkerPhase.STANDBY)) == []
+    assert after(WorkerPhase.TRAINING).deleted_pods == {}
+    assert after(WorkerPhase.STANDBY).deleted_pods == {"demo-w-2": None}
+    assert after(WorkerPhase.STANDBY).created_pods == []
 
 
 def test_a_lost_worker_gets_the_spare_before_a_bad_node() -> None:
     observed = with_bad_node(build.running_job(spares=1), 2, NETWORK)
     missing = build.without_pods(observed, 0, keep_agents=True)
-    assert published_members(make_plan(missing)) == ["demo-w-4", "demo-w-1", "demo-w-2", "demo-w-3"]
+    assert make_plan(missing).published_members == ["demo-w-4", "demo-w-1", "demo-w-2", "demo-w-3"]
 
 
 def test_workers_on_nodes_under_pressure_are_second_choice() -> None:
     observed = with_bad_node(build.running_job(spares=2), 4, PRESSURE)
-    assert published_membership(make_plan(observed)) is None
-    assert published_membership(make_plan(with_bad_node(observed, 2, PRESSURE))) is None, "members stay"
+    assert make_plan(observed).published_membership is None
+    assert make_plan(with_bad_node(observed, 2, PRESSURE)).published_membership is None, "members stay"
     lost = build.without_pods(observed, 0, keep_agents=True)
-    assert published_members(make_plan(lost))[0] == "demo-w-5"
+    assert make_plan(lost).published_members[0] == "demo-w-5"
     alone = build.without_pods(lost, 5, keep_agents=True)
-    assert published_members(make_plan(alone))[0] == "demo-w-4", "better than none"
+    assert make_plan(alone).published_members[0] == "demo-w-4", "better than none"
 
 
 def test_a_not_ready_node_with_a_training_agent_is_kept() -> None:
     result = make_plan(with_bad_node(build.running_job(spares=1), 2, ready=NodeReadiness.FALSE, unready_since=NOW - 40))
-    assert published_membership(result) is None
-    assert deleted_pods(result) == {}
+    assert result.published_membership is None
+    assert result.deleted_pods == {}
     assert healthy(result)[0] is ConditionStatus.FALSE
 
 
@@ -176,23 +165,23 @@ def test_a_not_ready_node_with_a_training_agent_is_kept() -> None:
 def test_a_spare_on_a_bad_node_is_not_used_and_is_replaced(condition: NodeCondition) -> None:
     observed = with_bad_node(build.running_job(spares=1), 4, condition)
     result = make_plan(observed)
-    assert deleted_pods(result) == {"demo-w-4": None}
-    assert created_pods(result) == ["demo-w-5"]
+    assert result.deleted_pods == {"demo-w-4": None}
+    assert result.created_pods == ["demo-w-5"]
     assert forbidden_nodes(result) == ["node-4"]
     lost = build.without_pods(observed, 0, keep_agents=True)
-    assert published_membership(make_plan(lost)) is None
+    assert make_plan(lost).published_membership is None
 
 
 def test_non_fatal_problems_are_debounced() -> None:
     young = replace(NETWORK, since=NOW - 8)
     observed = with_bad_node(build.running_job(spares=1, job_spec=quarantine(debounceSeconds=10)), 2, young)
     result = make_plan(observed)
-    assert published_membership(result) is None
+    assert result.published_membership is None
     assert result.requeue_after is not None
     assert result.requeue_after <= 2.0
     assert healthy(result)[0] is ConditionStatus.TRUE
-    assert published_membership(make_plan(replace(observed, now=NOW + 2))) is not None
-    assert published_membership(make_plan(with_bad_node(observed, 2, DEVICE))) is not None, (
+    assert make_plan(replace(observed, now=NOW + 2)).published_membership is not None
+    assert make_plan(with_bad_node(observed, 2, DEVICE)).published_membership is not None, (
         "a broken device counts at once"
     )
 
@@ -202,28 +191,28 @@ def test_a_problem_of_unknown_age_counts_as_old(since: float | None) -> None:
     observed = with_bad_node(
         build.running_job(spares=1, job_spec=quarantine(debounceSeconds=600)), 2, replace(NETWORK, since=since)
     )
-    assert published_membership(make_plan(observed)) is not None
+    assert make_plan(observed).published_membership is not None
 
 
 def test_a_frozen_fleet_replaces_only_lost_workers() -> None:
     fleet = FleetView(quarantined=frozenset({"node-4"}), frozen="6 of 20 nodes are bad at once")
     observed = replace(with_bad_node(with_bad_node(build.running_job(spares=1), 2, DEVICE), 3, NETWORK), fleet=fleet)
     result = make_plan(observed)
-    assert published_membership(result) is None
-    assert deleted_pods(result) == {}
-    assert created_pods(result) == []
+    assert result.published_membership is None
+    assert result.deleted_pods == {}
+    assert result.created_pods == []
     assert "6 of 20 nodes" in healthy(result)[1]
     lost = build.without_pods(observed, 0, keep_agents=True)
-    assert published_members(make_plan(lost))[0] == "demo-w-4"
+    assert make_plan(lost).published_members[0] == "demo-w-4"
 
 
 def test_nodes_in_quarantine_get_no_new_pod_and_their_spares_are_replaced() -> None:
     fleet = FleetView(quarantined=frozenset({"node-4", "node-77"}))
     observed = replace(build.running_job(spares=1), fleet=fleet)
     result = make_plan(observed)
-    assert deleted_pods(result) == {"demo-w-4": None}
+    assert result.deleted_pods == {"demo-w-4": None}
     assert forbidden_nodes(result) == ["node-4", "node-77"]
-    manifest, *_ = created_manifests(result)
+    manifest, *_ = result.created_manifests
     assert manifest["metadata"]["annotations"][ANNOTATION_AVOIDED_NODES] == "node-4,node-77"
     members = replace(observed, fleet=FleetView(quarantined=frozenset({"node-2"})))
     assert make_plan(members).actions == (), "training members stay"
@@ -242,11 +231,11 @@ def with_unschedulable_spare() -> Observed:
 def test_an_unschedulable_pod_is_recreated_when_an_avoided_node_is_released() -> None:
     observed = with_unschedulable_spare()
 
-    assert deleted_pods(make_plan(observed)) == {"demo-w-4": None}
+    assert make_plan(observed).deleted_pods == {"demo-w-4": None}
     held = replace(observed, fleet=FleetView(quarantined=frozenset({"node-4"})))
-    assert deleted_pods(make_plan(held)) == {}
+    assert make_plan(held).deleted_pods == {}
     missing = replace(observed, nodes={name: node for name, node in observed.nodes.items() if name != "node-4"})
-    assert deleted_pods(make_plan(missing)) == {}, "a node that does not exist takes no pod"
+    assert make_plan(missing).deleted_pods == {}, "a node that does not exist takes no pod"
 
 
 def test_an_unschedulable_pod_is_recreated_once() -> None:
@@ -256,11 +245,11 @@ def test_an_unschedulable_pod_is_recreated_once() -> None:
         for number in (3, 4)
     )
     observed = with_unschedulable_spare()
-    observed = build.with_status(observed, observed.job.status.replaced(failures=lost))
+    observed = build.with_status(observed, failures=lost)
 
     result = make_plan(observed)
-    assert deleted_pods(result) == {"demo-w-4": None}
-    manifest, *_ = created_manifests(result)
+    assert result.deleted_pods == {"demo-w-4": None}
+    manifest, *_ = result.created_manifests
     avoided_nodes = frozenset(manifest["metadata"]["annotations"].get(ANNOTATION_AVOIDED_NODES, "").split(",")) - {""}
 
     ordinal = int(manifest["metadata"]["name"].rpartition("-")[2])
@@ -269,7 +258,7 @@ def test_an_unschedulable_pod_is_recreated_once() -> None:
         observed, pods=(*pods, build.pod(ordinal, avoided_nodes=avoided_nodes, **UNSCHEDULABLE)), now=NOW + 1.0
     )
     again = make_plan(build.with_status(recreated, result.status))
-    assert deleted_pods(again) == {}, f"recreated, avoiding {avoided_nodes}"
+    assert again.deleted_pods == {}, f"recreated, avoiding {avoided_nodes}"
 
 
 def test_an_unschedulable_pod_is_kept_while_the_avoided_node_is_bad() -> None:
@@ -277,10 +266,10 @@ def test_an_unschedulable_pod_is_kept_while_the_avoided_node_is_bad() -> None:
     broken = NodeCondition("AcceleratedHardwareReady", NodeReadiness.FALSE, "NeuronDMAError")
     still_bad = build.with_node(observed, NodeView(name="node-4", conditions=(broken,)))
 
-    assert deleted_pods(make_plan(still_bad)) == {}, (
+    assert make_plan(still_bad).deleted_pods == {}, (
         "its quarantine is over, and the next pod would be taken off at once"
     )
-    assert deleted_pods(make_plan(observed)) == {"demo-w-4": None}
+    assert make_plan(observed).deleted_pods == {"demo-w-4": None}
 
 
 def test_a_job_may_ignore_the_quarantine() -> None:
@@ -333,7 +322,7 @@ def test_many_bad_nodes_make_a_short_message() -> None:
 def test_a_silent_member_is_not_replaced_gracefully() -> None:
     quiet = build.training_agent(2, silent=30.0)
     result = make_plan(with_bad_node(build.running_job(spares=1, agents={2: quiet}), 2, NETWORK))
-    membership = published_membership(result)
+    membership = result.published_membership
     assert membership is None or membership.transition is Transition.IMMEDIATE
 
 

@@ -9,19 +9,12 @@ from hypothesis import strategies as st
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
-from tests.unit.plan.plan_results import (
-    deleted_pods,
-    make_plan,
-    newest_entry,
-    published_members,
-    published_membership,
-)
+from tests.unit.plan.plan_results import PlanResult, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import StragglerStatus
 from trainium_contract.wire.messages import StepTiming, Transition, WorkerPhase
-from trainium_operator.plan.model.actions import Plan
 from trainium_operator.plan.model.observed import FleetView
 from trainium_operator.plan.model.reasons import Reason
 
@@ -29,7 +22,7 @@ SLOW = "demo-w-1"
 RESIZE_OF_30_SECONDS = build.interruption(Rung.REPLACE, ago=870, took=30.0, cause=Cause.POD_LOST)
 
 
-def paced(ordinal: int, own: float, step: int = 200, wait: float | None = None) -> Any:
+def agent_with_step_time(ordinal: int, own: float, step: int = 200, wait: float | None = None) -> Any:
     timing = StepTiming(steps=20, step_seconds=2.0, own_seconds=own, cpu_wait=wait)
     return build.training_agent(ordinal, step=step, timing=timing)
 
@@ -38,7 +31,10 @@ def job_with_straggler(
     own: float = 1.5, *, step: int = 200, spares: int = 1, stragglers: tuple[Any, ...] = (), **changes: Any
 ) -> Any:
     """Return four members; a step takes the second one `own` seconds and the others one."""
-    agents = {ordinal: paced(ordinal, own if ordinal == 1 else 1.0 + ordinal / 100, step) for ordinal in range(4)}
+    agents = {
+        ordinal: agent_with_step_time(ordinal, own if ordinal == 1 else 1.0 + ordinal / 100, step)
+        for ordinal in range(4)
+    }
     agents |= changes.pop("agents", {})
     job_spec = build.spec(workers={"replicas": 4, "spares": spares}, recovery=changes.pop("recovery", {}))
     status = {"stragglers": stragglers, "progress": {"step": step}, **changes.pop("status", {})}
@@ -46,7 +42,10 @@ def job_with_straggler(
 
 
 def on_loaded_hosts(own: float, waits: tuple[float | None, ...], reported: bool = True) -> Any:
-    agents = {ordinal: paced(ordinal, own if ordinal == 1 else 1.0, wait=wait) for ordinal, wait in enumerate(waits)}
+    agents = {
+        ordinal: agent_with_step_time(ordinal, own if ordinal == 1 else 1.0, wait=wait)
+        for ordinal, wait in enumerate(waits)
+    }
     return job_with_straggler(agents=agents, step=200, stragglers=(straggler_record(reported=reported),))
 
 
@@ -64,7 +63,7 @@ def on_loaded_hosts(own: float, waits: tuple[float | None, ...], reported: bool 
 def test_a_straggler_on_hosts_that_are_all_loaded_is_not_replaced(
     own: float, waits: tuple[float | None, ...], evicted: bool
 ) -> None:
-    assert (published_membership(make_plan(on_loaded_hosts(own, waits))) is not None) is evicted
+    assert (make_plan(on_loaded_hosts(own, waits)).published_membership is not None) is evicted
     notes = [event.note for event in make_plan(on_loaded_hosts(own, waits, reported=False)).events]
     assert any("waits for a processor, as the others do" in note for note in notes) is not evicted
 
@@ -73,7 +72,7 @@ def straggler_record(*, since: int = 100, reported: bool = False) -> StragglerSt
     return StragglerStatus(pod=SLOW, node="node-1", since_step=since, slowdown=1.5, reported=reported)
 
 
-def event_reasons(result: Plan) -> list[str]:
+def event_reasons(result: PlanResult) -> list[str]:
     return [event.reason for event in result.events]
 
 
@@ -86,11 +85,11 @@ def test_a_new_straggler_is_recorded_and_not_reported() -> None:
         "1.5 s, and the median member 1.02 s"
     )
     assert Reason.STRAGGLER_DETECTED not in event_reasons(result)
-    assert published_membership(result) is None
+    assert result.published_membership is None
 
 
 def test_of_two_members_the_slower_one_is_a_straggler() -> None:
-    agents = {0: paced(0, 1.0), 1: paced(1, 1.5)}
+    agents = {0: agent_with_step_time(0, 1.0), 1: agent_with_step_time(1, 1.5)}
     result = make_plan(build.running_job(2, agents=agents, status={"progress": {"step": 200}}))
     assert [(straggler.pod, straggler.slowdown) for straggler in result.status.stragglers] == [(SLOW, 1.5)]
 
@@ -103,18 +102,18 @@ def test_a_persistent_straggler_is_reported_once() -> None:
     again = make_plan(job_with_straggler(step=160, spares=0, stragglers=(straggler,)))
     assert Reason.STRAGGLER_DETECTED not in event_reasons(again)
     assert again.status.stragglers == (straggler,), "no status write while nothing changes"
-    assert published_membership(again) is None
+    assert again.published_membership is None
 
 
 def test_a_persistent_straggler_goes_gracefully_to_the_spare_and_uses_no_budget_of_the_user() -> None:
     result = make_plan(job_with_straggler(stragglers=(straggler_record(reported=True),)))
-    assert published_members(result) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    assert published_membership(result).transition is Transition.GRACEFUL
-    assert newest_entry(result).cause is Cause.STRAGGLER
-    assert newest_entry(result).rung is Rung.SPARE
-    assert "1.47 times as long" in newest_entry(result).message
+    assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert result.published_membership.transition is Transition.GRACEFUL
+    assert result.newest_entry.cause is Cause.STRAGGLER
+    assert result.newest_entry.rung is Rung.SPARE
+    assert "1.47 times as long" in result.newest_entry.message
     assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.STRAGGLER, "node-1")]
-    assert deleted_pods(result) == {SLOW: None}
+    assert result.deleted_pods == {SLOW: None}
 
 
 @pytest.mark.parametrize(
@@ -138,11 +137,11 @@ def test_a_persistent_straggler_goes_gracefully_to_the_spare_and_uses_no_budget_
 )
 def test_a_straggler_is_kept_while_eviction_is_unsafe(changes: Any) -> None:
     result = make_plan(job_with_straggler(stragglers=(straggler_record(reported=True),), **changes))
-    assert published_membership(result) is None
-    assert SLOW not in deleted_pods(result)
+    assert result.published_membership is None
+    assert SLOW not in result.deleted_pods
 
 
-def elastic(own: float, *, least: int = 1, batch: int = 24, steps: int = 10**6, **changes: Any) -> Any:
+def elastic_job(own: float, *, least: int = 1, batch: int = 24, steps: int = 10**6, **changes: Any) -> Any:
     """Return a job that may shrink and has no spare; a step takes as long as the slow member."""
     status = {
         "stragglers": (straggler_record(reported=True),),
@@ -178,14 +177,14 @@ def elastic(own: float, *, least: int = 1, batch: int = 24, steps: int = 10**6, 
 def test_without_a_spare_a_straggler_is_left_out_if_the_others_are_faster(
     own: float, batch: int, left_out: bool
 ) -> None:
-    result = make_plan(elastic(own, batch=batch))
-    assert (published_membership(result) is not None) is left_out
+    result = make_plan(elastic_job(own, batch=batch))
+    assert (result.published_membership is not None) is left_out
     if left_out:
-        assert published_members(result) == ["demo-w-0", "demo-w-3", "demo-w-2"]
-        assert published_membership(result).transition is Transition.GRACEFUL
-        assert newest_entry(result).rung is Rung.SHRINK
-        assert "the others are faster without it" in newest_entry(result).message
-        assert deleted_pods(result) == {SLOW: None}
+        assert result.published_members == ["demo-w-0", "demo-w-3", "demo-w-2"]
+        assert result.published_membership.transition is Transition.GRACEFUL
+        assert result.newest_entry.rung is Rung.SHRINK
+        assert "the others are faster without it" in result.newest_entry.message
+        assert result.deleted_pods == {SLOW: None}
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,7 @@ def test_without_a_spare_a_straggler_is_left_out_if_the_others_are_faster(
     ids=["floor", "few steps left", "one does not report", "no graphs"],
 )
 def test_a_straggler_is_kept_if_the_others_may_not_be_faster(changes: Any) -> None:
-    assert published_membership(make_plan(elastic(3.0, **changes))) is None
+    assert make_plan(elastic_job(3.0, **changes)).published_membership is None
 
 
 @pytest.mark.parametrize(("steps_left", "left_out"), [(35, False), (40, True)])
@@ -207,21 +206,21 @@ def test_a_straggler_is_left_out_if_the_remaining_steps_repay_two_resizes(steps_
     total = 200 + steps_left
     status = {"progress": {"step": 200, "totalSteps": total}, "history": (RESIZE_OF_30_SECONDS,)}
     # A step takes 3 s with it and 1.33 s without: 36 steps save two changes of 30 s.
-    assert (published_membership(make_plan(elastic(3.0, steps=total, status=status))) is not None) is left_out
+    assert (make_plan(elastic_job(3.0, steps=total, status=status)).published_membership is not None) is left_out
 
 
 def test_straggler_detection_has_hysteresis() -> None:
     assert make_plan(job_with_straggler(own=1.15)).status.stragglers == ()
     between = make_plan(job_with_straggler(own=1.15, stragglers=(straggler_record(reported=True),)))
     assert [straggler.pod for straggler in between.status.stragglers] == [SLOW]
-    assert published_membership(between) is None, "in between it is not evicted"
+    assert between.published_membership is None, "in between it is not evicted"
     better = make_plan(job_with_straggler(own=1.05, stragglers=(straggler_record(reported=True),)))
     assert better.status.stragglers == ()
     assert event_reasons(better).count(Reason.STRAGGLER_RECOVERED) == 1
 
 
 def test_tiny_differences_are_ignored() -> None:
-    fast = {ordinal: paced(ordinal, 0.04 if ordinal == 1 else 0.01) for ordinal in range(4)}
+    fast = {ordinal: agent_with_step_time(ordinal, 0.04 if ordinal == 1 else 0.01) for ordinal in range(4)}
     assert make_plan(job_with_straggler(agents=fast)).status.stragglers == ()
 
 
@@ -241,15 +240,15 @@ def test_stragglers_are_unknown_while_a_member_does_not_report() -> None:
 
 
 def test_of_two_stragglers_the_slower_one_goes_first() -> None:
-    agents = {1: paced(1, 1.5), 2: paced(2, 3.0)}
+    agents = {1: agent_with_step_time(1, 1.5), 2: agent_with_step_time(2, 3.0)}
     second = straggler_record(reported=True).model_copy(update={"pod": "demo-w-2", "node": "node-2"})
     result = make_plan(job_with_straggler(agents=agents, stragglers=(straggler_record(reported=True), second)))
-    assert deleted_pods(result) == {"demo-w-2": None}
+    assert result.deleted_pods == {"demo-w-2": None}
 
 
 @given(st.lists(st.floats(0.2, 50), min_size=4, max_size=4))
 def test_at_most_half_of_the_members_are_stragglers(own: list[float]) -> None:
-    agents = {ordinal: paced(ordinal, seconds) for ordinal, seconds in enumerate(own)}
+    agents = {ordinal: agent_with_step_time(ordinal, seconds) for ordinal, seconds in enumerate(own)}
     result = make_plan(job_with_straggler(agents=agents))
     assert len(result.status.stragglers) <= 2
     fastest = min(range(4), key=lambda ordinal: own[ordinal])
@@ -264,7 +263,7 @@ def test_a_recorded_straggler_is_stable() -> None:
     assert not [event for event in again.events if event.reason.startswith("Straggler")]
 
 
-def started(nodes: int) -> FakeCluster:
+def start_job(nodes: int) -> FakeCluster:
     job_spec = build.spec(
         workers={"replicas": 4, "minReplicas": 1}, recovery={"rescaleAfterSeconds": 30}, trainer={"steps": 10**7}
     )
@@ -276,13 +275,13 @@ def started(nodes: int) -> FakeCluster:
 
 
 def test_without_a_free_node_a_straggler_is_left_out_for_good() -> None:
-    cluster = started(4)
-    slow = cluster.members()[-1].view.node
+    cluster = start_job(4)
+    slow = cluster.node_of_rank(-1)
     cluster.slow_node(slow)
     cluster.run(120)
     assert cluster.status.membership.size == 3
     assert slow not in {pod.view.node for pod in cluster.members()}
-    entry = cluster.status.history[-1]
+    entry = cluster.newest_entry
     assert (entry.cause, entry.rung) == (Cause.STRAGGLER, Rung.SHRINK)
 
     cluster.run(1800)
@@ -292,8 +291,8 @@ def test_without_a_free_node_a_straggler_is_left_out_for_good() -> None:
 
 
 def test_with_a_free_node_a_straggler_is_replaced() -> None:
-    cluster = started(5)
-    slow = cluster.members()[-1].view.node
+    cluster = start_job(5)
+    slow = cluster.node_of_rank(-1)
     cluster.slow_node(slow)
     cluster.run(300)
     assert cluster.status.membership.size == 4

@@ -1,4 +1,4 @@
-"""`python -m explorer --depth N`: how far the small models hold."""
+"""Explore the small models: `python -m tests.unit.plan.explorer --depth N`."""
 
 import argparse
 import sys
@@ -9,11 +9,11 @@ from tests.unit.plan.explorer.transitions import CRASH_POINTS, all_transitions
 
 
 def main() -> int:
-    """Explore each model; 1 when one of them breaks."""
+    """Explore each model; return 1 if one has a violation."""
     parser = argparse.ArgumentParser(prog="explorer", description=__doc__)
     parser.add_argument("--depth", type=int, default=3, help="length of the histories (default 3)")
     parser.add_argument("--model", choices=sorted(MODELS), help="one model only")
-    parser.add_argument("--no-deaths", action="store_true", help="without the operator dying between its writes")
+    parser.add_argument("--no-deaths", action="store_true", help="without crashes of the operator between its writes")
     options = parser.parse_args()
     transitions = all_transitions(() if options.no_deaths else CRASH_POINTS)
     for name in [options.model] if options.model else sorted(MODELS):

@@ -1,4 +1,4 @@
-"""The small models: few enough workers to try everything, enough to have a rank to lose, a spare and a smaller size."""
+"""The small models: few workers, so that every history is tried, but enough for losses, spares and smaller sizes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,16 +52,16 @@ def compiles_ahead(*sizes: int) -> FakeCluster:
 MODELS: Mapping[str, tuple[Callable[[], FakeCluster], ...]] = {
     "spare": (lambda: trains(spares=1, minReplicas=1), lambda: _model(spares=1, minReplicas=1)),
     "rigid": (trains, _model),
-    # With one node less three are left, of which two are as fast: the third is in reserve.
+    # After the loss of a node three are left. Two train as fast as three, so the third is in reserve.
     "reserve": (lambda: trains(batch=4, replicas=4, minReplicas=1),),
-    # With one node less two train, whose graphs are there, although three are faster.
+    # After the loss of a node two train, because only their size is compiled, although three would be faster.
     "compiled": (lambda: compiles_ahead(2),),
-    # Two more than asked for train, and are the first to go.
+    # Two workers more than requested train, and leave first.
     "idle": (uses_idle_nodes,),
-    # Over in the midst of what a transition begins, for training and for a start that has too few nodes.
+    # The deadline passes during the reaction to a transition: while training, and at a start with too few nodes.
     "deadline": (
         lambda: trains(spares=1, deadlines={"activeDeadlineSeconds": _WARM_SECONDS + 2}),
         lambda: _model(nodes=1, deadlines={"startupDeadlineSeconds": 3}),
     ),
 }
-"""By name: the states from which histories begin, one that trains and one that has just been created."""
+"""Start states of histories by model: a job that trains, and one that was just created."""

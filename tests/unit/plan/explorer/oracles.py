@@ -1,10 +1,15 @@
-"""Invariants of every state, and the check that every state ends well.
+"""Invariants of every state of the small models, and the check that every state converges.
 
-Safety: one membership per generation number (asserted by the fake cluster at each write), no two incarnations of a rank
-in one generation, what was committed never goes back, sizes are legal, whose fault it was decides whose budget it uses,
-no write is refused by its own sense, and the plan always comes to rest.
-Liveness: when nothing further goes wrong and what was broken is mended, the job trains at its size again with all its
-pods, every interruption closed, or has ended with a verdict.
+Safety:
+- A generation number has one membership; the fake cluster asserts it at each write.
+- No rank of a generation runs twice.
+- Committed steps and counters never decrease.
+- All sizes are legal.
+- A failure counts towards the budget of its cause.
+- The plan converges; the fake cluster asserts it at each reconciliation.
+
+Liveness: after all faults are repaired, the job trains at its size with all its pods and no open interruption, or it
+has ended with a verdict.
 """
 
 from tests.unit.plan.explorer.transitions import UsedBudgets
@@ -19,29 +24,29 @@ BOUND_SECONDS = 400
 
 
 def check_step(before: TrainingJobStatus, cluster: FakeCluster) -> None:
-    """Assert what must hold between a state and the one that follows."""
+    """Assert what must hold between a state and its successor."""
     status = cluster.status
-    assert status.membership.generation >= before.membership.generation, "the generation went back"
-    assert status.checkpoint.durable_step >= before.checkpoint.durable_step, "a committed step went back"
-    assert status.restarts.total >= before.restarts.total, "the count of restarts went back"
+    assert status.membership.generation >= before.membership.generation, "the generation decreased"
+    assert status.checkpoint.durable_step >= before.checkpoint.durable_step, "a committed step decreased"
+    assert status.restarts.total >= before.restarts.total, "the count of restarts decreased"
     assert status.next_pod_ordinal >= before.next_pod_ordinal, "an ordinal could be used twice"
     assert status.restarts.total == sum(status.restarts.by_cause.values())
     if is_terminal(before):
-        assert is_terminal(status), "a terminal condition was taken back"
+        assert is_terminal(status), "a terminal condition was removed"
     if is_true(before, ConditionType.FAILURE_TARGET):
         ends = is_true(status, ConditionType.FAILURE_TARGET) or is_true(status, ConditionType.COMPLETE)
-        assert ends, "the end that was decided on was taken back"
+        assert ends, "the decided end was revoked"
 
 
 def check_state(cluster: FakeCluster, used_budgets: UsedBudgets) -> None:
-    """Assert what must hold in a state that follows these faults."""
-    _one_incarnation_of_each_rank(cluster)
-    _sizes(cluster)
-    _budgets(cluster.status, used_budgets)
-    _deadline(cluster)
+    """Assert the safety of a state; `used_budgets` counts the faults before it."""
+    _check_ranks_run_once(cluster)
+    _check_sizes(cluster)
+    _check_budgets(cluster.status, used_budgets)
+    _check_deadline(cluster)
 
 
-def _one_incarnation_of_each_rank(cluster: FakeCluster) -> None:
+def _check_ranks_run_once(cluster: FakeCluster) -> None:
     running: dict[tuple[int, int], str] = {}
     for pod in cluster.pods.values():
         if pod.agent is None or not pod.agent.generation:
@@ -54,7 +59,7 @@ def _one_incarnation_of_each_rank(cluster: FakeCluster) -> None:
         assert other == pod.view.uid, f"rank {rank} of generation {pod.agent.generation} runs twice"
 
 
-def _sizes(cluster: FakeCluster) -> None:
+def _check_sizes(cluster: FakeCluster) -> None:
     membership, workers = cluster.membership, cluster.spec.workers
     if membership is None or cluster.status.membership.size == 0:
         return
@@ -65,7 +70,7 @@ def _sizes(cluster: FakeCluster) -> None:
     assert size >= floor, "smaller than the job allows"
 
 
-def _budgets(status: TrainingJobStatus, used_budgets: UsedBudgets) -> None:
+def _check_budgets(status: TrainingJobStatus, used_budgets: UsedBudgets) -> None:
     used = [get_budget(record.cause) for record in status.failures]
     process, infrastructure = used.count(Budget.PROCESS), used.count(Budget.INFRASTRUCTURE)
     assert process <= used_budgets.process, f"{process} failures use the process budget of {used_budgets.process}"
@@ -74,7 +79,7 @@ def _budgets(status: TrainingJobStatus, used_budgets: UsedBudgets) -> None:
     )
 
 
-def _deadline(cluster: FakeCluster) -> None:
+def _check_deadline(cluster: FakeCluster) -> None:
     if not (is_true(cluster.status, ConditionType.FAILED) and is_true(cluster.status, ConditionType.FAILURE_TARGET)):
         return
     running = [name for name, pod in cluster.pods.items() if pod.agent is not None and not pod.view.deleting]
@@ -101,7 +106,7 @@ def has_converged(cluster: FakeCluster) -> bool:
 
 
 def describe(cluster: FakeCluster) -> str:
-    """Describe the cluster when a history does not end well."""
+    """Describe a cluster that has not converged."""
     status = cluster.status
     pods = ", ".join(
         f"{pod.view.name} {pod.view.phase.value}{' deleting' if pod.view.deleting else ''} on {pod.view.node or '-'}"

@@ -1,11 +1,11 @@
-"""Search the small model breadth first: the first violation found has a shortest history."""
+"""Breadth-first search of the small models: the first violation has a shortest history."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.unit.plan.explorer.fingerprint import fingerprint
-from tests.unit.plan.explorer.memo import remembered_manifests
+from tests.unit.plan.explorer.memo import cached_manifests
 from tests.unit.plan.explorer.oracles import BOUND_SECONDS, check_state, check_step, describe, has_converged
 from tests.unit.plan.explorer.transitions import NO_BUDGET, Transition, UsedBudgets, repair
 from tests.unit.plan.plan_cluster import FakeCluster
@@ -56,7 +56,7 @@ class Explorer:
         must_hold: Callable[[FakeCluster], None] = lambda _cluster: None,
         ends_well: bool = True,
     ) -> None:
-        """`must_hold` raises AssertionError in a state that breaks it; without `ends_well` ends are not checked."""
+        """`must_hold` asserts a further invariant; without `ends_well` convergence is not checked."""
         self._transitions = transitions
         self._must_hold = must_hold
         self._checks_ends = ends_well
@@ -67,7 +67,7 @@ class Explorer:
     def run(self, starts: Sequence[FakeCluster], depth: int) -> Report:
         """Explore all histories of at most `depth` transitions, or up to the first violation."""
         began = time.process_time()
-        with remembered_manifests():
+        with cached_manifests():
             self._levels([_Node(start, NO_BUDGET, ()) for start in starts], depth)
         self.report.seconds = time.process_time() - began
         return self.report
@@ -82,7 +82,7 @@ class Explorer:
             self.report.by_depth.append(len(following))
 
     def _expand(self, node: _Node, following: list[_Node]) -> bool:
-        """Apply every transition; return False when the search is over."""
+        """Apply every transition; return False after a violation."""
         report = self.report
         for transition in self._transitions:
             reached = node.cluster.clone()
@@ -124,7 +124,7 @@ class Explorer:
             if has_converged(cluster):
                 break
             if waited >= BOUND_SECONDS:
-                sentence = f"{BOUND_SECONDS} s later, with nothing broken any more, the job is not well: "
+                sentence = f"{BOUND_SECONDS} s later, with all faults repaired, the job has not converged: "
                 return Violation(node.history, sentence + describe(cluster))
             before = cluster.status
             try:

@@ -1,7 +1,7 @@
-"""Transitions of the small model: one is one fault, one change of the user, or the passing of time.
+"""Transitions of the small models: a fault, a change by the user, or the passing of time.
 
-After each transition but time, data plane and operator react for one second; with `crash_after` the operator dies after
-that many writes of its first plan. A transition names workers by their role (a rank, the spare), so that it applies
+After each transition except time, data plane and operator react for one second. With `crash_after` the operator crashes
+after that many writes of its first plan. Transitions select workers by role (a rank, the spare), so that they apply
 after any history.
 """
 
@@ -115,10 +115,10 @@ def _delete(grace: int | None) -> Callable[[FakeCluster, str], bool]:
 
 
 def _on_first_node(
-    is_so: Callable[[FakeCluster, str], bool], do: Callable[[FakeCluster, str], object]
+    matches: Callable[[FakeCluster, str], bool], do: Callable[[FakeCluster, str], object]
 ) -> Callable[[FakeCluster], bool]:
     def apply(cluster: FakeCluster) -> bool:
-        name = next((name for name in sorted(cluster.nodes) if is_so(cluster, name)), None)
+        name = next((name for name in sorted(cluster.nodes) if matches(cluster, name)), None)
         if name is not None:
             do(cluster, name)
         return name is not None
@@ -223,13 +223,13 @@ def _add_waiting_gang(cluster: FakeCluster) -> bool:
     return True
 
 
-def _nothing(_cluster: FakeCluster) -> bool:
+def _do_nothing(_cluster: FakeCluster) -> bool:
     return True
 
 
 TIME = (
-    Transition("5 s pass", _nothing, seconds=5.0),
-    Transition("40 s pass", _nothing, seconds=40.0),
+    Transition("5 s pass", _do_nothing, seconds=5.0),
+    Transition("40 s pass", _do_nothing, seconds=40.0),
 )
 FAULTS = (
     Transition("a process of rank 1 crashes", lambda cluster: cluster.crash_process(1), USER),
@@ -305,7 +305,7 @@ OPERATOR = (Transition("the operator is away for 15 s", _crash_operator(15.0)),)
 
 def all_transitions(crash_points: tuple[int, ...] = CRASH_POINTS) -> tuple[Transition, ...]:
     """Return all transitions, and each that makes the operator write with a crash between its writes."""
-    waiting = Transition("nothing new", _nothing)
+    waiting = Transition("nothing new", _do_nothing)
     dying = (
         transition.dying(after)
         for transition in (*FAULTS, *MARKS, *USER_CHANGES, *FOREIGN_PODS, waiting)

@@ -8,13 +8,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import CA
-from tests.unit.plan.plan_results import (
-    deleted_pods,
-    make_plan,
-    newest_entry,
-    published_members,
-    published_membership,
-)
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.wire.messages import WorkerPhase
@@ -60,8 +54,8 @@ def test_a_rule_stops_the_job_for_a_matching_crash() -> None:
 def test_a_rule_replaces_the_worker_and_decides_whether_its_node_is_to_blame(action: str, suspect: str) -> None:
     rule = {"exitCodes": [3], "cause": "Runtime", "action": action}
     result = make_plan(build.running_job(4, spares=1, job_spec=spec_with_rules(rule), agents=crashed_agents()))
-    assert published_members(result) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    assert newest_entry(result).cause is Cause.RUNTIME
+    assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert result.newest_entry.cause is Cause.RUNTIME
     assert result.status.failures[-1].node == suspect
 
 
@@ -70,8 +64,8 @@ def test_a_rule_keeps_a_device_fault_in_place() -> None:
     result = make_plan(
         build.running_job(4, spares=1, job_spec=spec_with_rules(rule), agents=crashed_agents(runtime_status=1202))
     )
-    assert published_membership(result) is None
-    assert newest_entry(result).cause is Cause.RUNTIME
+    assert result.published_membership is None
+    assert result.newest_entry.cause is Cause.RUNTIME
 
 
 def test_a_rule_overrides_the_reason_of_a_pod() -> None:
@@ -87,7 +81,7 @@ def test_a_rule_decides_whether_the_node_of_a_pod_that_ended_is_to_blame(action:
     rule = {"exitCodes": [3], "cause": "Runtime", "action": action}
     ended = build.pod(1, phase=PodPhase.FAILED, reason="Error", exit_code=3)
     result = make_plan(build.with_pod(build.running_job(4, spares=1, job_spec=spec_with_rules(rule)), ended))
-    assert newest_entry(result).cause is Cause.RUNTIME
+    assert result.newest_entry.cause is Cause.RUNTIME
     assert result.status.failures[-1].node == suspect
 
 
@@ -100,11 +94,11 @@ ODD = NodeCondition("CoolingFailed", NodeReadiness.TRUE, "FanStuck", "fan 3 does
 
 
 def test_a_rule_gives_an_unknown_condition_a_cause() -> None:
-    assert published_membership(make_plan(build.running_job(4, spares=1, **on_node(1, conditions=(ODD,))))) is None
+    assert make_plan(build.running_job(4, spares=1, **on_node(1, conditions=(ODD,)))).published_membership is None
     rule = {"reason": "FanStuck", "cause": "Host", "action": "AvoidNode"}
     result = make_plan(build.running_job(4, spares=1, job_spec=spec_with_rules(rule), **on_node(1, conditions=(ODD,))))
-    assert published_members(result) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    assert newest_entry(result).cause is Cause.HOST
+    assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert result.newest_entry.cause is Cause.HOST
 
 
 def test_a_condition_can_stop_the_job_by_a_rule() -> None:
@@ -120,5 +114,5 @@ def test_rules_apply_to_spares_that_fail_preflight() -> None:
     unfit = build.agent(4, WorkerPhase.FAILED, verdict=verdict, failures=(verdict,))
     rule = {"exitCodes": [80], "cause": "Capacity", "action": "ReplaceWorker"}
     result = make_plan(build.running_job(4, spares=1, job_spec=spec_with_rules(rule), agents={4: unfit}))
-    assert "demo-w-4" in deleted_pods(result)
+    assert "demo-w-4" in result.deleted_pods
     assert all(record.node == "" for record in result.status.failures)

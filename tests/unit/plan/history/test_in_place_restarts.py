@@ -5,7 +5,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
-from tests.unit.plan.plan_results import make_plan, member_names, newest_entry, published_membership
+from tests.unit.plan.plan_results import make_plan, member_names
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.spec.health import PreflightCheck
@@ -17,7 +17,7 @@ from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
 from trainium_operator.plan.faults.failure_budgets import record_failure
 
 
-def restarted(culprit: Any = None, *, attempt: Any = 1, phase: Any = WorkerPhase.LOADING, **victims: Any) -> Any:
+def restarted_job(culprit: Any = None, *, attempt: Any = 1, phase: Any = WorkerPhase.LOADING, **victims: Any) -> Any:
     """Return a job whose members are in `attempt` and whose member 1 has the reports `culprit`."""
     agents = build.agents(range(4), phase, generation=1, attempt=attempt, **victims)
     if culprit is not None:
@@ -29,9 +29,11 @@ def test_a_restart_in_place_is_one_interruption_with_the_times_of_the_agent() ->
     record = build.restart_record(
         1, failed_at=NOW - 3, detected_at=NOW - 2.95, resumed_at=NOW - 1, step_before=20, resume_step=19
     )
-    observed = restarted({"failures": (build.failure(137, rank=1),), "restarts": (record,)}, phase=WorkerPhase.TRAINING)
+    observed = restarted_job(
+        {"failures": (build.failure(137, rank=1),), "restarts": (record,)}, phase=WorkerPhase.TRAINING
+    )
     result = make_plan(observed)
-    entry = newest_entry(result)
+    entry = result.newest_entry
     assert (entry.rung, entry.cause, entry.pod, entry.node) == (Rung.IN_PLACE, Cause.CRASH, "demo-w-1", "node-1")
     assert entry.detected_seconds == pytest.approx(0.05)
     assert entry.recovered_seconds == pytest.approx(2.0)
@@ -51,7 +53,7 @@ def test_times_of_an_agent_with_a_wrong_clock_are_ignored(apart: float) -> None:
     wrong = CheckResult(check=PreflightCheck.CLOCK, passed=False, seconds=0.0, detail="an hour off")
     agents = {ordinal: build_agent(ordinal) for ordinal in (0, 2, 3)}
     agents[1] = build_agent(1, apart, failures=(build.failure(137, rank=1),), checks=(wrong,))
-    entry = newest_entry(make_plan(build.running_job(4, agents=agents)))
+    entry = make_plan(build.running_job(4, agents=agents)).newest_entry
     assert entry.pod == "demo-w-1"
     assert entry.failed_at == NOW - 3
     assert entry.recovered_seconds == pytest.approx(2.0)
@@ -62,15 +64,15 @@ def test_a_restart_reported_after_the_end_is_recorded() -> None:
         1, failed_at=NOW - 9, detected_at=NOW - 8.95, resumed_at=NOW - 7, step_before=20, resume_step=20
     )
     reports = {"failures": (build.failure(137, rank=1),), "restarts": (record,)}
-    result = make_plan(restarted(reports, phase=WorkerPhase.FINISHED))
+    result = make_plan(restarted_job(reports, phase=WorkerPhase.FINISHED))
     assert result.status.phase is Phase.COMPLETED
-    assert (newest_entry(result).rung, newest_entry(result).pod) == (Rung.IN_PLACE, "demo-w-1")
-    assert newest_entry(result).recovered_seconds == pytest.approx(2.0)
+    assert (result.newest_entry.rung, result.newest_entry.pod) == (Rung.IN_PLACE, "demo-w-1")
+    assert result.newest_entry.recovered_seconds == pytest.approx(2.0)
     assert result.status.restarts.total == 1
 
 
 def test_an_attempt_is_recorded_once() -> None:
-    observed = restarted({"failures": (build.failure(137),), "restarts": (build.restart_record(1),)})
+    observed = restarted_job({"failures": (build.failure(137),), "restarts": (build.restart_record(1),)})
     first = make_plan(observed)
     again = make_plan(build.with_status(observed, first.status))
     assert len(again.status.history) == 1
@@ -86,11 +88,13 @@ def test_reports_of_victims_wait_for_the_culprit() -> None:
 
 def test_a_victim_is_never_the_culprit() -> None:
     victim = {"failures": (build.failure(76, rank=0),), "restarts": (build.restart_record(1, Cause.PEER_LOST),)}
-    observed = restarted({"failures": (build.failure(137, rank=1),), "restarts": (build.restart_record(1),)}, **victim)
-    assert newest_entry(make_plan(observed)).pod == "demo-w-1"
-    nobody = restarted(None, **victim)
+    observed = restarted_job(
+        {"failures": (build.failure(137, rank=1),), "restarts": (build.restart_record(1),)}, **victim
+    )
+    assert make_plan(observed).newest_entry.pod == "demo-w-1"
+    nobody = restarted_job(None, **victim)
     result = make_plan(nobody)
-    assert (newest_entry(result).cause, newest_entry(result).pod) == (Cause.PEER_LOST, "")
+    assert (result.newest_entry.cause, result.newest_entry.pod) == (Cause.PEER_LOST, "")
     assert result.status.failures == ()
 
 
@@ -110,9 +114,9 @@ def test_the_message_counts_members_that_lost_a_peer(workers: int, victims: Any,
         record = build.restart_record(1, Cause.PEER_LOST)
         return build.agent(ordinal, WorkerPhase.LOADING, generation=1, attempt=1, failures=failures, restarts=(record,))
 
-    entry = newest_entry(
-        make_plan(build.running_job(workers, agents={ordinal: build_agent(ordinal) for ordinal in range(workers)}))
-    )
+    entry = make_plan(
+        build.running_job(workers, agents={ordinal: build_agent(ordinal) for ordinal in range(workers)})
+    ).newest_entry
     assert entry.message == (f"the processes restarted in place; {counted} a failure, so no worker is blamed")
     assert "1 workers" not in entry.message
 
@@ -125,26 +129,23 @@ def test_restarts_because_of_a_lost_member_belong_to_that_loss() -> None:
 
 
 def test_a_recovery_without_an_agents_record_ends_at_the_first_new_step() -> None:
-    observed = restarted({"failures": (build.failure(137),)}, phase=WorkerPhase.JOINING)
+    observed = restarted_job({"failures": (build.failure(137),)}, phase=WorkerPhase.JOINING)
     status = make_plan(observed).status
-    assert newest_entry(make_plan(observed)).recovered_seconds is None
-    assert (
-        newest_entry(make_plan(observed)).failed_at,
-        newest_entry(make_plan(observed)).detected_seconds,
-    ) == (
+    assert make_plan(observed).newest_entry.recovered_seconds is None
+    assert (make_plan(observed).newest_entry.failed_at, make_plan(observed).newest_entry.detected_seconds) == (
         NOW,
         0.0,
     )
     agents = build.by_pod_uid(build.training_agents(range(4), step=21, attempt=1))
     later = replace(observed, job=replace(observed.job, status=status), agents=agents, now=NOW + 2)
     result = make_plan(later)
-    assert newest_entry(result).recovered_seconds == pytest.approx(0.0, abs=2.0)
-    assert newest_entry(result).recovered_seconds is not None
-    assert newest_entry(result).steps_lost is None
+    assert result.newest_entry.recovered_seconds == pytest.approx(0.0, abs=2.0)
+    assert result.newest_entry.recovered_seconds is not None
+    assert result.newest_entry.steps_lost is None
 
 
 def test_crashes_in_place_use_up_the_process_budget() -> None:
-    observed = restarted({"failures": (build.failure(137),), "restarts": (build.restart_record(1),)})
+    observed = restarted_job({"failures": (build.failure(137),), "restarts": (build.restart_record(1),)})
     recovery = observed.job.spec.recovery
     failures = ()
     for seconds in range(10):
@@ -155,26 +156,25 @@ def test_crashes_in_place_use_up_the_process_budget() -> None:
     assert result.status.phase is Phase.FAILED
     assert "11 process failures within 3600 s" in result.status.verdict
     old = tuple(record.model_copy(update={"at": NOW - 3601}) for record in failures)
-    status = observed.job.status.model_copy(update={"failures": old})
-    assert make_plan(build.with_status(observed, status)).status.phase is Phase.RECOVERING
+    assert make_plan(build.with_status(observed, failures=old)).status.phase is Phase.RECOVERING
 
 
 def test_unavailable_storage_raises_a_warning_and_uses_no_budget() -> None:
     result = make_plan(
-        restarted({"failures": (build.failure(81),), "restarts": (build.restart_record(1, Cause.STORAGE),)})
+        restarted_job({"failures": (build.failure(81),), "restarts": (build.restart_record(1, Cause.STORAGE),)})
     )
-    assert newest_entry(result).cause is Cause.STORAGE
+    assert result.newest_entry.cause is Cause.STORAGE
     assert result.status.phase is Phase.RECOVERING
     assert "StorageUnavailable" in {event.reason for event in result.events}
 
 
 def test_attempts_of_an_older_generation_are_ignored() -> None:
-    observed = restarted({"failures": (build.failure(137),)})
-    result = make_plan(build.with_status(observed, decided_on(observed.job.status, size=4)))
+    observed = restarted_job({"failures": (build.failure(137),)})
+    result = make_plan(build.with_status(observed, with_decided_generation(observed.job.status, size=4)))
     assert [entry.rung for entry in result.status.history] == [Rung.REPLACE]
 
 
-def decided_on(status: TrainingJobStatus, *, size: int) -> TrainingJobStatus:
+def with_decided_generation(status: TrainingJobStatus, *, size: int) -> TrainingJobStatus:
     """Return the status with a decision on generation 2 that is not recorded yet."""
     entry = build.interruption(Rung.REPLACE, ago=1, took=None, step_before=10**6)
     return status.replaced(membership=MembershipStatus(generation=2, size=size), history=(entry,))
@@ -182,8 +182,8 @@ def decided_on(status: TrainingJobStatus, *, size: int) -> TrainingJobStatus:
 
 def test_an_unrecorded_generation_is_published_with_the_current_members() -> None:
     observed = build.running_job(4)
-    decided = build.with_status(observed, decided_on(observed.job.status, size=3))
-    new = published_membership(make_plan(decided))
+    decided = build.with_status(observed, with_decided_generation(observed.job.status, size=3))
+    new = make_plan(decided).published_membership
     assert new is not None
     assert (new.generation, new.transition, member_names(new)) == (
         2,
@@ -191,4 +191,4 @@ def test_an_unrecorded_generation_is_published_with_the_current_members() -> Non
         member_names(observed.membership),
     )
     # While a member has not reported yet, as after a restart of the operator, the reason may still be there.
-    assert published_membership(make_plan(build.without_pods(decided, 2))) is None
+    assert make_plan(build.without_pods(decided, 2)).published_membership is None

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
-from tests.unit.plan.plan_results import actions_of_type, deleted_pods, make_plan
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.wire.messages import WorkerPhase
@@ -18,7 +18,7 @@ from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
 from trainium_operator.plan.model.text import format_rfc3339
 
 
-def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **job_spec: Any) -> Any:
+def ended_job(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **job_spec: Any) -> Any:
     """Return a job that ended `ago` seconds ago: pods 0 and 1 have ended, 2 is ending, 3 is a running spare."""
     condition = Condition(
         type=kind, status=ConditionStatus.TRUE, reason="Completed", last_transition_time=format_rfc3339(NOW - ago)
@@ -54,11 +54,11 @@ def ended(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **j
     ],
 )
 def test_clean_pod_policy_selects_the_deleted_pods(policy: str, kind: ConditionType, expected: set[int]) -> None:
-    result = make_plan(ended(kind, cleanPodPolicy=policy))
-    assert set(deleted_pods(result)) == {f"demo-w-{ordinal}" for ordinal in expected}
+    result = make_plan(ended_job(kind, cleanPodPolicy=policy))
+    assert set(result.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in expected}
 
 
-def failing(*, codes: dict[int, int], **job_spec: Any) -> Any:
+def failed_job(*, codes: dict[int, int], **job_spec: Any) -> Any:
     """Return six workers, of which those in `codes` failed with a verdict and the others followed."""
     failed = {
         ordinal: build.failed_agent(ordinal, code, rank=ordinal, step=-1, message="no such file", at=NOW - 1)
@@ -68,48 +68,50 @@ def failing(*, codes: dict[int, int], **job_spec: Any) -> Any:
     return build.running_job(6, job_spec=build.spec(workers={"replicas": 6}, **job_spec), agents=agents)
 
 
-def later(observed: Any, status: TrainingJobStatus, seconds: float, **changes: Any) -> Any:
+def observe_later(observed: Any, status: TrainingJobStatus, seconds: float, **changes: Any) -> Any:
     return replace(observed, job=replace(observed.job, status=status), now=NOW + seconds, **changes)
 
 
 def test_three_failed_pods_are_kept_for_their_logs() -> None:
-    observed = failing(codes={1: 64, 2: 64, 3: 64, 4: 64})
+    observed = failed_job(codes={1: 64, 2: 64, 3: 64, 4: 64})
     first = make_plan(observed)
     assert first.status.phase is Phase.FAILED
     blamed = first.status.history[-1].pod
-    kept = {f"demo-w-{ordinal}" for ordinal in range(6)} - set(deleted_pods(first))
+    kept = {f"demo-w-{ordinal}" for ordinal in range(6)} - set(first.deleted_pods)
     assert len(kept) == 3
     assert blamed in kept <= {f"demo-w-{ordinal}" for ordinal in (1, 2, 3, 4)}
     kept_pods = tuple(replace(pod, phase=PodPhase.FAILED, exit_code=64) for pod in observed.pods if pod.name in kept)
-    second = make_plan(later(observed, first.status, 5, pods=kept_pods))
-    assert not deleted_pods(second)
+    second = make_plan(observe_later(observed, first.status, 5, pods=kept_pods))
+    assert not second.deleted_pods
     assert second.requeue_after is None, "ended pods stay until the job is deleted or runs again"
 
 
 def test_pods_without_a_verdict_or_that_end_late_are_deleted() -> None:
-    observed = failing(codes={1: 64})
+    observed = failed_job(codes={1: 64})
     first = make_plan(observed)
     assert first.requeue_after is not None
-    assert set(deleted_pods(first)) == {f"demo-w-{ordinal}" for ordinal in (0, 2, 3, 4, 5)}
+    assert set(first.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in (0, 2, 3, 4, 5)}
     rest = tuple(pod for pod in observed.pods if pod.name == "demo-w-1")
-    again = make_plan(later(observed, first.status, 14, pods=rest))
-    assert (set(deleted_pods(again)), again.requeue_after is not None) == (set(), True)
-    over = make_plan(later(observed, first.status, 16, pods=rest))
-    assert (set(deleted_pods(over)), over.requeue_after) == ({"demo-w-1"}, None)
+    again = make_plan(observe_later(observed, first.status, 14, pods=rest))
+    assert (set(again.deleted_pods), again.requeue_after is not None) == (set(), True)
+    over = make_plan(observe_later(observed, first.status, 16, pods=rest))
+    assert (set(over.deleted_pods), over.requeue_after) == ({"demo-w-1"}, None)
 
 
 @pytest.mark.parametrize("why", ["all go", "its code does not end a job", "its node is bad", "the clock was set back"])
 def test_the_failed_pod_is_deleted_too_when_it_is_not_kept_for_its_logs(why: str) -> None:
     code = 64 if why != "its code does not end a job" else 1
-    observed = failing(codes={1: code}, **({"cleanPodPolicy": "All"} if why == "all go" else {}))
+    observed = failed_job(codes={1: code}, **({"cleanPodPolicy": "All"} if why == "all go" else {}))
     if why == "its node is bad":
         nodes = dict(observed.nodes)
         nodes["node-1"] = replace(nodes["node-1"], ready=NodeReadiness.UNKNOWN, unready_since=NOW - 300)
         observed = replace(observed, nodes=nodes)
-    status = make_plan(failing(codes={1: 64})).status
+    status = make_plan(failed_job(codes={1: 64})).status
     if why == "the clock was set back":
         status = status.replaced(completion_time=format_rfc3339(NOW + 10**6))
-    assert set(deleted_pods(make_plan(later(observed, status, 1)))) == {f"demo-w-{ordinal}" for ordinal in range(6)}
+    assert set(make_plan(observe_later(observed, status, 1)).deleted_pods) == {
+        f"demo-w-{ordinal}" for ordinal in range(6)
+    }
 
 
 KEEP_PODS = {"cleanPodPolicy": "None"}
@@ -127,8 +129,8 @@ KEEP_PODS = {"cleanPodPolicy": "None"}
 def test_an_ended_job_is_deleted_after_its_ttl(
     ago: float, fields: dict[str, Any], is_deleted: bool, requeue_after: float | None
 ) -> None:
-    result = make_plan(ended(ago=ago, **fields))
-    assert actions_of_type(result, DeleteJob) == ([DeleteJob("job-uid", "77")] if is_deleted else [])
+    result = make_plan(ended_job(ago=ago, **fields))
+    assert result.actions_of_type(DeleteJob) == ([DeleteJob("job-uid", "77")] if is_deleted else [])
     assert result.requeue_after == (None if requeue_after is None else pytest.approx(requeue_after, abs=1))
 
 
@@ -139,18 +141,17 @@ def test_a_ttl_of_zero_deletes_the_job_after_its_end_is_written() -> None:
     )
     first = make_plan(observed)
     assert first.status.phase is Phase.COMPLETED
-    assert actions_of_type(first, DeleteJob) == []
+    assert first.actions_of_type(DeleteJob) == []
     assert first.requeue_after is not None
     second = make_plan(build.with_job(observed, status=first.status, resource_version="9"))
     assert second.actions == (DeleteJob("job-uid", "9"),)
 
 
 def test_a_missing_or_future_completion_time_never_deletes_early_nor_waits_forever() -> None:
-    observed = ended(ttlSecondsAfterFinished=100, cleanPodPolicy="None")
+    observed = ended_job(ttlSecondsAfterFinished=100, cleanPodPolicy="None")
     for text, seconds in (("", 100), ("yesterday", 100), (format_rfc3339(NOW + 10**6), 100)):
-        status = observed.job.status.model_copy(update={"completion_time": text})
-        result = make_plan(build.with_status(observed, status))
-        assert actions_of_type(result, DeleteJob) == []
+        result = make_plan(build.with_status(observed, completion_time=text))
+        assert result.actions_of_type(DeleteJob) == []
         assert result.requeue_after == pytest.approx(seconds, abs=1)
 
 
@@ -159,7 +160,7 @@ def test_a_missing_or_future_completion_time_never_deletes_early_nor_waits_forev
     "wish", [{"suspend": True}, {"suspend": False}, {"workers": {"replicas": 8}}, {"trainer": {"steps": 10**6}}]
 )
 def test_no_change_of_the_spec_restarts_an_ended_job(kind: ConditionType, wish: Any) -> None:
-    observed = ended(kind)
+    observed = ended_job(kind)
     changed = replace(observed, job=replace(observed.job, spec=build.spec(**wish), generation=5), pods=())
     result = make_plan(changed)
     assert result.actions == ()
@@ -167,7 +168,7 @@ def test_no_change_of_the_spec_restarts_an_ended_job(kind: ConditionType, wish: 
 
 
 def test_a_change_of_a_failed_job_suggests_retry_once() -> None:
-    observed = ended(ConditionType.FAILED, cleanPodPolicy="None")
+    observed = ended_job(ConditionType.FAILED, cleanPodPolicy="None")
     changed = build.with_job(observed, generation=observed.job.generation + 1)
     first = make_plan(changed)
     assert [event.reason for event in first.events] == ["SpecChanged"]
@@ -179,12 +180,12 @@ def test_a_change_of_a_failed_job_suggests_retry_once() -> None:
 
 
 def test_a_failed_job_lists_fields_that_differ_from_the_failed_spec() -> None:
-    failed = make_plan(failing(codes={0: 64}))
+    failed = make_plan(failed_job(codes={0: 64}))
     record = failed.status.failed_spec
     assert record is not None
     assert record.changes == ()
     assert (failed.status.history[-1].pod, failed.status.history[-1].rank) == ("demo-w-0", 0)
-    observed = failing(codes={0: 64})
+    observed = failed_job(codes={0: 64})
 
     def changed(generation: int, unknown: tuple[str, ...] = (), **wish: Any) -> Any:
         job = replace(
@@ -205,14 +206,14 @@ def test_a_failed_job_lists_fields_that_differ_from_the_failed_spec() -> None:
 
 
 def test_a_change_of_a_completed_job_is_observed_without_effect() -> None:
-    observed = ended(ConditionType.COMPLETE, cleanPodPolicy="None")
+    observed = ended_job(ConditionType.COMPLETE, cleanPodPolicy="None")
     changed = make_plan(build.with_job(observed, generation=observed.job.generation + 1))
     assert changed.events == ()
     assert changed.status.observed_generation == observed.job.generation + 1
 
 
 def test_deleted_children_do_not_restart_an_ended_job() -> None:
-    observed = ended()
+    observed = ended_job()
     result = make_plan(replace(observed, pods=(), agents={}, membership=None, children={}, published=0))
     assert (result.actions, result.events, result.requeue_after) == ((), (), None)
     assert result.status == observed.job.status
@@ -236,9 +237,9 @@ def test_a_job_being_deleted_gets_no_actions() -> None:
     for moment in (
         build.running_job(4),
         build.running_job(4, pods=()),
-        failing(codes={1: 64}),
-        ended(),
-        ended(ttlSecondsAfterFinished=0),
+        failed_job(codes={1: 64}),
+        ended_job(),
+        ended_job(ttlSecondsAfterFinished=0),
     ):
         result = make_plan(build.with_job(moment, deleting=True))
         assert result.actions == ()
@@ -263,7 +264,7 @@ def test_a_job_held_by_a_finalizer_names_it_in_its_status() -> None:
         assert again == status
 
 
-def sidecars(codes: dict[int, int | None], **job_spec: Any) -> Any:
+def job_with_sidecars(codes: dict[int, int | None], **job_spec: Any) -> Any:
     """Return workers with a running sidecar, whose worker containers have ended where they have a code."""
     observed = build.running_job(len(codes), job_spec=build.spec(workers={"replicas": len(codes)}, **job_spec))
     pods = tuple(
@@ -275,25 +276,25 @@ def sidecars(codes: dict[int, int | None], **job_spec: Any) -> Any:
 
 @pytest.mark.parametrize("policy", ["Running", "All"])
 def test_a_completed_job_frees_the_nodes_on_which_sidecars_run_on(policy: str) -> None:
-    observed = sidecars({0: 0, 1: 0}, cleanPodPolicy=policy)
+    observed = job_with_sidecars({0: 0, 1: 0}, cleanPodPolicy=policy)
     result = make_plan(observed)
     assert result.status.phase is Phase.COMPLETED
-    assert set(deleted_pods(result)) == {"demo-w-0", "demo-w-1"}
+    assert set(result.deleted_pods) == {"demo-w-0", "demo-w-1"}
 
 
 def test_a_failed_pod_with_a_running_sidecar_is_kept() -> None:
-    result = make_plan(sidecars({0: None, 1: 64, 2: 64}))
+    result = make_plan(job_with_sidecars({0: None, 1: 64, 2: 64}))
     assert result.status.phase is Phase.FAILED
     assert result.status.history[-1].pod == "demo-w-1"
-    assert set(deleted_pods(result)) == {"demo-w-0", "demo-w-2"}
-    expected = make_plan(sidecars({0: None, 1: 64, 2: 64}, cleanPodPolicy="All"))
-    assert set(deleted_pods(expected)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
+    assert set(result.deleted_pods) == {"demo-w-0", "demo-w-2"}
+    expected = make_plan(job_with_sidecars({0: None, 1: 64, 2: 64}, cleanPodPolicy="All"))
+    assert set(expected.deleted_pods) == {"demo-w-0", "demo-w-1", "demo-w-2"}
 
 
 def test_an_ended_worker_container_is_a_loss_despite_a_running_sidecar() -> None:
-    result = make_plan(sidecars({0: None, 1: None, 2: 1}))
+    result = make_plan(job_with_sidecars({0: None, 1: None, 2: 1}))
     assert [entry.pod for entry in result.status.history] == ["demo-w-2"]
-    assert set(deleted_pods(result)) == {"demo-w-2"}
+    assert set(result.deleted_pods) == {"demo-w-2"}
 
 
 def test_the_pod_that_exhausts_a_budget_is_kept_until_the_job_has_failed() -> None:
@@ -303,10 +304,10 @@ def test_the_pod_that_exhausts_a_budget_is_kept_until_the_job_has_failed() -> No
     failed = build.pod(5, phase=PodPhase.FAILED, reason="CreateContainerError", node="node-5")
     observed = replace(observed, pods=(*observed.pods, failed))
     first = make_plan(observed)
-    assert "demo-w-5" not in deleted_pods(first)
+    assert "demo-w-5" not in first.deleted_pods
     second = make_plan(build.with_status(observed, first.status))
     assert (second.status.phase, second.status.history[-1].pod) == (Phase.FAILED, "demo-w-5")
-    assert "demo-w-5" not in deleted_pods(second)
+    assert "demo-w-5" not in second.deleted_pods
 
 
 def recovering_clusters() -> list[tuple[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
-from tests.unit.plan.plan_results import deleted_pods, make_plan
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
@@ -23,14 +23,14 @@ from trainium_operator.plan.model.text import format_rfc3339
 LIMIT = 40
 
 
-def started(*, nodes: int = 6, seconds: float = 20, **job_spec: Any) -> FakeCluster:
+def start_job(*, nodes: int = 6, seconds: float = 20, **job_spec: Any) -> FakeCluster:
     steps = {"trainer": {"steps": job_spec.pop("steps", 10**6)}}
     cluster = FakeCluster(build.spec(workers={"spares": 1}, **steps, **job_spec), nodes)
     cluster.run(seconds)
     return cluster
 
 
-def ending(**changes: Any) -> Any:
+def job_at_deadline(**changes: Any) -> Any:
     """Return a job that trains on pods 0 and 1 and has just reached a deadline."""
     condition = Condition(
         type=ConditionType.FAILURE_TARGET,
@@ -45,7 +45,7 @@ def ending(**changes: Any) -> Any:
 
 
 def test_an_active_deadline_saves_first_and_fails_after_the_last_worker() -> None:
-    cluster = started(activeDeadlineSeconds=LIMIT)
+    cluster = start_job(activeDeadlineSeconds=LIMIT)
     assert cluster.status.phase is Phase.RUNNING
     since = cluster.status.activity.since
     assert since is not None
@@ -79,7 +79,7 @@ def test_an_active_deadline_saves_first_and_fails_after_the_last_worker() -> Non
 @pytest.mark.parametrize("writes", range(8))
 @pytest.mark.parametrize("when", [0, 1, 3])
 def test_a_restarted_operator_completes_a_deadline_after_any_write(writes: int, when: int) -> None:
-    cluster = started(activeDeadlineSeconds=LIMIT)
+    cluster = start_job(activeDeadlineSeconds=LIMIT)
     since = cluster.status.activity.since
     assert since is not None
     while cluster.now < since + LIMIT - 1 + when:
@@ -95,7 +95,7 @@ def test_a_restarted_operator_completes_a_deadline_after_any_write(writes: int, 
 
 
 def test_a_suspended_job_has_no_deadline_and_each_resumption_restarts_the_count() -> None:
-    cluster = started(activeDeadlineSeconds=LIMIT)
+    cluster = start_job(activeDeadlineSeconds=LIMIT)
     cluster.suspend(True)
     cluster.run(100)
     assert cluster.status.phase is Phase.SUSPENDED
@@ -109,7 +109,7 @@ def test_a_suspended_job_has_no_deadline_and_each_resumption_restarts_the_count(
 
 def test_a_deadline_can_be_raised_only_before_it_passes() -> None:
     for raised_at, phase in ((LIMIT - 8, Phase.RUNNING), (LIMIT + 2, Phase.FAILED)):
-        cluster = started(seconds=raised_at, activeDeadlineSeconds=LIMIT)
+        cluster = start_job(seconds=raised_at, activeDeadlineSeconds=LIMIT)
         cluster.spec = cluster.spec.model_copy(update={"active_deadline_seconds": 10**6})
         cluster.generation += 1
         cluster.dirty = True
@@ -118,7 +118,7 @@ def test_a_deadline_can_be_raised_only_before_it_passes() -> None:
 
 
 def test_suspension_and_resize_do_not_revoke_a_deadline() -> None:
-    cluster = started(seconds=LIMIT + 2, activeDeadlineSeconds=LIMIT)
+    cluster = start_job(seconds=LIMIT + 2, activeDeadlineSeconds=LIMIT)
     assert cluster.status.phase is Phase.STOPPING
     cluster.suspend(True)
     cluster.change(replicas=2)
@@ -129,37 +129,37 @@ def test_suspension_and_resize_do_not_revoke_a_deadline() -> None:
 
 def test_a_job_that_finishes_while_stopping_is_complete() -> None:
     finished = build.agents(range(2), WorkerPhase.FINISHED, generation=1)
-    result = make_plan(ending(agents=finished))
+    result = make_plan(job_at_deadline(agents=finished))
     assert result.status.phase is Phase.COMPLETED
     assert not is_true(result.status, ConditionType.FAILURE_TARGET)
 
 
 def test_a_worker_that_fails_while_stopping_is_no_failure() -> None:
     crashed = build.training_agent(1, verdict=None)
-    observed = ending(
+    observed = job_at_deadline(
         agents={1: replace(crashed, last_seen=NOW - 100)},
         pods=(build.pod(0, deleting=True), build.pod(1, deleting=True)),
     )
     result = make_plan(observed)
     assert result.status.phase is Phase.STOPPING
-    assert deleted_pods(result) == {}, "asked once"
+    assert result.deleted_pods == {}, "asked once"
     assert (result.status.restarts.total, result.status.failures) == (0, ())
 
 
 def test_a_stopping_job_does_not_wait_for_a_lost_node() -> None:
     nodes = {"node-0": build.node("node-0"), "node-1": build.node("node-1", NodeReadiness.UNKNOWN)}
-    result = make_plan(ending(nodes=nodes))
-    assert deleted_pods(result) == {"demo-w-0": None, "demo-w-1": 0}
+    result = make_plan(job_at_deadline(nodes=nodes))
+    assert result.deleted_pods == {"demo-w-0": None, "demo-w-1": 0}
 
 
 def test_a_late_pod_of_an_ended_job_is_deleted() -> None:
-    cluster = started(seconds=LIMIT + 10, activeDeadlineSeconds=LIMIT, cleanPodPolicy="None")
+    cluster = start_job(seconds=LIMIT + 10, activeDeadlineSeconds=LIMIT, cleanPodPolicy="None")
     late = build.observation(build.job(cluster.spec, cluster.status), (build.pod(9),))
-    assert deleted_pods(make_plan(late)) == {"demo-w-9": None}
+    assert make_plan(late).deleted_pods == {"demo-w-9": None}
 
 
 def test_a_startup_deadline_names_what_the_job_waited_for() -> None:
-    cluster = started(nodes=2, seconds=25, startupDeadlineSeconds=20)
+    cluster = start_job(nodes=2, seconds=25, startupDeadlineSeconds=20)
     cluster.run(10)
     assert cluster.status.phase is Phase.FAILED
     failed = find_condition(cluster.status, ConditionType.FAILED)
@@ -174,7 +174,7 @@ def test_a_startup_deadline_names_what_the_job_waited_for() -> None:
 
 
 def test_the_startup_deadline_ends_with_the_first_step_and_restarts_on_resume() -> None:
-    cluster = started(seconds=60, startupDeadlineSeconds=20)
+    cluster = start_job(seconds=60, startupDeadlineSeconds=20)
     assert cluster.status.phase is Phase.RUNNING
     assert cluster.status.activity.stepped
     for name in [pod.view.name for pod in cluster.members()]:
@@ -244,18 +244,16 @@ def test_a_missing_or_future_start_of_the_deadline_is_reset_to_now() -> None:
     [(7, "durable checkpoint is step 7."), (0, "durable checkpoint is step 0."), (-1, "It has no durable checkpoint.")],
 )
 def test_the_verdict_names_the_newest_durable_step(step: int, words: str) -> None:
-    observed = ending(
+    observed = job_at_deadline(
         pods=(), agents={0: build.training_agent(0, progress=None), 1: build.training_agent(1, progress=None)}
     )
     checkpoint = observed.job.status.checkpoint.model_copy(update={"durable_step": step})
-    status = observed.job.status.model_copy(update={"checkpoint": checkpoint})
-    assert words in make_plan(build.with_status(observed, status)).status.verdict
+    assert words in make_plan(build.with_status(observed, checkpoint=checkpoint)).status.verdict
 
 
 def test_an_edited_failure_target_still_ends_the_job() -> None:
-    observed = ending(pods=())
+    observed = job_at_deadline(pods=())
     target = observed.job.status.conditions[0].model_copy(update={"reason": "Whatever", "message": ""})
-    status = observed.job.status.model_copy(update={"conditions": (target,)})
-    result = make_plan(build.with_status(observed, status))
+    result = make_plan(build.with_status(observed, conditions=(target,)))
     assert result.status.phase is Phase.FAILED
     assert "Its newest durable checkpoint is step 10" in result.status.verdict

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW, SETTINGS
-from tests.unit.plan.plan_results import created_pods, deleted_pods, make_plan
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.trainer.config import TrainingConfig
@@ -286,12 +286,12 @@ def with_templates(pending: str, running: str) -> Any:
 
 @pytest.mark.parametrize("running", ["old", "9-b"])
 def test_a_pending_pod_of_an_older_template_is_replaced_and_a_running_one_is_kept(running: str) -> None:
-    assert deleted_pods(make_plan(with_templates("old", running))) == {"demo-w-0": None}
+    assert make_plan(with_templates("old", running)).deleted_pods == {"demo-w-0": None}
 
 
 def test_a_pending_pod_of_another_template_revision_is_kept() -> None:
     result = make_plan(with_templates("9-old", "9-b"))
-    assert (deleted_pods(result), created_pods(result)) == ({}, [])
+    assert (result.deleted_pods, result.created_pods) == ({}, [])
     assert result.status.outdated_pods == 0
     assert "TemplateChanged" not in [event.reason for event in result.events]
 
@@ -324,14 +324,14 @@ PRECOMPILE: dict[str, Any] = {"enabled": True}
 ELASTIC: dict[str, Any] = {"replicas": 4, "minReplicas": 2, "maxReplicas": 6, "accelerator": {"device": "cpu"}}
 
 
-def compiling(**changes: Any) -> Any:
+def build_compiling_pod(**changes: Any) -> Any:
     return build_pod(
         **{"precompile": PRECOMPILE, "workers": ELASTIC, "trainer": {"batch": {"globalSize": 12}}} | changes
     )
 
 
 def test_an_init_container_compiles_the_first_size() -> None:
-    manifest = compiling()
+    manifest = build_compiling_pod()
     (first,) = manifest["spec"]["initContainers"]
     assert first["command"] == [
         *("trainium-trainer", "precompile", "--config", "/etc/trainium/trainer.yaml"),
@@ -344,17 +344,17 @@ def test_an_init_container_compiles_the_first_size() -> None:
 
 
 def test_precompile_all_compiles_the_nearest_sizes_first() -> None:
-    manifest = compiling(precompile={"enabled": True, "sizes": "All"})
+    manifest = build_compiling_pod(precompile={"enabled": True, "sizes": "All"})
     assert manifest["spec"]["initContainers"][0]["command"][5] == "4,3,2,6"
 
 
 def test_precompile_background_gives_other_sizes_to_spares() -> None:
     background = {"enabled": True, "sizes": "Background"}
-    manifest = compiling(precompile=background, workers=ELASTIC | {"spares": 1})
+    manifest = build_compiling_pod(precompile=background, workers=ELASTIC | {"spares": 1})
     assert manifest["spec"]["initContainers"][0]["command"][5] == "4"
     assert environment(manifest)["TRAINIUM_BACKGROUND_SIZES"] == "3,2,6"
     for changes in ({"precompile": background}, {"workers": ELASTIC | {"spares": 1}}):
-        assert "TRAINIUM_BACKGROUND_SIZES" not in environment(compiling(**changes))
+        assert "TRAINIUM_BACKGROUND_SIZES" not in environment(build_compiling_pod(**changes))
 
 
 def test_init_containers_of_the_job_run_before_precompile() -> None:
@@ -365,7 +365,7 @@ def test_init_containers_of_the_job_run_before_precompile() -> None:
             "volumes": [{"name": "corpus", "emptyDir": {}}],
         }
     }
-    fetch, first = compiling(workers=ELASTIC | {"template": template})["spec"]["initContainers"]
+    fetch, first = build_compiling_pod(workers=ELASTIC | {"template": template})["spec"]["initContainers"]
     assert fetch["name"] == "fetch"
     assert {"name": "corpus", "mountPath": "/data"} in first["volumeMounts"]
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 from tests.unit.plan import plan_builders as build
-from tests.unit.plan.plan_cluster import FakeCluster
+from tests.unit.plan.plan_cluster import FakeCluster, start_cluster
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.spec.precompile import CompiledSize
-from trainium_contract.status.conditions import ConditionType, Phase
+from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import CompiledStatus
 from trainium_operator.plan.model.conditions import is_true
@@ -15,7 +15,7 @@ REST = 30
 COMPILE = 600.0
 
 
-def started(sizes: str = "Background", **changes: Any) -> FakeCluster:
+def start_job(sizes: str = "Background", **changes: Any) -> FakeCluster:
     """Start a job for which 8 nodes make one pass a step, 4 to 7 two, 3 three, 2 four."""
     job_spec = build.spec(
         workers={"replicas": 8, "minReplicas": 2},
@@ -24,10 +24,7 @@ def started(sizes: str = "Background", **changes: Any) -> FakeCluster:
         precompile={"enabled": True, "sizes": sizes},
         **changes,
     )
-    cluster = FakeCluster(job_spec, 8)
-    cluster.run(15)
-    assert cluster.status.phase is Phase.RUNNING
-    return cluster
+    return start_cluster(job_spec, 8)
 
 
 def report_compiled(cluster: FakeCluster, *sizes: int) -> None:
@@ -37,7 +34,7 @@ def report_compiled(cluster: FakeCluster, *sizes: int) -> None:
 
 
 def test_the_status_lists_compiled_sizes_and_the_slowest_compilation() -> None:
-    cluster = started()
+    cluster = start_job()
     assert cluster.status.compiled == CompiledStatus(sizes=(8,))
     report_compiled(cluster, 4, 2)
     cluster.run(2)
@@ -49,7 +46,7 @@ def test_the_status_lists_compiled_sizes_and_the_slowest_compilation() -> None:
 
 
 def test_reported_compiled_sizes_must_be_legal() -> None:
-    cluster = started(parallelism={"tensor": 2})
+    cluster = start_job(parallelism={"tensor": 2})
     report_compiled(cluster, 4, 3, 5)
     cluster.run(2)
     assert cluster.status.compiled.sizes == (8, 4), "three and five processes make no pairs"
@@ -63,7 +60,7 @@ def test_reported_compiled_sizes_must_be_legal() -> None:
 
 
 def test_compiled_sizes_are_bounded() -> None:
-    cluster = started()
+    cluster = start_job()
     cluster.change(max_replicas=200)
     for first in (2, 62, 122):
         report_compiled(cluster, *range(first, first + 60))
@@ -72,7 +69,7 @@ def test_compiled_sizes_are_bounded() -> None:
 
 
 def test_a_job_that_does_not_compile_ahead_takes_the_best_size() -> None:
-    cluster = started()
+    cluster = start_job()
     cluster.spec = cluster.spec.replaced(precompile=cluster.spec.precompile.replaced(enabled=False))
     cluster.dirty = True
     cluster.lose_node("node-7")
@@ -81,7 +78,7 @@ def test_a_job_that_does_not_compile_ahead_takes_the_best_size() -> None:
 
 
 def test_a_job_shrinks_to_a_compiled_size_and_grows_when_a_better_one_is_compiled() -> None:
-    cluster = started()
+    cluster = start_job()
     report_compiled(cluster, 3)
     cluster.run(2)
     cluster.lose_node("node-7")
@@ -92,7 +89,7 @@ def test_a_job_shrinks_to_a_compiled_size_and_grows_when_a_better_one_is_compile
     report_compiled(cluster, 3, 4)
     cluster.run(2 * REST)
     assert cluster.size == 4
-    assert cluster.status.history[-1].rung is Rung.GROW
+    assert cluster.newest_entry.rung is Rung.GROW
     cluster.restore_node("node-7")
     cluster.run(6 * REST)
     assert cluster.size == 8

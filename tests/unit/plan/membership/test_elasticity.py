@@ -7,19 +7,18 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW, SETTINGS
-from tests.unit.plan.plan_cluster import FakeCluster
-from tests.unit.plan.plan_results import created_manifests, created_pods, event_notes, get_condition, make_plan
+from tests.unit.plan.plan_cluster import FakeCluster, start_cluster
+from tests.unit.plan.plan_results import get_condition, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.model.conditions import is_true
-from trainium_operator.plan.plan import plan
 
 REST = 30
 
 
-def started(
+def start_job(
     *,
     nodes: int = 6,
     spares: int = 0,
@@ -35,10 +34,7 @@ def started(
         trainer={"steps": 10**7, "batch": {"globalSize": batch, "tolerance": tolerance}},
         elasticity={"sizes": sizes},
     )
-    cluster = FakeCluster(job_spec, nodes)
-    cluster.run(15)
-    assert cluster.status.phase is Phase.RUNNING
-    return cluster
+    return start_cluster(job_spec, nodes)
 
 
 def generation(cluster: FakeCluster) -> int:
@@ -50,7 +46,7 @@ def generation(cluster: FakeCluster) -> int:
 
 
 def test_a_spare_is_refilled_in_the_background_while_the_others_train() -> None:
-    cluster = started(spares=1)
+    cluster = start_job(spares=1)
     cluster.kill_pod(cluster.member_names()[1])
     while generation(cluster) == 1 or cluster.status.ready_replicas < 4:
         cluster.run(1)
@@ -61,7 +57,7 @@ def test_a_spare_is_refilled_in_the_background_while_the_others_train() -> None:
 
 
 def test_a_spare_that_dies_on_its_activation_is_replaced_by_the_next_one() -> None:
-    cluster = started(spares=2)
+    cluster = start_job(spares=2)
     first, second = sorted(set(cluster.pods) - set(cluster.member_names()))
     cluster.kill_pod(cluster.member_names()[1])
     cluster.reconcile()
@@ -76,9 +72,9 @@ def test_a_spare_that_dies_on_its_activation_is_replaced_by_the_next_one() -> No
 
 
 def test_an_elastic_job_shrinks_when_its_only_spare_is_lost_too() -> None:
-    cluster = started(nodes=5, spares=1, minReplicas=2)
+    cluster = start_job(nodes=5, spares=1, minReplicas=2)
     (spare,) = set(cluster.pods) - set(cluster.member_names())
-    lost, other = cluster.members()[1].view.node, cluster.pods[spare].view.node
+    lost, other = cluster.node_of_rank(1), cluster.pods[spare].view.node
     cluster.lose_node(lost)
     cluster.run(6)
     assert spare in cluster.member_names()
@@ -90,7 +86,7 @@ def test_an_elastic_job_shrinks_when_its_only_spare_is_lost_too() -> None:
 
 
 def test_a_failure_in_the_middle_of_a_recovery_restarts_the_recovery_once() -> None:
-    cluster = started(spares=2)
+    cluster = start_job(spares=2)
     cluster.kill_pod(cluster.member_names()[1])
     cluster.reconcile()
     cluster.kill_pod(cluster.member_names()[2])
@@ -106,7 +102,7 @@ def test_a_spare_on_a_suspected_node_is_used_last() -> None:
     observed = build.running_job(4, spares=2, status={"avoided_nodes": ("node-4",)})
     record = FailureRecord(at=NOW - 60, cause=Cause.DEVICE, node="node-4", pod="demo-w-9")
     failures = (*observed.job.status.failures, record)
-    observed = build.with_status(observed, observed.job.status.model_copy(update={"failures": failures}))
+    observed = build.with_status(observed, failures=failures)
     lost = build.without_pods(observed, 1, keep_agents=True)
     result = make_plan(replace(lost, agents={uid: a for uid, a in lost.agents.items() if uid != "uid-1"}))
     publication = next(action for action in result.actions if hasattr(action, "membership"))
@@ -117,7 +113,7 @@ def test_a_spare_on_a_suspected_node_is_used_last() -> None:
 
 
 def test_an_even_sizes_job_shrinks_to_an_even_size() -> None:
-    cluster = started(nodes=6, replicas=6, minReplicas=2, sizes="Even")
+    cluster = start_job(nodes=6, replicas=6, minReplicas=2, sizes="Even")
     cluster.lose_node("node-5")
     cluster.run(REST + 20)
     assert cluster.size == 4, "24 samples do not go into 5 equal parts"
@@ -156,7 +152,7 @@ def test_an_even_sizes_job_shrinks_to_an_even_size() -> None:
 def test_a_job_without_a_spare_continues_at_each_smaller_size_and_grows_back(
     nodes: int, batch: int, tolerance: float, expected: list[Any]
 ) -> None:
-    cluster = started(nodes=nodes, replicas=nodes, minReplicas=2, batch=batch, tolerance=tolerance)
+    cluster = start_job(nodes=nodes, replicas=nodes, minReplicas=2, batch=batch, tolerance=tolerance)
     reported = [(size_figures(cluster), cluster.status.membership.batch)]
     lost = [f"node-{nodes - number}" for number in range(1, len(expected) - 1)]
     for node in lost:
@@ -177,14 +173,14 @@ def size_figures(cluster: FakeCluster) -> tuple[int, int, float, int]:
 
 
 def test_nodes_in_reserve_replace_the_next_loss_at_once() -> None:
-    cluster = started(nodes=8, replicas=8, minReplicas=2, batch=8)
+    cluster = start_job(nodes=8, replicas=8, minReplicas=2, batch=8)
     assert size_figures(cluster) == (8, 1, 1.0, 0)
     cluster.lose_node("node-7")
     cluster.run(REST + 30)
     assert size_figures(cluster) == (4, 2, 0.5, 3), "7, 6 and 5 nodes make two passes as well"
     assert len(cluster.pods) >= 7
     before = cluster.status.membership.generation
-    cluster.lose_node(cluster.members()[1].view.node)
+    cluster.lose_node(cluster.node_of_rank(1))
     cluster.run(REST - 10)
     assert cluster.status.membership.generation == before + 1
     assert size_figures(cluster) == (4, 2, 0.5, 2)
@@ -195,7 +191,7 @@ def test_nodes_in_reserve_replace_the_next_loss_at_once() -> None:
 
 
 def test_nodes_that_save_no_pass_are_in_reserve() -> None:
-    cluster = started(nodes=8, replicas=7, spares=1, batch=8)
+    cluster = start_job(nodes=8, replicas=7, spares=1, batch=8)
     assert size_figures(cluster) == (4, 2, 1.0, 3)
     assert (len(cluster.pods), cluster.status.spares) == (8, 4)
     cluster.change(replicas=8)
@@ -204,7 +200,7 @@ def test_nodes_that_save_no_pass_are_in_reserve() -> None:
 
 
 def test_intermittent_capacity_does_not_flap_the_job() -> None:
-    cluster = started(nodes=4, minReplicas=2)
+    cluster = start_job(nodes=4, minReplicas=2)
     before = generation(cluster)
     for _ in range(30):  # an hour in which a node is there for a minute and gone for a minute
         cluster.lose_node("node-3")
@@ -217,7 +213,7 @@ def test_intermittent_capacity_does_not_flap_the_job() -> None:
 
 
 def test_a_requested_size_is_clamped_to_the_bounds() -> None:
-    cluster = started(minReplicas=2, maxReplicas=4)
+    cluster = start_job(minReplicas=2, maxReplicas=4)
     cluster.change(replicas=6)
     cluster.run(20)
     assert cluster.size == 4
@@ -234,29 +230,29 @@ def template_changed(cluster: FakeCluster) -> None:
 
 
 def test_a_changed_template_only_counts_outdated_pods() -> None:
-    cluster = started(spares=1)
+    cluster = start_job(spares=1)
     pods, before = set(cluster.pods), generation(cluster)
     template_changed(cluster)
-    (note,) = event_notes(plan_now(cluster), "TemplateChanged")
+    (note,) = plan_now(cluster).event_notes("TemplateChanged")
     assert "5 of 5 workers" in note
     cluster.run(20)
     assert (set(cluster.pods), generation(cluster)) == (pods, before)
     assert cluster.status.outdated_pods == 5
-    assert event_notes(plan_now(cluster), "TemplateChanged") == []
+    assert plan_now(cluster).event_notes("TemplateChanged") == []
 
 
 def plan_now(cluster: FakeCluster) -> Any:
-    return plan(cluster.observe(), SETTINGS)
+    return make_plan(cluster.observe(), SETTINGS)
 
 
 def test_later_pods_have_the_new_template() -> None:
-    cluster = started(spares=1)
+    cluster = start_job(spares=1)
     template_changed(cluster)
     cluster.run(3)
     cluster.kill_pod(cluster.member_names()[1])
     result = plan_now(cluster)
-    assert created_pods(result) == ["demo-w-5"]
-    assert created_manifests(result)[0]["spec"]["priority"] == 7
+    assert result.created_pods == ["demo-w-5"]
+    assert result.created_manifests[0]["spec"]["priority"] == 7
     cluster.dirty = True
     cluster.run(20)
     assert cluster.status.outdated_pods == 4

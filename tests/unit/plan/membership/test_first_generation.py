@@ -7,16 +7,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
-from tests.unit.plan.plan_results import (
-    action_kinds,
-    created_pods,
-    event_notes,
-    make_plan,
-    member_names,
-    newest_entry,
-    published_members,
-    published_membership,
-)
+from tests.unit.plan.plan_results import make_plan, member_names
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
@@ -26,7 +17,7 @@ from trainium_operator.plan.membership.generation import next_generation, republ
 from trainium_operator.plan.model.observed import Observed, PodPhase
 
 
-def waiting(count: Any, job_spec: Any = None, since: Any = NOW, **changes: Any) -> Any:
+def job_with_warm_workers(count: Any, job_spec: Any = None, since: Any = NOW, **changes: Any) -> Any:
     status = TrainingJobStatus(desired=4, next_pod_ordinal=count, waiting_since=since)
     view = build.job(job_spec or build.spec(), status)
     pods = tuple(build.pod(ordinal) for ordinal in range(count))
@@ -35,29 +26,29 @@ def waiting(count: Any, job_spec: Any = None, since: Any = NOW, **changes: Any) 
 
 def test_a_new_job_gets_its_configuration_before_its_pods() -> None:
     result = make_plan(replace(build.observation(build.job(build.spec(workers={"spares": 1}))), children={}))
-    assert action_kinds(result) == ["ApplyObject", *["CreatePod"] * 5]
-    assert created_pods(result) == [f"demo-w-{ordinal}" for ordinal in range(5)]
+    assert result.action_kinds == ["ApplyObject", *["CreatePod"] * 5]
+    assert result.created_pods == [f"demo-w-{ordinal}" for ordinal in range(5)]
     assert result.status.next_pod_ordinal == 5
     assert result.status.phase is Phase.PENDING
 
 
 def test_ordinals_are_never_reused() -> None:
     observed = build.observation(build.job(status=TrainingJobStatus(desired=4, next_pod_ordinal=4)))
-    assert created_pods(make_plan(observed)) == ["demo-w-4", "demo-w-5", "demo-w-6", "demo-w-7"]
+    assert make_plan(observed).created_pods == ["demo-w-4", "demo-w-5", "demo-w-6", "demo-w-7"]
 
 
 def test_an_agent_of_a_pod_without_a_node_is_no_member() -> None:
     """A user who may create tokens can get one of a pending pod and report it as warm."""
-    observed = waiting(4)
+    observed = job_with_warm_workers(4)
     pods = tuple(replace(pod, node="", scheduled=False) if pod.ordinal == 2 else pod for pod in observed.pods)
     result = make_plan(replace(observed, pods=pods))
-    assert published_membership(result) is None
+    assert result.published_membership is None
     assert result.status.membership.generation == 0
 
 
 def test_the_first_generation_begins_when_the_desired_workers_are_warm() -> None:
-    result = make_plan(waiting(4))
-    membership = published_membership(result)
+    result = make_plan(job_with_warm_workers(4))
+    membership = result.published_membership
     assert membership is not None
     assert membership.generation == 1
     assert membership.transition is Transition.IMMEDIATE
@@ -69,7 +60,7 @@ def test_the_first_generation_begins_when_the_desired_workers_are_warm() -> None
 
 
 def test_starting_workers_are_not_lost_contact() -> None:
-    observed = replace(waiting(4), agents={}, coordinator_since=NOW - 600)
+    observed = replace(job_with_warm_workers(4), agents={}, coordinator_since=NOW - 600)
     reasons = {condition.reason for condition in make_plan(observed).status.conditions}
     assert "ContactLost" not in reasons
     older = replace(observed, pods=tuple(replace(pod, created=NOW - 700) for pod in observed.pods))
@@ -81,47 +72,46 @@ def test_starting_workers_are_not_lost_contact() -> None:
 
 def test_only_later_generations_name_a_reason_in_their_event() -> None:
     def messages(observed: Any) -> list[str]:
-        return event_notes(make_plan(observed), "GenerationStarted")
+        return make_plan(observed).event_notes("GenerationStarted")
 
-    assert messages(waiting(4)) == ["Generation 1 begins on 4 nodes."]
+    assert messages(job_with_warm_workers(4)) == ["Generation 1 begins on 4 nodes."]
     lost = build.with_pod(build.running_job(4, spares=1), build.pod(1, phase=PodPhase.FAILED, reason="Evicted"))
     assert messages(lost) == ["Generation 2 begins on 4 nodes (Preempted, Immediate)."]
 
 
 def test_ranks_follow_the_nodes_so_that_neighbours_are_next_to_each_other() -> None:
-    observed = waiting(4)
+    observed = job_with_warm_workers(4)
     pods = tuple(replace(pod, node=f"node-{9 - pod.ordinal}") for pod in observed.pods)
     observed = replace(observed, pods=pods, nodes={pod.node: build.node(pod.node) for pod in pods})
-    assert published_members(make_plan(observed)) == ["demo-w-3", "demo-w-2", "demo-w-1", "demo-w-0"]
+    assert make_plan(observed).published_members == ["demo-w-3", "demo-w-2", "demo-w-1", "demo-w-0"]
 
 
 def test_the_first_generation_waits_for_cold_workers() -> None:
-    observed = waiting(4)
+    observed = job_with_warm_workers(4)
     cold = replace(observed.agents["uid-2"], heartbeat=build.heartbeat(2, ready=False))
-    assert published_membership(make_plan(build.with_agents(observed, {2: cold}))) is None
+    assert make_plan(build.with_agents(observed, {2: cold})).published_membership is None
 
 
 def test_an_elastic_job_starts_smaller_after_the_wait() -> None:
     elastic = build.spec(workers={"minReplicas": 2})
-    observed = waiting(3, elastic, since=NOW - 119)
+    observed = job_with_warm_workers(3, elastic, since=NOW - 119)
     pending = build.pod(3, node="", scheduled=False, phase=PodPhase.PENDING)
     early = make_plan(replace(observed, pods=(*observed.pods, pending)))
-    assert published_membership(early) is None
+    assert early.published_membership is None
     assert early.requeue_after == 1.0
-    late = make_plan(waiting(3, elastic, since=NOW - 120))
-    assert len(published_members(late)) == 3
+    late = make_plan(job_with_warm_workers(3, elastic, since=NOW - 120))
+    assert len(late.published_members) == 3
     assert late.status.waiting_since == NOW
 
 
 def test_a_rigid_job_waits_for_all_its_workers() -> None:
-    assert published_membership(make_plan(waiting(3, since=NOW - 10_000))) is None
+    assert make_plan(job_with_warm_workers(3, since=NOW - 10_000)).published_membership is None
 
 
 def test_an_unrecorded_first_generation_keeps_its_number() -> None:
-    observed = waiting(4)
-    status = observed.job.status.model_copy(update={"membership": MembershipStatus(generation=1, size=4)})
-    result = make_plan(build.with_status(observed, status))
-    assert published_membership(result).generation == 1
+    observed = job_with_warm_workers(4)
+    result = make_plan(build.with_status(observed, membership=MembershipStatus(generation=1, size=4)))
+    assert result.published_membership.generation == 1
 
 
 def test_after_a_suspension_the_next_generation_follows_the_recorded_one() -> None:
@@ -129,7 +119,7 @@ def test_after_a_suspension_the_next_generation_follows_the_recorded_one() -> No
     pods = tuple(build.pod(ordinal) for ordinal in range(5, 9))
     observed = build.observation(build.job(status=status), pods, build.agents(range(5, 9)))
     result = make_plan(replace(observed, membership=build.membership(0, 1, 2, 3, generation=3)))
-    assert published_membership(result).generation == 4
+    assert result.published_membership.generation == 4
     assert result.actions[-1].replaces == 3
     assert result.status.history == ()
 
@@ -172,7 +162,7 @@ def test_a_recorded_generation_is_republished_to_the_coordinator(published: int,
 def test_a_decision_is_dated_once() -> None:
     open_entry = build.interruption(Rung.REPLACE, ago=10, took=None, decided_at=None)
     observed = build.without_pods(build.running_job(4, spares=1, status={"history": (open_entry,)}), 1)
-    assert newest_entry(make_plan(observed)).decided_at == NOW
+    assert make_plan(observed).newest_entry.decided_at == NOW
     dated = open_entry.replaced(decided_at=NOW - 5)
-    again = build.with_status(observed, observed.job.status.replaced(history=(dated,)))
-    assert newest_entry(make_plan(again)).decided_at == NOW - 5
+    again = build.with_status(observed, history=(dated,))
+    assert make_plan(again).newest_entry.decided_at == NOW - 5

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.unit.plan import plan_builders as build
-from tests.unit.plan.plan_cluster import FakeCluster
-from tests.unit.plan.plan_results import created_manifests, make_plan
+from tests.unit.plan.plan_cluster import FakeCluster, start_cluster
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
@@ -18,7 +18,7 @@ REST = 30
 TAKES = {"idleNodes": "Take"}
 
 
-def started(
+def start_job(
     *,
     nodes: int,
     replicas: int = 2,
@@ -35,9 +35,7 @@ def started(
         trainer={"steps": steps, "batch": {"globalSize": batch}},
         elasticity=TAKES,
     )
-    cluster = FakeCluster(job_spec, nodes)
-    cluster.run(30)
-    return cluster
+    return start_cluster(job_spec, nodes, 30)
 
 
 def extras(cluster: FakeCluster) -> list[str]:
@@ -50,7 +48,7 @@ def is_graceful(cluster: FakeCluster) -> bool:
 
 
 def test_a_job_grows_onto_idle_nodes_and_reports_it() -> None:
-    cluster = started(nodes=6)
+    cluster = start_job(nodes=6)
 
     assert cluster.size == 4
     assert cluster.status.phase is Phase.RUNNING
@@ -64,7 +62,7 @@ def test_a_job_grows_onto_idle_nodes_and_reports_it() -> None:
 
 
 def test_preempted_extras_leave_without_a_lost_step() -> None:
-    cluster = started(nodes=4)
+    cluster = start_job(nodes=4)
     assert cluster.size == 4
 
     cluster.foreign_pending_pods = 2
@@ -80,13 +78,13 @@ def test_preempted_extras_leave_without_a_lost_step() -> None:
 
 
 def test_a_waiting_gang_gets_nodes_by_a_planned_shrink() -> None:
-    cluster = started(nodes=4)
+    cluster = start_job(nodes=4)
     cluster.nodes_wanted_by_gangs = 2
     cluster.dirty = True
     cluster.run(30)
     assert cluster.size == 2
     assert extras(cluster) == []
-    entry = cluster.status.history[-1]
+    entry = cluster.newest_entry
     assert (entry.cause, entry.rung) == (Cause.CAPACITY, Rung.RESIZE)
     assert is_graceful(cluster)
     assert "are given back" in entry.message
@@ -95,7 +93,7 @@ def test_a_waiting_gang_gets_nodes_by_a_planned_shrink() -> None:
 
 
 def test_an_interruption_notice_removes_an_extra_at_once() -> None:
-    cluster = started(nodes=4, rest=300)
+    cluster = start_job(nodes=4, rest=300)
     assert cluster.size == 4
     node = cluster.pods[extras(cluster)[0]].view.node
     cluster.mark_node(node, taint=Taint("aws-node-termination-handler/scheduled-maintenance"))
@@ -106,7 +104,7 @@ def test_an_interruption_notice_removes_an_extra_at_once() -> None:
 
 
 def test_an_interruption_notice_of_a_member_is_answered_with_an_extra() -> None:
-    cluster = started(nodes=4, rest=300)
+    cluster = start_job(nodes=4, rest=300)
     member = next(pod for pod in cluster.members() if not pod.view.extra)
     cluster.mark_node(member.view.node, taint=Taint("aws-node-termination-handler/scheduled-maintenance"))
     before = cluster.status.membership.generation
@@ -119,7 +117,7 @@ def test_an_interruption_notice_of_a_member_is_answered_with_an_extra() -> None:
 
 
 def test_a_spare_is_no_extra_and_stays_a_spare() -> None:
-    cluster = started(nodes=8, spares=1)
+    cluster = start_job(nodes=8, spares=1)
     assert cluster.size == 4
     outside = [pod for pod in cluster.pods.values() if pod not in cluster.members()]
     assert len(outside) == 1
@@ -132,7 +130,7 @@ def test_a_spare_is_no_extra_and_stays_a_spare() -> None:
 
 
 def test_scaling_up_turns_extras_into_requested_workers() -> None:
-    cluster = started(nodes=4)
+    cluster = start_job(nodes=4)
     before = [pod.view.name for pod in cluster.members()]
     cluster.change(replicas=4)
     cluster.run(20)
@@ -141,7 +139,7 @@ def test_scaling_up_turns_extras_into_requested_workers() -> None:
 
 
 def test_failing_extras_back_off_and_use_no_budget() -> None:
-    cluster = started(nodes=2)
+    cluster = start_job(nodes=2)
     cluster.run(120)
     cluster.nodes.update({name: node for name, node in FakeCluster(cluster.spec, 4).nodes.items() if name > "node-1"})
     made: set[str] = set()
@@ -161,7 +159,7 @@ def test_extras_have_the_lowest_priority_class_and_a_label() -> None:
     observed = build.running_job(
         2, job_spec=build.spec(workers={"replicas": 2, "maxReplicas": 3}, elasticity=TAKES, trainer={"steps": 10**6})
     )
-    (manifest,) = created_manifests(make_plan(observed))
+    (manifest,) = make_plan(observed).created_manifests
     assert manifest["spec"].get("priorityClassName") == "idle-nodes"
     assert manifest["metadata"]["labels"]["trainium.dev/extra"] == "true"
 

@@ -5,17 +5,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
-from tests.unit.plan.plan_results import (
-    action_kinds,
-    created_manifests,
-    created_pods,
-    deleted_pods,
-    make_plan,
-    member_names,
-    newest_entry,
-    published_members,
-    published_membership,
-)
+from tests.unit.plan.plan_results import make_plan, member_names
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
@@ -30,7 +20,7 @@ LOSS = {"cause": Cause.POD_LOST, "pod": "demo-w-1", "detected_seconds": 1.0, "st
 OPEN = build.interruption(Rung.REPLACE, ago=30, took=None, **LOSS)
 
 
-def recovering(observed: Any, **status: Any) -> Any:
+def with_open_loss(observed: Any, **status: Any) -> Any:
     """Return the observation after the loss was recorded."""
     fields = {"history": (OPEN,), "waiting_since": NOW - 30, **status}
     return build.with_status(observed, **fields)
@@ -38,12 +28,12 @@ def recovering(observed: Any, **status: Any) -> Any:
 
 def test_a_spare_takes_the_lost_rank_and_survivors_keep_theirs() -> None:
     result = make_plan(build.without_pods(build.running_job(4, spares=1), 1))
-    membership = published_membership(result)
+    membership = result.published_membership
     assert member_names(membership) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
     assert (membership.generation, membership.transition, membership.cause) == (2, Transition.IMMEDIATE, Cause.POD_LOST)
-    assert (newest_entry(result).rung, newest_entry(result).pods_replaced) == (Rung.SPARE, 1)
-    assert (newest_entry(result).pod, newest_entry(result).rank) == ("demo-w-1", 1)
-    assert created_pods(result) == ["demo-w-5"]
+    assert (result.newest_entry.rung, result.newest_entry.pods_replaced) == (Rung.SPARE, 1)
+    assert (result.newest_entry.pod, result.newest_entry.rank) == ("demo-w-1", 1)
+    assert result.created_pods == ["demo-w-5"]
     assert result.status.membership == MembershipStatus(
         generation=2, size=4, data_parallel=4, passes=6, batch=24, speed=1.0
     )
@@ -54,8 +44,8 @@ def test_a_spare_whose_node_failed_a_check_takes_a_rank_only_when_there_is_no_ot
     fine = failed.model_copy(update={"passed": True})
     agents = {4: build.agent(4, checks=(fine, failed)), 5: build.agent(5, checks=(fine, fine))}
     observed = build.without_pods(build.running_job(4, spares=2, agents=agents), 1)
-    assert published_members(make_plan(observed)) == ["demo-w-0", "demo-w-5", "demo-w-2", "demo-w-3"]
-    assert published_members(make_plan(build.without_pods(observed, 5))) == [
+    assert make_plan(observed).published_members == ["demo-w-0", "demo-w-5", "demo-w-2", "demo-w-3"]
+    assert make_plan(build.without_pods(observed, 5)).published_members == [
         "demo-w-0",
         "demo-w-4",
         "demo-w-2",
@@ -67,11 +57,11 @@ def test_the_membership_is_published_first_and_ended_pods_deleted_last() -> None
     observed = build.with_pod(
         build.running_job(4, spares=1), build.pod(1, phase=PodPhase.FAILED, reason="Error", exit_code=137)
     )
-    assert action_kinds(make_plan(observed)) == ["PublishMembership", "CreatePod", "DeletePod", "ApplyObject"]
+    assert make_plan(observed).action_kinds == ["PublishMembership", "CreatePod", "DeletePod", "ApplyObject"]
 
 
 def test_a_loss_is_recorded_and_counted_once_while_a_replacement_is_pending() -> None:
-    result = make_plan(recovering(build.without_pods(build.running_job(4), 1), next_pod_ordinal=5))
+    result = make_plan(with_open_loss(build.without_pods(build.running_job(4), 1), next_pod_ordinal=5))
     assert len(result.status.history) == 1
     assert result.status.restarts.total == 0
     assert result.status.failures == ()
@@ -79,7 +69,7 @@ def test_a_loss_is_recorded_and_counted_once_while_a_replacement_is_pending() ->
 
 
 def test_a_second_loss_in_the_same_generation_joins_the_first() -> None:
-    result = make_plan(recovering(build.without_pods(build.running_job(4), 1, 2)))
+    result = make_plan(with_open_loss(build.without_pods(build.running_job(4), 1, 2)))
     assert len(result.status.history) == 1
 
 
@@ -87,7 +77,7 @@ def test_a_loss_between_decision_and_record_is_recorded_once() -> None:
     observed = build.without_pods(build.running_job(4), 1)
     decided = MembershipStatus(generation=2, size=4)
     closed = OPEN.model_copy(update={"recovered_seconds": 3.0})
-    result = make_plan(recovering(observed, membership=decided, history=(closed,)))
+    result = make_plan(with_open_loss(observed, membership=decided, history=(closed,)))
     assert result.status.history == (closed,)
 
 
@@ -99,26 +89,26 @@ def test_a_pending_replacement_takes_the_lost_rank() -> None:
     observed = replace(
         observed, nodes={pod.node: observed.nodes.get(pod.node) or build.node(pod.node) for pod in observed.pods}
     )
-    result = make_plan(recovering(observed))
-    assert published_members(result) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    assert newest_entry(result).rung is Rung.REPLACE
+    result = make_plan(with_open_loss(observed))
+    assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
+    assert result.newest_entry.rung is Rung.REPLACE
 
 
 def test_an_elastic_job_shrinks_only_after_the_wait_and_reports_it() -> None:
     elastic = build.spec(workers={"minReplicas": 2})
     observed = build.without_pods(build.running_job(4, job_spec=elastic), 3)
-    assert published_membership(make_plan(recovering(observed, waiting_since=NOW - 119))) is None
-    result = make_plan(recovering(observed, waiting_since=NOW - 120))
-    assert published_members(result) == ["demo-w-0", "demo-w-1", "demo-w-2"]
-    assert newest_entry(result).rung is Rung.SHRINK
-    assert newest_entry(result).pods_replaced == 0
+    assert make_plan(with_open_loss(observed, waiting_since=NOW - 119)).published_membership is None
+    result = make_plan(with_open_loss(observed, waiting_since=NOW - 120))
+    assert result.published_members == ["demo-w-0", "demo-w-1", "demo-w-2"]
+    assert result.newest_entry.rung is Rung.SHRINK
+    assert result.newest_entry.pods_replaced == 0
     assert result.status.waiting_since == NOW
 
 
 def test_a_job_never_shrinks_below_its_floor() -> None:
     elastic = build.spec(workers={"minReplicas": 3})
     observed = build.without_pods(build.running_job(4, job_spec=elastic), 2, 3)
-    assert published_membership(make_plan(recovering(observed, waiting_since=NOW - 9999))) is None
+    assert make_plan(with_open_loss(observed, waiting_since=NOW - 9999)).published_membership is None
 
 
 def test_a_shrunk_job_that_loses_another_worker_takes_a_spare_at_its_present_size_at_once() -> None:
@@ -127,8 +117,8 @@ def test_a_shrunk_job_that_loses_another_worker_takes_a_spare_at_its_present_siz
     shrunk = build.membership(0, 1, 2)
     observed = replace(observed, membership=shrunk)
     observed = build.with_agents(observed, {3: build.agent(3)})
-    result = make_plan(recovering(observed, membership=MembershipStatus(generation=1, size=3)))
-    assert published_members(result) == ["demo-w-0", "demo-w-3", "demo-w-2"]
+    result = make_plan(with_open_loss(observed, membership=MembershipStatus(generation=1, size=3)))
+    assert result.published_members == ["demo-w-0", "demo-w-3", "demo-w-2"]
 
 
 def test_a_status_adopts_a_newer_recorded_generation() -> None:
@@ -144,13 +134,13 @@ def test_the_budget_for_lost_workers_ends_the_job_with_a_verdict() -> None:
     result = make_plan(build.without_pods(build.running_job(4, job_spec=tight), 1))
     assert result.status.phase is Phase.FAILED
     assert "1 infrastructure failure within" in result.status.verdict
-    assert newest_entry(result).rung is Rung.STOP
-    assert set(deleted_pods(result)) == {"demo-w-0", "demo-w-2", "demo-w-3"}
+    assert result.newest_entry.rung is Rung.STOP
+    assert set(result.deleted_pods) == {"demo-w-0", "demo-w-2", "demo-w-3"}
 
 
 def test_a_replacement_keeps_away_from_the_node_that_has_just_failed() -> None:
     observed = build.running_job(4, agents={2: build.training_agent(2, failures=(build.failure(80, attempt=0),))})
-    (manifest,) = created_manifests(make_plan(observed))
+    (manifest,) = make_plan(observed).created_manifests
     assert "node-2" in str(manifest["spec"]["affinity"])
 
 
@@ -158,16 +148,16 @@ def test_a_replacement_keeps_away_from_the_node_that_has_just_failed() -> None:
 def test_a_pod_that_was_there_before_the_fault_is_a_spare_and_creation_times_are_rounded(
     created: float, rung: Rung
 ) -> None:
-    observed = recovering(build.without_pods(build.running_job(4, spares=1), 1))
+    observed = with_open_loss(build.without_pods(build.running_job(4, spares=1), 1))
     observed = replace(observed, pods=(*observed.pods[:3], build.pod(4, created=NOW + created)))
-    assert newest_entry(make_plan(observed)).rung is rung
+    assert make_plan(observed).newest_entry.rung is rung
 
 
 def test_a_complete_job_resumes_at_an_uncompiled_size() -> None:
     observed = build.without_pods(
         build.running_job(4, spares=1, status={"compiled": CompiledStatus(sizes=(2,), seconds=600.0)}), 1
     )
-    assert len(published_members(make_plan(observed))) == 4
+    assert len(make_plan(observed).published_members) == 4
 
 
 def waits_since(observed: Any, since: float | None, losses: tuple[Loss, ...] = ()) -> float | None:

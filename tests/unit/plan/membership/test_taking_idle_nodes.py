@@ -23,8 +23,8 @@ from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 
 REST = 30
-LAST_SEEN = NOW - 50
-"""Since when the extras of these tests are there."""
+FIRST_SEEN = NOW - 50
+"""When the agents of extras were first seen."""
 
 
 def job_with_extras(*, extras: int = 0, waiting: int = 0, most: int = 4, members: int = 2, **changes: Any) -> Observed:
@@ -206,7 +206,7 @@ def test_compilation_counts_towards_the_cost_of_growing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("price", "requeue_at"), [(30.0, LAST_SEEN + 60.0), (24.9, None), (25.0, None), (25.1, LAST_SEEN + 50.2)]
+    ("price", "requeue_at"), [(30.0, FIRST_SEEN + 60.0), (24.9, None), (25.0, None), (25.1, FIRST_SEEN + 50.2)]
 )
 def test_a_job_grows_once_extras_have_existed_for_twice_the_cost(price: float, requeue_at: float | None) -> None:
     result = decide(job_with_extras(extras=2), idle_status(with_resize_cost(price)))
@@ -342,8 +342,7 @@ def test_the_backoff_of_extras_is_reset_when_new_extras_are_warm(
     observed: Observed, before: int, failed_requests: int
 ) -> None:
     kept = idle_status(with_resize_cost(1000.0), failed_requests=3, retry_at=NOW + 5)
-    status = observed.job.status.replaced(idle_nodes=IdleNodesStatus(taken=before))
-    observed = build.with_status(observed, status)
+    observed = build.with_status(observed, idle_nodes=IdleNodesStatus(taken=before))
     assert decide(observed, kept).status.idle_nodes.failed_requests == failed_requests
 
 

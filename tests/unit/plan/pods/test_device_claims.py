@@ -7,15 +7,14 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import SETTINGS
-from tests.unit.plan.plan_results import actions_of_type, created_manifests, created_pods, deleted_pods, newest_entry
+from tests.unit.plan.plan_results import PlanResult, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.features.dra.template import build_claim_template
 from trainium_operator.plan.manifests.worker_pod import AvoidedNodes, build_worker_pods, compute_template_hash
-from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeleteTemplate, Plan
+from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeleteTemplate
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import ApiState, DevicesView, DeviceTaint, JobView, Observed, PodPhase
-from trainium_operator.plan.plan import plan
 
 SPEC = build.spec(workers={"accelerator": {"device": "cpu", "claim": {"count": 16}}})
 
@@ -27,17 +26,17 @@ def template_name() -> str:
     return name
 
 
-def planned(observed: Observed, state: ApiState = ApiState.READY) -> Plan:
-    return plan(observed, replace(SETTINGS, dra=state))
+def planned(observed: Observed, state: ApiState = ApiState.READY) -> PlanResult:
+    return make_plan(observed, replace(SETTINGS, dra=state))
 
 
-def condition_of(result: Plan, kind: ConditionType) -> tuple[str, str, str]:
+def condition_of(result: PlanResult, kind: ConditionType) -> tuple[str, str, str]:
     condition = find_condition(result.status, kind)
     assert condition is not None
     return condition.status.value, condition.reason, condition.message
 
 
-def trains(taints: dict[int, str] | None = None, **changes: Any) -> Observed:
+def job_with_devices(taints: dict[int, str] | None = None, **changes: Any) -> Observed:
     """Return four workers and a spare that hold devices; `taints` maps ordinals to effects."""
     job_spec = build.spec(workers={"spares": 1, "accelerator": {"device": "cpu", "claim": {"count": 16}}})
     notes = {
@@ -52,7 +51,7 @@ def trains(taints: dict[int, str] | None = None, **changes: Any) -> Observed:
 def test_the_template_is_made_before_the_pods_that_refer_to_it() -> None:
     result = planned(build.observation(build.job(SPEC), devices=DevicesView()))
     kinds = [type(action) for action in result.actions]
-    applied = [action.manifest for action in actions_of_type(result, ApplyObject)]
+    applied = [action.manifest for action in result.actions_of_type(ApplyObject)]
     assert [manifest["kind"] for manifest in applied] == ["ResourceClaimTemplate"]
     assert kinds.index(ApplyObject) < kinds.index(CreatePod)
 
@@ -68,10 +67,10 @@ def test_a_template_that_is_there_is_not_written_again() -> None:
 
 def test_an_outdated_template_is_deleted_without_referring_pods() -> None:
     both = DevicesView(templates={template_name(): "u", "demo-devices-old": "old-uid"})
-    observed = replace(trains(), devices=both)
+    observed = replace(job_with_devices(), devices=both)
     assert DeleteTemplate("demo-devices-old", "old-uid") in planned(observed).actions
     kept = build.with_pod(observed, build.pod(4, claim_template="demo-devices-old"))
-    assert actions_of_type(planned(kept), DeleteTemplate) == []
+    assert planned(kept).actions_of_type(DeleteTemplate) == []
 
 
 def test_with_fields_of_a_newer_version_a_template_is_made_and_none_removed() -> None:
@@ -100,7 +99,7 @@ def test_the_template_of_a_job_without_claims_is_deleted() -> None:
 )
 def test_a_job_that_cannot_claim_waits_and_reports_the_reason(state: ApiState, reason: str, words: str) -> None:
     result = planned(build.observation(build.job(SPEC)), state)
-    assert created_pods(result) == []
+    assert result.created_pods == []
     for kind in (ConditionType.ADMITTED, ConditionType.PODS_READY):
         status, why, message = condition_of(result, kind)
         assert (status, why) == ("False", reason)
@@ -109,17 +108,17 @@ def test_a_job_that_cannot_claim_waits_and_reports_the_reason(state: ApiState, r
 
 @pytest.mark.parametrize("state", list(ApiState))
 def test_a_job_without_a_claim_does_not_wait(state: ApiState) -> None:
-    assert len(created_pods(planned(build.observation(build.job(build.spec())), state))) == 4
+    assert len(planned(build.observation(build.job(build.spec())), state).created_pods) == 4
 
 
 def test_a_running_job_continues_without_the_claim_api() -> None:
-    result = planned(replace(trains(), devices=None), ApiState.ABSENT)
-    assert (created_pods(result), deleted_pods(result), result.status.phase) == ([], {}, Phase.RUNNING)
+    result = planned(replace(job_with_devices(), devices=None), ApiState.ABSENT)
+    assert (result.created_pods, result.deleted_pods, result.status.phase) == ([], {}, Phase.RUNNING)
 
 
 def test_a_member_whose_device_is_tainted_hands_its_rank_to_a_spare_before_it_is_evicted() -> None:
-    result = planned(trains({1: "NoExecute"}))
-    entry = newest_entry(result)
+    result = planned(job_with_devices({1: "NoExecute"}))
+    entry = result.newest_entry
     assert (entry.cause, entry.node) == (Cause.DEVICE_TAINTED, "node-1")
     assert "device taint neuron.aws.com/x (NoExecute, device node-1/neurondevice3)" in entry.message
     assert result.status.failures == ()
@@ -127,16 +126,16 @@ def test_a_member_whose_device_is_tainted_hands_its_rank_to_a_spare_before_it_is
 
 
 def test_a_new_worker_may_come_back_to_other_devices_of_the_same_node() -> None:
-    observed = trains({1: "NoExecute"})
+    observed = job_with_devices({1: "NoExecute"})
     result = planned(replace(observed, pods=observed.pods[:4]))  # without its spare, so pods are made
-    manifests = created_manifests(result)
+    manifests = result.created_manifests
     assert manifests
     assert not any("nodeAffinity" in manifest["spec"]["affinity"] for manifest in manifests)
 
 
 @pytest.mark.parametrize("effect", ["NoSchedule", "None"])
 def test_a_device_taint_without_eviction_replaces_nobody(effect: str) -> None:
-    result = planned(trains({1: effect}))
+    result = planned(job_with_devices({1: effect}))
     assert result.status.history == ()
     healthy = find_condition(result.status, ConditionType.NODES_HEALTHY)
     assert healthy is not None
@@ -147,24 +146,24 @@ def test_an_eviction_for_a_tainted_device_has_a_separate_cause() -> None:
     evicted = build.pod(
         1, claim_template=template_name(), deleting=True, disrupted=True, disruption="DeletionByDeviceTaintManager"
     )
-    result = planned(build.with_pod(trains({1: "NoExecute"}), evicted))
-    assert newest_entry(result).cause is Cause.DEVICE_TAINTED
-    assert newest_entry(result).message == (
+    result = planned(build.with_pod(job_with_devices({1: "NoExecute"}), evicted))
+    assert result.newest_entry.cause is Cause.DEVICE_TAINTED
+    assert result.newest_entry.message == (
         "pod demo-w-1 on node node-1 is being deleted or evicted: "
         "device taint neuron.aws.com/x (NoExecute, device node-1/neurondevice3)"
     )
     assert result.status.failures == ()
     plain = replace(evicted, disruption="EvictionByEvictionAPI")
-    assert newest_entry(planned(build.with_pod(trains(), plain))).cause is Cause.PREEMPTED
+    assert planned(build.with_pod(job_with_devices(), plain)).newest_entry.cause is Cause.PREEMPTED
 
 
 def test_an_unhealthy_device_replaces_the_worker_and_avoids_the_node() -> None:
     ill = build.pod(
         1, claim_template=template_name(), device_health=("Unhealthy", "neuron.aws.com/node-1/neurondevice3: HBM")
     )
-    result = planned(build.with_pod(trains(), ill))
-    assert newest_entry(result).cause is Cause.DEVICE
-    assert "claim health (Unhealthy, neuron.aws.com/node-1/neurondevice3: HBM)" in newest_entry(result).message
+    result = planned(build.with_pod(job_with_devices(), ill))
+    assert result.newest_entry.cause is Cause.DEVICE
+    assert "claim health (Unhealthy, neuron.aws.com/node-1/neurondevice3: HBM)" in result.newest_entry.message
     assert result.status.avoided_nodes == ("node-1",)
 
 
@@ -205,7 +204,7 @@ def test_missing_device_plugin_capacity_is_ignored_for_claims() -> None:
     assert condition_of(planned(replace(plain, nodes=nodes)), ConditionType.NODES_HEALTHY)[0] == "False"
 
 
-def claiming(claim: dict[str, Any] | None = None, instance: str = "trn1.32xlarge", **accelerator: Any) -> JobView:
+def job_with_claim(claim: dict[str, Any] | None = None, instance: str = "trn1.32xlarge", **accelerator: Any) -> JobView:
     given = {"instanceType": instance, "claim": claim or {}, **accelerator}
     return build.job(build.spec(workers={"accelerator": given}, trainer={"batch": {"globalSize": 128}}))
 
@@ -214,7 +213,7 @@ def built_pod_spec(view: JobView) -> Any:
     return build_worker_pods(view, SETTINGS, range(1), AvoidedNodes())[0]["spec"]
 
 
-def devices(view: JobView) -> Any:
+def claimed_devices(view: JobView) -> Any:
     template = build_claim_template(view)
     assert template is not None
     return template["spec"]["spec"]["devices"]
@@ -244,11 +243,11 @@ def test_a_job_without_a_claim_keeps_its_template_hash(accelerator: dict[str, An
 
 def test_a_worker_claims_all_devices_of_its_instance_type_by_count() -> None:
     exactly = {"deviceClassName": "neuron.aws.com", "allocationMode": "ExactCount", "count": 16}
-    assert devices(claiming()) == {"requests": [{"name": "neuron", "exactly": exactly}]}
+    assert claimed_devices(job_with_claim()) == {"requests": [{"name": "neuron", "exactly": exactly}]}
 
 
 def test_a_pod_refers_to_the_template_and_asks_the_device_plugin_for_nothing_but_efa() -> None:
-    view = claiming()
+    view = job_with_claim()
     pod_spec, template = built_pod_spec(view), build_claim_template(view)
     assert template is not None
     assert pod_spec["resourceClaims"] == [{"name": "neuron", "resourceClaimTemplateName": template["metadata"]["name"]}]
@@ -262,15 +261,15 @@ def test_a_pod_refers_to_the_template_and_asks_the_device_plugin_for_nothing_but
 
 
 def test_an_init_container_that_compiles_sees_the_claimed_devices_too() -> None:
-    view = claiming()
+    view = job_with_claim()
     view = build.job(build.spec(**{**view.spec.to_wire(), "precompile": {"enabled": True}}))
     (init,) = built_pod_spec(view)["initContainers"]
     assert init["resources"]["claims"] == [{"name": "neuron"}]
 
 
 def test_fewer_devices_are_connected_on_request_and_workers_keep_to_one_a_node() -> None:
-    view = claiming({"count": 4, "connected": True}, coresPerNode=8)
-    assert devices(view)["constraints"] == [
+    view = job_with_claim({"count": 4, "connected": True}, coresPerNode=8)
+    assert claimed_devices(view)["constraints"] == [
         {"requests": ["neuron"], "matchAttribute": "resource.aws.com/devicegroup4_id"}
     ]
     pod_spec = built_pod_spec(view)
@@ -279,22 +278,22 @@ def test_fewer_devices_are_connected_on_request_and_workers_keep_to_one_a_node()
 
 
 def test_the_size_of_a_logical_core_is_passed_to_the_driver_and_to_the_runtime() -> None:
-    view = claiming({"logicalNeuronCore": 1}, "trn2.48xlarge", coresPerNode=128)
+    view = job_with_claim({"logicalNeuronCore": 1}, "trn2.48xlarge", coresPerNode=128)
     parameters = {"apiVersion": "neuron.aws.com/v1", "kind": "NeuronConfig", "logicalNeuronCore": 1}
-    assert devices(view)["config"] == [
+    assert claimed_devices(view)["config"] == [
         {"requests": ["neuron"], "opaque": {"driver": "neuron.aws.com", "parameters": parameters}}
     ]
     assert environment(built_pod_spec(view))["NEURON_LOGICAL_NC_CONFIG"] == "1"
-    assert "NEURON_LOGICAL_NC_CONFIG" not in environment(built_pod_spec(claiming()))
+    assert "NEURON_LOGICAL_NC_CONFIG" not in environment(built_pod_spec(job_with_claim()))
 
 
 def test_a_node_of_an_ultraserver_is_one_device() -> None:
-    view = claiming({"ultraServerNode": True}, "trn2u.48xlarge")
-    (request,) = devices(view)["requests"]
+    view = job_with_claim({"ultraServerNode": True}, "trn2u.48xlarge")
+    (request,) = claimed_devices(view)["requests"]
     assert request["exactly"]["count"] == 1
     (selector,) = request["exactly"]["selectors"]
     assert selector["cel"]["expression"] == "device.attributes['neuron.aws.com'].resourceType == 'neuron_node'"
-    (config,) = devices(view)["config"]
+    (config,) = claimed_devices(view)["config"]
     assert config["opaque"]["parameters"]["kind"] == "UltraServerConfig"
     assert config["opaque"]["parameters"]["ultraserverMode"] == 1
     assert environment(built_pod_spec(view))["TRAINIUM_NEURON_DEVICES"] == "16"
@@ -302,13 +301,13 @@ def test_a_node_of_an_ultraserver_is_one_device() -> None:
 
 def test_further_conditions_go_into_the_request() -> None:
     pinned = "device.attributes['neuron.aws.com'].neuronDriverVersion == '2.31.7'"
-    (request,) = devices(claiming({"selectors": [pinned]}))["requests"]
+    (request,) = claimed_devices(job_with_claim({"selectors": [pinned]}))["requests"]
     assert request["exactly"]["selectors"] == [{"cel": {"expression": pinned}}]
 
 
 def test_the_name_of_a_template_follows_from_its_content_and_it_belongs_to_the_job() -> None:
     template, same, other = (
-        build_claim_template(claiming(claim)) for claim in ({}, {"count": 16}, {"connected": True})
+        build_claim_template(job_with_claim(claim)) for claim in ({}, {"count": 16}, {"connected": True})
     )
     assert template is not None
     assert same is not None
@@ -326,7 +325,7 @@ def test_claims_of_the_template_are_kept() -> None:
             "containers": [{"resources": {"claims": [{"name": "fabric"}]}}],
         }
     }
-    view = claiming()
+    view = job_with_claim()
     view = build.job(
         build.spec(workers={**view.spec.workers.to_wire(), "template": theirs}, trainer={"batch": {"globalSize": 128}})
     )

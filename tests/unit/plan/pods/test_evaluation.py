@@ -8,21 +8,14 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW, SETTINGS
-from tests.unit.plan.plan_results import (
-    action_kinds,
-    actions_of_type,
-    created_pods,
-    deleted_pods,
-    make_plan,
-    with_written_status,
-)
+from tests.unit.plan.plan_results import PlanResult, make_plan, with_written_status
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.results import MAX_EVALUATIONS, ArtifactReport, MilestoneEvaluation
 from trainium_operator.plan.features.evaluation.pod import build_evaluation_pod
 from trainium_operator.plan.features.evaluation.policy import BACKOFF_SECONDS, MAX_ATTEMPTS, describe_attempt
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluation, Plan
+from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluation
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.observed import EvaluationView, Observed, PodPhase, WriteRefusal
 from trainium_operator.plan.model.reasons import Reason
@@ -52,12 +45,12 @@ def job_with_models(*steps: int, evaluation: EvaluationView | None = None, **cha
     return replace(observed, evaluation=evaluation or EvaluationView())
 
 
-def creations(result: Plan) -> list[dict[str, Any]]:
-    return [action.manifest for action in actions_of_type(result, CreateEvaluation)]
+def creations(result: PlanResult) -> list[dict[str, Any]]:
+    return [action.manifest for action in result.actions_of_type(CreateEvaluation)]
 
 
-def deletions(result: Plan) -> list[tuple[str, str]]:
-    return [(action.name, action.uid) for action in actions_of_type(result, DeleteEvaluation)]
+def deletions(result: PlanResult) -> list[tuple[str, str]]:
+    return [(action.name, action.uid) for action in result.actions_of_type(DeleteEvaluation)]
 
 
 def evaluation_view(step: int, failures: int = 0, **changes: Any) -> EvaluationView:
@@ -75,14 +68,14 @@ def test_models_are_evaluated_once_in_order_and_results_are_recorded_before_dele
     observed = job_with_models(100, 200)
     first = make_plan(observed)
     (manifest,) = creations(first)
-    assert action_kinds(first)[-1] == "CreateEvaluation"
+    assert first.action_kinds[-1] == "CreateEvaluation"
     assert [(evaluation.step, evaluation.tokens, evaluation.figures) for evaluation in first.status.evaluations] == [
         (100, 10_000, ()),
         (200, 20_000, ()),
     ]
     evaluates = manifest["metadata"]["annotations"][names.ANNOTATION_EVALUATES]
     running_pod = EvaluationView(build.pod(0, name="demo-evaluation", uid="uid-e", evaluates=evaluates))
-    assert action_kinds(make_plan(replace(with_written_status(observed), evaluation=running_pod))) == []
+    assert make_plan(replace(with_written_status(observed), evaluation=running_pod)).action_kinds == []
 
     over = make_plan(replace(with_written_status(observed), evaluation=ended_pod(0, json.dumps(FIGURES))))
     (figure,) = over.status.evaluations[0].figures
@@ -161,7 +154,7 @@ def test_evaluation_never_changes_the_plan_of_the_workers(phase: PodPhase) -> No
         EvaluationView(refusal=WriteRefusal("exceeded quota", name_in_use=False, retry_at=NOW + 30)),
     ):
         result = make_plan(replace(job_with_models(100), evaluation=view))
-        assert (created_pods(result), deleted_pods(result)) == (created_pods(plain), deleted_pods(plain))
+        assert (result.created_pods, result.deleted_pods) == (plain.created_pods, plain.deleted_pods)
         assert result.status.conditions == plain.status.conditions
         assert (result.status.failures, result.status.membership) == (plain.status.failures, plain.status.membership)
 

@@ -8,14 +8,13 @@ import pytest
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW, SETTINGS
 from tests.unit.plan.plan_cluster import FakeCluster
-from tests.unit.plan.plan_results import actions_of_type, created_manifests, created_pods, deleted_pods
+from tests.unit.plan.plan_results import PlanResult, make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.internal import GangStatus
-from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
+from trainium_operator.plan.model.actions import ApplyGroup, CreatePod
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import GangApi, Observed, PodPhase
-from trainium_operator.plan.plan import plan
 from trainium_operator.plan.pods.gang_policy import pause_seconds
 from trainium_operator.plan.report.write_throttle import COUNT_INTERVAL_SECONDS
 
@@ -31,17 +30,17 @@ def new_job(scheduling: dict[str, Any] | None = None, **workers: Any) -> Observe
     )
 
 
-def planned(observed: Observed, served: dict[GangApi, str] | None = None) -> Plan:
-    return plan(observed, replace(SETTINGS, gang_apis=served or {}))
+def planned(observed: Observed, served: dict[GangApi, str] | None = None) -> PlanResult:
+    return make_plan(observed, replace(SETTINGS, gang_apis=served or {}))
 
 
-def group(result: Plan) -> Any:
-    manifests = [action.manifest for action in actions_of_type(result, ApplyGroup)]
+def applied_group(result: PlanResult) -> Any:
+    manifests = [action.manifest for action in result.actions_of_type(ApplyGroup)]
     assert len(manifests) <= 1
     return manifests[0] if manifests else None
 
 
-def admitted(result: Plan) -> tuple[str, str]:
+def admitted_condition(result: PlanResult) -> tuple[str, str]:
     condition = find_condition(result.status, ConditionType.ADMITTED)
     assert condition is not None
     return condition.status.value, condition.reason
@@ -49,11 +48,11 @@ def admitted(result: Plan) -> tuple[str, str]:
 
 def test_a_native_gang_is_a_pod_group_of_the_smallest_size_that_pods_name() -> None:
     result = planned(new_job(), NATIVE)
-    gang = group(result)
+    gang = applied_group(result)
     assert (gang["apiVersion"], gang["kind"]) == ("scheduling.k8s.io/v1alpha2", "PodGroup")
     assert gang["spec"] == {"schedulingPolicy": {"gang": {"minCount": 4}}}, "the spare is not part of the minimum"
     assert gang["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
-    assert {manifest["spec"]["schedulingGroup"]["podGroupName"] for manifest in created_manifests(result)} == {
+    assert {manifest["spec"]["schedulingGroup"]["podGroupName"] for manifest in result.created_manifests} == {
         gang["metadata"]["name"]
     }
     kinds = [type(action) for action in result.actions]
@@ -61,16 +60,16 @@ def test_a_native_gang_is_a_pod_group_of_the_smallest_size_that_pods_name() -> N
 
 
 def test_the_least_of_an_elastic_job_is_its_smallest_legal_size() -> None:
-    assert group(planned(new_job(minReplicas=2), NATIVE))["spec"]["schedulingPolicy"]["gang"]["minCount"] == 2
+    assert applied_group(planned(new_job(minReplicas=2), NATIVE))["spec"]["schedulingPolicy"]["gang"]["minCount"] == 2
 
 
 def test_kubernetes_1_35_has_a_workload_that_pods_refer_to() -> None:
     result = planned(new_job(), OLD_NATIVE)
-    gang = group(result)
+    gang = applied_group(result)
     assert gang["kind"] == "Workload"
     assert gang["spec"]["podGroups"] == [{"name": "workers", "policy": {"gang": {"minCount": 4}}}]
     assert gang["spec"]["controllerRef"] == {"apiGroup": "trainium.dev", "kind": "TrainingJob", "name": "demo"}
-    assert created_manifests(result)[0]["spec"]["workloadRef"] == {
+    assert result.created_manifests[0]["spec"]["workloadRef"] == {
         "name": gang["metadata"]["name"],
         "podGroup": "workers",
     }
@@ -78,10 +77,10 @@ def test_kubernetes_1_35_has_a_workload_that_pods_refer_to() -> None:
 
 def test_coscheduling_has_a_pod_group_and_a_label() -> None:
     result = planned(new_job({"gang": "Coscheduling"}), ALL)
-    gang = group(result)
+    gang = applied_group(result)
     assert (gang["apiVersion"], gang["spec"]) == ("scheduling.x-k8s.io/v1alpha1", {"minMember": 4})
     assert (
-        created_manifests(result)[0]["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == gang["metadata"]["name"]
+        result.created_manifests[0]["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == gang["metadata"]["name"]
     )
 
 
@@ -99,7 +98,7 @@ def test_coscheduling_has_a_pod_group_and_a_label() -> None:
 def test_the_first_api_that_is_served_and_wanted_is_used(
     scheduling: dict[str, Any], served: dict[GangApi, str], kind: str | None
 ) -> None:
-    gang = group(planned(new_job(scheduling), served))
+    gang = applied_group(planned(new_job(scheduling), served))
     assert (gang and gang["apiVersion"]) == kind
 
 
@@ -108,20 +107,20 @@ def test_a_gang_that_cannot_be_scheduled_is_reported() -> None:
     condition = find_condition(result.status, ConditionType.ADMITTED)
     assert condition is not None
     assert "does not serve the gang API that was asked for, Native" in condition.message
-    assert len(created_manifests(result)) == 5, "the time-out does it instead"
+    assert len(result.created_manifests) == 5, "the time-out does it instead"
 
 
 def test_a_single_worker_is_no_gang() -> None:
-    assert group(planned(new_job(replicas=1, spares=0), NATIVE)) is None
+    assert applied_group(planned(new_job(replicas=1, spares=0), NATIVE)) is None
 
 
 def test_newcomers_of_a_running_job_are_not_in_a_group() -> None:
     observed = build.running_job(4)
     observed = build.without_pods(observed, 3, keep_agents=True)
     result = planned(observed, NATIVE)
-    assert created_pods(result) == ["demo-w-4"]
-    assert group(result) is None
-    assert "schedulingGroup" not in created_manifests(result)[0]["spec"]
+    assert result.created_pods == ["demo-w-4"]
+    assert applied_group(result) is None
+    assert "schedulingGroup" not in result.created_manifests[0]["spec"]
 
 
 def test_a_pending_gang_pod_is_recreated_without_the_group_after_the_start() -> None:
@@ -131,11 +130,11 @@ def test_a_pending_gang_pod_is_recreated_without_the_group_after_the_start() -> 
         observed = build.running_job(
             4, pods=(*(build.pod(ordinal) for ordinal in range(4)), extra), job_spec=build.spec(workers={"spares": 1})
         )
-        assert deleted_pods(planned(observed, NATIVE)) == expected
+        assert planned(observed, NATIVE).deleted_pods == expected
 
 
 def test_another_smallest_size_before_the_start_makes_another_group() -> None:
-    first = group(planned(new_job(), NATIVE))["metadata"]["name"]
+    first = applied_group(planned(new_job(), NATIVE))["metadata"]["name"]
     pods = tuple(
         build.pod(ordinal, phase=PodPhase.PENDING, node="", ip="", gang=first, scheduled=False, template_hash="")
         for ordinal in range(5)
@@ -144,14 +143,14 @@ def test_another_smallest_size_before_the_start_makes_another_group() -> None:
         build.job(build.spec(workers={"replicas": 3, "spares": 1}), TrainingJobStatus(next_pod_ordinal=5)), pods
     )
     result = planned(changed, NATIVE)
-    assert set(deleted_pods(result)) == {pod.name for pod in pods}
-    assert group(result)["metadata"]["name"] != first
+    assert set(result.deleted_pods) == {pod.name for pod in pods}
+    assert applied_group(result)["metadata"]["name"] != first
 
 
 # The time-out
 
 
-def partial(bound: int, *, since: float | None = None, elastic: bool = False, **gang: Any) -> Observed:
+def partially_bound_job(bound: int, *, since: float | None = None, elastic: bool = False, **gang: Any) -> Observed:
     """Return a job of four whose first `bound` workers hold nodes."""
     workers = {"replicas": 4, "spares": 0, **({"minReplicas": 2} if elastic else {})}
     status = TrainingJobStatus(
@@ -167,21 +166,21 @@ def partial(bound: int, *, since: float | None = None, elastic: bool = False, **
 
 
 def test_a_partial_gang_releases_its_nodes_after_the_timeout() -> None:
-    waiting = planned(partial(3))
+    waiting = planned(partially_bound_job(3))
     assert waiting.status.gang.holding_since == NOW
-    assert deleted_pods(waiting) == {}
-    result = planned(partial(3, since=NOW - 600))
-    assert set(deleted_pods(result)) == {f"demo-w-{ordinal}" for ordinal in range(4)}
-    assert created_pods(result) == []
+    assert waiting.deleted_pods == {}
+    result = planned(partially_bound_job(3, since=NOW - 600))
+    assert set(result.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in range(4)}
+    assert result.created_pods == []
     assert result.status.gang.releases == 1
     assert result.status.gang.retry_at == NOW + pause_seconds("job-uid", 1)
-    assert admitted(result) == ("False", "GangTimedOut")
+    assert admitted_condition(result) == ("False", "GangTimedOut")
     assert [event.reason for event in result.events if event.reason == "GangTimedOut"] == ["GangTimedOut"]
 
 
 def test_holding_since_is_not_written_while_pods_are_being_bound() -> None:
     """Nor is it one that nothing is wrong with the first of those nodes."""
-    observed = partial(3)
+    observed = partially_bound_job(3)
     status = planned(replace(observed, nodes={})).status
     held = build.with_status(observed, status.replaced(gang=GangStatus()))
     assert find_condition(status, ConditionType.NODES_HEALTHY) is None
@@ -195,13 +194,13 @@ def test_holding_since_is_not_written_while_pods_are_being_bound() -> None:
 
 def test_that_nodes_are_no_longer_held_is_written_at_once() -> None:
     """Else those of the next attempt would be released too early."""
-    observed = partial(0, since=NOW - 300)
+    observed = partially_bound_job(0, since=NOW - 300)
     held = build.with_status(observed, planned(observed).status.replaced(gang=observed.job.status.gang))
     assert planned(replace(held, status_written=NOW)).status.gang.holding_since is None
 
 
 def test_a_job_that_waits_for_nodes_shows_until_when() -> None:
-    admitted = find_condition(planned(partial(3)).status, ConditionType.ADMITTED)
+    admitted = find_condition(planned(partially_bound_job(3)).status, ConditionType.ADMITTED)
     assert admitted is not None
     assert admitted.message == (
         "not all workers have a node; if too few have one after 600 s, the job releases these nodes"
@@ -209,30 +208,29 @@ def test_a_job_that_waits_for_nodes_shows_until_when() -> None:
 
 
 def test_a_crash_after_a_gang_timeout_reports_it_once() -> None:
-    first = planned(partial(3, since=NOW - 600))
-    observed = partial(3)
+    first = planned(partially_bound_job(3, since=NOW - 600))
+    observed = partially_bound_job(3)
     again = planned(replace(observed, job=replace(observed.job, status=first.status), now=NOW + 1))
-    assert set(deleted_pods(again)) == {f"demo-w-{ordinal}" for ordinal in range(4)}
+    assert set(again.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in range(4)}
     assert again.status.gang == first.status.gang
     assert again.events == ()
 
 
 def test_an_elastic_job_that_can_start_smaller_keeps_its_nodes() -> None:
-    result = planned(partial(3, since=NOW - 600, elastic=True))
-    assert deleted_pods(result) == {}
+    result = planned(partially_bound_job(3, since=NOW - 600, elastic=True))
+    assert result.deleted_pods == {}
     assert result.status.gang.holding_since is None
-    later = partial(3, elastic=True)
-    status = later.job.status.model_copy(update={"waiting_since": NOW - 121})
-    started = planned(build.with_status(later, status))
+    later = partially_bound_job(3, elastic=True)
+    started = planned(build.with_status(later, waiting_since=NOW - 121))
     assert started.status.membership.size == 3
 
 
 def test_an_elastic_job_that_cannot_start_at_all_releases_its_nodes() -> None:
-    assert len(deleted_pods(planned(partial(1, since=NOW - 600, elastic=True)))) == 4
+    assert len(planned(partially_bound_job(1, since=NOW - 600, elastic=True)).deleted_pods) == 4
 
 
 def test_a_gang_without_nodes_holds_nothing() -> None:
-    assert planned(partial(0)).status.gang.holding_since is None
+    assert planned(partially_bound_job(0)).status.gang.holding_since is None
 
 
 def test_pauses_grow_and_are_deterministic_for_each_job() -> None:
@@ -269,4 +267,4 @@ def test_a_job_without_enough_nodes_retries_until_it_starts() -> None:
 
 def test_a_suspended_job_is_not_admitted() -> None:
     observed = build.observation(build.job(build.spec(suspend=True)), nodes={"node-0": build.node("node-0")})
-    assert admitted(planned(observed)) == ("False", "Suspended")
+    assert admitted_condition(planned(observed)) == ("False", "Suspended")

@@ -7,27 +7,26 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW, SETTINGS
-from tests.unit.plan.plan_results import actions_of_type, created_pods, get_condition
+from tests.unit.plan.plan_results import PlanResult, make_plan
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION
 from trainium_operator.plan.features.network_policy.policy import KIND, build_network_policy
 from trainium_operator.plan.manifests.worker_pod import build_pod_template
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyPolicy, Plan
+from trainium_operator.plan.model.actions import ApplyPolicy
 from trainium_operator.plan.model.conditions import find_condition, with_condition
 from trainium_operator.plan.model.observed import Observed, WorkerIngress, WriteRefusal
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.plan import plan
 
 INGRESS = WorkerIngress(operator_namespace="system", operator_labels={"app": "operator"})
 PLACE = f"{KIND}/demo-workers"
 
 
-def planned(observed: Observed, ingress: WorkerIngress | None = INGRESS) -> Plan:
-    return plan(observed, replace(SETTINGS, worker_ingress=ingress))
+def planned(observed: Observed, ingress: WorkerIngress | None = INGRESS) -> PlanResult:
+    return make_plan(observed, replace(SETTINGS, worker_ingress=ingress))
 
 
-def trains(**changes: Any) -> Observed:
+def running_job(**changes: Any) -> Observed:
     return build.running_job(policies_listed=True, **changes)
 
 
@@ -36,29 +35,29 @@ def with_policy(observed: Observed, ingress: WorkerIngress = INGRESS) -> Observe
     return replace(observed, children={**observed.children, PLACE: digest})
 
 
-def policy_condition(result: Plan) -> tuple[str, str, str] | None:
+def policy_condition(result: PlanResult) -> tuple[str, str, str] | None:
     condition = find_condition(result.status, ConditionType.NETWORK_POLICY_APPLIED)
     return None if condition is None else (condition.status.value, condition.reason, condition.message)
 
 
-def with_status_of(observed: Observed, result: Plan, **changes: Any) -> Observed:
+def with_status_of(observed: Observed, result: PlanResult, **changes: Any) -> Observed:
     return replace(observed, job=replace(observed.job, status=result.status), **changes)
 
 
 def test_the_network_policy_is_written_last_and_once_pods_exist() -> None:
     first = planned(build.observation(build.job(), policies_listed=True))
-    assert len(created_pods(first)) == 4
-    assert actions_of_type(first, ApplyPolicy) == []
+    assert len(first.created_pods) == 4
+    assert first.actions_of_type(ApplyPolicy) == []
     then = planned(build.observation(build.job(), (build.pod(0),), policies_listed=True))
-    assert len(created_pods(then)) > 0
+    assert len(then.created_pods) > 0
     assert isinstance(then.actions[-1], ApplyPolicy)
     assert policy_condition(then) is None
 
 
 def test_an_unchanged_policy_is_not_written_again_and_a_different_one_is() -> None:
-    assert actions_of_type(planned(with_policy(trains())), ApplyPolicy) == []
+    assert planned(with_policy(running_job())).actions_of_type(ApplyPolicy) == []
     moved = replace(INGRESS, operator_namespace="elsewhere")
-    (action,) = actions_of_type(planned(with_policy(trains()), moved), ApplyPolicy)
+    (action,) = planned(with_policy(running_job()), moved).actions_of_type(ApplyPolicy)
     assert action.manifest["spec"]["ingress"][1]["from"][0]["namespaceSelector"]["matchLabels"] == {
         "kubernetes.io/metadata.name": "elsewhere"
     }
@@ -66,8 +65,8 @@ def test_an_unchanged_policy_is_not_written_again_and_a_different_one_is() -> No
 
 @pytest.mark.parametrize("ingress", [None, INGRESS])
 def test_without_the_setting_or_before_the_policies_were_read_none_is_written(ingress: WorkerIngress | None) -> None:
-    result = planned(replace(trains(), policies_listed=ingress is None), ingress)
-    assert actions_of_type(result, ApplyPolicy) == []
+    result = planned(replace(running_job(), policies_listed=ingress is None), ingress)
+    assert result.actions_of_type(ApplyPolicy) == []
     assert (result.requeue_after is not None and result.requeue_after <= 5.0) or ingress is None
 
 
@@ -77,9 +76,9 @@ def test_without_the_setting_or_before_the_policies_were_read_none_is_written(in
 def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_continues(
     taken: bool, state: str, reason: str
 ) -> None:
-    observed = trains(policy_refusal=WriteRefusal("may not create it", taken, NOW + 30))
+    observed = running_job(policy_refusal=WriteRefusal("may not create it", taken, NOW + 30))
     result = planned(observed)
-    assert actions_of_type(result, ApplyPolicy) == []
+    assert result.actions_of_type(ApplyPolicy) == []
     problem = policy_condition(result)
     assert problem is not None
     assert problem[:2] == (state, reason)
@@ -88,24 +87,24 @@ def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_co
     assert not any(
         condition.reason == "Stalled" and condition.status == "True" for condition in result.status.conditions
     )
-    stalled = get_condition(result.status, ConditionType.STALLED)
+    stalled = result.condition(ConditionType.STALLED)
     assert stalled.status.value == "False"
     again = planned(with_status_of(observed, result))
     assert not [event for event in again.events if event.reason == reason]
     assert again.requeue_after is not None
     assert again.requeue_after <= 30
     late = planned(with_status_of(observed, result, now=NOW + 31))
-    assert len(actions_of_type(late, ApplyPolicy)) == 1
+    assert len(late.actions_of_type(ApplyPolicy)) == 1
 
 
 def test_a_refused_network_policy_does_not_block_replacement() -> None:
-    observed = trains(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW + 30))
+    observed = running_job(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW + 30))
     fewer = replace(observed, pods=observed.pods[1:])
-    assert created_pods(planned(fewer)) == created_pods(planned(fewer, None)) != []
+    assert planned(fewer).created_pods == planned(fewer, None).created_pods != []
 
 
 def test_the_policy_condition_follows_the_setting() -> None:
-    observed = trains(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW))
+    observed = running_job(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW))
     result = planned(observed)
     done = planned(with_policy(with_status_of(observed, result, policy_refusal=None)))
     assert policy_condition(done) == ("True", "PolicyApplied", "")
@@ -114,19 +113,19 @@ def test_the_policy_condition_follows_the_setting() -> None:
 
 def test_host_network_jobs_get_no_policy_and_open_an_existing_one() -> None:
     hosts = build.spec(workers={"template": {"spec": {"hostNetwork": True}}})
-    observed = trains(job_spec=hosts)
-    assert actions_of_type(planned(observed), ApplyPolicy) == []
-    (action,) = actions_of_type(
-        planned(replace(observed, children={**observed.children, PLACE: "of-before"})), ApplyPolicy
+    observed = running_job(job_spec=hosts)
+    assert planned(observed).actions_of_type(ApplyPolicy) == []
+    (action,) = planned(replace(observed, children={**observed.children, PLACE: "of-before"})).actions_of_type(
+        ApplyPolicy
     )
     assert action.manifest["spec"]["ingress"] == [{}]
 
 
 def test_an_ended_job_gets_no_network_policy() -> None:
-    observed = trains()
+    observed = running_job()
     ended = with_condition(observed.job.status, ConditionType.COMPLETE, True, Reason.COMPLETED, "", now=NOW)
-    assert actions_of_type(planned(observed), ApplyPolicy)
-    assert actions_of_type(planned(build.with_status(observed, ended)), ApplyPolicy) == []
+    assert planned(observed).actions_of_type(ApplyPolicy)
+    assert planned(build.with_status(observed, ended)).actions_of_type(ApplyPolicy) == []
 
 
 OPERATOR = {"app.kubernetes.io/name": "trainium-operator", "app.kubernetes.io/instance": "prod"}

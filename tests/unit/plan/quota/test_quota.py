@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW, SETTINGS
-from tests.unit.plan.plan_results import actions_of_type, created_pods, deleted_pods, get_condition
+from tests.unit.plan.plan_results import PlanResult, make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
@@ -16,7 +16,6 @@ from trainium_operator.plan.model.actions import (
     ApplyWorkload,
     CreatePod,
     DeleteWorkload,
-    Plan,
     PublishMembership,
     SetQuotaConditions,
 )
@@ -30,7 +29,6 @@ from trainium_operator.plan.model.quota import (
     WorkloadConditionView,
     WorkloadView,
 )
-from trainium_operator.plan.plan import plan
 from trainium_operator.plan.view.size import decide_size
 
 READY = replace(SETTINGS, kueue=ApiState.READY)
@@ -67,7 +65,7 @@ def workload(part: int, workers: int, spares: int = 0, **changes: Any) -> Worklo
     return replace(view, **changes)
 
 
-def pending(view: WorkloadView, *more: WorkloadConditionView) -> WorkloadView:
+def without_quota(view: WorkloadView, *more: WorkloadConditionView) -> WorkloadView:
     return replace(
         view, grants=(), conditions=(workload_condition(WorkloadCondition.QUOTA_RESERVED, true=False), *more)
     )
@@ -90,26 +88,29 @@ def running_job(count: int = 4, *, pods: int | None = None, **workers: Any) -> O
     return replace(observed, pods=placed[:pods])
 
 
-def requested_counts(result: Plan) -> dict[str, dict[str, int]]:
+def requested_counts(result: PlanResult) -> dict[str, dict[str, int]]:
     """Return the requested counts by Workload and pod set."""
     return {
         action.manifest["metadata"]["name"]: {
             pod_set["name"]: pod_set["count"] for pod_set in action.manifest["spec"]["podSets"]
         }
-        for action in actions_of_type(result, ApplyWorkload)
+        for action in result.actions_of_type(ApplyWorkload)
     }
 
 
-def condition(result: Plan) -> Condition:
-    return get_condition(result.status, ConditionType.ADMITTED)
+def admitted_condition(result: PlanResult) -> Condition:
+    return result.condition(ConditionType.ADMITTED)
 
 
 def test_a_new_job_requests_quota_before_any_pod() -> None:
-    result = plan(queued_job(new_job()), READY)
+    result = make_plan(queued_job(new_job()), READY)
     assert requested_counts(result) == {"demo-quota-0": {WORKERS: 4, SPARES: 1}}
-    assert created_pods(result) == []
-    assert (condition(result).status, condition(result).reason) == (ConditionStatus.FALSE, "WaitingForQueue")
-    (action,) = actions_of_type(result, ApplyWorkload)
+    assert result.created_pods == []
+    assert (admitted_condition(result).status, admitted_condition(result).reason) == (
+        ConditionStatus.FALSE,
+        "WaitingForQueue",
+    )
+    (action,) = result.actions_of_type(ApplyWorkload)
     metadata, body = action.manifest["metadata"], action.manifest["spec"]
     assert metadata["ownerReferences"][0]["uid"] == "job-uid"
     assert body["queueName"] == "team"
@@ -125,15 +126,15 @@ def test_required_quota_has_the_priority_of_the_job_and_optional_quota_less(
 ) -> None:
     job_spec = build.spec(workers={"minReplicas": 2}, scheduling={**QUEUE, "priorityClassName": "high"})
     observed = build.observation(build.job(job_spec))
-    needed = actions_of_type(plan(queued_job(observed, priority=value), READY), ApplyWorkload)
-    more = actions_of_type(plan(queued_job(observed, workload(0, 2), priority=value), READY), ApplyWorkload)
+    needed = make_plan(queued_job(observed, priority=value), READY).actions_of_type(ApplyWorkload)
+    more = make_plan(queued_job(observed, workload(0, 2), priority=value), READY).actions_of_type(ApplyWorkload)
     bodies = [action.manifest["spec"] for action in (*needed, *more)]
     assert [body["priority"] for body in bodies][:2] == priorities
     assert [body["priorityClassRef"]["name"] for body in bodies if "priorityClassRef" in body] == named
 
 
 def test_an_elastic_job_asks_for_its_smallest_size_first() -> None:
-    result = plan(queued_job(new_job(minReplicas=2)), READY)
+    result = make_plan(queued_job(new_job(minReplicas=2)), READY)
     assert requested_counts(result) == {"demo-quota-0": {WORKERS: 2, SPARES: 1}}
 
 
@@ -153,13 +154,13 @@ NOT_ADMITTED = workload_condition(WorkloadCondition.ADMITTED, true=False)
 def test_the_condition_shows_the_reason_of_kueue_while_the_job_waits(
     conditions: tuple[WorkloadConditionView, ...], message: str
 ) -> None:
-    result = plan(queued_job(new_job(), workload(0, 4, 1, grants=(), conditions=conditions)), READY)
-    assert condition(result).message == message
+    result = make_plan(queued_job(new_job(), workload(0, 4, 1, grants=(), conditions=conditions)), READY)
+    assert admitted_condition(result).message == message
 
 
 def test_an_admission_creates_pods_with_its_flavor() -> None:
-    result = plan(queued_job(new_job(), workload(0, 4, 1)), READY)
-    pods = [action.manifest for action in actions_of_type(result, CreatePod)]
+    result = make_plan(queued_job(new_job(), workload(0, 4, 1)), READY)
+    pods = [action.manifest for action in result.actions_of_type(CreatePod)]
     sets = [pod["metadata"]["labels"]["kueue.x-k8s.io/podset"] for pod in pods]
     assert sets == [WORKERS] * 4 + [SPARES]
     for pod in pods:
@@ -173,8 +174,8 @@ ZONE_A = Placement(labels={"ours": "yes"}, node_selector={"zone": "a"})
 
 
 def test_additions_of_admission_checks_are_applied() -> None:
-    (first, *_) = actions_of_type(
-        plan(queued_job(new_job(), workload(0, 4, 1, updates={WORKERS: ZONE_A})), READY), CreatePod
+    (first, *_) = make_plan(queued_job(new_job(), workload(0, 4, 1, updates={WORKERS: ZONE_A})), READY).actions_of_type(
+        CreatePod
     )
     assert first.manifest["spec"]["nodeSelector"] == {"pool": "blue", "zone": "a"}
     assert first.manifest["metadata"]["labels"]["ours"] == "yes"
@@ -203,41 +204,41 @@ def test_additions_of_admission_checks_are_applied() -> None:
 def test_an_admission_that_cannot_be_applied_starts_nothing(
     workers: dict[str, Any], updates: dict[str, Placement], flavors: dict[str, Placement], message: str
 ) -> None:
-    result = plan(queued_job(new_job(**workers), workload(0, 4, 1, updates=updates), flavors=flavors), READY)
-    assert created_pods(result) == []
-    assert message in condition(result).message
+    result = make_plan(queued_job(new_job(**workers), workload(0, 4, 1, updates=updates), flavors=flavors), READY)
+    assert result.created_pods == []
+    assert message in admitted_condition(result).message
 
 
 def test_an_admitted_elastic_job_requests_steps_on_the_same_flavor() -> None:
-    result = plan(queued_job(new_job(minReplicas=2), workload(0, 2, 1)), READY)
-    assert len(created_pods(result)) == 3
+    result = make_plan(queued_job(new_job(minReplicas=2), workload(0, 2, 1)), READY)
+    assert len(result.created_pods) == 3
     assert result.status.desired == 2
     assert requested_counts(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
-    steps = [action.manifest["spec"] for action in actions_of_type(result, ApplyWorkload)]
+    steps = [action.manifest["spec"] for action in result.actions_of_type(ApplyWorkload)]
     assert [step["priority"] for step in steps] == [-1, -2], "they are preempted first"
     assert steps[0]["podSets"][0]["template"]["spec"]["nodeSelector"] == {"pool": "blue"}
 
 
 def test_a_step_that_is_admitted_is_used() -> None:
-    observed = queued_job(new_job(minReplicas=2), workload(0, 2, 1), workload(1, 1), pending(workload(2, 1)))
-    assert len(created_pods(plan(observed, READY))) == 4
+    observed = queued_job(new_job(minReplicas=2), workload(0, 2, 1), workload(1, 1), without_quota(workload(2, 1)))
+    assert len(make_plan(observed, READY).created_pods) == 4
 
 
 def test_an_evicted_step_shrinks_the_job_and_is_returned_after_its_pod() -> None:
     held = (workload(0, 2), workload(1, 1), workload(2, 1, conditions=EVICTED))
-    result = plan(queued_job(running_job(4, minReplicas=2), *held), READY)
-    assert actions_of_type(result, SetQuotaConditions) == actions_of_type(result, DeleteWorkload) == [] or all(
-        not action.returns_quota for action in actions_of_type(result, SetQuotaConditions)
+    result = make_plan(queued_job(running_job(4, minReplicas=2), *held), READY)
+    assert result.actions_of_type(SetQuotaConditions) == result.actions_of_type(DeleteWorkload) == [] or all(
+        not action.returns_quota for action in result.actions_of_type(SetQuotaConditions)
     )
     assert "the queue grants 3 of 4" in result.status.history[-1].message
-    (published,) = actions_of_type(result, PublishMembership)
+    (published,) = result.actions_of_type(PublishMembership)
     assert len(published.membership.members) == 3
     assert published.membership.transition.value == "Graceful"
-    assert deleted_pods(result) == {}, "it saves with the others first"
+    assert result.deleted_pods == {}, "it saves with the others first"
 
     smaller = running_job(3, replicas=4, minReplicas=2)
-    result = plan(queued_job(smaller, *held), READY)
-    (action,) = [action for action in actions_of_type(result, SetQuotaConditions) if action.returns_quota]
+    result = make_plan(queued_job(smaller, *held), READY)
+    (action,) = [action for action in result.actions_of_type(SetQuotaConditions) if action.returns_quota]
     assert (action.name, action.uid, action.version) == ("demo-quota-2", "workload-2", "7")
     assert {condition.type.value: condition.is_true for condition in action.conditions} == {
         "QuotaReserved": False,
@@ -248,21 +249,21 @@ def test_an_evicted_step_shrinks_the_job_and_is_returned_after_its_pod() -> None
 
 def test_an_evicted_job_returns_its_quota_after_its_last_pod() -> None:
     evicted = workload(0, 4, conditions=EVICTED)
-    result = plan(queued_job(running_job(), evicted), READY)
-    assert set(deleted_pods(result)) == {f"demo-w-{ordinal}" for ordinal in range(4)}
-    assert set(deleted_pods(result).values()) == {None}, "with its grace"
-    assert actions_of_type(result, SetQuotaConditions) == []
+    result = make_plan(queued_job(running_job(), evicted), READY)
+    assert set(result.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in range(4)}
+    assert set(result.deleted_pods.values()) == {None}, "with its grace"
+    assert result.actions_of_type(SetQuotaConditions) == []
     assert result.status.membership.size == 0
-    assert condition(result).reason == "Evicted"
-    assert "for somebody else" in condition(result).message
+    assert admitted_condition(result).reason == "Evicted"
+    assert "for somebody else" in admitted_condition(result).message
     assert result.status.restarts.total == 0
 
     leaving = replace(running_job(), job=replace(running_job().job, status=result.status))
     leaving = replace(leaving, pods=tuple(replace(pod, deleting=True) for pod in leaving.pods))
-    assert actions_of_type(plan(queued_job(leaving, evicted), READY), SetQuotaConditions) == []
+    assert make_plan(queued_job(leaving, evicted), READY).actions_of_type(SetQuotaConditions) == []
 
     empty = replace(leaving, pods=(), agents={})
-    (action,) = actions_of_type(plan(queued_job(empty, evicted), READY), SetQuotaConditions)
+    (action,) = make_plan(queued_job(empty, evicted), READY).actions_of_type(SetQuotaConditions)
     assert action.returns_quota
 
 
@@ -271,45 +272,47 @@ def test_an_evicted_job_returns_its_quota_after_its_last_pod() -> None:
 )
 def test_only_some_evictions_requeue_a_job_at_once(reason: str, again: bool) -> None:
     evicted = workload(0, 4, 1, conditions=(*ADMITTED, workload_condition(WorkloadCondition.EVICTED, reason=reason)))
-    (action,) = actions_of_type(plan(queued_job(new_job(), evicted), READY), SetQuotaConditions)
+    (action,) = make_plan(queued_job(new_job(), evicted), READY).actions_of_type(SetQuotaConditions)
     assert {condition.type: condition.is_true for condition in action.conditions}[WorkloadCondition.REQUEUED] is again
 
 
 def test_returned_quota_is_not_returned_again() -> None:
-    waiting = pending(workload(0, 4, 1), workload_condition(WorkloadCondition.EVICTED, reason="Preempted"))
-    first = plan(queued_job(new_job(), waiting), READY)
-    (ask,) = actions_of_type(first, ApplyWorkload)
+    waiting = without_quota(workload(0, 4, 1), workload_condition(WorkloadCondition.EVICTED, reason="Preempted"))
+    first = make_plan(queued_job(new_job(), waiting), READY)
+    (ask,) = first.actions_of_type(ApplyWorkload)
     digest = ask.manifest["metadata"]["annotations"]["trainium.dev/content-hash"]
-    result = plan(queued_job(new_job(), replace(waiting, content_hash=digest)), READY)
+    result = make_plan(queued_job(new_job(), replace(waiting, content_hash=digest)), READY)
     assert (
-        actions_of_type(result, SetQuotaConditions)
-        == actions_of_type(result, ApplyWorkload)
-        == actions_of_type(result, DeleteWorkload)
+        result.actions_of_type(SetQuotaConditions)
+        == result.actions_of_type(ApplyWorkload)
+        == result.actions_of_type(DeleteWorkload)
         == []
     )
-    assert condition(result).reason == "Evicted"
+    assert admitted_condition(result).reason == "Evicted"
 
 
 def test_an_inactive_workload_stops_the_job_with_advice() -> None:
-    result = plan(queued_job(running_job(), workload(0, 4, active=False)), READY)
-    assert len(deleted_pods(result)) == 4
-    assert "set its spec.active to true" in condition(result).message
-    (action,) = actions_of_type(plan(queued_job(new_job(), workload(0, 4, 1, active=False)), READY), SetQuotaConditions)
+    result = make_plan(queued_job(running_job(), workload(0, 4, active=False)), READY)
+    assert len(result.deleted_pods) == 4
+    assert "set its spec.active to true" in admitted_condition(result).message
+    (action,) = make_plan(queued_job(new_job(), workload(0, 4, 1, active=False)), READY).actions_of_type(
+        SetQuotaConditions
+    )
     assert action.returns_quota
-    idle = pending(workload(0, 4, 1, active=False))
-    assert actions_of_type(plan(queued_job(new_job(), idle), READY), ApplyWorkload) == [], "a person deactivated it"
+    idle = without_quota(workload(0, 4, 1, active=False))
+    assert make_plan(queued_job(new_job(), idle), READY).actions_of_type(ApplyWorkload) == [], "a person deactivated it"
 
 
 def test_steps_are_deleted_while_the_job_is_not_admitted() -> None:
     steps = (workload(1, 1), workload(2, 1))
-    result = plan(queued_job(new_job(minReplicas=2), pending(workload(0, 2, 1)), *steps), READY)
-    assert [action.name for action in actions_of_type(result, DeleteWorkload)] == ["demo-quota-1", "demo-quota-2"]
-    assert created_pods(result) == []
+    result = make_plan(queued_job(new_job(minReplicas=2), without_quota(workload(0, 2, 1)), *steps), READY)
+    assert [action.name for action in result.actions_of_type(DeleteWorkload)] == ["demo-quota-1", "demo-quota-2"]
+    assert result.created_pods == []
 
 
 def test_a_deleted_workload_stops_the_job_before_a_new_request() -> None:
-    result = plan(queued_job(running_job()), READY)
-    assert len(deleted_pods(result)) == 4
+    result = make_plan(queued_job(running_job()), READY)
+    assert len(result.deleted_pods) == 4
     assert requested_counts(result) == {}
 
 
@@ -317,8 +320,8 @@ def test_a_suspended_job_releases_its_quota_when_its_pods_are_deleted() -> None:
     observed = running_job()
     observed = build.with_job(observed, spec=observed.job.spec.replaced(suspend=True))
     held = (workload(0, 4),)
-    assert actions_of_type(plan(queued_job(observed, *held), READY), DeleteWorkload) == []
-    dropped = actions_of_type(plan(queued_job(replace(observed, pods=(), agents={}), *held), READY), DeleteWorkload)
+    assert make_plan(queued_job(observed, *held), READY).actions_of_type(DeleteWorkload) == []
+    dropped = make_plan(queued_job(replace(observed, pods=(), agents={}), *held), READY).actions_of_type(DeleteWorkload)
     assert dropped == [DeleteWorkload("demo-quota-0", "workload-0")]
 
 
@@ -328,23 +331,23 @@ def test_the_end_of_a_job_is_reported_when_no_pod_runs(kind: ConditionType) -> N
     job_spec = build.spec(workers={"replicas": 2, "minReplicas": 1}, scheduling=QUEUE)
     ended = build.observation(build.job(job_spec, TrainingJobStatus(conditions=(done,))), (build.pod(0),))
     held = (workload(0, 1), workload(1, 1))
-    assert actions_of_type(plan(queued_job(ended, *held), READY), SetQuotaConditions) == []
-    result = plan(queued_job(replace(ended, pods=()), *held), READY)
-    (action,) = actions_of_type(result, SetQuotaConditions)
+    assert make_plan(queued_job(ended, *held), READY).actions_of_type(SetQuotaConditions) == []
+    result = make_plan(queued_job(replace(ended, pods=()), *held), READY)
+    (action,) = result.actions_of_type(SetQuotaConditions)
     (finished,) = action.conditions
     assert (action.name, finished.type.value, finished.is_true) == ("demo-quota-0", "Finished", True)
     assert finished.reason == ("Succeeded" if kind is ConditionType.COMPLETE else "Failed")
     assert not action.returns_quota
-    assert actions_of_type(result, DeleteWorkload) == [DeleteWorkload("demo-quota-1", "workload-1")]
+    assert result.actions_of_type(DeleteWorkload) == [DeleteWorkload("demo-quota-1", "workload-1")]
     over = (replace(held[0], conditions=(*ADMITTED, workload_condition(WorkloadCondition.FINISHED))),)
-    assert actions_of_type(plan(queued_job(replace(ended, pods=()), *over), READY), SetQuotaConditions) == []
+    assert make_plan(queued_job(replace(ended, pods=()), *over), READY).actions_of_type(SetQuotaConditions) == []
 
 
 def test_a_job_that_trains_reports_once_that_its_pods_are_ready() -> None:
-    (action,) = actions_of_type(plan(queued_job(running_job(), workload(0, 4)), READY), SetQuotaConditions)
+    (action,) = make_plan(queued_job(running_job(), workload(0, 4)), READY).actions_of_type(SetQuotaConditions)
     assert [(condition.type.value, condition.is_true) for condition in action.conditions] == [("PodsReady", True)]
     ready = workload(0, 4, conditions=(*ADMITTED, workload_condition(WorkloadCondition.PODS_READY)))
-    assert actions_of_type(plan(queued_job(running_job(), ready), READY), SetQuotaConditions) == []
+    assert make_plan(queued_job(running_job(), ready), READY).actions_of_type(SetQuotaConditions) == []
 
 
 def test_a_lost_worker_is_replaced_in_its_pod_set() -> None:
@@ -355,28 +358,28 @@ def test_a_lost_worker_is_replaced_in_its_pod_set() -> None:
         pods=(*observed.pods[:2], observed.pods[3], spare),
         agents={**observed.agents, "uid-4": build.training_agent(4)},
     )
-    result = plan(queued_job(observed, workload(0, 4, 1)), READY)
-    (action,) = actions_of_type(result, CreatePod)
+    result = make_plan(queued_job(observed, workload(0, 4, 1)), READY)
+    (action,) = result.actions_of_type(CreatePod)
     assert action.manifest["metadata"]["labels"]["kueue.x-k8s.io/podset"] == WORKERS
 
 
 def test_a_larger_size_is_requested_as_a_step_while_training() -> None:
     observed = running_job(4, replicas=6)
-    result = plan(queued_job(observed, workload(0, 4)), READY)
+    result = make_plan(queued_job(observed, workload(0, 4)), READY)
     assert requested_counts(result) == {"demo-quota-1": {WORKERS: 2}}
     assert result.status.desired == 4
-    assert deleted_pods(result) == {}
-    assert created_pods(result) == []
+    assert result.deleted_pods == {}
+    assert result.created_pods == []
 
 
 def test_a_smaller_size_releases_the_steps_that_it_does_not_need() -> None:
     observed = running_job(2, replicas=2, minReplicas=2)
-    result = plan(queued_job(observed, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
-    assert [action.name for action in actions_of_type(result, DeleteWorkload)] == ["demo-quota-2"]
+    result = make_plan(queued_job(observed, workload(0, 2), workload(1, 1), workload(2, 1)), READY)
+    assert [action.name for action in result.actions_of_type(DeleteWorkload)] == ["demo-quota-2"]
     for pods, names in ((4, ["demo-quota-2"]), (5, [])):
         observed = running_job(pods, replicas=2, minReplicas=2, spares=1)
-        result = plan(queued_job(observed, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
-        assert [action.name for action in actions_of_type(result, DeleteWorkload)] == names, (
+        result = make_plan(queued_job(observed, workload(0, 2, 1), workload(1, 1), workload(2, 1)), READY)
+        assert [action.name for action in result.actions_of_type(DeleteWorkload)] == names, (
             "what is left is for four pods, one a spare"
         )
 
@@ -391,30 +394,30 @@ def test_a_smaller_size_releases_the_steps_that_it_does_not_need() -> None:
 )
 def test_without_kueue_a_queued_job_waits_and_a_running_one_continues(state: ApiState, words: str) -> None:
     settings = replace(SETTINGS, kueue=state)
-    result = plan(new_job(), settings)
+    result = make_plan(new_job(), settings)
     assert result.actions == ()
-    assert words in condition(result).message
-    result = plan(running_job(), settings)
-    assert deleted_pods(result) == {}
+    assert words in admitted_condition(result).message
+    result = make_plan(running_job(), settings)
+    assert result.deleted_pods == {}
     assert result.status.membership.size == 4
 
 
 def test_a_job_whose_queue_was_cleared_trains_on_and_holds_no_quota() -> None:
     observed = queued_job(build.running_job(4), workload(0, 4))
-    result = plan(observed, READY)
-    assert actions_of_type(result, DeleteWorkload) == [DeleteWorkload("demo-quota-0", "workload-0")]
-    assert deleted_pods(result) == {}
+    result = make_plan(observed, READY)
+    assert result.actions_of_type(DeleteWorkload) == [DeleteWorkload("demo-quota-0", "workload-0")]
+    assert result.deleted_pods == {}
 
 
 def test_nothing_changes_while_a_workload_is_being_deleted() -> None:
-    result = plan(queued_job(new_job(), workload(0, 4, 1, deleting=True)), READY)
+    result = make_plan(queued_job(new_job(), workload(0, 4, 1, deleting=True)), READY)
     assert (
-        actions_of_type(result, ApplyWorkload)
-        == actions_of_type(result, DeleteWorkload)
-        == actions_of_type(result, SetQuotaConditions)
+        result.actions_of_type(ApplyWorkload)
+        == result.actions_of_type(DeleteWorkload)
+        == result.actions_of_type(SetQuotaConditions)
         == []
     )
-    assert "is being deleted" in condition(result).message
+    assert "is being deleted" in admitted_condition(result).message
 
 
 @pytest.mark.parametrize(("floor", "replicas"), [(1, 1), (1, 24), (7, 24), (1, 400)])
@@ -437,7 +440,7 @@ def test_time_without_quota_does_not_count_towards_a_deadline(
         4, job_spec=job_spec, status={"activity": ActivityStatus(since=NOW - 50, stepped=True)}
     )
     observed = replace(observed, pods=tuple(replace(pod, pod_set=WORKERS) for pod in observed.pods))
-    result = plan(queued_job(observed, workload(0, 4, conditions=answer)), READY)
+    result = make_plan(queued_job(observed, workload(0, 4, conditions=answer)), READY)
     target = find_condition(result.status, ConditionType.FAILURE_TARGET)
     assert (target is not None and target.status is ConditionStatus.TRUE) == ends
     assert (result.status.activity.since is None) == (not ends), "it starts again with the next admission"
@@ -446,7 +449,9 @@ def test_time_without_quota_does_not_count_towards_a_deadline(
 TAKES = {"elasticity": {"idleNodes": "Take"}}
 
 
-def beyond(members: int, *workloads: WorkloadView, wanted: int = 0, extras: int = 0, **changes: Any) -> Observed:
+def job_beyond_request(
+    members: int, *workloads: WorkloadView, wanted: int = 0, extras: int = 0, **changes: Any
+) -> Observed:
     """Return a job of two to four nodes that trains on `members`, the last `extras` of them idle ones."""
     job_spec = build.spec(
         workers={"replicas": 2, "maxReplicas": 4}, scheduling=QUEUE, trainer={"steps": 10**6}, **TAKES
@@ -458,24 +463,24 @@ def beyond(members: int, *workloads: WorkloadView, wanted: int = 0, extras: int 
 
 
 def test_idle_nodes_take_requests_steps_beyond_the_request() -> None:
-    result = plan(beyond(2, workload(0, 2)), READY)
+    result = make_plan(job_beyond_request(2, workload(0, 2)), READY)
     assert result.status.idle_nodes.wanted == 2
     assert requested_counts(result) == {"demo-quota-1": {WORKERS: 1}, "demo-quota-2": {WORKERS: 1}}
-    assert created_pods(result) == [], "no pod before it is granted"
+    assert result.created_pods == [], "no pod before it is granted"
 
 
 def test_a_granted_step_beyond_the_request_creates_an_extra() -> None:
-    observed = beyond(2, workload(0, 2), workload(1, 1), pending(workload(2, 1)), wanted=2)
-    result = plan(observed, READY)
-    (action,) = actions_of_type(result, CreatePod)
+    observed = job_beyond_request(2, workload(0, 2), workload(1, 1), without_quota(workload(2, 1)), wanted=2)
+    result = make_plan(observed, READY)
+    (action,) = result.actions_of_type(CreatePod)
     assert action.manifest["metadata"]["labels"]["trainium.dev/extra"] == "true"
     assert result.status.desired == 2, "it grows when the extra is warm"
 
 
 def test_a_revoked_step_shrinks_the_job_to_its_request() -> None:
     held = (workload(0, 2), workload(1, 1, conditions=EVICTED), workload(2, 1, conditions=EVICTED))
-    result = plan(beyond(4, *held, wanted=2, extras=2), READY)
-    (published,) = actions_of_type(result, PublishMembership)
+    result = make_plan(job_beyond_request(4, *held, wanted=2, extras=2), READY)
+    (published,) = result.actions_of_type(PublishMembership)
     assert [member.pod_name for member in published.membership.members] == ["demo-w-0", "demo-w-1"]
     assert published.membership.transition.value == "Graceful"
     assert result.status.desired == 2

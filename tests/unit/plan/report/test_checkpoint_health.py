@@ -15,19 +15,19 @@ from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 
 
-def healthy(status: Any) -> tuple[str, str]:
+def health_condition(status: Any) -> tuple[str, str]:
     condition = find_condition(status, ConditionType.CHECKPOINT_HEALTHY)
     return condition.status.value, condition.reason
 
 
-def saving(**durable: Any) -> Any:
+def job_with_checkpoints(**durable: Any) -> Any:
     observed = build.running_job(2)
     spec = observed.job.spec.model_copy(update={"checkpoint": JobCheckpointSpec(durable=DurableTierConfig(**durable))})
     observed = build.with_job(observed, spec=spec)
     return with_written_status(observed)
 
 
-def later(observed: Any, seconds: float, **progress: Any) -> Any:
+def observe_later(observed: Any, seconds: float, **progress: Any) -> Any:
     now = NOW + seconds
     fields = {"step": 20, "durable_step": 10, "updated": now, **progress}
     agents = {
@@ -38,29 +38,29 @@ def later(observed: Any, seconds: float, **progress: Any) -> Any:
 
 
 def test_saves_overdue_by_time_raise_the_condition_and_an_event() -> None:
-    observed = saving(every_seconds=60)
-    assert healthy(make_plan(later(observed, 170)).status)[0] == "True"
-    result = make_plan(later(observed, 181))
-    assert healthy(result.status) == ("False", "CheckpointOverdue")
+    observed = job_with_checkpoints(every_seconds=60)
+    assert health_condition(make_plan(observe_later(observed, 170)).status)[0] == "True"
+    result = make_plan(observe_later(observed, 181))
+    assert health_condition(result.status) == ("False", "CheckpointOverdue")
     assert any(event.reason == "CheckpointOverdue" for event in result.events)
 
 
 def test_the_job_is_requeued_when_the_next_save_would_be_overdue() -> None:
-    assert make_plan(later(saving(every_seconds=60), 100)).requeue_after <= 80.1
+    assert make_plan(observe_later(job_with_checkpoints(every_seconds=60), 100)).requeue_after <= 80.1
 
 
 def test_saves_overdue_by_steps_raise_the_condition_after_seconds() -> None:
-    observed = saving(every_seconds=None, every_steps=10)
-    assert healthy(make_plan(later(observed, 5, step=45)).status)[0] == "True"
-    assert healthy(make_plan(later(observed, 12, step=39)).status)[0] == "True"
-    assert healthy(make_plan(later(observed, 12, step=40)).status) == ("False", "CheckpointOverdue")
+    observed = job_with_checkpoints(every_seconds=None, every_steps=10)
+    assert health_condition(make_plan(observe_later(observed, 5, step=45)).status)[0] == "True"
+    assert health_condition(make_plan(observe_later(observed, 12, step=39)).status)[0] == "True"
+    assert health_condition(make_plan(observe_later(observed, 12, step=40)).status) == ("False", "CheckpointOverdue")
 
 
 def test_checkpoint_health_is_unknown_before_the_first_commit() -> None:
     progress = Progress(step=20, durable_step=-1, updated=NOW)
     observed = build.running_job(2, agents=build.training_agents(range(2), progress=progress))
     status = make_plan(observed).status
-    assert healthy(status) == ("Unknown", "NothingCommitted")
+    assert health_condition(status) == ("Unknown", "NothingCommitted")
     alarmed = status.model_copy(
         update={
             "conditions": tuple(
@@ -72,53 +72,56 @@ def test_checkpoint_health_is_unknown_before_the_first_commit() -> None:
         }
     )
     again = make_plan(build.with_status(observed, alarmed)).status
-    assert healthy(again) == ("False", "NothingCommitted"), "an alarm ends with a commit"
+    assert health_condition(again) == ("False", "NothingCommitted"), "an alarm ends with a commit"
 
 
 def test_a_commit_clears_the_condition_and_its_message_is_stable() -> None:
-    observed = saving(every_seconds=None, every_steps=10)
-    first = make_plan(later(observed, 12, step=40)).status
+    observed = job_with_checkpoints(every_seconds=None, every_steps=10)
+    first = make_plan(observe_later(observed, 12, step=40)).status
     observed = build.with_status(observed, first)
-    again = make_plan(later(observed, 20, step=60)).status
+    again = make_plan(observe_later(observed, 20, step=60)).status
     assert find_condition(again, ConditionType.CHECKPOINT_HEALTHY) == find_condition(
         first, ConditionType.CHECKPOINT_HEALTHY
     )
-    assert healthy(make_plan(later(observed, 30, step=90, durable_step=90)).status)[0] == "True"
+    assert health_condition(make_plan(observe_later(observed, 30, step=90, durable_step=90)).status)[0] == "True"
 
 
 def test_only_a_commit_clears_an_overdue_checkpoint() -> None:
-    observed = saving(every_seconds=60)
-    observed = build.with_status(observed, make_plan(later(observed, 181)).status)
+    observed = job_with_checkpoints(every_seconds=60)
+    observed = build.with_status(observed, make_plan(observe_later(observed, 181)).status)
     joining = build.by_pod_uid(build.agents(range(2), WorkerPhase.JOINING, generation=1, silent=-182))
     entry = build.interruption(Rung.IN_PLACE, ago=-182, took=None, failed_at=NOW + 181)
     status = observed.job.status.replaced(history=(entry,))
     restarting = replace(observed, now=NOW + 182, agents=joining, job=replace(observed.job, status=status))
     during = make_plan(restarting).status
     assert not is_true(during, ConditionType.RUNNING)
-    assert healthy(during) == ("False", "CheckpointOverdue")
+    assert health_condition(during) == ("False", "CheckpointOverdue")
     observed = build.with_status(observed, during)
-    after = make_plan(later(observed, 190, step=25)).status
+    after = make_plan(observe_later(observed, 190, step=25)).status
     assert is_true(after, ConditionType.RUNNING)
-    assert healthy(after) == ("False", "CheckpointOverdue")
+    assert health_condition(after) == ("False", "CheckpointOverdue")
     observed = build.with_status(observed, after)
-    assert healthy(make_plan(later(observed, 200, step=30, durable_step=30)).status) == ("True", "Committed")
+    assert health_condition(make_plan(observe_later(observed, 200, step=30, durable_step=30)).status) == (
+        "True",
+        "Committed",
+    )
 
 
 def test_storage_errors_stay_unhealthy_until_a_commit() -> None:
-    observed = saving(every_seconds=60)
+    observed = job_with_checkpoints(every_seconds=60)
     text = "/data: Permission denied"
     entry = build.interruption(
         Rung.IN_PLACE, ago=0, took=None, failed_at=NOW + 1, cause=Cause.STORAGE, message=text, step_before=1000
     )
-    status = make_plan(build.with_status(observed, observed.job.status.replaced(history=(entry,)))).status
-    assert healthy(status) == ("False", "StorageUnavailable")
+    status = make_plan(build.with_status(observed, history=(entry,))).status
+    assert health_condition(status) == ("False", "StorageUnavailable")
     status = status.replaced(history=(entry.replaced(recovered_seconds=3.0),))
     observed = build.with_status(observed, status)
-    again = make_plan(later(observed, 20, step=25)).status
-    assert healthy(again) == ("False", "StorageUnavailable")
+    again = make_plan(observe_later(observed, 20, step=25)).status
+    assert health_condition(again) == ("False", "StorageUnavailable")
     observed = build.with_status(observed, again)
-    overdue = make_plan(later(observed, 400, step=90)).status
-    assert healthy(overdue) == ("False", "CheckpointOverdue")
+    overdue = make_plan(observe_later(observed, 400, step=90)).status
+    assert health_condition(overdue) == ("False", "CheckpointOverdue")
     condition = get_condition(overdue, ConditionType.CHECKPOINT_HEALTHY)
     assert "Permission denied" in condition.message
     assert "too slow" not in condition.message
@@ -126,6 +129,6 @@ def test_storage_errors_stay_unhealthy_until_a_commit() -> None:
 
 def test_the_condition_quotes_the_error_of_the_ranks() -> None:
     error = "checkpoint storage /data: [Errno 28] No space left on device; training goes on, and saves as soon as"
-    result = make_plan(later(saving(every_seconds=60), 181, notice=error))
-    condition = get_condition(result.status, ConditionType.CHECKPOINT_HEALTHY)
+    result = make_plan(observe_later(job_with_checkpoints(every_seconds=60), 181, notice=error))
+    condition = result.condition(ConditionType.CHECKPOINT_HEALTHY)
     assert "No space left on device" in condition.message

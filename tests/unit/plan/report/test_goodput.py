@@ -62,12 +62,12 @@ def resumed_at(resume_step: int, entry: Interruption) -> TrainingJobStatus:
     """Return the status when ranks that have resumed from this step have made 19 steps of a second, after 5 s."""
     step = resume_step + 19
     progress = Progress(step=step, resume_step=resume_step, updated=NOW, started=NOW - 20, loaded=NOW - 19)
-    observed = steady(step, history=(entry,), membership=MembershipStatus(generation=2, size=4))
+    observed = steady_job(step, history=(entry,), membership=MembershipStatus(generation=2, size=4))
     timing = StepTiming(steps=20, step_seconds=1.0, own_seconds=1.0)
     observed = build.with_heartbeats(observed, generation=2, progress=progress, timing=timing)
     assert observed.membership is not None
     moved = observed.membership.model_copy(update={"generation": 2})
-    return after(replace(observed, membership=moved, published=2))
+    return plan_old_job(replace(observed, membership=moved, published=2))
 
 
 def test_a_resize_is_charged_the_time_measured_by_the_ranks() -> None:
@@ -167,7 +167,7 @@ STEADY = GoodputStatus(
 )
 
 
-def steady(step: int, goodput: GoodputStatus = STEADY, *, updated: float = NOW - 0.5, **status: Any) -> Observed:
+def steady_job(step: int, goodput: GoodputStatus = STEADY, *, updated: float = NOW - 0.5, **status: Any) -> Observed:
     progress = Progress(step=step, resume_step=0, updated=updated)
     agents = build.training_agents(range(4), progress=progress)
     return build.running_job(
@@ -175,12 +175,12 @@ def steady(step: int, goodput: GoodputStatus = STEADY, *, updated: float = NOW -
     )
 
 
-def after(observed: Observed) -> TrainingJobStatus:
+def plan_old_job(observed: Observed) -> TrainingJobStatus:
     return make_plan(build.with_job(observed, created=NOW - 1000)).status
 
 
 def test_slow_steps_are_overhead() -> None:
-    goodput = after(steady(105)).goodput
+    goodput = plan_old_job(steady_job(105)).goodput
     assert goodput.productive_seconds == pytest.approx(105.5), "and half of the step in hand"
     assert goodput.lost_seconds == pytest.approx({OVERHEAD: 4.5})
     assert goodput.uptime_ratio == 1.0
@@ -188,7 +188,7 @@ def test_slow_steps_are_overhead() -> None:
 
 
 def test_steps_that_are_computed_again_do_not_count_twice() -> None:
-    goodput = after(steady(97)).goodput
+    goodput = plan_old_job(steady_job(97)).goodput
     assert goodput.counted_step == 100
     assert goodput.sizes[0].steps == 100
 
@@ -196,8 +196,8 @@ def test_steps_that_are_computed_again_do_not_count_twice() -> None:
 def test_the_reference_falls_only_for_a_clearly_faster_window() -> None:
     def reference(seconds: float, samples: int) -> float | None:
         window = StepWindow(size=4, step=100, at=NOW - 0.5 - 10 * seconds, samples=(seconds,) * samples)
-        observed = steady(110, STEADY.model_copy(update={"window": window}))
-        return after(observed).goodput.sizes[0].step_seconds
+        observed = steady_job(110, STEADY.model_copy(update={"window": window}))
+        return plan_old_job(observed).goodput.sizes[0].step_seconds
 
     assert reference(0.98, WINDOW_SAMPLES - 1) == 1.0, "noise"
     assert reference(0.9, WINDOW_SAMPLES - 2) == 1.0, "the window is not full"
@@ -206,18 +206,18 @@ def test_the_reference_falls_only_for_a_clearly_faster_window() -> None:
 
 
 def test_a_pod_without_a_node_and_one_that_ended_hold_none() -> None:
-    observed = steady(110)
+    observed = steady_job(110)
     waiting = build.pod(4, phase=PodPhase.PENDING, node="", scheduled=False)
     ended = build.pod(5, phase=PodPhase.FAILED, reason="Error", exit_code=1)
     for pods in (observed.pods, (*observed.pods, waiting), (*observed.pods, ended)):
-        assert after(replace(observed, pods=pods)).goodput.node_seconds == 440.0
+        assert plan_old_job(replace(observed, pods=pods)).goodput.node_seconds == 440.0
 
 
 def test_no_sample_spans_an_interruption() -> None:
     crash = build.interruption(Rung.IN_PLACE, ago=5, took=None, decided_at=None, detected_seconds=0.0, step_before=105)
-    observed = steady(110, history=(crash,), membership=MembershipStatus(generation=1, attempt=1, size=4))
+    observed = steady_job(110, history=(crash,), membership=MembershipStatus(generation=1, attempt=1, size=4))
     observed = build.with_heartbeats(observed, attempt=1)
-    status = after(observed)
+    status = plan_old_job(observed)
     assert status.history[-1].recovered_seconds is not None
     assert status.goodput.window.samples == STEADY.window.samples
     assert status.goodput.window.at is None
@@ -234,11 +234,11 @@ def test_the_stages_follow_what_the_agents_report() -> None:
         step_before=100,
     )
     progress = Progress(step=101, resume_step=98, updated=NOW - 1, started=NOW - 12, loaded=NOW - 9)
-    observed = steady(104, history=(entry,), membership=MembershipStatus(generation=2, size=4))
+    observed = steady_job(104, history=(entry,), membership=MembershipStatus(generation=2, size=4))
     observed = build.with_heartbeats(observed, generation=2, progress=progress)
     assert observed.membership is not None
     moved = observed.membership.model_copy(update={"generation": 2})
-    closed = after(replace(observed, membership=moved, published=2)).history[-1]
+    closed = plan_old_job(replace(observed, membership=moved, published=2)).history[-1]
     assert closed.stages is not None
     stages = (closed.stages.detect, closed.stages.decide, closed.stages.restart, closed.stages.load)
     assert stages == pytest.approx((4.004, 0.996, 3.0, 3.0))
@@ -259,9 +259,9 @@ def test_overlapping_interruptions_are_charged_once() -> None:
         )
         for number, cause in enumerate((Cause.CRASH, Cause.DEVICE))
     )
-    observed = steady(100, history=entries, membership=MembershipStatus(generation=1, attempt=2, size=4))
+    observed = steady_job(100, history=entries, membership=MembershipStatus(generation=1, attempt=2, size=4))
     observed = build.with_heartbeats(observed, attempt=2, phase=WorkerPhase.JOINING)
-    goodput = after(observed).goodput
+    goodput = plan_old_job(observed).goodput
     assert goodput.lost_seconds["Crash"] == pytest.approx(9.0)
     assert "Device" not in goodput.lost_seconds
     check_ledger(goodput)
@@ -271,7 +271,7 @@ def test_accounts_of_sizes_are_bounded_without_losing_time() -> None:
     sizes = tuple(
         SizeAccount(size=size, steps=10, step_seconds=1.0, settled=True) for size in range(10, 10 + MAX_SIZES)
     )
-    goodput = after(steady(110, STEADY.model_copy(update={"sizes": sizes, "wall_seconds": 1000.0}))).goodput
+    goodput = plan_old_job(steady_job(110, STEADY.model_copy(update={"sizes": sizes, "wall_seconds": 1000.0}))).goodput
     assert len(goodput.sizes) == MAX_SIZES
     assert [account.size for account in goodput.sizes][-1] == 4
     assert goodput.earlier_seconds == pytest.approx(10.0)

@@ -11,7 +11,7 @@ from tests.testing.suite.trials import trials
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
-from tests.unit.plan.plan_results import check_ledger, event_notes, get_condition, make_plan, with_written_status
+from tests.unit.plan.plan_results import check_ledger, get_condition, make_plan, with_written_status
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
@@ -26,7 +26,7 @@ STEPS = 40
 """Twenty seconds."""
 
 
-def tuning(export: float = 60, evaluate: float = 40, **workers: Any) -> FakeCluster:
+def cluster_with_stages(export: float = 60, evaluate: float = 40, **workers: Any) -> FakeCluster:
     cluster = FakeCluster(
         build.spec(workers={"replicas": 3, "spares": 1, "minReplicas": 2, **workers}, trainer={"steps": STEPS}), nodes=6
     )
@@ -51,7 +51,7 @@ def run_until_end(cluster: FakeCluster, max_seconds: int = 1000) -> None:
 
 
 def test_each_stage_shows_and_its_seconds_are_kept_apart_from_training() -> None:
-    cluster = tuning()
+    cluster = cluster_with_stages()
     run_until_stage(cluster, "Export")
     export_since = cluster.now
     assert cluster.status.progress.step == STEPS
@@ -76,7 +76,7 @@ def test_each_stage_shows_and_its_seconds_are_kept_apart_from_training() -> None
 
 @pytest.mark.parametrize("stage", ["Export", "Evaluate"])
 def test_a_crash_in_a_stage_recovers_when_the_stage_continues(stage: str) -> None:
-    cluster = tuning()
+    cluster = cluster_with_stages()
     run_until_stage(cluster, stage)
     cluster.run(20)
     assert cluster.crash_process(1)
@@ -98,10 +98,10 @@ def test_a_crash_in_a_stage_recovers_when_the_stage_continues(stage: str) -> Non
 
 
 def test_a_node_that_is_lost_in_a_stage_is_replaced_and_the_stage_goes_on() -> None:
-    cluster = tuning()
+    cluster = cluster_with_stages()
     run_until_stage(cluster, "Export")
     cluster.run(20)
-    lost = cluster.members()[1].view.node
+    lost = cluster.node_of_rank(1)
     cluster.lose_node(lost)
     cluster.run(90)
     (entry,) = cluster.status.history
@@ -114,11 +114,11 @@ def test_a_node_that_is_lost_in_a_stage_is_replaced_and_the_stage_goes_on() -> N
 
 
 def test_a_loss_in_a_stage_during_an_operator_outage_is_not_dated_to_the_last_step() -> None:
-    cluster = tuning(export=300)
+    cluster = cluster_with_stages(export=300)
     run_until_stage(cluster, "Export")
     cluster.run(100)
     failed = cluster.now
-    cluster.lose_node(cluster.members()[1].view.node)
+    cluster.lose_node(cluster.node_of_rank(1))
     cluster.crash_operator(5)
     cluster.run(90)
     (entry,) = cluster.status.history
@@ -127,7 +127,7 @@ def test_a_loss_in_a_stage_during_an_operator_outage_is_not_dated_to_the_last_st
 
 
 def test_a_job_that_is_suspended_in_a_stage_goes_on_with_it() -> None:
-    cluster = tuning()
+    cluster = cluster_with_stages()
     run_until_stage(cluster, "Export")
     cluster.run(10)
     cluster.suspend(value=True)
@@ -143,13 +143,13 @@ def test_a_job_that_is_suspended_in_a_stage_goes_on_with_it() -> None:
 
 
 def test_a_silent_member_in_a_stage_is_not_lost() -> None:
-    cluster = tuning(export=200)
+    cluster = cluster_with_stages(export=200)
     run_until_stage(cluster, "Export")
     cluster.run(20)
-    cluster.nodes[cluster.members()[1].view.node].partitioned = True
+    cluster.nodes[cluster.node_of_rank(1)].partitioned = True
     cluster.run(60)
     assert cluster.status.history == (), "no step shows that the others continue without it"
-    cluster.nodes[cluster.members()[1].view.node].partitioned = False
+    cluster.nodes[cluster.node_of_rank(1)].partitioned = False
     run_until_end(cluster)
     assert cluster.status.history == ()
 
@@ -162,7 +162,7 @@ def test_a_silent_member_in_a_stage_is_not_lost() -> None:
 )
 @settings(max_examples=trials(10))
 def test_after_any_faults_in_stages_the_job_ends_and_the_ledger_adds_up(faults: list[tuple[str, int]]) -> None:
-    cluster = tuning()
+    cluster = cluster_with_stages()
     run_until_stage(cluster, "Export")
     for fault, seconds in faults:
         members = cluster.members()
@@ -201,7 +201,7 @@ FIGURES = (
 )
 
 
-def reporting(observed: Observed, *, now: float = NOW + 60, **fields: Any) -> Observed:
+def with_progress(observed: Observed, *, now: float = NOW + 60, **fields: Any) -> Observed:
     """Return the observation later, with the progress of the first rank."""
     progress = Progress(**{"step": 100, "durable_step": 100, "updated": NOW, **fields})
     beats = {
@@ -214,56 +214,58 @@ def reporting(observed: Observed, *, now: float = NOW + 60, **fields: Any) -> Ob
 
 
 def test_an_artifact_is_reported_once_and_the_newest_stay_in_the_status() -> None:
-    observed = reporting(with_written_status(build.running_job(4)), artifacts=(MODEL,))
+    observed = with_progress(with_written_status(build.running_job(4)), artifacts=(MODEL,))
     result = make_plan(observed)
-    assert event_notes(result, "ArtifactWritten") == [
+    assert result.event_notes("ArtifactWritten") == [
         "Model of step 100 is complete: /checkpoints/artifacts/model (13,476,839,424 bytes)."
     ]
     assert result.status.artifacts == (MODEL,)
     again = MODEL.model_copy(update={"digest": "cd"})
-    later = make_plan(reporting(with_written_status(observed), now=NOW + 120, artifacts=(again,)))
-    assert event_notes(later, "ArtifactWritten") == []
+    later = make_plan(with_progress(with_written_status(observed), now=NOW + 120, artifacts=(again,)))
+    assert later.event_notes("ArtifactWritten") == []
     assert later.status.artifacts == (again,), "written again after a fault"
-    silent = make_plan(reporting(with_written_status(observed), now=NOW + 120))
+    silent = make_plan(with_progress(with_written_status(observed), now=NOW + 120))
     assert silent.status.artifacts == (MODEL,), "another rank reports none"
     many = tuple(MODEL.model_copy(update={"step": step}) for step in range(200, 200 + MAX_ARTIFACTS))
-    newest = make_plan(reporting(with_written_status(observed), now=NOW + 120, artifacts=many))
+    newest = make_plan(with_progress(with_written_status(observed), now=NOW + 120, artifacts=many))
     assert [artifact.step for artifact in newest.status.artifacts] == list(range(200, 200 + MAX_ARTIFACTS))
 
 
 def test_an_evaluation_is_reported_once_with_the_figures_before() -> None:
-    observed = reporting(with_written_status(build.running_job(4)), evaluation=FIGURES, stage="Evaluate")
+    observed = with_progress(with_written_status(build.running_job(4)), evaluation=FIGURES, stage="Evaluate")
     result = make_plan(observed)
-    assert event_notes(result, "Evaluated") == [
+    assert result.event_notes("Evaluated") == [
         "The result was measured: perplexity 12.35 -> 5.1, rougeL 0.375, accuracy 0.5 -> none."
     ]
     assert result.status.evaluation == FIGURES
     assert (
-        event_notes(make_plan(reporting(with_written_status(observed), now=NOW + 120, evaluation=FIGURES)), "Evaluated")
+        make_plan(with_progress(with_written_status(observed), now=NOW + 120, evaluation=FIGURES)).event_notes(
+            "Evaluated"
+        )
         == []
     )
 
 
 def test_a_stage_is_written_at_once_and_its_progress_like_that_of_steps() -> None:
     observed = with_written_status(
-        reporting(build.running_job(4), stage="Export", stage_progress=0.1, stage_since=NOW + 50)
+        with_progress(build.running_job(4), stage="Export", stage_progress=0.1, stage_since=NOW + 50)
     )
     assert (observed.job.status.stage, observed.job.status.stage_progress) == ("Export", 0.1)
-    moved = reporting(observed, now=NOW + 62, stage="Export", stage_progress=0.4, stage_since=NOW + 50)
+    moved = with_progress(observed, now=NOW + 62, stage="Export", stage_progress=0.4, stage_since=NOW + 50)
     result = make_plan(moved)
     assert result.status == observed.job.status, "not yet"
     assert result.requeue_after is not None
     assert make_plan(replace(moved, now=NOW + 90)).status.stage_progress == 0.4
-    other = make_plan(reporting(observed, now=NOW + 62, stage="Evaluate", stage_progress=0.0, stage_since=NOW + 61))
+    other = make_plan(with_progress(observed, now=NOW + 62, stage="Evaluate", stage_progress=0.0, stage_since=NOW + 61))
     assert other.status.stage == "Evaluate"
 
 
 def test_a_stage_of_a_newer_trainer_shows_and_is_no_step() -> None:
     observed = with_written_status(
-        reporting(build.running_job(4), stage="Distil", stage_progress=7.0, stage_since=NOW + 50)
+        with_progress(build.running_job(4), stage="Distil", stage_progress=7.0, stage_since=NOW + 50)
     )
     assert (observed.job.status.stage, observed.job.status.stage_progress) == ("Distil", 1.0)
-    assert make_plan(reporting(observed, now=NOW + 100, stage="Distil")).status.goodput.stage_seconds["Distil"] > 30
+    assert make_plan(with_progress(observed, now=NOW + 100, stage="Distil")).status.goodput.stage_seconds["Distil"] > 30
 
 
 @pytest.mark.parametrize(
@@ -281,21 +283,21 @@ def test_the_trainer_reports_total_steps_of_epochs_and_samples(
     trainer: dict[str, Any], reported: int, total: int
 ) -> None:
     observed = with_written_status(
-        reporting(build.running_job(4, job_spec=build.spec(trainer=trainer)), step=20, total_steps=reported)
+        with_progress(build.running_job(4, job_spec=build.spec(trainer=trainer)), step=20, total_steps=reported)
     )
     assert observed.job.status.progress.total_steps == total
-    later = make_plan(reporting(observed, now=NOW + 120, step=21))
+    later = make_plan(with_progress(observed, now=NOW + 120, step=21))
     assert later.status.progress.total_steps == total, "an attempt that has not read its data yet takes nothing back"
 
 
 def test_the_end_names_the_steps_that_were_made() -> None:
-    observed = reporting(
+    observed = with_progress(
         build.running_job(2, job_spec=build.spec(workers={"replicas": 2}, trainer={"epochs": 3})),
         step=375,
         total_steps=375,
     )
     observed = build.with_heartbeats(observed, phase=WorkerPhase.FINISHED)
-    complete = get_condition(make_plan(observed).status, ConditionType.COMPLETE)
+    complete = make_plan(observed).condition(ConditionType.COMPLETE)
     assert complete.message == "all 375 steps are done"
 
 
@@ -319,7 +321,7 @@ def test_no_save_is_overdue_after_the_last_step() -> None:
         return None if condition is None else condition.status
 
     for stage, fine in (("Train", ConditionStatus.FALSE), ("Export", ConditionStatus.TRUE)):
-        reported = reporting(observed, stage=stage)
+        reported = with_progress(observed, stage=stage)
         assert state(reported, ConditionType.CHECKPOINT_HEALTHY) is fine
         assert state(reported, ConditionType.DISRUPTION_ALLOWED) is fine
 
@@ -339,7 +341,7 @@ def open_interruption(rung: Rung, *, ago: float, step_before: int, generation: i
 def test_a_returning_member_in_a_stage_closes_the_interruption() -> None:
     entry = open_interruption(Rung.REPLACE, ago=5, step_before=100)
     observed = build.with_status(
-        reporting(build.running_job(4), now=NOW, stage="Export", stage_since=NOW - 100), history=(entry,)
+        with_progress(build.running_job(4), now=NOW, stage="Export", stage_since=NOW - 100), history=(entry,)
     )
     assert make_plan(observed).status.history[0].recovered_seconds == 5.0
 

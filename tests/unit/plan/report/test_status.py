@@ -5,14 +5,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW, SETTINGS
-from tests.unit.plan.plan_results import (
-    deleted_pods,
-    event_notes,
-    get_condition,
-    make_plan,
-    newest_entry,
-    with_written_status,
-)
+from tests.unit.plan.plan_results import make_plan, with_written_status
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
@@ -28,7 +21,7 @@ from trainium_operator.plan.model.text import SENTENCE_LIMIT, format_names, form
 from trainium_operator.plan.report.summary import SLOW_INIT_SECONDS
 
 
-def starting(*pods: Any, **observed_fields: Any) -> Any:
+def starting_job(*pods: Any, **observed_fields: Any) -> Any:
     view = build.job(build.spec(), status=TrainingJobStatus(desired=4, next_pod_ordinal=4))
     return replace(build.observation(view, pods, {}), **observed_fields)
 
@@ -38,7 +31,7 @@ def conditions_by_type(observed: Any) -> dict[str, Any]:
 
 
 def test_a_refused_creation_is_shown_in_both_conditions() -> None:
-    conditions = conditions_by_type(starting(creation_refusal="exceeded quota: team.", create_after=NOW + 60))
+    conditions = conditions_by_type(starting_job(creation_refusal="exceeded quota: team.", create_after=NOW + 60))
     for kind in (ConditionType.PODS_READY, ConditionType.ADMITTED):
         assert conditions[kind].reason == "CreationRefused"
         assert "exceeded quota: team. Correct what it names" in conditions[kind].message
@@ -54,7 +47,7 @@ def test_a_refused_creation_is_shown_in_both_conditions() -> None:
 )
 def test_a_blocking_init_container_is_named(name: str, seconds: float, reason: str, words: str) -> None:
     held = build.pod(0, phase=PodPhase.PENDING, reason="PodInitializing")
-    observed = starting(replace(held, init_container=name, init_since=NOW - seconds))
+    observed = starting_job(replace(held, init_container=name, init_since=NOW - seconds))
     condition = conditions_by_type(observed)[ConditionType.PODS_READY]
     assert condition.reason == reason
     assert words in condition.message
@@ -65,9 +58,9 @@ def test_an_init_container_that_fails_is_reported_with_its_code_and_blames_no_no
     failed = replace(
         build.pod(0, phase=PodPhase.FAILED, reason="Error", message=message), init_container="fetch", init_exit_code=7
     )
-    result = make_plan(starting(failed))
+    result = make_plan(starting_job(failed))
     assert message in find_condition(result.status, ConditionType.PODS_READY).message
-    (note,) = event_notes(result, "WorkerFailed")
+    (note,) = result.event_notes("WorkerFailed")
     assert note.endswith(f"ended before it could join: {message}")
     assert not result.status.start_failures.nodes
     assert not result.status.avoided_nodes
@@ -77,7 +70,7 @@ def test_equal_failures_of_successive_workers_are_one_event_series() -> None:
     def series(ordinal: int, code: int, words: str, node: str = "node-1") -> set[str]:
         message = f"init container fetch ended with exit code {code}: {words}"
         failed = build.pod(ordinal, phase=PodPhase.FAILED, reason="Error", message=message, node=node)
-        result = make_plan(starting(replace(failed, init_container="fetch", init_exit_code=code)))
+        result = make_plan(starting_job(replace(failed, init_container="fetch", init_exit_code=code)))
         return {event.series for event in result.events if event.reason == "WorkerFailed"}
 
     first = series(0, 7, "12:30:01 no route to the bucket")
@@ -88,7 +81,7 @@ def test_equal_failures_of_successive_workers_are_one_event_series() -> None:
 
 
 def test_pods_that_wait_after_failed_starts_are_not_reported_as_missing_nodes() -> None:
-    observed = starting()
+    observed = starting_job()
     failures = StartFailuresStatus(
         rounds=6, at=NOW, next_ordinal=4, batch=4, message="demo-w-1 ended (Error): no route\n"
     )
@@ -217,9 +210,9 @@ def test_the_phase_before_the_first_generation_is_pending() -> None:
 
 
 def test_pods_ready_counts_registered_workers() -> None:
-    condition = get_condition(make_plan(build.running_job(4)).status, ConditionType.PODS_READY)
+    condition = make_plan(build.running_job(4)).condition(ConditionType.PODS_READY)
     assert (condition.status, condition.message) == (ConditionStatus.TRUE, "4 workers are registered")
-    condition = get_condition(make_plan(build.without_pods(build.running_job(4), 3)).status, ConditionType.PODS_READY)
+    condition = make_plan(build.without_pods(build.running_job(4), 3)).condition(ConditionType.PODS_READY)
     assert condition.status is ConditionStatus.FALSE
     assert condition.message.startswith("3 of 4 workers are registered")
 
@@ -233,7 +226,7 @@ def test_a_job_completes_when_all_members_finished_and_deletes_its_spares() -> N
     assert result.status.phase is Phase.COMPLETED
     assert is_true(result.status, ConditionType.COMPLETE)
     assert result.status.completion_time == format_rfc3339(NOW)
-    assert deleted_pods(result) == {"demo-w-4": None}
+    assert result.deleted_pods == {"demo-w-4": None}
     assert "Completed" in {event.reason for event in result.events}
     again = make_plan(replace(build.without_pods(done, 4), job=replace(done.job, status=result.status)))
     assert (again.status, again.actions, again.requeue_after) == (result.status, (), None)
@@ -243,8 +236,8 @@ def test_a_loss_before_the_end_replaces_finished_members_too() -> None:
     agents = build.agents(range(3), WorkerPhase.FINISHED, generation=1)
     result = make_plan(build.without_pods(build.running_job(4, agents=agents), 3))
     assert result.status.phase is Phase.RECOVERING
-    assert newest_entry(result).cause is Cause.POD_LOST
-    assert set(deleted_pods(result)) == {"demo-w-0", "demo-w-1", "demo-w-2"}
+    assert result.newest_entry.cause is Cause.POD_LOST
+    assert set(result.deleted_pods) == {"demo-w-0", "demo-w-1", "demo-w-2"}
 
 
 def test_a_suspension_deletes_all_pods_gracefully_and_is_no_loss() -> None:
@@ -252,7 +245,7 @@ def test_a_suspension_deletes_all_pods_gracefully_and_is_no_loss() -> None:
     spec = observed.job.spec.model_copy(update={"suspend": True})
     observed = build.with_job(observed, spec=spec)
     first = make_plan(observed)
-    assert deleted_pods(first) == {f"demo-w-{ordinal}": None for ordinal in range(5)}
+    assert first.deleted_pods == {f"demo-w-{ordinal}": None for ordinal in range(5)}
     assert first.status.phase is Phase.SUSPENDING
     assert first.status.membership.size == 0
     leaving = tuple(replace(pod, deleting=True) for pod in observed.pods)
@@ -310,9 +303,9 @@ def test_an_interruption_ends_at_the_first_new_step() -> None:
         (21, WorkerPhase.TRAINING, True),
     ):
         result = make_plan(second_generation(step, phase))
-        assert (newest_entry(result).recovered_seconds is not None) is over
+        assert (result.newest_entry.recovered_seconds is not None) is over
         assert (result.status.phase is Phase.RUNNING) is over
-    assert newest_entry(result).recovered_seconds == pytest.approx(7.0)
+    assert result.newest_entry.recovered_seconds == pytest.approx(7.0)
     assert result.status.goodput.lost_seconds == {"NodeLost": 7.0}
     assert result.status.goodput.wall_seconds == pytest.approx(100.0)
     assert result.status.goodput.ratio == pytest.approx(0.93)
@@ -328,7 +321,7 @@ def resumed_at_step(resume_step: int, *, step_before: int = 21) -> Any:
 
 def test_the_agents_record_shows_from_which_step_training_resumed() -> None:
     result = make_plan(resumed_at_step(19))
-    entry = newest_entry(result)
+    entry = result.newest_entry
     assert entry.recovered_seconds == pytest.approx(6.0)
     assert (entry.step_before, entry.resume_step, entry.steps_lost) == (21, 19, 2)
     assert "Recovered" in {event.reason for event in result.events}
@@ -337,7 +330,7 @@ def test_the_agents_record_shows_from_which_step_training_resumed() -> None:
 def test_heartbeats_alone_show_from_which_step_a_new_generation_resumed() -> None:
     def resumed(step: int, resume_step: int) -> Interruption:
         progress = Progress(step=step, resume_step=resume_step, updated=NOW - 1)
-        return newest_entry(make_plan(build.with_heartbeats(second_generation(step), progress=progress)))
+        return make_plan(build.with_heartbeats(second_generation(step), progress=progress)).newest_entry
 
     assert resumed(22, 22).recovered_seconds is None, "a step that was made before the change is not a new one"
     assert (resumed(23, 22).steps_lost, resumed(23, 22).resume_step) == (0, 22)
@@ -346,7 +339,7 @@ def test_heartbeats_alone_show_from_which_step_a_new_generation_resumed() -> Non
 
 def test_records_of_an_older_generation_do_not_keep_an_interruption_open() -> None:
     stale = build.restart_record(1, Cause.PEER_LOST, generation=1)
-    assert newest_entry(make_plan(second_generation(21, restarts=(stale,)))).recovered_seconds is not None
+    assert make_plan(second_generation(21, restarts=(stale,))).newest_entry.recovered_seconds is not None
 
 
 def test_a_resume_below_the_newest_committed_step_is_reported() -> None:
@@ -379,38 +372,38 @@ def test_the_history_keeps_the_last_ten() -> None:
     )
     result = make_plan(build.with_status(build.without_pods(build.running_job(4), 1), history=old))
     assert len(result.status.history) == 10
-    assert newest_entry(result).cause is Cause.POD_LOST
+    assert result.newest_entry.cause is Cause.POD_LOST
 
 
-def alerting(observed: Any, *alerts: Alert, now: float = NOW + 2) -> Any:
+def with_alerts(observed: Any, *alerts: Alert, now: float = NOW + 2) -> Any:
     progress = Progress(step=30, alerts=alerts, durable_step=10, updated=now)
     return replace(observed, now=now, agents={**observed.agents, "uid-0": build.training_agent(0, progress=progress)})
 
 
 def test_an_alert_of_the_trainer_becomes_one_event() -> None:
     spike = Alert(kind="LossSpike", step=29, message="Step 29: the gradient norm is high")
-    observed = alerting(with_written_status(build.running_job(4)), spike)
+    observed = with_alerts(with_written_status(build.running_job(4)), spike)
     result = make_plan(observed)
     (event,) = [event for event in result.events if event.reason == "LossSpike"]
     assert (event.type.value, event.note) == ("Warning", "Step 29: the gradient norm is high")
     assert [(alert.kind, alert.step) for alert in result.status.alerts] == [("LossSpike", 29)]
     resumed = spike.model_copy(update={"message": "Step 29 again, after a resume"})
-    later = alerting(with_written_status(observed), resumed, now=NOW + 60)
-    assert event_notes(make_plan(later), "LossSpike") == []
-    silent = alerting(with_written_status(observed), now=NOW + 60)
+    later = with_alerts(with_written_status(observed), resumed, now=NOW + 60)
+    assert make_plan(later).event_notes("LossSpike") == []
+    silent = with_alerts(with_written_status(observed), now=NOW + 60)
     assert make_plan(silent).status.alerts == result.status.alerts
 
 
 def test_later_and_other_alerts_are_events_and_unknown_kinds_are_not() -> None:
     first = Alert(kind="LossSpike", step=29, message="One")
-    observed = with_written_status(alerting(with_written_status(build.running_job(4)), first))
+    observed = with_written_status(with_alerts(with_written_status(build.running_job(4)), first))
     others = (
         first.model_copy(update={"step": 70, "message": "Two"}),
         Alert(kind="LossAlarm", step=71, message="Three"),
         Alert(kind="OfANewerTrainer", step=1, message="Four"),
         Alert(kind="StepSkipped", step=72, message="Five"),
     )
-    result = make_plan(alerting(observed, *others, now=NOW + 60))
+    result = make_plan(with_alerts(observed, *others, now=NOW + 60))
     assert [event.note for event in result.events if event.reason in set(AlertKind)] == ["Two", "Three", "Five"]
     assert len(result.status.alerts) == 3
 

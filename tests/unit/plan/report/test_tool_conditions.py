@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
-from tests.unit.plan.plan_results import get_condition, make_plan
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.public import CheckpointStatus
@@ -57,7 +57,7 @@ def test_stalled_means_that_only_a_person_can_fix_it() -> None:
 def test_the_first_status_of_a_job_shows_that_it_is_not_ready() -> None:
     result = make_plan(build.observation(build.job()))
 
-    ready = get_condition(result.status, ConditionType.READY)
+    ready = result.condition(ConditionType.READY)
     assert ready.status is ConditionStatus.FALSE
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
-from tests.unit.plan.plan_results import created_pods, make_plan, published_membership, with_written_status
+from tests.unit.plan.plan_results import make_plan, with_written_status
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
 from trainium_contract.status.internal import FailureRecord, GangStatus
@@ -23,7 +23,7 @@ from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.size import decide_size
 
 
-def written(time: float) -> TrainingJobStatus:
+def status_at(time: float) -> TrainingJobStatus:
     """Return a status in which every time is `at`."""
     entry = build.interruption(Rung.REPLACE, ago=0.0, failed_at=time, decided_at=time)
     return TrainingJobStatus(
@@ -49,12 +49,12 @@ def correct(status: TrainingJobStatus) -> TrainingJobStatus:
 
 @pytest.mark.parametrize("ahead", [3.0, 3600.0, 1e8])
 def test_times_in_the_future_are_clamped_to_now(ahead: float) -> None:
-    assert correct(written(NOW + ahead)) == written(NOW)
+    assert correct(status_at(NOW + ahead)) == status_at(NOW)
 
 
 @pytest.mark.parametrize("ahead", [2.0, 0.0, -3600.0])
 def test_past_and_rounded_times_are_unchanged(ahead: float) -> None:
-    status = written(NOW + ahead)
+    status = status_at(NOW + ahead)
     assert correct(status) is status
 
 
@@ -64,7 +64,7 @@ def test_only_the_future_time_of_an_interruption_is_clamped() -> None:
     assert (mended.failed_at, mended.decided_at) == (entry.failed_at, NOW)
 
 
-def pausing(until: float) -> TrainingJobStatus:
+def paused_status(until: float) -> TrainingJobStatus:
     return TrainingJobStatus(idle_nodes=IdleNodesStatus(retry_at=until), gang=GangStatus(given_back=9, retry_at=until))
 
 
@@ -73,16 +73,16 @@ def test_a_pause_longer_than_any_policy_is_ended() -> None:
         idle_nodes._MAX_PAUSE_SECONDS,
         max(gang_policy.pause_seconds(f"job-{number}", 40) for number in range(500)),
     ):
-        status = pausing(NOW + longest)
+        status = paused_status(NOW + longest)
         assert correct(status) is status
-    assert correct(pausing(NOW + 3600)) == pausing(NOW)
+    assert correct(paused_status(NOW + 3600)) == paused_status(NOW)
 
 
 def test_a_gang_pause_written_by_a_fast_clock_ends() -> None:
-    waits = build.observation(build.job(status=pausing(NOW + 60)))
-    assert created_pods(make_plan(waits)) == []
-    ahead = build.observation(build.job(status=pausing(NOW + 3600)))
-    assert len(created_pods(make_plan(ahead))) == 4
+    waits = build.observation(build.job(status=paused_status(NOW + 60)))
+    assert make_plan(waits).created_pods == []
+    ahead = build.observation(build.job(status=paused_status(NOW + 3600)))
+    assert len(make_plan(ahead).created_pods) == 4
 
 
 def test_a_creation_backoff_written_by_a_fast_clock_ends() -> None:
@@ -91,8 +91,8 @@ def test_a_creation_backoff_written_by_a_fast_clock_ends() -> None:
             observed_generation=build.job().generation, start_failures=StartFailuresStatus(rounds=9, at=time)
         )
 
-    assert created_pods(make_plan(build.observation(build.job(status=refused(NOW - 1))))) == []
-    assert len(created_pods(make_plan(build.observation(build.job(status=refused(NOW + 3600)))))) == 4
+    assert make_plan(build.observation(build.job(status=refused(NOW - 1)))).created_pods == []
+    assert len(make_plan(build.observation(build.job(status=refused(NOW + 3600)))).created_pods) == 4
 
 
 RECORDED = MembershipStatus(generation=1, attempt=0, size=4, data_parallel=4)
@@ -100,7 +100,7 @@ RECORDED = MembershipStatus(generation=1, attempt=0, size=4, data_parallel=4)
 
 def with_membership(membership: MembershipStatus, *missing: int, **status: Any) -> Observed:
     base = build.without_pods(build.running_job(4), *missing)
-    return build.with_status(base, base.job.status.replaced(membership=membership, **status))
+    return build.with_status(base, membership=membership, **status)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_an_edited_membership_is_replaced_by_the_recorded_one(edited: Membership
     assert corrected_status(changed) == changed.job.status.replaced(membership=RECORDED)
     result = make_plan(changed)
     assert (result.status.membership.generation, result.status.membership.size) == (1, 4)
-    assert published_membership(result) is None, "training continues in the current generation"
+    assert result.published_membership is None, "training continues in the current generation"
 
 
 def test_unrecorded_decisions_and_abandoned_generations_are_kept() -> None:

@@ -7,13 +7,12 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import SETTINGS
-from tests.unit.plan.plan_results import created_pods, deleted_pods
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.cluster.cache.views import pod_view
 from trainium_operator.plan.manifests.worker_pod import AvoidedNodes, build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.plan import plan
 from trainium_operator.plan.view.facts import pin_running_image
 
 NEWER = replace(SETTINGS, image="trainer:2")
@@ -71,10 +70,10 @@ def test_the_requested_image_is_read_back_despite_admission_changes() -> None:
 def test_a_replacement_after_an_upgrade_has_the_running_version() -> None:
     observed = build.running_job()
     observed = replace(observed, pods=tuple(replace(pod, image=OLD) for pod in observed.pods))
-    digest = plan(build.without_pods(observed, 2), NEWER)
+    digest = make_plan(build.without_pods(observed, 2), NEWER)
     (manifest,) = (action.manifest for action in digest.actions if isinstance(action, CreatePod))
     assert manifest["spec"]["containers"][0]["image"] == OLD
-    assert plan(observed, NEWER).status.outdated_pods == 0
+    assert make_plan(observed, NEWER).status.outdated_pods == 0
 
 
 def test_pending_pods_follow_a_new_default_image() -> None:
@@ -83,6 +82,6 @@ def test_pending_pods_follow_a_new_default_image() -> None:
     pods = tuple(
         build.pod(ordinal, phase=PodPhase.PENDING, image=OLD, template_hash=digest, node="") for ordinal in range(4)
     )
-    result = plan(build.observation(view, pods, {}), NEWER)
-    assert len(deleted_pods(result)) == 4
-    assert len(created_pods(result)) == 4
+    result = make_plan(build.observation(view, pods, {}), NEWER)
+    assert len(result.deleted_pods) == 4
+    assert len(result.created_pods) == 4

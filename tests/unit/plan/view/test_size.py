@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tests.unit.plan import plan_builders as build
-from tests.unit.plan.plan_results import created_pods, deleted_pods, get_condition, make_plan
+from tests.unit.plan.plan_results import make_plan
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.reasons import Reason
@@ -66,7 +66,7 @@ def test_a_size_that_leaves_model_parallel_groups_incomplete_is_floored_to_whole
 def test_nodes_in_reserve_are_reported_in_the_status_and_in_an_event_and_get_pods() -> None:
     observed = build.observation(build.job(build.spec(workers={"replicas": 7})))
     result = make_plan(observed)
-    condition = get_condition(result.status, ConditionType.SIZE_LEGAL)
+    condition = result.condition(ConditionType.SIZE_LEGAL)
     assert is_true(result.status, ConditionType.SIZE_LEGAL)
     assert condition.message == (
         "7 nodes were requested; 6 of them train: 4 passes a step, 100% of their rows filled. 1 in reserve: more would "
@@ -99,7 +99,7 @@ def test_even_sizes_floors_a_requested_size_within_the_bounds(
 
 def test_a_floored_size_is_explained_in_the_status_and_in_an_event() -> None:
     result = make_plan(build.observation(build.job(build.spec(workers={"replicas": 5}, **EVEN))))
-    condition = get_condition(result.status, ConditionType.SIZE_LEGAL)
+    condition = result.condition(ConditionType.SIZE_LEGAL)
     assert condition.reason == "FlooredToLegalSize"
     assert condition.message.startswith("5 nodes were requested; 4 is the largest legal size.")
     assert result.status.desired == 4
@@ -140,8 +140,8 @@ def test_a_model_that_fits_no_core_is_refused_before_a_pod_is_made() -> None:
     assert (decision.desired, decision.reason) == (0, Reason.INVALID_SPEC)
     assert decision.message.startswith("A core of trn1.32xlarge has 16.0 GiB, but on 4 nodes a process needs 100.4 GiB")
     result = make_plan(build.observation(build.job(build.spec(**TOO_LARGE)), ()))
-    assert created_pods(result) == []
-    condition = get_condition(result.status, ConditionType.SIZE_LEGAL)
+    assert result.created_pods == []
+    condition = result.condition(ConditionType.SIZE_LEGAL)
     assert condition.message == decision.message
 
 
@@ -150,11 +150,11 @@ def test_a_running_job_that_should_not_fit_continues() -> None:
     observed = build.running_job()
     trains = build.with_job(observed, spec=build.spec(**TOO_LARGE))
     result = make_plan(trains)
-    assert deleted_pods(result) == {}
+    assert result.deleted_pods == {}
     assert result.status.phase is Phase.RUNNING
 
 
-def sharded(**workers: Any) -> Any:
+def sharded_spec(**workers: Any) -> Any:
     """Return a job of 13 billion parameters whose sharded state needs three nodes."""
     return build.spec(
         workers={"accelerator": {"instanceType": "trn2.3xlarge"}, **workers},
@@ -164,15 +164,15 @@ def sharded(**workers: Any) -> Any:
 
 
 def test_an_elastic_job_does_not_shrink_to_where_its_divided_state_fits_no_core() -> None:
-    decision = decide_size(sharded(replicas=8, minReplicas=1))
+    decision = decide_size(sharded_spec(replicas=8, minReplicas=1))
     assert (decision.desired, decision.floor, decision.reason) == (8, 3, Reason.AS_REQUESTED)
     assert decision.message == (
         "8 nodes. It does not shrink below 3 nodes, although minReplicas is 1: on fewer a process needs more than a "
         "core of trn2.3xlarge has for weights, gradients and optimizer alone."
     )
     assert [decision.legal_at_most(nodes) for nodes in (4, 3, 2, 1)] == [4, 3, 0, 0]
-    result = make_plan(build.observation(build.job(sharded(replicas=8, minReplicas=1)), ()))
-    condition = get_condition(result.status, ConditionType.SIZE_LEGAL)
+    result = make_plan(build.observation(build.job(sharded_spec(replicas=8, minReplicas=1)), ()))
+    condition = result.condition(ConditionType.SIZE_LEGAL)
     assert (is_true(result.status, ConditionType.SIZE_LEGAL), condition.message) == (True, decision.message)
 
 
@@ -180,11 +180,11 @@ def test_an_elastic_job_does_not_shrink_to_where_its_divided_state_fits_no_core(
     "workers", [{"replicas": 8, "minReplicas": 3}, {"replicas": 8}, {"replicas": 4, "minReplicas": 4}]
 )
 def test_memory_raises_the_floor_only_where_needed(workers: Any) -> None:
-    decision = decide_size(sharded(**workers))
+    decision = decide_size(sharded_spec(**workers))
     assert decision.floor == workers.get("minReplicas", decision.desired)
     assert "shrink" not in decision.message
 
 
 def test_a_model_that_fits_no_size_is_refused() -> None:
-    decision = decide_size(sharded(replicas=2, minReplicas=1))
+    decision = decide_size(sharded_spec(replicas=2, minReplicas=1))
     assert (decision.desired, decision.reason) == (0, Reason.INVALID_SPEC)
