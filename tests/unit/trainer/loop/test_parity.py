@@ -122,7 +122,7 @@ def test_the_page_shows_failed_rows(tmp_path: Path) -> None:
         "mergedTolerance": 1e-5,
         "adaptersOfPeft": {"C": 1e-7},
     }
-    tuned = row | measured | {"settings": "C", "trainedNumbers": 2e-3, "accuracy": 0.75, "passed": False}
+    tuned = row | measured | {"settings": "C", "trainedParameters": 2e-3, "accuracy": 0.75, "passed": False}
     report["rows"] += [tuned, row | {"settings": "C", "passed": False, "problem": "rank 0 ended with 64"}]
     report["references"]["D"] = [2.0]
     report["rows"] += [tuned | {"settings": "D", "losses": [2.0], "passed": True}]
