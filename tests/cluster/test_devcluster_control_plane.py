@@ -101,15 +101,15 @@ def test_a_server_certificate_is_needed_and_verified(cluster: Cluster) -> None:
     url = f"{cluster.ports.server}/version"
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
         urllib.request.urlopen(url, timeout=scaled(5), context=ssl.create_default_context())
-    own = ssl.create_default_context(cafile=str(cluster.paths.pki / "ca.crt"))
-    with urllib.request.urlopen(url, timeout=scaled(5), context=own) as answer:
+    context = ssl.create_default_context(cafile=str(cluster.paths.pki / "ca.crt"))
+    with urllib.request.urlopen(url, timeout=scaled(5), context=context) as answer:
         assert json.load(answer)["gitVersion"] == "v1.36.3"
 
 
 def test_etcd_requires_a_client_certificate(cluster: Cluster) -> None:
-    own = ssl.create_default_context(cafile=str(cluster.paths.pki / "ca.crt"))
+    context = ssl.create_default_context(cafile=str(cluster.paths.pki / "ca.crt"))
     with pytest.raises((ssl.SSLError, OSError)):
-        urllib.request.urlopen(f"https://127.0.0.1:{cluster.ports.etcd}/health", timeout=scaled(5), context=own)
+        urllib.request.urlopen(f"https://127.0.0.1:{cluster.ports.etcd}/health", timeout=scaled(5), context=context)
 
 
 def test_a_token_is_valid_for_its_audience_and_rights(cluster: Cluster) -> None:
@@ -147,9 +147,9 @@ def test_the_garbage_collector_and_admission_work(cluster: Cluster) -> None:
         "metadata": {"name": "owned", "ownerReferences": [reference]},
         "spec": {"containers": [{"name": "c", "image": "any"}]},
     }
-    made = cluster.api.create("/api/v1/namespaces/default/pods", pod)
-    assert made["spec"]["serviceAccountName"] == "default"
-    assert made["spec"]["volumes"][0]["projected"]["sources"][0]["serviceAccountToken"]
+    created = cluster.api.create("/api/v1/namespaces/default/pods", pod)
+    assert created["spec"]["serviceAccountName"] == "default"
+    assert created["spec"]["volumes"][0]["projected"]["sources"][0]["serviceAccountToken"]
     cluster.kubectl("delete", "configmap", "owner")
     until(lambda: cluster.kubectl("get", "pod", "owned", "--ignore-not-found") == "", "the owned pod goes")
 

@@ -94,7 +94,7 @@ def claims(job: Job) -> dict[str, list[tuple[str, str]]]:
             continue
         allocation = (claim.get("status") or {}).get("allocation") or {"devices": {}}
         results = allocation["devices"].get("results") or []
-        found[owner["name"]] = [(each["pool"], each["device"]) for each in results]
+        found[owner["name"]] = [(result["pool"], result["device"]) for result in results]
     return found
 
 
@@ -105,7 +105,8 @@ def templates(job: Job) -> list[str]:
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
     return next(
-        (each for each in status.get("conditions") or () if each["type"] == kind), {"status": "", "message": ""}
+        (condition for condition in status.get("conditions") or () if condition["type"] == kind),
+        {"status": "", "message": ""},
     )
 
 

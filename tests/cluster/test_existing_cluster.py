@@ -64,7 +64,7 @@ def create(cluster: SharedCluster, document: dict[str, Any]) -> None:
 
 
 def names(cluster: SharedCluster, kind: str, namespace: str = "default") -> set[str]:
-    return {each["metadata"]["name"] for each in cluster.get(kind, "-n", namespace)["items"]}
+    return {item["metadata"]["name"] for item in cluster.get(kind, "-n", namespace)["items"]}
 
 
 # --- one session at a time -------------------------------------------------------------------------------------------
@@ -174,10 +174,10 @@ def test_disturbed_nodes_are_restored(existing: SharedCluster) -> None:
         create(existing, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": spec})
     existing.kubectl("patch", "node", "disturbed", "--type=merge", "-p", json.dumps(cordon_patch(on=True)))
     remove_leftovers(existing, fail_to_power_on)
-    nodes = {each["metadata"]["name"]: each for each in existing.get("nodes")["items"]}
+    nodes = {item["metadata"]["name"]: item for item in existing.get("nodes")["items"]}
     assert "unschedulable" not in nodes["disturbed"]["spec"]
     assert nodes["cordoned"]["spec"]["unschedulable"], "by another user"
-    taints = [each["key"] for each in nodes["disturbed"]["spec"]["taints"] if not each["key"].startswith("node.")]
+    taints = [taint["key"] for taint in nodes["disturbed"]["spec"]["taints"] if not taint["key"].startswith("node.")]
     assert taints == ["theirs"]
     assert not [key for key in nodes["disturbed"]["metadata"].get("annotations", {}) if key.startswith("tests.")]
     existing.kubectl("delete", "node", *nodes)
@@ -199,12 +199,14 @@ def test_a_foreign_operator_or_job_stops_the_session(existing: SharedCluster) ->
     check_unoccupied(existing)
     job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "llama"}}
     create(existing, {**job, "spec": {"workers": {"accelerator": {"device": "cpu"}}, "trainer": {}}})
-    with pytest.raises(OccupiedError, match=r"has trainingjobs .* no test made \(default/llama\).* delete them first"):
+    with pytest.raises(
+        OccupiedError, match=r"has trainingjobs .* no test created \(default/llama\).* delete them first"
+    ):
         check_unoccupied(existing)
     existing.kubectl("delete", "trn", "llama")
-    install = [each for each in yaml.safe_load_all((ROOT / generate.INSTALL).read_text()) if each]
+    install = [document for document in yaml.safe_load_all((ROOT / generate.INSTALL).read_text()) if document]
     existing.run("kubectl", "create", "namespace", "trainium-system")
-    (deployment,) = (each for each in install if each["kind"] == "Deployment")
+    (deployment,) = (document for document in install if document["kind"] == "Deployment")
     create(existing, deployment | {"spec": {**deployment["spec"], "replicas": 0}})
     with pytest.raises(OccupiedError, match=r"deployments .*\(trainium-system/trainium-operator\).*\(helm uninstall\)"):
         check_unoccupied(existing)
@@ -228,7 +230,7 @@ def test_only_a_definition_that_tests_installed_is_removed(
 
 
 def deployments(cluster: SharedCluster) -> list[str]:
-    return [each["metadata"]["name"] for each in cluster.get("deployments", "-A")["items"]]
+    return [item["metadata"]["name"] for item in cluster.get("deployments", "-A")["items"]]
 
 
 def test_each_ring_finds_the_parts_that_it_needs_in_any_order(existing: SharedCluster) -> None:

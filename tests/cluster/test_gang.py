@@ -106,7 +106,9 @@ async def test_a_native_gang_is_bound_completely_or_not_at_all(cluster: Cluster)
     def refused() -> bool:
         group = json.loads(cluster.kubectl("get", "podgroup", name, "-o", "json"))
         conditions = (group.get("status") or {}).get("conditions") or ()
-        return any(each["type"] == "PodGroupScheduled" and each["status"] == "False" for each in conditions)
+        return any(
+            condition["type"] == "PodGroupScheduled" and condition["status"] == "False" for condition in conditions
+        )
 
     until(refused, "the scheduler never said that a gang of three does not fit on two nodes")
     assert bound_pods(cluster) == [], "a partial gang holds nodes"

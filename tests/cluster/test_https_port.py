@@ -82,13 +82,13 @@ def test_a_late_and_changed_certificate_is_served_by_every_replica(https_cluster
 
     def served(trust: ssl.SSLContext) -> bool:
         try:
-            return {get(each, trust, token) for each in pods} == {200}
+            return {get(pod, trust, token) for pod in pods} == {200}
         except OSError:  # not listening yet, or with another certificate
             return False
 
     first = issue(https_cluster)
     until(lambda: served(first), log)
-    assert {get(each, first, "") for each in pods} == {401}
+    assert {get(pod, first, "") for pod in pods} == {401}
     second = issue(https_cluster)
     until(lambda: served(second), log)
     with pytest.raises(ssl.SSLCertVerificationError):
@@ -96,8 +96,8 @@ def test_a_late_and_changed_certificate_is_served_by_every_replica(https_cluster
     assert addresses(https_cluster) == pods
     restarts = https_cluster.get("pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")["items"]
     assert [pod["status"]["containerStatuses"][0]["restartCount"] for pod in restarts] == [0, 0]
-    for each in pods:
-        plain = http.client.HTTPConnection(each, 8080, timeout=scaled(10))
+    for address in pods:
+        plain = http.client.HTTPConnection(address, 8080, timeout=scaled(10))
         plain.request("GET", "/metrics")
         assert plain.getresponse().status == 404
         plain.close()

@@ -115,14 +115,18 @@ def workloads(cluster: SharedCluster, namespace: str) -> dict[str, dict[str, str
     """Return the conditions by Workload."""
     return {
         item["metadata"]["name"]: {
-            each["type"]: each["status"] for each in (item.get("status") or {}).get("conditions") or ()
+            condition["type"]: condition["status"] for condition in (item.get("status") or {}).get("conditions") or ()
         }
         for item in cluster.get("workloads", "-n", namespace)["items"]
     }
 
 
 def admitted(status: dict[str, Any]) -> tuple[str, str]:
-    return next((each["status"], each["reason"]) for each in status["conditions"] if each["type"] == "Admitted")
+    return next(
+        (condition["status"], condition["reason"])
+        for condition in status["conditions"]
+        if condition["type"] == "Admitted"
+    )
 
 
 def size(wanted: int) -> Callable[[dict[str, Any]], bool]:

@@ -46,7 +46,9 @@ def test_conditions_and_removed_devices_stay(cluster: Cluster) -> None:
     cluster.fleet.set_allocatable(node, "aws.amazon.com/neuron", 15)
     time.sleep(1.0)
     status = cluster.api.get(f"/api/v1/nodes/{node}")["status"]
-    assert [each["status"] for each in status["conditions"] if each["type"] == "NeuronHealth"] == ["True"]
+    assert [condition["status"] for condition in status["conditions"] if condition["type"] == "NeuronHealth"] == [
+        "True"
+    ]
     assert status["allocatable"]["aws.amazon.com/neuron"] == "15"
     cluster.fleet.set_condition(node, "NeuronHealth", "False")
     cluster.fleet.set_allocatable(node, "aws.amazon.com/neuron", 16)

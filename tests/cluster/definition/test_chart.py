@@ -43,16 +43,16 @@ JOB_SCOPES = (Scope.WATCHED, Scope.NETWORK_POLICIES)
 _templates: dict[tuple[str, str], str] = {}
 
 
-def rendered(api: Api, settings: str = "replicas=2") -> list[dict[str, Any]]:
-    asked = (api.chart, settings)
-    if asked not in _templates:
-        _templates[asked] = api.helm("template", RELEASE, api.chart, "--namespace", "system", "--set", settings)
-    return [document for document in yaml.load_all(_templates[asked], yaml.CSafeLoader) if document]
+def render_chart(api: Api, settings: str = "replicas=2") -> list[dict[str, Any]]:
+    key = (api.chart, settings)
+    if key not in _templates:
+        _templates[key] = api.helm("template", RELEASE, api.chart, "--namespace", "system", "--set", settings)
+    return [document for document in yaml.load_all(_templates[key], yaml.CSafeLoader) if document]
 
 
 def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
-    (found,) = [each for each in documents if each["kind"] == kind and each["metadata"]["name"] == name]
-    return found
+    (match,) = [document for document in documents if document["kind"] == kind and document["metadata"]["name"] == name]
+    return match
 
 
 def settings_of(documents: list[dict[str, Any]]) -> Settings:
@@ -61,7 +61,7 @@ def settings_of(documents: list[dict[str, Any]]) -> Settings:
     return parse_settings(container["args"], {})
 
 
-def granted(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
+def granted_rights(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     """Return each (group, resource, verb, name) of a role; an empty name stands for all names."""
     return {
         (group, resource, verb, name)
@@ -91,9 +91,9 @@ def needed_rights(*scopes: Scope) -> set[tuple[str, str, str, str]]:
 
 
 def test_the_chart_grants_exactly_the_rights_that_the_operator_uses(api: Api) -> None:
-    documents = rendered(api)
-    assert granted(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER, *JOB_SCOPES)
-    assert granted(find(documents, "Role", NAME)) == needed_rights(Scope.OWN)
+    documents = render_chart(api)
+    assert granted_rights(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER, *JOB_SCOPES)
+    assert granted_rights(find(documents, "Role", NAME)) == needed_rights(Scope.OWN)
     assert find(documents, "Role", NAME)["metadata"]["namespace"] == "system"
 
 
@@ -106,12 +106,20 @@ def test_the_chart_grants_exactly_the_rights_that_the_operator_uses(api: Api) ->
     ],
 )
 def test_rights_to_jobs_are_limited_to_listed_namespaces(api: Api, settings: str, served: list[str]) -> None:
-    documents = rendered(api, settings)
-    assert granted(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER)
-    roles = [one for one in documents if one["kind"] == "Role" and one["metadata"]["name"] == f"{NAME}-jobs"]
+    documents = render_chart(api, settings)
+    assert granted_rights(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER)
+    roles = [
+        document
+        for document in documents
+        if document["kind"] == "Role" and document["metadata"]["name"] == f"{NAME}-jobs"
+    ]
     assert [role["metadata"]["namespace"] for role in roles] == served
-    assert all(granted(role) == needed_rights(*JOB_SCOPES) for role in roles)
-    bindings = [one for one in documents if one["kind"] == "RoleBinding" and one["metadata"]["name"] == f"{NAME}-jobs"]
+    assert all(granted_rights(role) == needed_rights(*JOB_SCOPES) for role in roles)
+    bindings = [
+        document
+        for document in documents
+        if document["kind"] == "RoleBinding" and document["metadata"]["name"] == f"{NAME}-jobs"
+    ]
     assert [binding["metadata"]["namespace"] for binding in bindings] == served
     assert all(binding["subjects"][0]["namespace"] == "system" for binding in bindings)
     assert list(settings_of(documents).namespaces) == served
@@ -128,9 +136,11 @@ def test_rights_to_jobs_are_limited_to_listed_namespaces(api: Api, settings: str
 def test_optional_rights_are_granted_only_when_enabled(
     api: Api, role: str, setting: str, rights: tuple[Scope, ...], switch: str
 ) -> None:
-    assert f"{NAME}-{role}" not in [each["metadata"]["name"] for each in rendered(api) if each["kind"] == "ClusterRole"]
-    documents = rendered(api, setting)
-    assert granted(find(documents, "ClusterRole", f"{NAME}-{role}")) == needed_rights(*rights)
+    assert f"{NAME}-{role}" not in [
+        document["metadata"]["name"] for document in render_chart(api) if document["kind"] == "ClusterRole"
+    ]
+    documents = render_chart(api, setting)
+    assert granted_rights(find(documents, "ClusterRole", f"{NAME}-{role}")) == needed_rights(*rights)
     assert find(documents, "ClusterRoleBinding", f"{NAME}-{role}")["subjects"][0]["namespace"] == "system"
     assert getattr(settings_of(documents), switch)
 
@@ -146,14 +156,14 @@ def test_optional_rights_are_granted_only_when_enabled(
 def test_optional_rights_are_limited_to_listed_namespaces(
     api: Api, role: str, settings: str, job_scope: Scope, cluster_scope: Scope
 ) -> None:
-    documents = rendered(api, settings)
-    assert granted(find(documents, "ClusterRole", f"{NAME}-{role}")) == needed_rights(cluster_scope)
-    assert granted(find(documents, "Role", f"{NAME}-jobs")) == needed_rights(*JOB_SCOPES, job_scope)
+    documents = render_chart(api, settings)
+    assert granted_rights(find(documents, "ClusterRole", f"{NAME}-{role}")) == needed_rights(cluster_scope)
+    assert granted_rights(find(documents, "Role", f"{NAME}-jobs")) == needed_rights(*JOB_SCOPES, job_scope)
 
 
 def test_network_policies_of_jobs_admit_pods_of_the_chart_and_values(api: Api) -> None:
     first = "networkPolicy.jobs.ingress[0]"
-    documents = rendered(api, f"{first}.from[0].podSelector.matchLabels.app=a b,{first}.ports[0].port=6006")
+    documents = render_chart(api, f"{first}.from[0].podSelector.matchLabels.app=a b,{first}.ports[0].port=6006")
     pods = find(documents, "Deployment", NAME)["spec"]["template"]
     ingress = parse_settings(pods["spec"]["containers"][0]["args"], {}).worker_ingress("system")
     assert ingress is not None
@@ -164,78 +174,80 @@ def test_network_policies_of_jobs_admit_pods_of_the_chart_and_values(api: Api) -
 
 
 def test_rights_to_network_policies_are_granted_only_when_enabled(api: Api) -> None:
-    documents = rendered(api, "networkPolicy.jobs.create=false")
-    assert granted(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER, Scope.WATCHED)
+    documents = render_chart(api, "networkPolicy.jobs.create=false")
+    assert granted_rights(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER, Scope.WATCHED)
     assert settings_of(documents).worker_ingress("system") is None
-    served = rendered(api, "networkPolicy.jobs.create=false,watchNamespaces={training}")
-    assert granted(find(served, "Role", f"{NAME}-jobs")) == needed_rights(Scope.WATCHED)
+    served = render_chart(api, "networkPolicy.jobs.create=false,watchNamespaces={training}")
+    assert granted_rights(find(served, "Role", f"{NAME}-jobs")) == needed_rights(Scope.WATCHED)
 
 
 def test_access_reviews_are_granted_only_for_https(api: Api) -> None:
-    names = [each["metadata"]["name"] for each in rendered(api)]
+    names = [document["metadata"]["name"] for document in render_chart(api)]
     assert not {f"{NAME}-readers", f"{NAME}-metrics-reader", f"{NAME}-https"} & set(names)
-    documents = rendered(api, "metrics.secure=true")
-    assert granted(find(documents, "ClusterRole", f"{NAME}-readers")) == needed_rights(Scope.READERS)
+    documents = render_chart(api, "metrics.secure=true")
+    assert granted_rights(find(documents, "ClusterRole", f"{NAME}-readers")) == needed_rights(Scope.READERS)
     assert find(documents, "ClusterRoleBinding", f"{NAME}-readers")["subjects"][0]["namespace"] == "system"
     assert find(documents, "ClusterRole", f"{NAME}-metrics-reader")["rules"] == [
         {"nonResourceURLs": ["/metrics"], "verbs": ["get"]}
     ]
-    assert f"{NAME}-metrics-reader" not in [one["metadata"]["name"] for one in documents if "Binding" in one["kind"]]
-    named = rendered(api, "metrics.secure=true,metrics.readers[0].kind=User,metrics.readers[0].name=ann")
+    assert f"{NAME}-metrics-reader" not in [
+        document["metadata"]["name"] for document in documents if "Binding" in document["kind"]
+    ]
+    named = render_chart(api, "metrics.secure=true,metrics.readers[0].kind=User,metrics.readers[0].name=ann")
     assert find(named, "ClusterRoleBinding", f"{NAME}-metrics-reader")["subjects"] == [{"kind": "User", "name": "ann"}]
 
 
 def test_pages_of_jobs_add_a_service_and_no_right_to_metrics(api: Api) -> None:
-    documents = rendered(api, "ui.enabled=true,networkPolicy.create=true,networkPolicy.uiFrom[0].podSelector.a=b")
-    assert granted(find(documents, "ClusterRole", f"{NAME}-readers")) == needed_rights(Scope.READERS)
-    assert f"{NAME}-metrics-reader" not in [each["metadata"]["name"] for each in documents]
+    documents = render_chart(api, "ui.enabled=true,networkPolicy.create=true,networkPolicy.uiFrom[0].podSelector.a=b")
+    assert granted_rights(find(documents, "ClusterRole", f"{NAME}-readers")) == needed_rights(Scope.READERS)
+    assert f"{NAME}-metrics-reader" not in [document["metadata"]["name"] for document in documents]
     parsed = settings_of(documents)
     assert (parsed.ui, parsed.secure_metrics) == (True, False)
     (port,) = find(documents, "Service", parsed.ui_service)["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (443, "https")
     rules = find(documents, "NetworkPolicy", NAME)["spec"]["ingress"]
-    opened = [({each["port"] for each in rule["ports"]}, rule.get("from")) for rule in rules[2:]]
+    opened = [({port["port"] for port in rule["ports"]}, rule.get("from")) for rule in rules[2:]]
     assert opened == [({"metrics"}, None), ({"https"}, [{"podSelector": {"a": "b"}}])]
 
-    few = rendered(api, "ui.enabled=true,watchNamespaces={training},https.issuer.name=ca")
-    assert granted(find(few, "Role", f"{NAME}-jobs")) == needed_rights(*JOB_SCOPES)
+    few = render_chart(api, "ui.enabled=true,watchNamespaces={training},https.issuer.name=ca")
+    assert granted_rights(find(few, "Role", f"{NAME}-jobs")) == needed_rights(*JOB_SCOPES)
     assert f"{NAME}-ui.system.svc" in find(few, "Certificate", f"{NAME}-https")["spec"]["dnsNames"]
 
 
 def endpoint(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     spec = find(documents, kind, NAME)["spec"]
-    (found,) = spec["endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"]
-    return dict(found)
+    (scraped,) = spec["endpoints" if kind == "ServiceMonitor" else "podMetricsEndpoints"]
+    return dict(scraped)
 
 
 def test_a_monitor_scrapes_over_https_with_certificate_and_token(api: Api) -> None:
     monitors = "metrics.serviceMonitor.create=true,metrics.podMonitor.create=true"
-    plain = rendered(api, monitors)
+    plain = render_chart(api, monitors)
     assert endpoint(plain, "ServiceMonitor") == {"port": "metrics", "path": "/metrics", "interval": "30s"}
     (port,) = find(plain, "Service", f"{NAME}-metrics")["spec"]["ports"]
     assert port["targetPort"] == "metrics"
 
-    own = rendered(api, "metrics.secure=true,metrics.serviceMonitor.create=true")
-    asked = endpoint(own, "ServiceMonitor")
-    assert (asked["port"], asked["scheme"]) == ("https", "https")
-    assert asked["bearerTokenFile"] == "/var/run/secrets/kubernetes.io/serviceaccount/token"
-    assert asked["tlsConfig"]["serverName"] in server_names(f"{NAME}-coordinator", "system")
-    assert asked["tlsConfig"]["ca"]["secret"] == {"name": f"{NAME}-coordinator-tls", "key": "ca.crt"}
-    (port,) = find(own, "Service", f"{NAME}-metrics")["spec"]["ports"]
+    self_signed = render_chart(api, "metrics.secure=true,metrics.serviceMonitor.create=true")
+    endpoint_spec = endpoint(self_signed, "ServiceMonitor")
+    assert (endpoint_spec["port"], endpoint_spec["scheme"]) == ("https", "https")
+    assert endpoint_spec["bearerTokenFile"] == "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    assert endpoint_spec["tlsConfig"]["serverName"] in server_names(f"{NAME}-coordinator", "system")
+    assert endpoint_spec["tlsConfig"]["ca"]["secret"] == {"name": f"{NAME}-coordinator-tls", "key": "ca.crt"}
+    (port,) = find(self_signed, "Service", f"{NAME}-metrics")["spec"]["ports"]
     assert (port["port"], port["targetPort"]) == (8444, "https")
 
-    issued = rendered(api, f"metrics.secure=true,{monitors},metrics.tokenSecret.name=scraper,https.issuer.name=ca")
+    issued = render_chart(api, f"metrics.secure=true,{monitors},metrics.tokenSecret.name=scraper,https.issuer.name=ca")
     certificate = find(issued, "Certificate", f"{NAME}-https")["spec"]
     for kind in ("ServiceMonitor", "PodMonitor"):
-        asked = endpoint(issued, kind)
-        assert "bearerTokenFile" not in asked
-        assert asked["authorization"] == {"credentials": {"name": "scraper", "key": "token"}}
-        assert asked["tlsConfig"]["serverName"] in certificate["dnsNames"]
-        assert asked["tlsConfig"]["ca"]["secret"]["name"] == certificate["secretName"]
+        endpoint_spec = endpoint(issued, kind)
+        assert "bearerTokenFile" not in endpoint_spec
+        assert endpoint_spec["authorization"] == {"credentials": {"name": "scraper", "key": "token"}}
+        assert endpoint_spec["tlsConfig"]["serverName"] in certificate["dnsNames"]
+        assert endpoint_spec["tlsConfig"]["ca"]["secret"]["name"] == certificate["secretName"]
     template = find(issued, "Deployment", NAME)["spec"]["template"]["spec"]
     (container,) = template["containers"]
-    (mount,) = [one for one in container["volumeMounts"] if one["name"] == "https"]
-    (volume,) = [one for one in template["volumes"] if one["name"] == "https"]
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "https"]
+    (volume,) = [volume for volume in template["volumes"] if volume["name"] == "https"]
     assert parse_settings(container["args"], {}).https_certificate == mount["mountPath"]
     assert volume["secret"]["secretName"] == certificate["secretName"]
 
@@ -248,16 +260,16 @@ def test_a_pod_monitor_without_a_token_is_refused(api: Api) -> None:
 
 
 def test_no_role_of_the_chart_has_a_wildcard(api: Api) -> None:
-    roles = [document for document in rendered(api, EVERYTHING) if document["kind"] in {"Role", "ClusterRole"}]
+    roles = [document for document in render_chart(api, EVERYTHING) if document["kind"] in {"Role", "ClusterRole"}]
     assert {role["kind"] for role in roles} == {"Role", "ClusterRole"}
     for role in roles:
-        assert not [right for right in granted(role) if "*" in right]
+        assert not [right for right in granted_rights(role) if "*" in right]
         assert not [rule for rule in role["rules"] if "*" in rule.get("nonResourceURLs", ())]
 
 
 def test_alerts_and_dashboards_equal_their_files(api: Api) -> None:
-    assert not [one for one in rendered(api) if one["apiVersion"].startswith("monitoring.")]
-    documents = rendered(api, f"{EVERYTHING},metrics.prometheusRule.runbook=https://wiki.example/runbook")
+    assert not [document for document in render_chart(api) if document["apiVersion"].startswith("monitoring.")]
+    documents = render_chart(api, f"{EVERYTHING},metrics.prometheusRule.runbook=https://wiki.example/runbook")
     spec = find(documents, "PrometheusRule", NAME)["spec"]
     written = (CHART / "files/alerts.yaml").read_text().replace("RUNBOOK#", "https://wiki.example/runbook#")
     assert spec == yaml.safe_load(written)
@@ -272,7 +284,7 @@ def test_alerts_and_dashboards_equal_their_files(api: Api) -> None:
 
 @pytest.mark.parametrize("settings", ["replicas=1", EVERYTHING])
 def test_the_operator_accepts_the_arguments_of_the_chart(api: Api, settings: str) -> None:
-    deployment = find(rendered(api, settings), "Deployment", NAME)
+    deployment = find(render_chart(api, settings), "Deployment", NAME)
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     parsed = parse_settings(container["args"], {"POD_NAMESPACE": "system"})
     assert parsed.lease_name == NAME
@@ -296,7 +308,7 @@ def test_the_operator_accepts_the_arguments_of_the_chart(api: Api, settings: str
 
 
 def test_the_coordinator_service_selects_all_replicas(api: Api) -> None:
-    documents = rendered(api)
+    documents = render_chart(api)
     service = find(documents, "Service", f"{NAME}-coordinator")["spec"]
     labels = find(documents, "Deployment", NAME)["spec"]["template"]["metadata"]["labels"]
     assert service["clusterIP"] == "None"
@@ -306,30 +318,30 @@ def test_the_coordinator_service_selects_all_replicas(api: Api) -> None:
 
 def test_optional_objects_are_rendered_when_enabled(api: Api) -> None:
     optional = {"NetworkPolicy", "ServiceMonitor"}
-    assert not optional & {document["kind"] for document in rendered(api)}
-    assert optional <= {document["kind"] for document in rendered(api, EVERYTHING)}
+    assert not optional & {document["kind"] for document in render_chart(api)}
+    assert optional <= {document["kind"] for document in render_chart(api, EVERYTHING)}
 
 
 def test_the_budget_keeps_one_of_several_replicas_and_never_blocks_a_drain_of_one(api: Api) -> None:
-    budget = find(rendered(api), "PodDisruptionBudget", NAME)
+    budget = find(render_chart(api), "PodDisruptionBudget", NAME)
     assert budget["spec"]["minAvailable"] == 1
-    assert "PodDisruptionBudget" not in {document["kind"] for document in rendered(api, "replicas=1")}
+    assert "PodDisruptionBudget" not in {document["kind"] for document in render_chart(api, "replicas=1")}
 
 
 def test_operator_pods_prefer_other_nodes_and_tolerate_lost_nodes_briefly(api: Api) -> None:
-    pod = find(rendered(api), "Deployment", NAME)["spec"]["template"]
+    pod = find(render_chart(api), "Deployment", NAME)["spec"]["template"]
     (machines,) = pod["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     (rule,) = machines["preference"]["matchExpressions"]
     assert (rule["operator"], set(rule["values"])) == ("NotIn", set(INSTANCES))
     (apart,) = pod["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert apart["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    assert {each["key"]: each["tolerationSeconds"] for each in pod["spec"]["tolerations"]} == {
+    assert {toleration["key"]: toleration["tolerationSeconds"] for toleration in pod["spec"]["tolerations"]} == {
         "node.kubernetes.io/not-ready": 10,
         "node.kubernetes.io/unreachable": 10,
     }
-    own = find(rendered(api, "affinity.podAffinity.x=y,tolerations[0].key=mine"), "Deployment", NAME)
-    assert own["spec"]["template"]["spec"]["affinity"] == {"podAffinity": {"x": "y"}}
-    assert own["spec"]["template"]["spec"]["tolerations"] == [*pod["spec"]["tolerations"], {"key": "mine"}]
+    customized = find(render_chart(api, "affinity.podAffinity.x=y,tolerations[0].key=mine"), "Deployment", NAME)
+    assert customized["spec"]["template"]["spec"]["affinity"] == {"podAffinity": {"x": "y"}}
+    assert customized["spec"]["template"]["spec"]["tolerations"] == [*pod["spec"]["tolerations"], {"key": "mine"}]
 
 
 def selectors(document: Any) -> Iterator[dict[str, str]]:
@@ -340,40 +352,40 @@ def selectors(document: Any) -> Iterator[dict[str, str]]:
                 yield {name: each for name, each in value.items() if isinstance(each, str)}
             yield from selectors(value)
     elif isinstance(document, list):
-        for each in document:
-            yield from selectors(each)
+        for item in document:
+            yield from selectors(item)
 
 
 @pytest.mark.parametrize("more", ["replicas=2", EVERYTHING, "kueue.enabled=true,dra.enabled=true,ui.enabled=true"])
 def test_common_labels_are_on_all_objects_and_in_no_selector(api: Api, more: str) -> None:
-    ours = {"cost": "centre", "team.example/name": "ml"}
-    documents = rendered(api, rf"{more},commonLabels.cost=centre,commonLabels.team\.example/name=ml")
-    assert len(documents) == len(rendered(api, more))
+    common_labels = {"cost": "centre", "team.example/name": "ml"}
+    documents = render_chart(api, rf"{more},commonLabels.cost=centre,commonLabels.team\.example/name=ml")
+    assert len(documents) == len(render_chart(api, more))
     for document in documents:
-        assert ours.items() <= document["metadata"]["labels"].items(), document["metadata"]["name"]
+        assert common_labels.items() <= document["metadata"]["labels"].items(), document["metadata"]["name"]
         if "template" in document.get("spec", {}):
-            assert ours.items() <= document["spec"]["template"]["metadata"]["labels"].items()
-    found = [selector for document in documents for selector in selectors(document.get("spec", {}))]
-    assert len(found) >= 4
-    assert not [selector for selector in found if ours.keys() & selector.keys()]
+            assert common_labels.items() <= document["spec"]["template"]["metadata"]["labels"].items()
+    all_selectors = [selector for document in documents for selector in selectors(document.get("spec", {}))]
+    assert len(all_selectors) >= 4
+    assert not [selector for selector in all_selectors if common_labels.keys() & selector.keys()]
 
 
 def test_a_label_of_an_object_overrides_a_common_label(api: Api) -> None:
     monitor = "metrics.podMonitor.create=true,metrics.podMonitor.labels.team=monitoring"
-    documents = rendered(api, f"commonLabels.team=ml,podLabels.team=operators,{monitor}")
+    documents = render_chart(api, f"commonLabels.team=ml,podLabels.team=operators,{monitor}")
     assert find(documents, "Deployment", NAME)["metadata"]["labels"]["team"] == "ml"
     assert find(documents, "Deployment", NAME)["spec"]["template"]["metadata"]["labels"]["team"] == "operators"
     assert find(documents, "PodMonitor", NAME)["metadata"]["labels"]["team"] == "monitoring"
 
 
 def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
-    definition = find(rendered(api), "CustomResourceDefinition", "trainingjobs.trainium.dev")
+    definition = find(render_chart(api), "CustomResourceDefinition", "trainingjobs.trainium.dev")
     assert definition["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    kinds = {document["kind"] for document in rendered(api, "crds.install=false")}
+    kinds = {document["kind"] for document in render_chart(api, "crds.install=false")}
     assert "CustomResourceDefinition" not in kinds
     assert (
         "annotations"
-        not in find(rendered(api, "crds.keep=false"), "CustomResourceDefinition", definition["metadata"]["name"])[
+        not in find(render_chart(api, "crds.keep=false"), "CustomResourceDefinition", definition["metadata"]["name"])[
             "metadata"
         ]
     )
@@ -416,20 +428,20 @@ def test_the_plain_install_is_up_to_date(api: Api) -> None:
 
 
 def test_all_pods_satisfy_the_restricted_standard(defined: Api) -> None:
-    template = find(rendered(defined), "Deployment", NAME)["spec"]["template"]
+    template = find(render_chart(defined), "Deployment", NAME)["spec"]["template"]
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": "probe", "labels": template["metadata"]["labels"]},
         "spec": template["spec"] | {"serviceAccountName": "default", "automountServiceAccountToken": False},
     }
-    test_pod = find(rendered(defined), "Pod", f"{NAME}-test")
-    of_helm_test = test_pod | {"metadata": {"name": "test", "labels": test_pod["metadata"]["labels"]}}
+    test_pod = find(render_chart(defined), "Pod", f"{NAME}-test")
+    helm_test_pod = test_pod | {"metadata": {"name": "test", "labels": test_pod["metadata"]["labels"]}}
     make_namespace(defined.access, f"{RELEASE}-restricted", **{"pod-security.kubernetes.io/enforce": "restricted"})
     try:
         create = ("kubectl", "-n", f"{RELEASE}-restricted", "create", "--dry-run=server", "-f", "-")
-        for each in (pod, of_helm_test):
-            done = defined.run(*create, stdin=json.dumps(each))
+        for manifest in (pod, helm_test_pod):
+            done = defined.run(*create, stdin=json.dumps(manifest))
             assert "violates PodSecurity" not in done.stderr
             assert done.returncode == 0, done.stderr
     finally:
@@ -438,7 +450,7 @@ def test_all_pods_satisfy_the_restricted_standard(defined: Api) -> None:
 
 @pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
 def test_the_pod_of_helm_test_needs_no_rights(api: Api, settings: str) -> None:
-    documents = rendered(api, settings)
+    documents = render_chart(api, settings)
     pod = find(documents, "Pod", f"{NAME}-test")
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     assert pod["spec"]["automountServiceAccountToken"] is False
@@ -461,13 +473,17 @@ def test_the_pod_of_helm_test_needs_no_rights(api: Api, settings: str) -> None:
 
 @pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
 def test_the_pod_of_helm_test_matches_only_its_network_policy(api: Api, settings: str) -> None:
-    documents = rendered(api, settings)
+    documents = render_chart(api, settings)
     labels = find(documents, "Pod", f"{NAME}-test")["metadata"]["labels"].items()
-    specs = {one["kind"]: one["spec"] for one in documents if one["kind"] != "NetworkPolicy" and "spec" in one}
-    of_operators = [each for spec in specs.values() for each in selectors(spec) if each]
-    assert len(of_operators) >= 3
-    assert not [each for each in of_operators if each.items() <= labels]
-    for policy in (one["spec"] for one in documents if one["kind"] == "NetworkPolicy"):
+    specs = {
+        document["kind"]: document["spec"]
+        for document in documents
+        if document["kind"] != "NetworkPolicy" and "spec" in document
+    }
+    operator_selectors = [selector for spec in specs.values() for selector in selectors(spec) if selector]
+    assert len(operator_selectors) >= 3
+    assert not [selector for selector in operator_selectors if selector.items() <= labels]
+    for policy in (document["spec"] for document in documents if document["kind"] == "NetworkPolicy"):
         assert not policy["podSelector"]["matchLabels"].items() <= labels
         (peer,) = policy["ingress"][1]["from"]
         assert peer["podSelector"]["matchLabels"].items() <= labels
@@ -475,7 +491,7 @@ def test_the_pod_of_helm_test_matches_only_its_network_policy(api: Api, settings
 
 
 def test_helm_test_is_not_rendered_without_replicas(api: Api) -> None:
-    assert "Pod" not in {document["kind"] for document in rendered(api, "replicas=0")}
+    assert "Pod" not in {document["kind"] for document in render_chart(api, "replicas=0")}
 
 
 def test_an_upgrade_keeps_the_certificates_of_the_operator(defined: Api) -> None:
@@ -502,41 +518,41 @@ def test_the_plain_install_applies(defined: Api) -> None:
     install = str(ROOT / generate.INSTALL)
     applied = defined.run("kubectl", "apply", "--server-side", "--force-conflicts", "-f", install)
     assert (applied.returncode, applied.stderr) == (0, "")
-    made = [each for each in yaml.load_all(Path(install).read_text(), yaml.CSafeLoader) if each]
-    others = [each for each in made if each["kind"] != "CustomResourceDefinition"]
+    documents = [document for document in yaml.load_all(Path(install).read_text(), yaml.CSafeLoader) if document]
+    others = [item for item in documents if item["kind"] != "CustomResourceDefinition"]
     defined.access.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=yaml.safe_dump_all(others))
 
 
 SERVICE_ACCOUNT = f"system:serviceaccount:system:{NAME}"
-SPACES = (f"{RELEASE}-tenant", "kube-system")
+NAMESPACES = (f"{RELEASE}-tenant", "kube-system")
 
 
-def owned_object(what: str, called: str, namespace: str, **owner: Any) -> dict[str, Any]:
+def owned_object(kind: str, name: str, namespace: str, **owner: Any) -> dict[str, Any]:
     """Return an object that a job owns, or one whose reference differs from that by `owner`."""
     reference = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "name": "llama", "uid": "u"}
     metadata = {
-        "name": called,
+        "name": name,
         "namespace": namespace,
         "labels": {"trainium.dev/job-name": "llama"},
         "ownerReferences": [{**reference, "controller": True, **owner}],
     }
-    if what == "Pod":
+    if kind == "Pod":
         return {
             "apiVersion": "v1",
-            "kind": what,
+            "kind": kind,
             "metadata": metadata,
             "spec": {"automountServiceAccountToken": False, "containers": [{"name": "c", "image": "i"}]},
         }
-    return {"apiVersion": "v1", "kind": what, "metadata": metadata, "data": {"a": "b"}}
+    return {"apiVersion": "v1", "kind": kind, "metadata": metadata, "data": {"a": "b"}}
 
 
 @pytest.fixture(scope="module")
 def restricted(defined: Api) -> Iterator[Api]:
     """Apply the chart's admission policy, and give its ServiceAccount all rights that roles can give."""
-    defined.make_namespaces(SPACES[0])
+    defined.make_namespaces(NAMESPACES[0])
     kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
-    policy = [each for each in rendered(defined) if each["kind"] in kinds]
-    assert [each["kind"] for each in policy] == list(kinds)
+    policy = [document for document in render_chart(defined) if document["kind"] in kinds]
+    assert [item["kind"] for item in policy] == list(kinds)
     defined.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(policy))
     name = f"{RELEASE}-everything"
     defined.kubectl("create", "clusterrolebinding", name, "--clusterrole=cluster-admin", f"--user={SERVICE_ACCOUNT}")
@@ -548,23 +564,23 @@ def restricted(defined: Api) -> Iterator[Api]:
     for document in policy:
         defined.kubectl("delete", document["kind"], document["metadata"]["name"])
     defined.kubectl("delete", "clusterrolebinding", name)
-    defined.delete_namespaces(SPACES[0])
+    defined.delete_namespaces(NAMESPACES[0])
 
 
 def refused(api: Api, document: dict[str, Any], verb: str, *arguments: str) -> str:
     """Return the API server's refusal of the operator's own write; empty when it is accepted."""
-    asked = ("--as", SERVICE_ACCOUNT, "-n", document["metadata"]["namespace"])
-    done = api.run("kubectl", verb, *asked, *arguments, "-f", "-", stdin=json.dumps(document))
+    options = ("--as", SERVICE_ACCOUNT, "-n", document["metadata"]["namespace"])
+    done = api.run("kubectl", verb, *options, *arguments, "-f", "-", stdin=json.dumps(document))
     return done.stderr if done.returncode else ""
 
 
 def test_the_operator_cannot_adopt_foreign_objects(restricted: Api) -> None:
-    tenant = SPACES[0]
-    theirs = owned_object("ConfigMap", "taken", tenant)
-    reference = theirs["metadata"].pop("ownerReferences")
-    restricted.kubectl("-n", tenant, "create", "-f", "-", stdin=json.dumps(theirs))
-    theirs["metadata"]["ownerReferences"] = reference
-    assert "changes and deletes only" in refused(restricted, theirs, "replace")
+    tenant = NAMESPACES[0]
+    foreign = owned_object("ConfigMap", "foreign", tenant)
+    reference = foreign["metadata"].pop("ownerReferences")
+    restricted.kubectl("-n", tenant, "create", "-f", "-", stdin=json.dumps(foreign))
+    foreign["metadata"]["ownerReferences"] = reference
+    assert "changes and deletes only" in refused(restricted, foreign, "replace")
 
 
 def test_the_admission_policy_binds_only_the_operator(restricted: Api) -> None:
@@ -586,7 +602,14 @@ def test_the_operator_can_write_network_policies_only_for_jobs(restricted: Api) 
     spec = TrainingJobSpec.model_validate({"workers": {"replicas": 2}, "trainer": {"steps": 4}})
     status = TrainingJobStatus()
     job = JobView(
-        namespace=SPACES[0], name="llama", uid="u", generation=1, deleting=False, spec=spec, status=status, created=0.0
+        namespace=NAMESPACES[0],
+        name="llama",
+        uid="u",
+        generation=1,
+        deleting=False,
+        spec=spec,
+        status=status,
+        created=0.0,
     )
     policy = build_network_policy(job, ingress)
     assert refused(restricted, policy, "create", "--dry-run=server") == ""
@@ -595,14 +618,16 @@ def test_the_operator_can_write_network_policies_only_for_jobs(restricted: Api) 
 
 
 def test_the_admission_policy_can_be_disabled(api: Api) -> None:
-    kinds = {each["kind"] for each in rendered(api, "admissionPolicy.create=false")}
+    kinds = {document["kind"] for document in render_chart(api, "admissionPolicy.create=false")}
     assert not [kind for kind in kinds if kind.startswith("ValidatingAdmission")]
 
 
 def test_the_worker_template_reaches_the_operator_unchanged(api: Api) -> None:
-    documents = rendered(api, "workerTemplate.spec.priorityClassName=low,workerTemplate.metadata.labels.team=a\\,b")
+    documents = render_chart(api, "workerTemplate.spec.priorityClassName=low,workerTemplate.metadata.labels.team=a\\,b")
     (container,) = find(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
-    (given,) = [each["value"] for each in container["env"] if each["name"] == "TRAINIUM_OPERATOR_WORKER_TEMPLATE"]
-    assert json.loads(given) == {"metadata": {"labels": {"team": "a,b"}}, "spec": {"priorityClassName": "low"}}
-    (plain,) = find(rendered(api), "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
-    assert "TRAINIUM_OPERATOR_WORKER_TEMPLATE" not in [each["name"] for each in plain["env"]]
+    (template,) = [
+        variable["value"] for variable in container["env"] if variable["name"] == "TRAINIUM_OPERATOR_WORKER_TEMPLATE"
+    ]
+    assert json.loads(template) == {"metadata": {"labels": {"team": "a,b"}}, "spec": {"priorityClassName": "low"}}
+    (plain,) = find(render_chart(api), "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
+    assert "TRAINIUM_OPERATOR_WORKER_TEMPLATE" not in [variable["name"] for variable in plain["env"]]

@@ -43,9 +43,9 @@ def test_every_manifest_is_on_the_page_and_checked() -> None:
 
 
 def test_the_first_job_uses_the_created_claim() -> None:
-    made = list(yaml.safe_load_all((FOLDER / "storage.yaml").read_text(encoding="utf-8")))
+    documents = list(yaml.safe_load_all((FOLDER / "storage.yaml").read_text(encoding="utf-8")))
     job = yaml.safe_load((FOLDER / "first-job.yaml").read_text(encoding="utf-8"))
-    claims = [each["metadata"]["name"] for each in made if each["kind"] == "PersistentVolumeClaim"]
+    claims = [document["metadata"]["name"] for document in documents if document["kind"] == "PersistentVolumeClaim"]
     assert claims == [job["spec"]["checkpoint"]["storage"]["persistentVolumeClaim"]["claimName"]]
 
 
@@ -53,7 +53,9 @@ def test_the_cluster_has_the_nodes_of_the_first_job() -> None:
     cluster = yaml.safe_load((FOLDER / OF_EKSCTL).read_text(encoding="utf-8"))
     workers = yaml.safe_load((FOLDER / "first-job.yaml").read_text(encoding="utf-8"))["spec"]["workers"]
     (group,) = [
-        each for each in cluster["managedNodeGroups"] if each["instanceType"] == workers["accelerator"]["instanceType"]
+        managed_node_group
+        for managed_node_group in cluster["managedNodeGroups"]
+        if managed_node_group["instanceType"] == workers["accelerator"]["instanceType"]
     ]
     assert group["efaEnabled"]
     assert group["desiredCapacity"] == workers["replicas"]

@@ -25,7 +25,7 @@ def full(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") ->
     if "$ref" in schema:
         schema = {**definitions[schema["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in schema.items() if k != "$ref"}}
     if "anyOf" in schema:
-        return full(next(each for each in schema["anyOf"] if each.get("type") != "null"), definitions, name)
+        return full(next(choice for choice in schema["anyOf"] if choice.get("type") != "null"), definitions, name)
     if "enum" in schema:
         return schema["enum"][-1]
     match schema.get("type"):

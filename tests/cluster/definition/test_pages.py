@@ -72,15 +72,15 @@ def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     defined.delete_namespaces(SYSTEM, OURS, THEIRS)
 
 
-def shown(readable: LocalOperator, token: str, path: str, words: str) -> str:
-    """Return the page once it has these words."""
+def shown(readable: LocalOperator, token: str, path: str, expected: str) -> str:
+    """Return the page once it has the expected text."""
 
     def observe() -> str:
         status, text = readable.get(token, path=path)
-        return text if status == 200 and words in Page(text).text else ""
+        return text if status == 200 and expected in Page(text).text else ""
 
-    found: str = until(observe, lambda: f"{readable.get(token, path=path)} {readable.log.read_text()}")
-    return found
+    page: str = until(observe, lambda: f"{readable.get(token, path=path)} {readable.log.read_text()}")
+    return page
 
 
 def test_a_viewer_of_one_namespace_sees_only_its_jobs(readable: LocalOperator) -> None:
@@ -92,11 +92,11 @@ def test_a_viewer_of_one_namespace_sees_only_its_jobs(readable: LocalOperator) -
     assert "Not shown" not in page.text
     listed = Page(shown(readable, token, f"/ui/{OURS}", "ours"))
     assert "secret" not in listed.text
-    who = f"system:serviceaccount:{OURS}:ann"
+    user = f"system:serviceaccount:{OURS}:ann"
     for path, verb in ((f"/ui/{THEIRS}", "list"), (f"/ui/{THEIRS}/secret", "get"), (f"/ui/{THEIRS}/nothing", "get")):
         status, text = readable.get(token, path=path)
         assert status == 403
-        assert f"{who} may not {verb} trainingjobs.trainium.dev" in text
+        assert f"{user} may not {verb} trainingjobs.trainium.dev" in text
     status, text = readable.get(token, path="/ui")
     assert (status, "in all namespaces" in text, "secret" in text) == (403, True, False)
 
@@ -163,7 +163,7 @@ def test_a_browser_behind_a_proxy_shows_a_changing_job(readable: LocalOperator) 
         api.kubectl("patch", "trn", "ours", "-n", OURS, "--type=merge", "-p", '{"spec": {"suspend": false}}')
         tab.open(f"{address}/ui/{THEIRS}/secret")
         assert "may not get trainingjobs.trainium.dev secret" in tab.visible_text()
-        assert [each for each in tab.complaints if "favicon" not in each and "403" not in each] == []
+        assert [line for line in tab.complaints if "favicon" not in line and "403" not in line] == []
 
 
 @contextmanager

@@ -75,8 +75,8 @@ def test_tokens_of_other_audiences_expired_or_of_deleted_accounts_are_refused(
     missing = request_token(api, "gone", PEOPLE)
     assert readable.get(missing)[0] == 403
     api.kubectl("delete", "serviceaccount", "gone", "-n", PEOPLE)
-    again = request_token(api, "tenant", PEOPLE)
-    assert (readable.get(again)[0], readable.get(with_expiry(missing, key, ends_in=500))[0]) == (403, 401)
+    new_token = request_token(api, "tenant", PEOPLE)
+    assert (readable.get(new_token)[0], readable.get(with_expiry(missing, key, ends_in=500))[0]) == (403, 401)
 
 
 def with_expiry(token: str, key: Path, *, ends_in: float) -> str:
@@ -118,20 +118,20 @@ def test_bad_tokens_delay_neither_the_lease_nor_scrapes(readable: LocalOperator)
             except (OSError, http.client.HTTPException):
                 refused.append(0)  # closed without an answer
 
-    threads = [threading.Thread(target=flood, args=(f"127.0.0.{9 + each % 3}", each)) for each in range(12)]
+    threads = [threading.Thread(target=flood, args=(f"127.0.0.{9 + number % 3}", number)) for number in range(12)]
     holder, first = renewed_at(readable.api)
     for thread in threads:
         thread.start()
-    seen = {first}
+    renewals = {first}
     try:
         answers = set()
 
         def renewed_often() -> bool:
             answers.add(readable.get(good)[0])
-            seen.add(renewed_at(readable.api)[1])
-            return len(seen) > 3 and len(refused) > 200
+            renewals.add(renewed_at(readable.api)[1])
+            return len(renewals) > 3 and len(refused) > 200
 
-        until(renewed_often, lambda: f"{seen} {len(refused)}")
+        until(renewed_often, lambda: f"{renewals} {len(refused)}")
     finally:
         over.set()
         for thread in threads:
@@ -145,8 +145,8 @@ def test_bad_tokens_delay_neither_the_lease_nor_scrapes(readable: LocalOperator)
 
 def test_access_reviews_are_allowed_only_for_readers(readable: LocalOperator) -> None:
     account = f"--as=system:serviceaccount:{SYSTEM}:{ACCOUNT}"
-    asked = ("kubectl", "auth", "can-i", "create", "subjectaccessreviews.authorization.k8s.io", account)
-    assert readable.api.run(*asked).stdout.strip() == "yes"
+    command = ("kubectl", "auth", "can-i", "create", "subjectaccessreviews.authorization.k8s.io", account)
+    assert readable.api.run(*command).stdout.strip() == "yes"
     plain = readable.api.helm("template", RELEASE, readable.api.chart, "--namespace", SYSTEM)
     assert "subjectaccessreviews" not in plain
     assert "metrics-reader" not in plain
@@ -174,15 +174,15 @@ def test_prometheus_scrapes_with_its_token_and_the_operators_authority(readable:
         port = probe.getsockname()[1]
     command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yaml'}"]
     command += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
-    asked = urllib.parse.urlencode({"query": "trainingjob_operator_leader"})
+    query = urllib.parse.urlencode({"query": "trainingjob_operator_leader"})
 
     def scraped() -> list[Any]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{asked}", timeout=scaled(5)) as answer:
-                found: list[Any] = json.load(answer)["data"]["result"]
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{query}", timeout=scaled(5)) as answer:
+                result: list[Any] = json.load(answer)["data"]["result"]
         except OSError:
             return []
-        return found
+        return result
 
     log = tmp_path / "log"
     with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:

@@ -32,7 +32,7 @@ program: {image: 'team/own:5', command: [python, train.py]}
 
 
 def job(change: str = "", name: str = "good", base: str = GOOD) -> dict[str, Any]:
-    """Return the good job with a YAML fragment merged into its spec."""
+    """Return a valid job with a YAML fragment merged into its spec."""
     return {
         "apiVersion": "trainium.dev/v1alpha1",
         "kind": "TrainingJob",
@@ -76,7 +76,7 @@ def test_program_and_fixed_size_are_immutable_while_the_job_runs(defined: Api) -
     assert defined.refusal_of_change(program_job()) == ""
     defined.report_status("program", {"phase": "Running"})
     assert defined.refusal_of_change(program_job("workers: {replicas: 6}")) == "", (
-        "a program that can restart at another size"
+        "a program may restart at another size"
     )
     defined.delete_job("program")
 
@@ -103,10 +103,10 @@ FEW_OR_ALL = pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.m
 
 @FEW_OR_ALL
 def test_sizes_are_accepted_exactly_when_the_trainer_has_them(defined: Api, share: int) -> None:
-    chance = random.Random(7)
+    generator = random.Random(7)
 
     def pick(*numbers: int) -> int:
-        return chance.choice(numbers)
+        return generator.choice(numbers)
 
     jobs, legal = [], {}
     for number in range(120 // share):
@@ -116,17 +116,17 @@ def test_sizes_are_accepted_exactly_when_the_trainer_has_them(defined: Api, shar
             pipeline=1,
             global_batch_size=pick(12, 96, 256, 1000),
             micro_batch_size=pick(1, 1, 2),
-            rule=chance.choice(list(SizeRule)),
+            rule=generator.choice(list(SizeRule)),
         )
         nodes = pick(1, 2, 3, 4, 5, 6, 8, 12, 16, 40)
         legal[f"shape-{number}"] = shape.is_legal(nodes)
-        jobs.append(shaped(f"shape-{number}", shape, nodes))
-    accepted = applied(defined, jobs, dry_run=True)
+        jobs.append(job_of_shape(f"shape-{number}", shape, nodes))
+    accepted = apply_jobs(defined, jobs, dry_run=True)
     assert accepted == {name for name, good in legal.items() if good}
     assert 20 < len(accepted) * share < 100
 
 
-def shaped(name: str, shape: BatchShape, nodes: int, smallest: int = 1) -> dict[str, Any]:
+def job_of_shape(name: str, shape: BatchShape, nodes: int, smallest: int = 1) -> dict[str, Any]:
     cores = f"{{coresPerNode: {shape.cores_per_node}}}"
     change = (
         f"{{workers: {{replicas: {nodes}, minReplicas: {smallest}, accelerator: {cores}}}, parallelism: "
@@ -136,37 +136,39 @@ def shaped(name: str, shape: BatchShape, nodes: int, smallest: int = 1) -> dict[
     return job(change, name=name)
 
 
-def applied(api: Api, jobs: list[dict[str, Any]], *, dry_run: bool = False) -> set[str]:
+def apply_jobs(api: Api, jobs: list[dict[str, Any]], *, dry_run: bool = False) -> set[str]:
     """Apply jobs and return the names of those that the API server accepts."""
-    return {each["metadata"]["name"] for each in jobs if not api.refusal_of_change(each, dry_run=dry_run)}
+    return {job["metadata"]["name"] for job in jobs if not api.refusal_of_change(job, dry_run=dry_run)}
 
 
 @FEW_OR_ALL
 def test_a_range_with_a_legal_size_is_accepted(defined: Api, share: int) -> None:
-    chance = random.Random(11)
+    generator = random.Random(11)
     jobs, changed, legal = [], [], {}
     for number in range(80 // share):
-        cores, tensor, pipeline = (chance.choice(each) for each in ((1, 2, 6, 32, 128), (1, 2, 8, 32), (1, 3, 4)))
-        rule = chance.choice(list(SizeRule))
+        cores, tensor, pipeline = (
+            generator.choice(choices) for choices in ((1, 2, 6, 32, 128), (1, 2, 8, 32), (1, 3, 4))
+        )
+        rule = generator.choice(list(SizeRule))
         start = pipeline * tensor  # whole groups on any node
-        micro = chance.choice((1, 2, 3))
+        micro = generator.choice((1, 2, 3))
         shape = BatchShape(
             cores_per_node=cores,
             tensor=tensor,
             pipeline=pipeline,
-            global_batch_size=micro * cores * chance.choice((1, 7, 48, 9967, 10080)),
+            global_batch_size=micro * cores * generator.choice((1, 7, 48, 9967, 10080)),
             micro_batch_size=micro,
             rule=rule,
         )
-        nodes = chance.choice((3, 7, 40, 128, 997, 10_000))
-        smallest = max(1, nodes - chance.choice((0, 1, 5, 30, 9_999)))
+        nodes = generator.choice((3, 7, 40, 128, 997, 10_000))
+        smallest = max(1, nodes - generator.choice((0, 1, 5, 30, 9_999)))
         name = f"range-{number}"
-        jobs.append(shaped(name, shape, start))
-        changed.append(shaped(name, shape, nodes, smallest))
+        jobs.append(job_of_shape(name, shape, start))
+        changed.append(job_of_shape(name, shape, nodes, smallest))
         searched = rule is SizeRule.ANY or shape.global_batch_size <= micro << 20
         legal[name] = bool(shape.legal_sizes(smallest, nodes)) or nodes == start or not searched
-    assert applied(defined, jobs) == {*legal}
-    accepted = applied(defined, changed, dry_run=True)
+    assert apply_jobs(defined, jobs) == {*legal}
+    accepted = apply_jobs(defined, changed, dry_run=True)
     defined.kubectl("delete", "trn", "--wait=false", *legal)
     assert accepted == {name for name, good in legal.items() if good}
     assert 20 < len(accepted) * share < 75
@@ -199,10 +201,10 @@ def test_deadlines_can_change_and_managed_by_cannot(running: Api) -> None:
     assert running.refusal_of_change(job("{activeDeadlineSeconds: 6000, startupDeadlineSeconds: 600}")) == ""
     output = "managedBy cannot change: a job has one controller from its creation on"
     assert output in running.refusal_of_change(job("managedBy: acme.io/scheduler"))
-    assert running.refusal_of_change(job("managedBy: acme.io/scheduler", name="theirs")) == ""
-    assert output in running.refusal_of_change(job("", name="theirs"))
-    assert output in running.refusal_of_change(job("managedBy: trainium.dev/trainium-operator", name="theirs"))
-    running.delete_job("theirs")
+    assert running.refusal_of_change(job("managedBy: acme.io/scheduler", name="foreign")) == ""
+    assert output in running.refusal_of_change(job("", name="foreign"))
+    assert output in running.refusal_of_change(job("managedBy: trainium.dev/trainium-operator", name="foreign"))
+    running.delete_job("foreign")
 
 
 def test_a_suspended_job_can_be_changed_once_no_worker_is_left(running: Api) -> None:
@@ -216,7 +218,7 @@ def test_a_suspended_job_can_be_changed_once_no_worker_is_left(running: Api) -> 
 
 
 def test_a_failed_job_can_be_changed_and_a_completed_one_cannot(running: Api) -> None:
-    # As the operator leaves it, and as a user corrects it: one mistake after the other.
+    # The operator leaves this status, and a user corrects one mistake after the other.
     ended = {"type": "Failed", "status": "True", "reason": "UserError", "lastTransitionTime": "2026-01-01T00:00:00Z"}
     running.report_status("good", {"phase": "Failed", "conditions": [ended]})
     for case in CASES["immutable"]:
@@ -243,9 +245,9 @@ def test_a_job_is_scaled_only_within_its_range(running: Api) -> None:
     assert "minReplicas 2 is above workers.replicas 1" in below.stderr
 
 
-@pytest.mark.parametrize("of", ["scale", "apply"])
-def test_zero_replicas_are_refused_with_the_command_that_suspends(running: Api, of: str) -> None:
-    if of == "scale":
+@pytest.mark.parametrize("command", ["scale", "apply"])
+def test_zero_replicas_are_refused_with_the_command_that_suspends(running: Api, command: str) -> None:
+    if command == "scale":
         output = running.run("kubectl", "-n", running.namespace, "scale", "trn/good", "--replicas=0").stderr
     else:
         output = running.refusal(job("workers: {replicas: 0, minReplicas: 2, maxReplicas: 8}"))
@@ -270,9 +272,9 @@ def test_a_changed_range_without_a_legal_size_is_refused(running: Api) -> None:
 def test_the_most_expensive_rule_stays_within_the_cost_budget(defined: Api) -> None:
     change = """{{workers: {{replicas: {}, minReplicas: {}}}, trainer: {{batch: {{globalSize: 69769, microSize: 7}}}},
     elasticity: {{sizes: Even}}}}"""
-    assert defined.refusal_of_change(job(change.format(1, 1), name="dear")) == ""
-    assert "no size from 2 to 9966 is legal" in defined.refusal_of_change(job(change.format(9966, 2), name="dear"))
-    defined.delete_job("dear")
+    assert defined.refusal_of_change(job(change.format(1, 1), name="expensive")) == ""
+    assert "no size from 2 to 9966 is legal" in defined.refusal_of_change(job(change.format(9966, 2), name="expensive"))
+    defined.delete_job("expensive")
 
 
 def test_the_columns_of_kubectl_get_show_progress(running: Api) -> None:
@@ -291,7 +293,7 @@ def test_the_columns_of_kubectl_get_show_progress(running: Api) -> None:
     head, row = running.kubectl("get", "trn", "-o", "wide").splitlines()
     assert head.split()[:9] == ["NAME", "PHASE", "STAGE", "READY", "DESIRED", "STEP", "LOSS", "CKPT", "RESTARTS"]
     assert row.split()[:9] == ["good", "Running", "Train", "4", "4", "70", "4.25", "60", "2"]
-    assert row.split()[-1] == "0.97", "no object remains yet"
+    assert row.split()[-1] == "0.97", "there is no artifact yet"
     artifacts = [{"kind": kind, "path": f"/out/{kind}", "step": 70} for kind in ("Adapter", "Model")]
     running.report_status("good", {"artifacts": artifacts})
     assert running.kubectl("get", "trn", "-o", "wide").splitlines()[1].split()[-1] == "/out/Model", "the newest"
@@ -318,8 +320,8 @@ def test_an_ended_job_cannot_be_reopened_by_its_status(running: Api, kind: str) 
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }
     running.report_status("good", {"phase": "Ended", "conditions": [ended]})
-    for taken_back in ([], [{**ended, "status": "False"}], None):
-        patch = json.dumps({"status": {"conditions": taken_back}})
+    for reopened in ([], [{**ended, "status": "False"}], None):
+        patch = json.dumps({"status": {"conditions": reopened}})
         done = running.run(
             "kubectl", "--namespace", running.namespace, "patch", "trn", "good", "--subresource=status",
             "--type=merge", "--patch", patch,

@@ -53,8 +53,8 @@ def trainer(client: Client) -> dict[str, Any]:
 @pytest.mark.parametrize("tool", [(), ("--field-manager=argocd-controller",)])
 def test_server_side_apply_after_a_retry_has_no_conflict(defined: Api, client: Client, tool: tuple[str, ...]) -> None:
     assert applied(defined, written(seed=7), *tool) == ""
-    made = retry_job(client, failed(defined, client))
-    owners = [(each["manager"], each["operation"]) for each in made["metadata"]["managedFields"]]
+    recreated = retry_job(client, failed(defined, client))
+    owners = [(entry["manager"], entry["operation"]) for entry in recreated["metadata"]["managedFields"]]
     assert owners == [(tool[0].partition("=")[2] if tool else "kubectl", "Apply")]
 
     failed(defined, client)
@@ -67,8 +67,8 @@ def test_server_side_apply_after_a_corrected_retry_owns_its_fields(defined: Api,
     assert applied(defined, written(seed=7)) == ""
     job = failed(defined, client)
     right = written(data={"source": "/there.txt"})
-    made = retry_job(client, job, correct_manifest(job, right, "the file"))
-    assert made["spec"]["trainer"]["data"]["source"] == "/there.txt"
+    recreated = retry_job(client, job, correct_manifest(job, right, "the file"))
+    assert recreated["spec"]["trainer"]["data"]["source"] == "/there.txt"
 
     assert applied(defined, right) == "", "the same again"
     assert trainer(client)["data"]["source"] == "/there.txt"
@@ -80,8 +80,8 @@ def test_server_side_apply_after_a_corrected_retry_owns_its_fields(defined: Api,
 def test_a_scaled_field_conflicts_after_a_retry(defined: Api, client: Client) -> None:
     assert applied(defined, written()) == ""
     client.scale_job(NAME, 6)
-    made = retry_job(client, failed(defined, client))
-    assert made["spec"]["workers"]["replicas"] == 6
+    recreated = retry_job(client, failed(defined, client))
+    assert recreated["spec"]["workers"]["replicas"] == 6
     assert "conflict" in applied(defined, written()), "as it would have been without the retry"
 
 

@@ -30,9 +30,9 @@ def rendered(api: Api, values: Path) -> list[dict[str, Any]]:
 
 def refusals(api: Api, documents: list[dict[str, Any]]) -> str:
     """Return the objects' refusals by the API server."""
-    own = [each for each in documents if not each["apiVersion"].startswith(ELSEWHERE)]
+    checked = [document for document in documents if not document["apiVersion"].startswith(ELSEWHERE)]
     apply = ("kubectl", "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict")
-    done = api.run(*apply, "-f", "-", stdin=yaml.dump_all(own, Dumper=yaml.CSafeDumper))
+    done = api.run(*apply, "-f", "-", stdin=yaml.dump_all(checked, Dumper=yaml.CSafeDumper))
     assert done.returncode == 0 or done.stderr
     return done.stderr
 
@@ -45,18 +45,18 @@ def test_rendered_fields_are_declared_and_pass_the_lint(defined: Api, values: Pa
 
 def test_a_misspelt_field_is_found(defined: Api) -> None:
     documents = rendered(defined, FILES[0])
-    (deployment,) = (each for each in documents if each["kind"] == "Deployment")
+    (deployment,) = (document for document in documents if document["kind"] == "Deployment")
     deployment["spec"]["template"]["spec"]["hostnetwork"] = False
     assert ".spec.template.spec.hostnetwork: field not declared in schema" in refusals(defined, [deployment])
 
 
 def test_the_value_files_render_every_template(api: Api) -> None:
     templates = {file.name for file in (ROOT / "helm/trainium-operator/templates").rglob("*.yaml")}
-    made: set[str] = set()
+    rendered: set[str] = set()
     for values in FILES:
         text = api.helm("template", "valued", api.chart, "--namespace", "system", "--values", str(values))
-        made |= {line.rpartition("/")[2] for line in text.splitlines() if line.startswith("# Source: ")}
-    assert made == templates
+        rendered |= {line.rpartition("/")[2] for line in text.splitlines() if line.startswith("# Source: ")}
+    assert rendered == templates
 
 
 def test_the_value_files_are_not_in_the_published_chart(api: Api, tmp_path: Path) -> None:

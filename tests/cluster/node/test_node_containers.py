@@ -92,10 +92,10 @@ def test_variables_come_from_values_fields_resources_config_maps_and_secrets(cli
         ),
         labels={"tier": "gold"},
     )
-    found, arguments = json.loads(client.output(name))
+    variables, arguments = json.loads(client.output(name))
     pod = client.get(name)
     assert (
-        found
+        variables
         | {
             "FIRST": "one",
             "SECOND": "one-two $(FIRST) $(UNKNOWN)",
@@ -113,10 +113,10 @@ def test_variables_come_from_values_fields_resources_config_maps_and_secrets(cli
             "password": "hush",
             "HOSTNAME": name,
         }
-        == found
+        == variables
     )
-    assert "ABSENT" not in found
-    assert found["KUBERNETES_SERVICE_PORT"].isdigit()
+    assert "ABSENT" not in variables
+    assert variables["KUBERNETES_SERVICE_PORT"].isdigit()
     assert arguments == ["one", "$(FIRST)", "$(UNKNOWN)"]
 
 
@@ -125,10 +125,10 @@ def test_a_container_waits_for_a_config_map_that_its_environment_needs(client: P
     env = [{"name": "X", "valueFrom": {"configMapKeyRef": {"name": late, "key": "x"}}}]
     name = client.pod("waits", client.container("echo got $X", env=env))
 
-    def refused(pod: Json) -> bool:
+    def is_refused(pod: Json) -> bool:
         return bool(status(pod)["state"].get("waiting", {}).get("reason") == "CreateContainerConfigError")
 
-    pod = client.wait(name, refused, "it waited for the config map")
+    pod = client.wait(name, is_refused, "it waited for the config map")
     assert f'configmap "{late}" not found' in status(pod)["state"]["waiting"]["message"]
     client.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": late}, "data": {"x": "it"}})
     assert client.output(name) == "got it\n"
@@ -147,14 +147,14 @@ def test_files_outside_volumes_are_lost_in_a_restart(client: PodClient) -> None:
         restartPolicy="OnFailure",
         volumes=[{"name": "keep", "emptyDir": {}}],
     )
-    client.wait(name, lambda p: status(p)["restartCount"] >= 1, "it was restarted")
+    client.wait(name, lambda pod: status(pod)["restartCount"] >= 1, "it was restarted")
     assert client.wait_for_log(name, "mark") == "/keep/mark\n"
     client.delete(name)
 
 
 def test_restart_policy_always_restarts_a_successful_container(client: PodClient) -> None:
     name = client.pod("again", client.container("echo run"), restartPolicy="Always")
-    pod = client.wait(name, lambda p: status(p)["restartCount"] >= 1, "it was started again")
+    pod = client.wait(name, lambda pod: status(pod)["restartCount"] >= 1, "it was started again")
     assert status(pod)["lastState"]["terminated"]["reason"] == "Completed" or status(pod)["state"].get("terminated")
     client.delete(name)
 
@@ -174,7 +174,7 @@ def test_a_read_only_root_keeps_volumes_writable(client: PodClient) -> None:
 
 def test_run_as_non_root_refuses_root(client: PodClient) -> None:
     name = client.pod("root", client.container("true", securityContext={"runAsNonRoot": True, "runAsUser": 0}))
-    pod = client.wait(name, lambda p: status(p)["state"].get("waiting", {}).get("message"), "it was refused")
+    pod = client.wait(name, lambda pod: status(pod)["state"].get("waiting", {}).get("message"), "it was refused")
     waiting = status(pod)["state"]["waiting"]
     assert waiting["reason"] == "CreateContainerConfigError"
     assert "breaks non-root policy" in waiting["message"]
@@ -197,17 +197,17 @@ def test_a_pod_too_large_for_its_node_fails(client: PodClient) -> None:
 
 
 def test_a_failing_container_is_restarted_with_back_off(client: PodClient, looping: str) -> None:
-    def waits(pod: Json) -> bool:
+    def is_in_back_off(pod: Json) -> bool:
         return bool(status(pod)["state"].get("waiting", {}).get("reason") == "CrashLoopBackOff")
 
-    pod = client.wait(looping, waits, "it was in back-off", 150)
-    found = status(pod)
+    pod = client.wait(looping, is_in_back_off, "it was in back-off", 150)
+    container = status(pod)
     assert pod["status"]["phase"] == "Running"
-    # It doubles each time, and other tests have run meanwhile.
-    message = found["state"]["waiting"]["message"]
+    # The back-off doubles, and other tests ran meanwhile.
+    message = container["state"]["waiting"]["message"]
     assert re.match(r"back-off (10s|20s|40s|1m20s|2m40s) restarting failed container=main pod=", message)
-    assert found["lastState"]["terminated"]["exitCode"] == 5
-    assert found["restartCount"] >= 1
+    assert container["lastState"]["terminated"]["exitCode"] == 5
+    assert container["restartCount"] >= 1
     assert client.event(looping, "BackOff")["type"] == "Warning"
     assert client.logs(looping, "--previous") == "again\n"
     client.delete(looping)

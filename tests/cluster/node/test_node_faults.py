@@ -30,7 +30,7 @@ def test_a_rebooted_node_restarts_or_fails_its_pods(client: PodClient) -> None:
     client.cluster.power_on(node)
     end = terminated(client.wait_ended(never))
     assert (end["exitCode"], end["reason"]) == (255, "Unknown")
-    pod = client.wait(always, lambda p: status(p)["restartCount"] == 1 and is_ready(p), "it ran again")
+    pod = client.wait(always, lambda pod: status(pod)["restartCount"] == 1 and is_ready(pod), "it ran again")
     assert status(pod)["lastState"]["terminated"]["exitCode"] == 255
     client.delete(always, "--grace-period=1")
 
@@ -58,7 +58,7 @@ def test_a_partition_delays_packets_until_it_is_healed(client: PodClient, faults
     server = client.pod("echo", client.python(echo, env=ip), nodeName=nodes[0])
     client.wait_for_log(server, "up")
     address = client.get(server)["status"]["podIP"]
-    ask = (
+    script = (
         "import socket, time\n"
         f"peer = socket.create_connection(('{address}', 9000)); peer.settimeout(0.5)\n"
         "for i in range(10**6):\n"
@@ -68,13 +68,13 @@ def test_a_partition_delays_packets_until_it_is_healed(client: PodClient, faults
         "    except TimeoutError:\n"
         "        print('silence')\n"
     )
-    caller = client.pod("client", client.python(ask), nodeName=nodes[1])
+    caller = client.pod("client", client.python(script), nodeName=nodes[1])
     client.wait_for_log(caller, "answer")
     faults.partition_node(nodes[0])
     client.wait_for_log(caller, "silence\nsilence")
     faults.heal_node(nodes[0])
-    seen = client.logs(caller).count("answer")
-    until(lambda: client.logs(caller).count("answer") > seen, "the connection comes back", 20, pause=0.2)
+    count = client.logs(caller).count("answer")
+    until(lambda: client.logs(caller).count("answer") > count, "the connection comes back", 20, pause=0.2)
     for pod in (server, caller):
         client.delete(pod, "--grace-period=1")
 

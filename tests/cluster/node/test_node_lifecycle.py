@@ -84,7 +84,7 @@ def test_a_failing_liveness_probe_restarts_the_container(client: PodClient) -> N
         ),
         restartPolicy="Always",
     )
-    pod = client.wait(name, lambda p: status(p)["restartCount"] >= 1, "its container was restarted")
+    pod = client.wait(name, lambda pod: status(pod)["restartCount"] >= 1, "its container was restarted")
     assert status(pod)["lastState"]["terminated"]["exitCode"] == 137
     assert "Liveness probe failed" in client.event(name, "Unhealthy")["message"]
     assert "will be restarted" in client.event(name, "Killing")["message"]
@@ -109,13 +109,13 @@ def test_readiness_follows_its_probe_both_ways(client: PodClient) -> None:
             readinessProbe={"httpGet": {"path": "/", "port": "web"}, "periodSeconds": 1, "failureThreshold": 1},
         ),
     )
-    pod = client.wait(name, lambda p: status(p)["state"].get("running"), "it ran")
+    pod = client.wait(name, lambda pod: status(pod)["state"].get("running"), "it ran")
     assert not is_ready(pod)
     assert condition(pod, "Ready")["message"] == "containers with unready status: [main]"
     client.kubectl("exec", name, "--", "touch", "/tmp/ready")
     client.wait(name, is_ready, "it was ready")
     client.kubectl("exec", name, "--", "rm", "/tmp/ready")
-    client.wait(name, lambda p: not is_ready(p), "it was not ready any more")
+    client.wait(name, lambda pod: not is_ready(pod), "it was not ready any more")
     client.delete(name, "--grace-period=1")
 
 
@@ -129,9 +129,9 @@ def test_a_startup_probe_holds_the_other_probes_back(client: PodClient) -> None:
             readinessProbe={"tcpSocket": {"port": 1}, "periodSeconds": 1},
         ),
     )
-    pod = client.wait(name, lambda p: status(p)["state"].get("running"), "it ran")
+    pod = client.wait(name, lambda pod: status(pod)["state"].get("running"), "it ran")
     assert status(pod)["started"] is False
-    pod = client.wait(name, lambda p: status(p).get("started"), "it had started")
+    pod = client.wait(name, lambda pod: status(pod).get("started"), "it had started")
     assert status(pod)["restartCount"] == 0
     assert not is_ready(pod)
     client.delete(name, "--grace-period=1")
@@ -151,10 +151,10 @@ def test_a_container_that_handles_sigterm_has_its_exit_code(client: PodClient) -
 def test_a_container_that_ignores_sigterm_is_killed(client: PodClient) -> None:
     name = client.pod("stubborn", client.python(STUBBORN), hold=True, terminationGracePeriodSeconds=2)
     client.wait_for_log(name, "up")
-    began = time.monotonic()
+    started_at = time.monotonic()
     client.delete(name)
     pod = client.wait_ended(name)
-    assert time.monotonic() - began >= 2
+    assert time.monotonic() - started_at >= 2
     assert terminated(pod)["exitCode"] == 137
     client.release(name)
 
@@ -162,11 +162,11 @@ def test_a_container_that_ignores_sigterm_is_killed(client: PodClient) -> None:
 def test_a_later_shorter_grace_period_is_ignored(client: PodClient) -> None:
     name = client.pod("hastened", client.python(STUBBORN), terminationGracePeriodSeconds=4)
     client.wait_for_log(name, "up")
-    began = time.monotonic()
+    started_at = time.monotonic()
     client.delete(name)
     client.delete(name, "--grace-period=1")
     client.wait_deleted(name)
-    assert time.monotonic() - began >= 4
+    assert time.monotonic() - started_at >= 4
 
 
 def test_the_pre_stop_hook_runs_before_the_signal(client: PodClient) -> None:
@@ -237,7 +237,9 @@ def test_a_deleted_pod_that_waits_for_a_volume_never_runs(client: PodClient) -> 
 def test_foreign_conditions_are_kept(client: PodClient) -> None:
     gates = [{"conditionType": "example.com/gate"}]
     name = client.pod("gated", client.container("exec sleep 600"), readinessGates=gates)
-    pod = client.wait(name, lambda p: condition_or_none(p, "ContainersReady") == "True", "its containers were ready")
+    pod = client.wait(
+        name, lambda pod: condition_or_none(pod, "ContainersReady") == "True", "its containers were ready"
+    )
     assert condition(pod, "Ready")["reason"] == "ReadinessGatesNotReady"
     patch = '{"status":{"conditions":[{"type":"example.com/gate","status":"True"}]}}'
     client.kubectl("patch", "pod", name, "--subresource=status", "--type=strategic", "-p", patch)

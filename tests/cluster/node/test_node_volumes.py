@@ -71,11 +71,11 @@ def test_a_config_map_volume_is_updated_atomically(client: PodClient) -> None:
     )
     client.wait_for_log(pod, "up")
     client.kubectl("patch", "configmap", name, "-p", '{"data":{"a":"2","b":"2"}}')
-    began = time.monotonic()
+    started_at = time.monotonic()
     # A subPath is not updated.
     assert client.output(pod).splitlines()[-1] == "['a', 'b'] 1"
     if client.cluster.kind == "local":
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - started_at < 5
 
 
 def test_a_pod_waits_for_a_volume_s_config_map(client: PodClient) -> None:
@@ -86,9 +86,9 @@ def test_a_pod_waits_for_a_volume_s_config_map(client: PodClient) -> None:
         volumes=[{"name": "v", "configMap": {"name": name}}],
     )
     assert f'configmap "{name}" not found' in client.event(pod, "FailedMount")["message"]
-    found = client.wait(pod, lambda p: status(p)["state"].get("waiting"), "its status said that it waits")
-    assert found["status"]["phase"] == "Pending"
-    assert status(found)["state"]["waiting"]["reason"] == "ContainerCreating"
+    pending = client.wait(pod, lambda pod: status(pod)["state"].get("waiting"), "its status is waiting")
+    assert pending["status"]["phase"] == "Pending"
+    assert status(pending)["state"]["waiting"]["reason"] == "ContainerCreating"
     client.create(config_map(name, a="there"))
     assert client.output(pod) == "there"
 
@@ -133,10 +133,10 @@ def test_a_projected_token_has_its_audience_and_pod(client: PodClient) -> None:
         "kind": "TokenReview",
         "spec": {"token": text, "audiences": ["example.com/test"]},
     }
-    found = json.loads(client.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))["status"]
+    review_status = json.loads(client.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))["status"]
     # A token of a pod that has ended stays valid until the pod is deleted.
-    assert found["user"]["extra"]["authentication.kubernetes.io/pod-name"] == [pod]
-    assert found["user"]["username"] == f"system:serviceaccount:{client.namespace}:default"
+    assert review_status["user"]["extra"]["authentication.kubernetes.io/pod-name"] == [pod]
+    assert review_status["user"]["username"] == f"system:serviceaccount:{client.namespace}:default"
     review["spec"] = {"token": text}
     other = json.loads(client.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(review)))["status"]
     assert not other.get("authenticated")
@@ -200,12 +200,12 @@ def test_mounts_can_be_read_only_or_a_sub_path(client: PodClient) -> None:
 def test_a_host_path_is_shared_and_its_type_checked(client: PodClient) -> None:
     folder = client.cluster.shared / client.name("host")
     mounts = [{"name": "h", "mountPath": "/data/host"}]
-    made = client.pod(
+    writer = client.pod(
         "host",
         client.container("echo hello > /data/host/file", volumeMounts=mounts),
         volumes=[{"name": "h", "hostPath": {"path": str(folder), "type": "DirectoryOrCreate"}}],
     )
-    assert client.wait_ended(made)["status"]["phase"] == "Succeeded"
+    assert client.wait_ended(writer)["status"]["phase"] == "Succeeded"
     assert (folder / "file").read_text() == "hello\n"
     refused = client.pod(
         "host",

@@ -54,29 +54,29 @@ def new_job(operator: SharedCluster, namespace: str) -> Callable[..., Job]:
 
 
 @dataclass(frozen=True)
-class Undisturbed:
+class UninterruptedRun:
     """The results of the base job on two nodes without faults; the job itself is deleted."""
 
     status: dict[str, Any]
     losses: dict[int, float]
     folder: Path
     policies: list[dict[str, Any]]
-    """NetworkPolicies beside it."""
+    """NetworkPolicies of the namespace."""
 
 
 @pytest.fixture(scope="session")
-def undisturbed(operator: SharedCluster) -> Undisturbed:
+def undisturbed(operator: SharedCluster) -> UninterruptedRun:
     name = "reference"
     make_namespace(operator, name)
     job = Job(operator, name, name).apply()
     status = job.until_phase("Completed")
-    results = Undisturbed(status, job.losses(), job.folder, operator.get("networkpolicies", "-n", name)["items"])
+    results = UninterruptedRun(status, job.losses(), job.folder, operator.get("networkpolicies", "-n", name)["items"])
     job.delete()
     operator.kubectl("delete", "namespace", name, "--wait=false")
     return results
 
 
 @pytest.fixture(scope="session")
-def reference(undisturbed: Undisturbed) -> dict[int, float]:
+def reference(undisturbed: UninterruptedRun) -> dict[int, float]:
     """Return the loss by step of the undisturbed base job on two nodes."""
     return undisturbed.losses

@@ -70,7 +70,12 @@ def changed_pods(operator: SharedCluster, namespace: str) -> Iterator[Callable[[
 
 
 def worker_images(job: Job) -> set[str]:
-    return {each["image"] for pod in job.pods() for each in pod["spec"]["containers"] if each["name"] == "worker"}
+    return {
+        container["image"]
+        for pod in job.pods()
+        for container in pod["spec"]["containers"]
+        if container["name"] == "worker"
+    }
 
 
 @pytest.mark.parametrize("change", ["first", "last", "native"])
@@ -104,15 +109,17 @@ def test_rewritten_images_do_not_make_pods_outdated(
 
 
 def pods_ready(status: dict[str, Any]) -> str:
-    found = [each for each in status.get("conditions", []) if each["type"] == "PodsReady"]
-    return f"{found[0]['reason']}: {found[0]['message']}" if found else ""
+    ready = [condition for condition in status.get("conditions", []) if condition["type"] == "PodsReady"]
+    return f"{ready[0]['reason']}: {ready[0]['message']}" if ready else ""
 
 
-FAILS = "{name: fetch, image: x, command: [python3, -c, 'import sys; print(\"no route\"); sys.exit(7)']}"
+FAILING_INIT_CONTAINER = (
+    "{name: fetch, image: x, command: [python3, -c, 'import sys; print(\"no route\"); sys.exit(7)']}"
+)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "sentence"),
     [
         pytest.param(
             "workers: {template: {spec: {volumes: [{name: shared-cache, secret: {secretName: not-there}}]}}}",
@@ -120,7 +127,7 @@ FAILS = "{name: fetch, image: x, command: [python3, -c, 'import sys; print(\"no 
             id="a volume of a missing Secret",
         ),
         pytest.param(
-            f"workers: {{template: {{spec: {{initContainers: [{FAILS}]}}}}}}",
+            f"workers: {{template: {{spec: {{initContainers: [{FAILING_INIT_CONTAINER}]}}}}}}",
             "init container fetch ended with exit code 7: no route",
             id="an init container that fails",
         ),
@@ -133,10 +140,10 @@ FAILS = "{name: fetch, image: x, command: [python3, -c, 'import sys; print(\"no 
     ],
 )
 def test_the_condition_names_the_reason_of_waiting_workers(
-    new_job: Callable[..., Job], change: str, words: str
+    new_job: Callable[..., Job], change: str, sentence: str
 ) -> None:
     job = new_job(change=change)
-    status = job.until(words, lambda status: words in pods_ready(status))
+    status = job.until(sentence, lambda status: sentence in pods_ready(status))
     assert not status.get("avoidedNodes")
     refused = [text for text in job.events() if "WriteFailed" in text]
     assert len(refused) <= 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-def classify_exit_code(job: Job) -> str:
+def verdict_of(job: Job) -> str:
     """Return the verdict of a job that must fail without a suspected node."""
     status = job.until_phase("Failed")
     assert not status.get("avoidedNodes"), "no node is to blame"
@@ -50,4 +50,4 @@ def classify_exit_code(job: Job) -> str:
 def test_a_job_with_bad_input_fails_after_at_most_two_attempts(
     new_job: Callable[..., Job], change: str, expected: str
 ) -> None:
-    assert expected in classify_exit_code(new_job(change=change))
+    assert expected in verdict_of(new_job(change=change))

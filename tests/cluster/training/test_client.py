@@ -159,10 +159,10 @@ def test_a_quarantined_machine_is_listed_and_released(new_job: Callable[..., Job
     node = job.members()[0]["nodeName"]
 
     def held() -> list[dict[str, Any]]:
-        return [each for each in trn(None, "nodes") if each["node"] == node]
+        return [machine for machine in trn(None, "nodes") if machine["node"] == node]
 
     def is_attributed() -> bool:
-        strikes = [strike for each in held() for strike in each["strikes"]]
+        strikes = [strike for machine in held() for strike in machine["strikes"]]
         source = f"{job.namespace}/{job.name}"
         return bool(strikes) and all(source in strike["by"].split("+") for strike in strikes)
 
@@ -179,7 +179,7 @@ def test_a_quarantined_machine_is_listed_and_released(new_job: Callable[..., Job
     assert {strike["cause"] for strike in found["strikes"]} == {"Device"}
 
     def under(machine: str) -> list[dict[str, Any]]:
-        return [each for each in trn(None, "nodes") if each["machine"] == machine]
+        return [item for item in trn(None, "nodes") if item["machine"] == machine]
 
     with node_renamed(job.cluster, node) as name:
         (renamed,) = under(found["machine"])

@@ -32,7 +32,7 @@ def evict(job: Job, pod: str) -> subprocess.CompletedProcess[str]:
 
 
 def disruption(status: dict[str, Any]) -> dict[str, Any]:
-    found = [each for each in status.get("conditions") or [] if each["type"] == "DisruptionAllowed"]
+    found = [condition for condition in status.get("conditions") or [] if condition["type"] == "DisruptionAllowed"]
     return found[0] if found else {"status": "", "message": ""}
 
 

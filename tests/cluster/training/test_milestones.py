@@ -57,7 +57,7 @@ def write_task(folder: Path) -> None:
     (folder / "tiny_choice.yaml").write_text(TASK)
     words = ["gradient", "loss", "step", "batch", "token", "shard"]
     questions = [{"question": word, "choices": words[:4], "answer": at % 4} for at, word in enumerate(words)]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
 
 
 def side_pods(job: Job) -> list[dict[str, Any]]:
@@ -86,30 +86,30 @@ def test_models_of_milestones_are_evaluated_during_training(
         lambda status: (
             status.get("phase") == "Completed"
             and len(status.get("evaluations") or []) > 2
-            and all(each.get("figures") for each in status["evaluations"])
+            and all(evaluation.get("figures") for evaluation in status["evaluations"])
         ),
         400,
     )
     assert status["evaluations"][-1]["step"] == 60
     assert status["membership"]["generation"] == 1
     assert (status.get("restarts") or {}).get("total", 0) == 0
-    assert all(each.get("failures", 0) == 0 for each in status["evaluations"])
+    assert all(evaluation.get("failures", 0) == 0 for evaluation in status["evaluations"])
     until(lambda: not side_pods(job), lambda: f"no pod is left: {side_pods(job)}", 30)
 
     # The pod has the figures of the command on the same folder.
     (job.folder / "config.json").write_text(job_config(job))
-    steps = [each["step"] for each in status["evaluations"]]
+    steps = [evaluation["step"] for evaluation in status["evaluations"]]
     model = job.folder / f"artifacts/step-{steps[0]}/model"
     output = tmp_path / "result.json"
     assert run(["evaluate", str(model), "--config", str(job.folder / "config.json"), "--output", str(output)]) == 0
-    by_hand = {each["name"]: each for each in json.loads(output.read_text())["figures"]}
-    first = {each["name"]: each for each in status["evaluations"][0]["figures"]}
+    by_hand = {figure["name"]: figure for figure in json.loads(output.read_text())["figures"]}
+    first = {figure["name"]: figure for figure in status["evaluations"][0]["figures"]}
     assert first["perplexity"]["after"] == pytest.approx(by_hand["perplexity"]["after"], rel=1e-5)
-    perplexities = [each["figures"][0]["after"] for each in status["evaluations"]]
+    perplexities = [evaluation["figures"][0]["after"] for evaluation in status["evaluations"]]
     assert perplexities[-1] < perplexities[0], "the model learns"
     if HARNESS:
         assert first["tiny_choice acc"]["standardError"] > 0
-    assert sum(each.startswith("Evaluated: The model of step") for each in job.events()) == len(steps)
+    assert sum(event.startswith("Evaluated: The model of step") for event in job.events()) == len(steps)
 
     capsys.readouterr()
     for name, value in job.cluster.variables.items():

@@ -50,8 +50,8 @@ class Prometheus:
 
     def firing(self, namespace: str = ".*") -> set[str]:
         """Return the firing alerts of jobs in a namespace, and those without a namespace."""
-        found = self.query(f'ALERTS{{alertstate="firing", job_namespace=~"|{namespace}"}}')
-        return {each["metric"]["alertname"] for each in found}
+        alerts = self.query(f'ALERTS{{alertstate="firing", job_namespace=~"|{namespace}"}}')
+        return {alert["metric"]["alertname"] for alert in alerts}
 
     def until(self, promql: str) -> list[dict[str, Any]]:
         return until(lambda: self.query(promql), lambda: f"an answer to {promql}; firing: {self.firing()}", pause=0.5)
@@ -133,7 +133,7 @@ def test_panels_and_alerts_show_faults_of_jobs(
 
     # Jobs of other tests may still be there, and then stall or lose time.
     assert calm <= YOUNG
-    assert [each["metric"]["job_name"] for each in failed] == ["hopeless"]
+    assert [item["metric"]["job_name"] for item in failed] == ["hopeless"]
 
 
 def panels(namespace: str, name: str) -> Iterator[tuple[str, str]]:

@@ -116,7 +116,7 @@ def test_a_program_completes_after_a_killed_process_and_a_lost_node(operator: Sh
 
     assert step_of(status) == STEPS
     assert status["checkpoint"]["durableStep"] == STEPS, "the last checkpoint is looked for at the end"
-    conditions = {each["type"]: each for each in status["conditions"]}
+    conditions = {condition["type"]: condition for condition in status["conditions"]}
     assert conditions["Complete"]["message"] == f"the program ended with code 0 on all workers, after step {STEPS}"
     assert conditions["ProgressReported"]["status"] == "True"
 

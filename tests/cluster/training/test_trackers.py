@@ -79,8 +79,8 @@ def test_mlflow_has_each_step_once_after_faults_and_an_outage(new_job: Callable[
         (run,) = runs()
         history = client.get_metric_history(run.info.run_id, "loss")
 
-    assert [each.step for each in history] == list(range(1, STEPS + 1))
-    assert curves_agree({each.step: each.value for each in history}, job.losses(), 1e-5)
+    assert [entry.step for entry in history] == list(range(1, STEPS + 1))
+    assert curves_agree({entry.step: entry.value for entry in history}, job.losses(), 1e-5)
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "llama"
     assert run.data.params["steps"] == str(STEPS)

@@ -16,14 +16,14 @@ from trainium_trainer.storage.protocol import Retry
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.cluster.training.conftest import Undisturbed
+    from tests.cluster.training.conftest import UninterruptedRun
     from tests.testing.cluster.jobs import Job
     from tests.testing.cluster.shared_cluster import SharedCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-def test_a_job_completes_with_status_metrics_and_samples(undisturbed: Undisturbed) -> None:
+def test_a_job_completes_with_status_metrics_and_samples(undisturbed: UninterruptedRun) -> None:
     status = undisturbed.status
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 60
     assert status["restarts"]["total"] == 0
@@ -39,11 +39,13 @@ def test_a_job_completes_with_status_metrics_and_samples(undisturbed: Undisturbe
     assert {"step", "loss", "gradNorm", "learningRate", "tokens", "samples", "seconds"} <= set(fields)
 
 
-def test_the_network_policy_of_a_job_admits_the_operator(undisturbed: Undisturbed, operator: SharedCluster) -> None:
+def test_the_network_policy_of_a_job_admits_the_operator(
+    undisturbed: UninterruptedRun, operator: SharedCluster
+) -> None:
     (policy,) = undisturbed.policies
     assert policy["metadata"]["name"] == "reference-workers"
     assert [owner["kind"] for owner in policy["metadata"]["ownerReferences"]] == ["TrainingJob"]
-    assert "NetworkPolicyApplied" not in {each["type"] for each in undisturbed.status["conditions"]}
+    assert "NetworkPolicyApplied" not in {condition["type"] for condition in undisturbed.status["conditions"]}
     (peer,) = policy["spec"]["ingress"][1]["from"]
     labels = ",".join(f"{key}={value}" for key, value in peer["podSelector"]["matchLabels"].items())
     (label,) = peer["namespaceSelector"]["matchLabels"].items()
@@ -53,13 +55,13 @@ def test_the_network_policy_of_a_job_admits_the_operator(undisturbed: Undisturbe
     assert {pod["spec"]["containers"][0]["name"] for pod in pods} == {"operator"}
 
 
-def test_checkpoints_are_committed_and_verified(undisturbed: Undisturbed) -> None:
+def test_checkpoints_are_committed_and_verified(undisturbed: UninterruptedRun) -> None:
     committed = sorted(path.parent.name for path in undisturbed.folder.glob("step-*/COMMITTED"))
     assert committed == ["step-20", "step-40", "step-60"]
     storage = PosixStorage(undisturbed.folder)
-    found = survey(storage).committed
-    assert [f"step-{item.step}" for item in found] == committed[::-1]
-    assert [verify(storage, item, Retry()) for item in found] == [[], [], []]
+    checkpoints = survey(storage).committed
+    assert [f"step-{item.step}" for item in checkpoints] == committed[::-1]
+    assert [verify(storage, item, Retry()) for item in checkpoints] == [[], [], []]
 
 
 @pytest.mark.long
@@ -77,9 +79,11 @@ def test_a_suspended_job_resumes_at_its_step(new_job: Callable[..., Job], refere
     job = new_job()
     job.until_step(10)
     job.suspend()
-    rests = job.until_phase("Suspended")
+    suspended = job.until_phase("Suspended")
     assert not job.pods()
-    assert rests["checkpoint"]["durableStep"] == rests["progress"]["step"] == max(job.losses()), "it saved as it left"
+    assert suspended["checkpoint"]["durableStep"] == suspended["progress"]["step"] == max(job.losses()), (
+        "it saved its last step"
+    )
 
     job.suspend(yes=False)
     status = job.until_phase("Completed")
@@ -100,7 +104,9 @@ def test_a_job_at_its_deadline_saves_its_last_step(new_job: Callable[..., Job], 
     assert 10 <= reached < 60
     assert status["checkpoint"]["durableStep"] == reached, "no step is repeated or missing"
     assert f"Its newest durable checkpoint is step {reached}." in status["verdict"]
-    assert {each["reason"] for each in status["conditions"] if each["type"] == "Failed"} == {"DeadlineExceeded"}
+    assert {condition["reason"] for condition in status["conditions"] if condition["type"] == "Failed"} == {
+        "DeadlineExceeded"
+    }
     until(lambda: not job.pods(), lambda: f"pods go: {job.pods()}")
     assert status["restarts"]["total"] == 0, "a deadline is no fault"
 

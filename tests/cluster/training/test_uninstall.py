@@ -23,8 +23,8 @@ MEMORY = f"{NAME}-quarantine"
 ENTRY = "machine: i-0123456789abcdef0\nnode: node-1\nstate: Permanent\n"
 
 
-class Release:
-    """A second release of the chart, limited to its own namespace; the definition belongs to the first one."""
+class ChartRelease:
+    """A second release of the chart, limited to one namespace; the definition belongs to the first release."""
 
     def __init__(self, cluster: SharedCluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
@@ -57,8 +57,8 @@ class Release:
     def owners(self, kind: str, name: str) -> list[str] | None:
         """Return the kinds of the owners, or None if the object does not exist."""
         items = self.cluster.get(kind, "-n", self.namespace)["items"]
-        found = next((each["metadata"] for each in items if each["metadata"]["name"] == name), None)
-        return None if found is None else [each["kind"] for each in found.get("ownerReferences") or []]
+        metadata = next((item["metadata"] for item in items if item["metadata"]["name"] == name), None)
+        return None if metadata is None else [owner["kind"] for owner in metadata.get("ownerReferences") or []]
 
     def memory(self) -> dict[str, Any]:
         data: dict[str, Any] = self.cluster.get("configmap", MEMORY, "-n", self.namespace)["data"]
@@ -76,17 +76,17 @@ class Release:
 
 
 @pytest.fixture
-def release(operator: SharedCluster, namespace: str) -> Iterator[Release]:
-    made = Release(operator, namespace)
-    yield made
-    made.uninstall()
+def release(operator: SharedCluster, namespace: str) -> Iterator[ChartRelease]:
+    release = ChartRelease(operator, namespace)
+    yield release
+    release.uninstall()
 
 
 def eventually(observe: Callable[[], object], wanted: object) -> None:
     until(lambda: observe() == wanted, lambda: f"{wanted}; there is {observe()}", 90, pause=0.5)
 
 
-def test_an_uninstall_leaves_only_the_kept_memory(release: Release) -> None:
+def test_an_uninstall_leaves_only_the_kept_memory(release: ChartRelease) -> None:
     def owned_by(memory: list[str]) -> None:
         for kind, name, owners in (("lease", NAME, ["Deployment"]), ("configmap", MEMORY, memory)):
             eventually(partial(release.owners, kind, name), owners)
@@ -104,6 +104,6 @@ def test_an_uninstall_leaves_only_the_kept_memory(release: Release) -> None:
 
     release.install()
     owned_by(["Deployment"])
-    assert "state: Permanent" in release.memory()["i-0123456789abcdef0"], "nor does the next operator of that name"
+    assert "state: Permanent" in release.memory()["i-0123456789abcdef0"], "the next release keeps the records too"
     release.uninstall()
     eventually(release.remaining_objects, [])

@@ -34,7 +34,7 @@ def test_imports_of_a_benchmark_exist(path: Path) -> None:
     imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
     ours = [node for node in imports if node.module and node.module.partition(".")[0] in PACKAGES]
     missing = [
-        f"{node.module}.{each.name}" for node in ours for each in node.names if not has(str(node.module), each.name)
+        f"{node.module}.{alias.name}" for node in ours for alias in node.names if not has(str(node.module), alias.name)
     ]
     assert missing == []
 

@@ -226,15 +226,15 @@ def test_a_kill_after_the_last_step_must_lose_no_step() -> None:
 
 
 def test_only_layouts_with_steps_are_listed() -> None:
-    made = next(each for each in (draw_trial(seed, TUNING) for seed in range(99)) if each.scenario.name == "resize")
-    four, two, three = (each.layout for each in made.attempts[-3:])
-    made = replace(made, attempts=made.attempts[-3:])
+    trial = next(trial for trial in (draw_trial(seed, TUNING) for seed in range(99)) if trial.scenario.name == "resize")
+    four, two, three = (attempt.layout for attempt in trial.attempts[-3:])
+    trial = replace(trial, attempts=trial.attempts[-3:])
     late = [attempt(0, 15, "export", killed=True), attempt(15, 15, "export", killed=True), attempt(15, 15)]
-    assert layouts_with_steps(made, TrialResult(0, "resize", attempts=late)) == {four}
+    assert layouts_with_steps(trial, TrialResult(0, "resize", attempts=late)) == {four}
     early = [attempt(0, 5, "step", killed=True), attempt(-1, -1, "load", killed=True), attempt(5, 15)]
-    assert layouts_with_steps(made, TrialResult(0, "resize", attempts=early)) == {four, three}
+    assert layouts_with_steps(trial, TrialResult(0, "resize", attempts=early)) == {four, three}
     unseen = [attempt(0, 0, "step", killed=True), attempt(1, 4, "step", killed=True), attempt(4, 15)]
-    assert layouts_with_steps(made, TrialResult(0, "resize", attempts=unseen)) == {four, two, three}
+    assert layouts_with_steps(trial, TrialResult(0, "resize", attempts=unseen)) == {four, two, three}
 
 
 def test_no_size_of_the_uneven_suite_divides_its_batch() -> None:

@@ -112,8 +112,8 @@ def test_a_model_in_a_file_gets_no_estimate() -> None:
 
 def test_a_larger_model_requests_more_memory() -> None:
     sizes = [
-        requests_of(build_spec(tensor=32, model={"preset": each})).memory
-        for each in ("Llama3.2-1B", "Llama2-7B", "Llama2-13B")
+        requests_of(build_spec(tensor=32, model={"preset": preset})).memory
+        for preset in ("Llama3.2-1B", "Llama2-7B", "Llama2-13B")
     ]
     assert sizes == sorted(sizes)
     assert len({*sizes}) == 3

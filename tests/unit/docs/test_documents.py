@@ -33,7 +33,7 @@ _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix
 def _in_navigation(entry: Any) -> list[str]:
     if isinstance(entry, str):
         return [entry]
-    return [page for each in (entry if isinstance(entry, list) else entry.values()) for page in _in_navigation(each)]
+    return [page for child in (entry if isinstance(entry, list) else entry.values()) for page in _in_navigation(child)]
 
 
 NAVIGATION = _in_navigation(yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)["nav"])

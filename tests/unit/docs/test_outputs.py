@@ -39,7 +39,7 @@ def read(page: str) -> str:
     ],
 )
 def test_an_output_on_a_page_equals_that_of_the_program(page: str, command: str) -> None:
-    others = {each for each in commands(read(page)) if each != command}
+    others = {other for other in commands(read(page)) if other != command}
     assert update_blocks(read(page), output, leave=others) == read(page), "run: make generate"
 
 
@@ -62,7 +62,9 @@ def test_the_page_of_kubectl_trn_lists_exactly_its_commands() -> None:
 def test_every_command_of_kubectl_trn_has_an_output_and_a_cluster_test() -> None:
     group: Any = typer.main.get_command(app)
     existing = {name for name, command in group.commands.items() if not command.hidden}
-    shown = {each.split()[2] for each in commands(read("docs/kubectl-trn.md")) if each.startswith("kubectl trn ")}
+    shown = {
+        command.split()[2] for command in commands(read("docs/kubectl-trn.md")) if command.startswith("kubectl trn ")
+    }
     assert shown == existing
     tests = read("tests/cluster/training/test_client.py")
     assert set(re.findall(r'\b(?:trn|in_background)\((?:job|None), "([a-z-]+)"', tests)) == existing
@@ -114,11 +116,13 @@ def test_a_write_is_recorded_with_its_response(tmp_path: Path, monkeypatch: pyte
 
 def test_options_on_the_page_of_kubectl_trn_exist() -> None:
     group: Any = typer.main.get_command(app)
-    options = {flag for command in group.commands.values() for each in command.params for flag in each.opts}
-    options |= {flag for command in group.commands.values() for each in command.params for flag in each.secondary_opts}
+    options = {flag for command in group.commands.values() for param in command.params for flag in param.opts}
+    options |= {
+        flag for command in group.commands.values() for param in command.params for flag in param.secondary_opts
+    }
     own = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", read("docs/kubectl-trn.md")))
     simulation: Any = typer.main.get_command(simulate)
-    options |= {flag for each in simulation.params for flag in each.opts}
+    options |= {flag for param in simulation.params for flag in param.opts}
     of_others = {"--help", "--install-completion", "--manifest-url", "--learn"}
     assert own - options <= of_others
 

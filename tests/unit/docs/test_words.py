@@ -67,7 +67,7 @@ def private_words(path: str, text: str, *sections: str) -> list[str]:
     if not pattern.search(plain):
         return []
     for exception in LIST["exceptions"]:
-        if any(matches(path, each) for each in exception["paths"].split()):
+        if any(matches(path, item) for item in exception["paths"].split()):
             phrases = "|".join(phrase.replace("_", " ") for phrase in exception["phrase"].split())
             plain = re.sub(rf"\b(?:{phrases})\b", "-", plain)
     return pattern.findall(plain)
@@ -122,7 +122,7 @@ def comments(source: str) -> Iterator[Text]:
 
 def literal(node: ast.AST) -> str:
     return " ".join(
-        each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)
+        item.value for item in ast.walk(node) if isinstance(item, ast.Constant) and isinstance(item.value, str)
     )
 
 
@@ -145,15 +145,15 @@ def in_code(path: str, source: str) -> list[str]:
     names = [Text(1, "file name", Path(path).stem), *defined_names(nodes)]
     prose = [*docstrings(nodes), *comments(source), *messages(nodes)]
     found = {
-        (each.line, each.kind, word)
-        for each in names
-        if may_be_private(each.text)
-        for word in private_words(path, name_parts(each.text), "everywhere", "names")
+        (alias.line, alias.kind, word)
+        for alias in names
+        if may_be_private(alias.text)
+        for word in private_words(path, name_parts(alias.text), "everywhere", "names")
     }
     found |= {
-        (each.line, each.kind, word)
-        for each in prose
-        for word in private_words(path, without_code(each.text), "everywhere")
+        (item.line, item.kind, word)
+        for item in prose
+        for word in private_words(path, without_code(item.text), "everywhere")
     }
     return [
         f"{path}:{line}: {kind} has `{word}`; use {replacement(word)}" for line, kind, word in sorted(found)
@@ -169,7 +169,7 @@ def first_lines(path: str, nodes: Iterable[ast.AST]) -> list[str]:
             first = (text.split() or [""])[0].rstrip(",:")
             if first not in NO_FIRST_WORDS:
                 continue
-            is_property = any("property" in ast.unparse(each) for each in getattr(node, "decorator_list", ()))
+            is_property = any("property" in ast.unparse(item) for item in getattr(node, "decorator_list", ()))
             if not (is_property and first == "Whether"):
                 line = getattr(node, "lineno", 1)
                 found.append(f"{path}:{line}: docstring begins with `{first}`; begin with a verb and its object")
@@ -196,7 +196,9 @@ def in_page(path: str, text: str) -> list[str]:
             paragraph.append(number)
             continue
         for block in (paragraph, [number] if number else []):
-            words = private_words(path, without_code(" ".join(lines[each] for each in block)), "everywhere", "pages")
+            words = private_words(
+                path, without_code(" ".join(lines[number] for number in block)), "everywhere", "pages"
+            )
             found += [f"{path}:{block[0]}: `{word}`; use {replacement(word)}" for word in words]
         paragraph = []
     return found
@@ -256,7 +258,7 @@ def look_up(gone_by: int) -> str:
 
 
 def test_private_words_are_found_in_names_docstrings_comments_and_messages() -> None:
-    assert [each.partition(";")[0] for each in in_code("a.py", SAMPLE)] == [
+    assert [item.partition(";")[0] for item in in_code("a.py", SAMPLE)] == [
         "a.py:3: name has `told`",
         "a.py:4: docstring has `tell`",
         "a.py:6: name has `guest`",
@@ -274,7 +276,7 @@ def test_private_words_are_found_in_names_docstrings_comments_and_messages() -> 
 
 def test_private_words_are_found_in_the_prose_of_a_page_only() -> None:
     page = "# Told\n\nIt is `told` to [you](told.md), taken\ndown.\n\n```\ntold\n```\n\n    told\n\n| a | anew |\n"
-    assert [each.partition(";")[0] for each in in_page("a.md", page)] == [
+    assert [item.partition(";")[0] for item in in_page("a.md", page)] == [
         "a.md:1: `told`", "a.md:3: `taken down`", "a.md:12: `anew`",
     ]  # fmt: skip
 

@@ -50,29 +50,31 @@ def instructions() -> list[tuple[str, str]]:
 def stages() -> dict[str, list[tuple[str, str]]]:
     """Return the instructions of each stage by its name; the first is its FROM."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for word, rest in instructions():
-        if word == "FROM":
-            found[rest.rpartition(" AS ")[2]] = [(word, rest)]
+    for instruction, rest in instructions():
+        if instruction == "FROM":
+            found[rest.rpartition(" AS ")[2]] = [(instruction, rest)]
         elif found:
-            found[list(found)[-1]].append((word, rest))
+            found[list(found)[-1]].append((instruction, rest))
     return found
 
 
 def sources() -> list[str]:
     """Return the paths that are copied from the repository."""
-    copies = [rest.split() for word, rest in instructions() if word == "COPY" and not rest.startswith("--from")]
+    copies = [
+        rest.split() for instruction, rest in instructions() if instruction == "COPY" and not rest.startswith("--from")
+    ]
     return [source for copy in copies for source in copy[:-1]]
 
 
 def distributions_of(target: str) -> set[str]:
     """Return the distributions whose wheels an image installs, built in the stage that fills the mounted one."""
-    (run,) = (rest for word, rest in stages()[target] if word == "RUN")
+    (run,) = (rest for instruction, rest in stages()[target] if instruction == "RUN")
     mounted = re.search(r"--mount=from=([\w-]+)", run)
     assert mounted is not None
-    (wheels,) = (rest for word, rest in stages()[mounted[1]] if rest.endswith("/wheels /wheels"))
+    (wheels,) = (rest for instruction, rest in stages()[mounted[1]] if rest.endswith("/wheels /wheels"))
     maker = wheels.split()[0].removeprefix("--from=")
-    (made,) = (rest for word, rest in stages()[maker] if "pip wheel" in rest)
-    known = {rest.split()[0].partition("/")[0] for word, rest in stages()[mounted[1]] if rest.endswith("/")}
+    (made,) = (rest for instruction, rest in stages()[maker] if "pip wheel" in rest)
+    known = {rest.split()[0].partition("/")[0] for instruction, rest in stages()[mounted[1]] if rest.endswith("/")}
     distributions = set(re.findall(r"\./(\w+)", made))
     assert distributions <= known, "their pyproject.toml lists the other requirements"
     return distributions
@@ -89,13 +91,13 @@ def test_the_agent_image_has_only_its_folder_and_the_operators_command() -> None
         *("/trainium/lib/ld.so", "--library-path", "/trainium/lib", "/trainium/bin/python", "-I"),
         *("-m", "trainium_agent"),
     ]
-    (run,) = (rest for word, rest in stages()["agent-folder"] if word == "RUN")
+    (run,) = (rest for instruction, rest in stages()["agent-folder"] if instruction == "RUN")
     assert "image_requirements.py agent " in run
     assert run.count("pip install") == run.count("--require-hashes") + run.count("wheels/*.whl") == 2
 
 
 def test_base_images_are_arguments_with_pinned_defaults() -> None:
-    defaults = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")
+    defaults = dict(rest.split("=", 1) for instruction, rest in instructions() if instruction == "ARG")
     assert set(defaults) == {"PYTHON_IMAGE", "NEURON_IMAGE"}
     for image in defaults.values():
         assert re.search(r":\d+\.\d+\.\d+", image), image
@@ -123,15 +125,15 @@ def test_an_image_starts_our_program_as_an_unprivileged_user(target: str) -> Non
         for distribution in distributions_of(target)
     ]
     programs = {name for distribution in own for name in distribution["project"].get("scripts", ())}
-    (entry,) = (rest for word, rest in steps if word == "ENTRYPOINT")
+    (entry,) = (rest for instruction, rest in steps if instruction == "ENTRYPOINT")
     assert json.loads(entry)[0] in programs
-    user = [rest for word, rest in steps if word == "USER"][-1]
+    user = [rest for instruction, rest in steps if instruction == "USER"][-1]
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_dependencies_are_installed_by_hash(target: str) -> None:
-    (run,) = (rest for word, rest in stages()[target] if word == "RUN")
+    (run,) = (rest for instruction, rest in stages()[target] if instruction == "RUN")
     part = re.search(r"image_requirements\.py (\w+)", run)
     assert part is not None
     assert part[1] == target.removesuffix("-cpu")

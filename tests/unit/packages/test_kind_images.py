@@ -47,7 +47,7 @@ class FakePrograms:
     def calls(self, *of: str) -> list[list[str]]:
         """Return the further arguments of calls that start with these words."""
         words = [line.split() for line in self._calls.read_text().splitlines()]
-        return [each[len(of) :] for each in words if each[: len(of)] == list(of)]
+        return [word[len(of) :] for word in words if word[: len(of)] == list(of)]
 
 
 def test_both_images_are_built_and_loaded_onto_worker_nodes(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_both_images_are_built_and_loaded_onto_worker_nodes(tmp_path: Path) -> N
     machine.load()
 
     built = machine.calls("docker", "build", "--target")
-    assert {each[0] for each in built} == {"operator", "trainer-cpu"} <= STAGES
-    images = [each[each.index("-t") + 1] for each in built]
+    assert {item[0] for item in built} == {"operator", "trainer-cpu"} <= STAGES
+    images = [item[item.index("-t") + 1] for item in built]
     assert machine.calls("kind", "load", "docker-image") == [[image, *node] for image in images for node in WORKERS]
     values = machine.access.settings["chartValues"]
     assert values["image"] == {"repository": "trainium-operator", "tag": "test"}
@@ -67,7 +67,7 @@ def test_trainer_base_applies_only_to_the_trainer_image(tmp_path: Path) -> None:
     machine = FakePrograms(tmp_path, {"trainerBase": "torch-for-cpus"})
     machine.load()
 
-    given = {each[0]: "PYTHON_IMAGE=torch-for-cpus" in each for each in machine.calls("docker", "build", "--target")}
+    given = {call[0]: "PYTHON_IMAGE=torch-for-cpus" in call for call in machine.calls("docker", "build", "--target")}
     assert given == {"operator": False, "trainer-cpu": True}
 
 

@@ -49,7 +49,7 @@ def test_the_programs_of_a_wheel_are_functions_in_it(wheels: dict[str, Wheel], n
     for place in programs.values():
         module, _, function = place.partition(":")
         tree = ast.parse(wheel.files[f"{module.replace('.', '/')}.py"])
-        assert function in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,13 +101,13 @@ class Import:
 
 def imports(wheel: Wheel) -> set[Import]:
     """Return the imports of a wheel's files, with constant `import_module` calls, without those for types alone."""
-    found = set()
+    used_imports = set()
     for path, content in wheel.files.items():
         if path.endswith(".py"):
             for module, late in _imports(ast.parse(content).body, late=False):
-                found.add(Import(path, module, late))
-    own = {wheel.package, *sys.stdlib_module_names}
-    return {each for each in found if each.module not in own}
+                used_imports.add(Import(path, module, late))
+    provided = {wheel.package, *sys.stdlib_module_names}
+    return {item for item in used_imports if item.module not in provided}
 
 
 def _imports(body: list[ast.AST] | list[ast.stmt], *, late: bool) -> Iterator[tuple[str, bool]]:
@@ -117,12 +117,12 @@ def _imports(body: list[ast.AST] | list[ast.stmt], *, late: bool) -> Iterator[tu
             continue
         names: list[str] = []
         if isinstance(node, ast.Import):
-            names = [each.name for each in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             names = [node.module or ""]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names = [each.value for each in node.args[:1] if isinstance(each, ast.Constant)]
+            names = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
         for name in names:
             yield name.partition(".")[0], late
         inside = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -137,13 +137,13 @@ def distributions(module: str) -> set[str]:
     """Return the distributions that provide a module."""
     if module.startswith("trainium_"):
         return {module.replace("_", "-")}  # an editable installation has no list of its modules
-    return {canonicalize_name(each) for each in _provided_by().get(module, ())}
+    return {canonicalize_name(name) for name in _provided_by().get(module, ())}
 
 
 def declared(wheel: Wheel, *, extras: bool) -> set[str]:
     """Return the distributions that a wheel requires, without and with all its extras."""
-    needs = [Requirement(each) for each in wheel.metadata.get_all("Requires-Dist", [])]
-    return {canonicalize_name(each.name) for each in needs if extras or "extra" not in str(each.marker)}
+    needs = [Requirement(text) for text in wheel.metadata.get_all("Requires-Dist", [])]
+    return {canonicalize_name(need.name) for need in needs if extras or "extra" not in str(need.marker)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -151,11 +151,11 @@ def test_every_imported_module_is_declared(wheels: dict[str, Wheel], name: str) 
     wheel = wheels[name]
     always, ever = declared(wheel, extras=False), declared(wheel, extras=True)
     undeclared = {
-        each
-        for each in imports(wheel)
-        if not distributions(each.module) & (ever if each.late else always)
-        and each.module not in {*OF_THE_IMAGE.get(name, ()), *OF_THE_PROGRAM.get(name, ())}
-        and not (each.late and OF_AN_EXTRA.get(name, {}).get(each.module) in ever)
+        used_import
+        for used_import in imports(wheel)
+        if not distributions(used_import.module) & (ever if used_import.late else always)
+        and used_import.module not in {*OF_THE_IMAGE.get(name, ()), *OF_THE_PROGRAM.get(name, ())}
+        and not (used_import.late and OF_AN_EXTRA.get(name, {}).get(used_import.module) in ever)
     }
     assert not sorted(undeclared)
 
@@ -164,22 +164,30 @@ def test_every_imported_module_is_declared(wheels: dict[str, Wheel], name: str) 
 def test_every_declared_dependency_is_imported(wheels: dict[str, Wheel], name: str) -> None:
     wheel = wheels[name]
     extra = OF_AN_EXTRA.get(name, {})
-    used = {each for one in imports(wheel) for each in (*distributions(one.module), extra.get(one.module, ""))}
+    used = {
+        item
+        for used_import in imports(wheel)
+        for item in (*distributions(used_import.module), extra.get(used_import.module, ""))
+    }
     assert declared(wheel, extras=True) - used == PROGRAMS_OF.get(name, set())
 
 
 def test_only_the_nxd_backend_imports_modules_of_the_vendor(wheels: dict[str, Wheel]) -> None:
     for name, modules in OF_THE_IMAGE.items():
-        places = {each.file for each in imports(wheels[name]) if each.module in modules and not each.late}
-        assert places
-        assert {place.rpartition("/")[0] for place in places} == {"trainium_trainer/backends/nxd"}
+        files = {
+            used_import.file
+            for used_import in imports(wheels[name])
+            if used_import.module in modules and not used_import.late
+        }
+        assert files
+        assert {place.rpartition("/")[0] for place in files} == {"trainium_trainer/backends/nxd"}
 
 
 def test_trainium_worker_itself_needs_only_the_standard_library(wheels: dict[str, Wheel]) -> None:
     wheel = wheels["trainium-worker"]
     files = {f"trainium_worker/{name}.py" for name in ("__init__", "progress_record", "pulse")}
     assert files <= set(wheel.files)
-    assert not [each for each in imports(wheel) if each.file in files]
+    assert not [used_import for used_import in imports(wheel) if used_import.file in files]
 
 
 def test_an_undeclared_import_is_found(wheels: dict[str, Wheel]) -> None:
@@ -199,6 +207,6 @@ except ImportError:
     pass
 """
     wheel = type(wheel)(wheel.distribution, wheel.project, {"x.py": source})
-    assert {(each.module, each.late) for each in imports(wheel)} == {
+    assert {(used_import.module, used_import.late) for used_import in imports(wheel)} == {
         ("torch", False), ("matplotlib", True), ("yaml", True), ("trainium_agent", False),
     }  # fmt: skip

@@ -18,21 +18,21 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yaml"))
 
 
 def jobs(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
-    return found
+    workflow_jobs: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
+    return workflow_jobs
 
 
 def test_make_targets_and_image_stages_of_workflows_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     stages = set(re.findall(r"^FROM \S+ AS (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
-    made, built = set(), set()
+    called, built = set(), set()
     for path in WORKFLOWS:
-        made |= set(re.findall(r"\bmake ([a-z][a-z-]*)", path.read_text()))
+        called |= set(re.findall(r"\bmake ([a-z][a-z-]*)", path.read_text()))
         for job in jobs(path).values():
             matrix = job.get("strategy", {}).get("matrix", {})
-            made |= {target.split()[0] for target in matrix.get("target", ())}
-            built |= {each["target"] for each in matrix.get("include", ())}
-    assert made <= targets
+            called |= {target.split()[0] for target in matrix.get("target", ())}
+            built |= {entry["target"] for entry in matrix.get("include", ())}
+    assert called <= targets
     assert built == {"agent", "operator", "trainer-cpu", "trainer"}
     assert built <= stages
 
@@ -103,9 +103,9 @@ def test_signed_files_verify_until_they_are_changed(tmp_path: Path) -> None:
 
 
 def test_programs_that_workflows_build_are_pinned() -> None:
-    built = [one for path in WORKFLOWS for one in re.findall(r"go run (\S+)", path.read_text())]
+    built = [match for path in WORKFLOWS for match in re.findall(r"go run (\S+)", path.read_text())]
     assert len(built) == 3
-    assert all(re.fullmatch(r"\S+@v\d+\.\d+\.\d+", one) for one in built)
+    assert all(re.fullmatch(r"\S+@v\d+\.\d+\.\d+", program) for program in built)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_checked_manifests_are_renderings_of_the_chart(checked: Path) -> None:
     kinds = {
-        file.stem: {one["kind"] for one in yaml.safe_load_all(file.read_text()) if one}
+        file.stem: {document["kind"] for document in yaml.safe_load_all(file.read_text()) if document}
         for file in (checked / "out/rendered").iterdir()
     }
     assert kinds["smallest"] < kinds["defaults"] < kinds["everything"]
@@ -196,8 +196,8 @@ def commands_of_check() -> set[str]:
 
 
 def hook_command(hook: dict[str, Any]) -> str:
-    words = shlex.split(hook["entry"])
-    return words[2] if words[:2] == ["sh", "-c"] else hook["entry"]
+    arguments = shlex.split(hook["entry"])
+    return arguments[2] if arguments[:2] == ["sh", "-c"] else hook["entry"]
 
 
 def test_each_hook_runs_a_line_of_make_check() -> None:

@@ -1,4 +1,4 @@
-"""Forks real agents from one process that has imported torch, so that a test does not pay for the import each time.
+"""Fork real agents from one process that has imported torch once for all tests.
 
 Lines of JSON on standard input: {"env": {...}, "log": path};
 on standard output: {"started": pid} and {"ended": pid, "code": n}.
@@ -37,15 +37,15 @@ def main() -> None:
         readable, _, _ = select.select([commands.fileno(), read_end], [], [])
         if read_end in readable:
             os.read(read_end, 4096)
-        collect()
+        collect_ended()
         if commands.fileno() in readable:
             line = commands.readline()
             if not line:
                 return
-            start(json.loads(line))
+            start_agent(json.loads(line))
 
 
-def start(order: dict[str, Any]) -> None:
+def start_agent(order: dict[str, Any]) -> None:
     pid = os.fork()
     if pid != 0:
         send_message({"started": pid})
@@ -54,8 +54,8 @@ def start(order: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, nothing), (1, log), (2, log)):
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, null), (1, log), (2, log)):
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(order["env"])
@@ -67,7 +67,7 @@ def start(order: dict[str, Any]) -> None:
     __main__.main()
 
 
-def collect() -> None:
+def collect_ended() -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -5,23 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.wire.agent.agent_world import AgentJob, Factory
+from tests.wire.agent.agent_job import AgentFactory, AgentJob
 
 
 @pytest.fixture(scope="session")
-def factory() -> Iterator[Factory]:
-    from tests.wire.agent.agent_world import Factory
-
-    made = Factory()
-    yield made
-    made.close()
+def factory() -> Iterator[AgentFactory]:
+    factory = AgentFactory()
+    yield factory
+    factory.close()
 
 
 @pytest.fixture
-async def world(tmp_path: Path, factory: Factory) -> AsyncIterator[AgentJob]:
-    from tests.wire.agent.agent_world import AgentJob
-
-    made = AgentJob(tmp_path, factory)
-    await made.server()
-    yield made
-    await made.close()
+async def job(tmp_path: Path, factory: AgentFactory) -> AsyncIterator[AgentJob]:
+    job = AgentJob(tmp_path, factory)
+    await job.add_coordinator()
+    yield job
+    await job.close()

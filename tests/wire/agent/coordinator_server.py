@@ -23,14 +23,14 @@ class Authority:
     def pem(self) -> bytes:
         return self._authority.cert_pem.bytes()
 
-    def server(self, ip: str) -> ssl.SSLContext:
+    def server_context(self, ip: str) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self._authority.issue_cert(ip).configure_cert(context)
         return context
 
 
-class Jobs:
-    """The state that all replicas of the coordinator share; it survives each of them."""
+class CoordinatorState:
+    """The state that all replicas of the coordinator share."""
 
     def __init__(self) -> None:
         self.heartbeat_seconds = 0.2
@@ -42,7 +42,7 @@ class Jobs:
         self.changed = asyncio.Condition()
         self.token = "token-1"
         self.deleted = False
-        """The job; its pods are still there."""
+        """Whether the job is deleted; its pods still run."""
 
     async def publish(
         self, pods: list[str], transition: m.Transition = m.Transition.IMMEDIATE, processes: int = 1
@@ -70,16 +70,12 @@ class Jobs:
             self.changed.notify_all()
         return self.membership
 
-    def last(self, pod: str) -> m.HeartbeatRequest | None:
-        beats = self.heartbeats.get(pod)
-        return beats[-1] if beats else None
 
-
-class Server:
+class CoordinatorReplica:
     """One replica of the coordinator."""
 
-    def __init__(self, jobs: Jobs, ip: str, authority: Authority) -> None:
-        self.jobs, self.ip, self.authority = jobs, ip, authority
+    def __init__(self, state: CoordinatorState, ip: str, authority: Authority) -> None:
+        self.state, self.ip, self.authority = state, ip, authority
         self.port = 0
         self._leads = True
         self._server: asyncio.Server | None = None
@@ -102,7 +98,7 @@ class Server:
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(
-            self._connected, self.ip, self.port, ssl=self.authority.server(self.ip), reuse_address=True
+            self._handle_connection, self.ip, self.port, ssl=self.authority.server_context(self.ip), reuse_address=True
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -113,7 +109,7 @@ class Server:
             await asyncio.gather(*self._streams, return_exceptions=True)
             self._server = None
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         self._streams.add(task)
         try:
@@ -132,55 +128,55 @@ class Server:
             await writer.drain()
             return
         writer.write(b"HTTP/1.1 101 Switching Protocols\r\n\r\n")
-        publishing = asyncio.create_task(self._send_memberships(writer, int(re.search(r"after=(\d+)", head)[1])))
+        publisher = asyncio.create_task(self._send_memberships(writer, int(re.search(r"after=(\d+)", head)[1])))
         try:
             while True:
                 kind, length = parse_frame_header(await reader.readexactly(HEAD_BYTES))
                 self._receive(writer, kind, await reader.readexactly(length))
         finally:
-            publishing.cancel()
+            publisher.cancel()
 
     def _refusal(self, head: str) -> tuple[int, str] | None:
         if not self._leads:
-            found = 503, "not leader"
-        elif self.jobs.deleted:
-            found = 410, "the job no longer exists"
-        elif f"Authorization: Bearer {self.jobs.token}\r\n" not in head:
-            found = 401, "the token is not valid"
+            refusal = 503, "not leader"
+        elif self.state.deleted:
+            refusal = 410, "the job no longer exists"
+        elif f"Authorization: Bearer {self.state.token}\r\n" not in head:
+            refusal = 401, "the token is not valid"
         else:
             return None
-        self.jobs.refused.append((self.ip, found[0]))
-        return found
+        self.state.refused.append((self.ip, refusal[0]))
+        return refusal
 
     def _receive(self, writer: asyncio.StreamWriter, kind: int, payload: bytes) -> None:
-        jobs = self.jobs
-        current = jobs.membership.generation if jobs.membership else 0
+        state = self.state
+        current = state.membership.generation if state.membership else 0
         if kind == FrameKind.REGISTER:
             request = m.RegisterRequest.model_validate_json(payload)
-            jobs.registered[request.pod_name] = request
-            jobs.registrations.append((request.pod_name, self.ip))
-            welcome = m.RegisterResponse(
-                heartbeat_seconds=jobs.heartbeat_seconds, membership=jobs.membership, time=time.time()
+            state.registered[request.pod_name] = request
+            state.registrations.append((request.pod_name, self.ip))
+            response = m.RegisterResponse(
+                heartbeat_seconds=state.heartbeat_seconds, membership=state.membership, time=time.time()
             )
-            send(writer, FrameKind.REGISTERED, welcome)
+            send(writer, FrameKind.REGISTERED, response)
         elif kind == FrameKind.HEARTBEAT:
-            body = m.HeartbeatRequest.model_validate_json(payload)
-            if body.generation < current:
+            heartbeat = m.HeartbeatRequest.model_validate_json(payload)
+            if heartbeat.generation < current:
                 refusal = m.ErrorResponse(error="older generation", generation=current, status=409)
                 send(writer, FrameKind.ERROR, refusal)
                 return
-            jobs.heartbeats.setdefault(body.pod_name, []).append(body)
-            answer = m.HeartbeatResponse(generation=current, full_heartbeat_seconds=0.0, time=time.time())
-            send(writer, FrameKind.HEARTBEAT_ACK, answer)
+            state.heartbeats.setdefault(heartbeat.pod_name, []).append(heartbeat)
+            response = m.HeartbeatResponse(generation=current, full_heartbeat_seconds=0.0, time=time.time())
+            send(writer, FrameKind.HEARTBEAT_ACK, response)
 
     async def _send_memberships(self, writer: asyncio.StreamWriter, after: int) -> None:
-        async with self.jobs.changed:
+        async with self.state.changed:
             while True:
-                membership = self.jobs.membership
+                membership = self.state.membership
                 if membership is not None and membership.generation > after:
                     after = membership.generation
                     send(writer, FrameKind.MEMBERSHIP, membership)
-                await self.jobs.changed.wait()
+                await self.state.changed.wait()
 
 
 def send(writer: asyncio.StreamWriter, kind: FrameKind, message: m.WireMessage) -> None:

@@ -7,8 +7,9 @@ import signal
 
 import pytest
 
+from tests.testing.suite.processes import has_ended
 from tests.testing.suite.timeouts import scaled
-from tests.wire.agent.agent_world import AgentJob, is_alive
+from tests.wire.agent.agent_job import AgentJob
 
 STEPS_AHEAD = 60
 LIMITS = {
@@ -21,94 +22,101 @@ LIMITS = {
 }
 
 
-async def train(world: AgentJob, *names: str, processes: int = 1, **extra: str) -> None:
+async def train_lockstep(job: AgentJob, *names: str, processes: int = 1, **extra: str) -> None:
     entry = {"TRAINIUM_RANK_ENTRY": "fake_lockstep:main", "TRAINIUM_HANG_LIMITS": json.dumps(LIMITS)}
-    await world.train(*names, processes=processes, step=5, **entry, **extra)
+    await job.train(*names, processes=processes, step=5, **entry, **extra)
 
 
-def block_rank(world: AgentJob, how: str, rank: int, seconds: str = "") -> None:
-    world.command(f"{how}-{rank}", seconds)
+def block_rank(job: AgentJob, command: str, rank: int, seconds: str = "") -> None:
+    job.command_ranks(f"{command}-{rank}", seconds)
 
 
-def hide(world: AgentJob, ranks: int) -> None:
+def block_all_ranks(job: AgentJob, ranks: int) -> None:
     """Block all ranks before the same step, a few seconds ahead, so that each has read the command by then."""
-    step = world.jobs.last("a").progress.step + STEPS_AHEAD
+    step = job.last_heartbeat("a").progress.step + STEPS_AHEAD
     for rank in range(ranks):
-        block_rank(world, "hide", rank, str(step))
+        block_rank(job, "hide", rank, str(step))
 
 
-def failures(world: AgentJob, *names: str) -> dict[str, list[int]]:
-    return {name: [failure.exit_code for failure in world.jobs.last(name).failures] for name in names}
+def failures(job: AgentJob, *names: str) -> dict[str, list[int]]:
+    return {name: [failure.exit_code for failure in job.last_heartbeat(name).failures] for name in names}
 
 
-async def test_a_stopped_rank_is_blamed_and_all_restart_in_place(world: AgentJob) -> None:
-    await train(world, "a", "b", "c")
-    os.kill(world.starts(rank=1)[0]["pid"], signal.SIGSTOP)
-    await world.training("a", "b", "c", attempt=1)
-    assert failures(world, "a", "b", "c") == {"a": [], "b": [77], "c": []}
-    (failure,) = world.jobs.last("b").failures
+async def test_a_stopped_rank_is_blamed_and_all_restart_in_place(job: AgentJob) -> None:
+    await train_lockstep(job, "a", "b", "c")
+    os.kill(job.rank_starts(rank=1)[0]["pid"], signal.SIGSTOP)
+    await job.until_training("a", "b", "c", attempt=1)
+    assert failures(job, "a", "b", "c") == {"a": [], "b": [77], "c": []}
+    (failure,) = job.last_heartbeat("b").failures
     assert failure.message.startswith("rank 1 of pod b made no progress for ")
     assert "stopped by a signal" in failure.message
     assert "cannot answer" in failure.message
-    assert {name: world.jobs.last(name).restarts[-1].cause.value for name in "abc"} == {
+    assert {name: job.last_heartbeat(name).restarts[-1].cause.value for name in "abc"} == {
         "a": "PeerLost",
         "b": "Hang",
         "c": "PeerLost",
     }
-    peers = [rank for name in "ac" for beat in world.jobs.heartbeats[name] for rank in beat.stuck if rank.stack]
+    peers = [
+        rank
+        for name in "ac"
+        for heartbeat in job.coordinator.heartbeats[name]
+        for rank in heartbeat.stuck
+        if rank.stack
+    ]
     assert all(rank.waiting and "all_reduce" in rank.stack for rank in peers), "ranks whose stack is known wait"
-    await world.until(lambda: not world.jobs.last("a").stuck, "no rank is stuck any more")
-    assert not is_alive(world.starts(rank=1)[0]["pid"])
-    assert not world.starts(attempt=2)
-    restart = world.jobs.last("b").restarts[-1]
+    await job.until(lambda: not job.last_heartbeat("a").stuck, "no rank is stuck")
+    assert has_ended(job.rank_starts(rank=1)[0]["pid"])
+    assert not job.rank_starts(attempt=2)
+    restart = job.last_heartbeat("b").restarts[-1]
     assert 1.5 <= restart.detected_at - restart.failed_at < 8
 
 
-async def test_a_rank_that_sleeps_outside_collectives_is_blamed_with_its_stack(world: AgentJob) -> None:
-    await train(world, "a", "b", processes=2)
-    block_rank(world, "sleep", 3)
-    await world.training("a", "b", attempt=1)
-    assert failures(world, "a", "b") == {"a": [], "b": [77]}
-    (failure,) = world.jobs.last("b").failures
+async def test_a_rank_that_sleeps_outside_collectives_is_blamed_with_its_stack(job: AgentJob) -> None:
+    await train_lockstep(job, "a", "b", processes=2)
+    block_rank(job, "sleep", 3)
+    await job.until_training("a", "b", attempt=1)
+    assert failures(job, "a", "b") == {"a": [], "b": [77]}
+    (failure,) = job.last_heartbeat("b").failures
     assert failure.rank == 3
     assert "not waiting for peers" in failure.message
     assert "own_work" in failure.message
-    assert "[rank 3]   File " in world.agents["b"].log
-    assert "all_reduce" in world.agents["b"].log, "the stack of a rank that waits is in the log too"
+    assert "[rank 3]   File " in job.agents["b"].log
+    assert "all_reduce" in job.agents["b"].log, "the log has the stack of a waiting rank"
 
 
-async def test_a_hang_of_all_ranks_blames_none(world: AgentJob) -> None:
-    await train(world, "a", "b", "c")
-    hide(world, 3)
-    await world.training("a", "b", "c", attempt=1)
-    assert failures(world, "a", "b", "c") == {"a": [], "b": [], "c": []}
-    assert {world.jobs.last(name).restarts[-1].cause.value for name in "abc"} == {"Hang"}
+async def test_a_hang_of_all_ranks_blames_none(job: AgentJob) -> None:
+    await train_lockstep(job, "a", "b", "c")
+    block_all_ranks(job, 3)
+    await job.until_training("a", "b", "c", attempt=1)
+    assert failures(job, "a", "b", "c") == {"a": [], "b": [], "c": []}
+    assert {job.last_heartbeat(name).restarts[-1].cause.value for name in "abc"} == {"Hang"}
 
 
-async def test_a_long_save_is_no_hang_of_the_waiting_ranks(world: AgentJob) -> None:
-    await train(world, "a", "b")
-    block_rank(world, "save", 1, "5")
-    await world.until(
-        lambda: any(beat.stuck for beat in world.jobs.heartbeats["a"]), "a reports that its rank is stuck"
+async def test_a_long_save_is_no_hang_of_the_waiting_ranks(job: AgentJob) -> None:
+    await train_lockstep(job, "a", "b")
+    block_rank(job, "save", 1, "5")
+    await job.until(
+        lambda: any(heartbeat.stuck for heartbeat in job.coordinator.heartbeats["a"]),
+        "a reports that its rank is stuck",
     )
-    before = world.jobs.last("a").progress.step
-    await world.training("a", "b", attempt=0, step=before + 20)
-    assert not world.starts(attempt=1)
-    await world.until(lambda: not world.jobs.last("a").stuck, "no rank is stuck any more")
+    before = job.last_heartbeat("a").progress.step
+    await job.until_training("a", "b", attempt=0, step=before + 20)
+    assert not job.rank_starts(attempt=1)
+    await job.until(lambda: not job.last_heartbeat("a").stuck, "no rank is stuck")
 
 
-async def test_a_hang_beyond_the_restart_limit_is_a_verdict(world: AgentJob) -> None:
-    await train(world, "a", "b", TRAINIUM_MAX_IN_PLACE_RESTARTS="0")
-    block_rank(world, "sleep", 1)
-    assert (await world.verdict("b")).exit_code == 77
-    await world.phase("Failed", "a")
-    assert world.jobs.last("a").verdict is None
+async def test_a_hang_beyond_the_restart_limit_is_a_verdict(job: AgentJob) -> None:
+    await train_lockstep(job, "a", "b", TRAINIUM_MAX_IN_PLACE_RESTARTS="0")
+    block_rank(job, "sleep", 1)
+    assert (await job.until_verdict("b")).exit_code == 77
+    await job.until_phase("Failed", "a")
+    assert job.last_heartbeat("a").verdict is None
 
 
 NODES = ("a", "b", "c", "d")
 
 
-async def two_collective_hangs(world: AgentJob, *spares: str, seconds: float = 8) -> None:
+async def cause_two_collective_hangs(job: AgentJob, *spares: str, seconds: float = 8) -> None:
     extra = {
         "TRAINIUM_RANK_ENTRY": "fake_lockstep:main",
         "TRAINIUM_PAIR_ENTRY": "fake_pairing:main",
@@ -116,14 +124,14 @@ async def two_collective_hangs(world: AgentJob, *spares: str, seconds: float = 8
         "TRAINIUM_PREFLIGHT": "Pairwise",
         "TRAINIUM_HANG_LIMITS": json.dumps(LIMITS),
     }
-    world.start(*NODES, *spares, **extra)
-    await world.ready(*NODES, *spares)
-    await world.jobs.publish([*NODES])
+    job.start(*NODES, *spares, **extra)
+    await job.until_ready(*NODES, *spares)
+    await job.coordinator.publish([*NODES])
     for attempt in (0, 1):
-        await world.training(*NODES, attempt=attempt, step=5)
-        before = world.jobs.last("a").progress.step
-        await world.training(*NODES, attempt=attempt, step=before + 3)
-        hide(world, len(NODES))
+        await job.until_training(*NODES, attempt=attempt, step=5)
+        before = job.last_heartbeat("a").progress.step
+        await job.until_training(*NODES, attempt=attempt, step=before + 3)
+        block_all_ranks(job, len(NODES))
 
 
 @pytest.mark.timeout(150)  # the test waits for a silent node, twice
@@ -134,37 +142,37 @@ async def two_collective_hangs(world: AgentJob, *spares: str, seconds: float = 8
         *(pytest.param(fault, 82, marks=pytest.mark.long) for fault in ("drop", "slow", "wrong")),
     ],
 )
-async def test_a_bad_node_is_found_after_two_hangs_and_replaced(world: AgentJob, fault: str, code: int) -> None:
-    world.command("pair-fault-c", fault)
-    await two_collective_hangs(world, "spare", seconds=3 if fault == "drop" else 8)
-    beat = await world.heartbeat("c", lambda beat: beat.phase == "Failed", "it withdraws")
-    assert beat.verdict.exit_code == code
-    assert "node-c" in beat.verdict.message
-    (check,) = beat.checks
+async def test_a_bad_node_is_found_after_two_hangs_and_replaced(job: AgentJob, fault: str, code: int) -> None:
+    job.command_ranks("pair-fault-c", fault)
+    await cause_two_collective_hangs(job, "spare", seconds=3 if fault == "drop" else 8)
+    heartbeat = await job.until_heartbeat("c", lambda heartbeat: heartbeat.phase == "Failed", "it withdraws")
+    assert heartbeat.verdict.exit_code == code
+    assert "node-c" in heartbeat.verdict.message
+    (check,) = heartbeat.checks
     assert (check.check, check.passed) == ("Pairwise", False)
     others = [name for name in NODES if name != "c"]
-    await world.until(
-        lambda: all(world.jobs.last(name).waiting_for == (2,) for name in others), "the others wait for node rank 2"
+    await job.until(
+        lambda: all(job.last_heartbeat(name).waiting_for == (2,) for name in others), "the others wait for node rank 2"
     )
     for name in others:
-        assert world.jobs.last(name).verdict is None
-        assert not world.jobs.last(name).failures
-        assert [each.passed for each in world.jobs.last(name).checks] == [True]
-    assert not world.starts(attempt=2)
-    await world.jobs.publish(["a", "b", "spare", "d"])
-    await world.training("a", "b", "spare", "d", generation=2)
+        assert job.last_heartbeat(name).verdict is None
+        assert not job.last_heartbeat(name).failures
+        assert [check.passed for check in job.last_heartbeat(name).checks] == [True]
+    assert not job.rank_starts(attempt=2)
+    await job.coordinator.publish(["a", "b", "spare", "d"])
+    await job.until_training("a", "b", "spare", "d", generation=2)
 
 
 @pytest.mark.timeout(90)
-async def test_healthy_nodes_pass_the_pair_test_and_continue(world: AgentJob) -> None:
-    await two_collective_hangs(world)
-    await world.training(*NODES, attempt=2)
-    assert all(world.jobs.last(name).checks[0].passed for name in NODES)
-    assert not any(world.jobs.last(name).failures for name in NODES)
+async def test_healthy_nodes_pass_the_pair_test_and_continue(job: AgentJob) -> None:
+    await cause_two_collective_hangs(job)
+    await job.until_training(*NODES, attempt=2)
+    assert all(job.last_heartbeat(name).checks[0].passed for name in NODES)
+    assert not any(job.last_heartbeat(name).failures for name in NODES)
 
 
-def with_bandwidth(world: AgentJob, *names: str) -> None:
-    world.start(
+def start_with_bandwidth_check(job: AgentJob, *names: str) -> None:
+    job.start(
         *names,
         TRAINIUM_PAIR_ENTRY="fake_pairing:main",
         TRAINIUM_PAIR_SECONDS=str(scaled(10)),
@@ -174,36 +182,36 @@ def with_bandwidth(world: AgentJob, *names: str) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_a_node_below_the_minimum_bandwidth_is_replaced(world: AgentJob) -> None:
-    world.command("pair-fault-c", "throttle 0.1")
-    with_bandwidth(world, *NODES, "spare")
-    await world.ready(*NODES, "spare")
-    await world.jobs.publish([*NODES])
-    verdict = await world.verdict("c")
+async def test_a_node_below_the_minimum_bandwidth_is_replaced(job: AgentJob) -> None:
+    job.command_ranks("pair-fault-c", "throttle 0.1")
+    start_with_bandwidth_check(job, *NODES, "spare")
+    await job.until_ready(*NODES, "spare")
+    await job.coordinator.publish([*NODES])
+    verdict = await job.until_verdict("c")
     assert verdict.exit_code == 82
     assert "check Bandwidth: node node-c cannot exchange with any peer at 0.25 Gbit/s" in verdict.message
     for name in ("a", "b", "d"):
-        (check,) = (await world.heartbeat(name, lambda beat: beat.checks, "the check")).checks
+        (check,) = (await job.until_heartbeat(name, lambda heartbeat: heartbeat.checks, "the check")).checks
         assert (check.check, check.passed) == ("Bandwidth", True)
         assert "the slowest link is that of " in check.detail
         assert "node-c" in check.detail
         assert "Gbit/s, below 0.25" in check.detail
-    assert not world.starts(attempt=0), "no rank started before"
-    await world.jobs.publish(["a", "b", "spare", "d"])
-    await world.training("a", "b", "spare", "d", generation=2)
+    assert not job.rank_starts(attempt=0), "no rank started before"
+    await job.coordinator.publish(["a", "b", "spare", "d"])
+    await job.until_training("a", "b", "spare", "d", generation=2)
 
 
 @pytest.mark.timeout(120)
-async def test_a_slow_link_is_reported_and_blamed_on_no_node(world: AgentJob) -> None:
-    with_bandwidth(world, *NODES)
-    world.command("pair-fault-b", f"throttle 0.1 {world.agents['a'].ip}")
-    await world.ready(*NODES)
-    await world.jobs.publish([*NODES])
-    await world.training(*NODES)
+async def test_a_slow_link_is_reported_and_blamed_on_no_node(job: AgentJob) -> None:
+    start_with_bandwidth_check(job, *NODES)
+    job.command_ranks("pair-fault-b", f"throttle 0.1 {job.agents['a'].ip}")
+    await job.until_ready(*NODES)
+    await job.coordinator.publish([*NODES])
+    await job.until_training(*NODES)
     for name in NODES:
-        (check,) = world.jobs.last(name).checks
+        (check,) = job.last_heartbeat(name).checks
         assert check.passed
         assert re.search(r"the slowest link is that of node-a and node-b: 0\.(0|1 )", check.detail)
-    (check,) = world.jobs.last("d").checks
-    own = float(check.detail.partition("with node rank 2: ")[2].partition(" Gbit/s")[0])
-    assert own > 0.25, "measured on sockets"
+    (check,) = job.last_heartbeat("d").checks
+    bandwidth = float(check.detail.partition("with node rank 2: ")[2].partition(" Gbit/s")[0])
+    assert bandwidth > 0.25, "measured on sockets"

@@ -6,213 +6,214 @@ import os
 import signal
 from pathlib import Path
 
-from tests.wire.agent.agent_world import AgentJob, is_alive
+from tests.testing.suite.processes import has_ended
+from tests.wire.agent.agent_job import AgentJob
 from trainium_agent.linux.kernel import descendants
 from trainium_contract.wire.messages import Transition
 
 
-async def test_a_generation_starts_each_rank_on_its_node(world: AgentJob) -> None:
-    world.start("a", "b", "spare")
-    await world.ready("a", "b", "spare")
-    await world.jobs.publish(["b", "a"])
-    await world.training("a", "b")
-    rows = sorted(world.starts(), key=lambda row: row["rank"])
-    assert [(row["rank"], row["world"], row["pod"]) for row in rows] == [(0, 2, "b"), (1, 2, "a")]
-    assert rows[0]["argv"] == ["train", "--config", str(world.folder / "trainer.yaml")]
-    beat = await world.heartbeat("spare", lambda beat: beat.generation == 1, "generation 1")
-    assert (beat.phase, beat.ready) == ("Standby", True)
-    assert "[rank 0]" not in world.agents["a"].log
+async def test_a_generation_starts_each_rank_on_its_node(job: AgentJob) -> None:
+    job.start("a", "b", "spare")
+    await job.until_ready("a", "b", "spare")
+    await job.coordinator.publish(["b", "a"])
+    await job.until_training("a", "b")
+    rows = sorted(job.rank_starts(), key=lambda row: row["rank"])
+    assert [(row["rank"], row["world_size"], row["pod"]) for row in rows] == [(0, 2, "b"), (1, 2, "a")]
+    assert rows[0]["argv"] == ["train", "--config", str(job.folder / "trainer.yaml")]
+    heartbeat = await job.until_heartbeat("spare", lambda heartbeat: heartbeat.generation == 1, "generation 1")
+    assert (heartbeat.phase, heartbeat.ready) == ("Standby", True)
+    assert "[rank 0]" not in job.agents["a"].log
 
 
-async def test_a_graceful_resize_loses_no_step(world: AgentJob) -> None:
-    await world.train("a", "b", "c", step=5)
-    await world.jobs.publish(["a", "b"], Transition.GRACEFUL)
-    await world.training("a", "b", generation=2)
-    assert sorted((row["rank"], row["world"]) for row in world.starts(generation=2)) == [(0, 2), (1, 2)]
-    await world.phase("Standby", "c")
-    assert all(not world.jobs.last(name).failures for name in "abc")
-    assert not [row for row in world.starts(generation=1) if is_alive(row["pid"])]
+async def test_a_graceful_resize_loses_no_step(job: AgentJob) -> None:
+    await job.train("a", "b", "c", step=5)
+    await job.coordinator.publish(["a", "b"], Transition.GRACEFUL)
+    await job.until_training("a", "b", generation=2)
+    assert sorted((row["rank"], row["world_size"]) for row in job.rank_starts(generation=2)) == [(0, 2), (1, 2)]
+    await job.until_phase("Standby", "c")
+    assert all(not job.last_heartbeat(name).failures for name in "abc")
+    assert not [row for row in job.rank_starts(generation=1) if not has_ended(row["pid"])]
 
-    await world.jobs.publish(["a", "b", "c"], Transition.GRACEFUL)
-    await world.training("a", "b", "c", generation=3)
-
-
-async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(world: AgentJob) -> None:
-    await world.train("a", "b")
-    os.kill(world.starts(rank=0)[0]["pid"], signal.SIGSTOP)
-    await world.jobs.publish(["b"], Transition.GRACEFUL)
-    await world.phase("Standby", "a")
-    assert not is_alive(world.starts(rank=0, generation=1)[0]["pid"])
+    await job.coordinator.publish(["a", "b", "c"], Transition.GRACEFUL)
+    await job.until_training("a", "b", "c", generation=3)
 
 
-async def test_a_lost_agent_is_replaced_by_the_spare(world: AgentJob) -> None:
-    await world.train("a", "b", spares=("spare",))
-    lost = world.starts(rank=1)[0]["pid"]
-    world.agents["b"].signal(signal.SIGKILL)
-    await world.jobs.publish(["a", "spare"])
-    await world.training("a", "spare", generation=2)
-    await world.until(lambda: not is_alive(lost), "the lost agent's rank ended with it")
-    assert world.starts(generation=2, rank=1)[0]["pod"] == "spare"
+async def test_a_graceful_resize_does_not_wait_for_ranks_that_cannot_save(job: AgentJob) -> None:
+    await job.train("a", "b")
+    os.kill(job.rank_starts(rank=0)[0]["pid"], signal.SIGSTOP)
+    await job.coordinator.publish(["b"], Transition.GRACEFUL)
+    await job.until_phase("Standby", "a")
+    assert has_ended(job.rank_starts(rank=0, generation=1)[0]["pid"])
 
 
-async def test_a_newer_generation_supersedes_one_that_is_joining(world: AgentJob) -> None:
-    world.start("a", "b")
-    await world.ready("a", "b")
-    world.jobs.registered["ghost"] = world.jobs.registered["b"].model_copy(
-        update={"pod_name": "ghost", "pod_uid": "uid-ghost", "pod_ip": world.fresh_ip()}
+async def test_a_lost_agent_is_replaced_by_the_spare(job: AgentJob) -> None:
+    await job.train("a", "b", spares=("spare",))
+    lost = job.rank_starts(rank=1)[0]["pid"]
+    job.agents["b"].signal(signal.SIGKILL)
+    await job.coordinator.publish(["a", "spare"])
+    await job.until_training("a", "spare", generation=2)
+    await job.until(lambda: has_ended(lost), "the lost agent's rank ended with it")
+    assert job.rank_starts(generation=2, rank=1)[0]["pod"] == "spare"
+
+
+async def test_a_newer_generation_supersedes_one_that_is_joining(job: AgentJob) -> None:
+    job.start("a", "b")
+    await job.until_ready("a", "b")
+    job.coordinator.registered["ghost"] = job.coordinator.registered["b"].model_copy(
+        update={"pod_name": "ghost", "pod_uid": "uid-ghost", "pod_ip": job.allocate_ip()}
     )
-    await world.jobs.publish(["a", "b", "ghost"])
-    await world.heartbeat("a", lambda beat: beat.waiting_for == (2,), "it waits for node 2")
-    await world.heartbeat("b", lambda beat: beat.waiting_for == (2,), "it waits for node 2")
-    await world.jobs.publish(["ghost", "b"])
-    await world.heartbeat("b", lambda beat: beat.waiting_for == (0,), "it waits for node 0")
-    await world.jobs.publish(["a", "b"])
-    await world.training("a", "b", generation=3)
-    assert not world.starts(generation=1)
+    await job.coordinator.publish(["a", "b", "ghost"])
+    await job.until_heartbeat("a", lambda heartbeat: heartbeat.waiting_for == (2,), "it waits for node 2")
+    await job.until_heartbeat("b", lambda heartbeat: heartbeat.waiting_for == (2,), "it waits for node 2")
+    await job.coordinator.publish(["ghost", "b"])
+    await job.until_heartbeat("b", lambda heartbeat: heartbeat.waiting_for == (0,), "it waits for node 0")
+    await job.coordinator.publish(["a", "b"])
+    await job.until_training("a", "b", generation=3)
+    assert not job.rank_starts(generation=1)
 
 
-async def test_an_older_generation_is_never_joined(world: AgentJob) -> None:
-    world.start("a")
-    await world.ready("a")
-    await world.jobs.publish(["a"])
-    first = world.jobs.membership
-    await world.jobs.publish(["a"])
-    await world.training("a", generation=2)
-    world.jobs.membership = first
-    await world.servers[0].stop()
-    await world.servers[0].start()
-    await world.until(lambda: len(world.jobs.registrations) == 2, "registered again, and received generation 1")
-    seen, starts = len(world.jobs.heartbeats["a"]), world.starts()
-    await world.until(lambda: len(world.jobs.heartbeats["a"]) > seen + 2, "more heartbeats")
-    assert world.starts() == starts, "no rank was started again"
-    assert world.jobs.last("a").generation == 2
-    assert is_alive(world.starts(generation=2)[0]["pid"])
+async def test_an_older_generation_is_never_joined(job: AgentJob) -> None:
+    job.start("a")
+    await job.until_ready("a")
+    await job.coordinator.publish(["a"])
+    first = job.coordinator.membership
+    await job.coordinator.publish(["a"])
+    await job.until_training("a", generation=2)
+    job.coordinator.membership = first
+    await job.coordinators[0].stop()
+    await job.coordinators[0].start()
+    await job.until(lambda: len(job.coordinator.registrations) == 2, "registered again, and received generation 1")
+    count, starts = len(job.coordinator.heartbeats["a"]), job.rank_starts()
+    await job.until(lambda: len(job.coordinator.heartbeats["a"]) > count + 2, "more heartbeats")
+    assert job.rank_starts() == starts, "no rank was started again"
+    assert job.last_heartbeat("a").generation == 2
+    assert not has_ended(job.rank_starts(generation=2)[0]["pid"])
 
 
-async def test_a_resumed_agent_of_an_old_generation_ends_its_ranks(world: AgentJob) -> None:
-    await world.train("a", "b", spares=("spare",))
-    zombie = world.starts(rank=1)[0]["pid"]
-    for pid in (world.agents["b"].pid, zombie):
-        os.kill(pid, signal.SIGSTOP)  # as a machine that hangs
-    await world.jobs.publish(["a", "spare"])
-    await world.training("a", "spare", generation=2)
-    seen = len(world.jobs.heartbeats["b"])
+async def test_a_resumed_agent_of_an_old_generation_ends_its_ranks(job: AgentJob) -> None:
+    await job.train("a", "b", spares=("spare",))
+    stale_rank = job.rank_starts(rank=1)[0]["pid"]
+    for pid in (job.agents["b"].pid, stale_rank):
+        os.kill(pid, signal.SIGSTOP)  # like a machine that hangs
+    await job.coordinator.publish(["a", "spare"])
+    await job.until_training("a", "spare", generation=2)
+    count = len(job.coordinator.heartbeats["b"])
 
-    for pid in (zombie, world.agents["b"].pid):
+    for pid in (stale_rank, job.agents["b"].pid):
         os.kill(pid, signal.SIGCONT)
-    await world.until(lambda: not is_alive(zombie), "its rank is ended")
-    await world.until(lambda: len(world.jobs.heartbeats["b"]) > seen, "b sends heartbeats again")
-    late = world.jobs.heartbeats["b"][seen:]
-    assert {beat.generation for beat in late} == {2}, "a heartbeat of generation 1 is refused with 409"
-    await world.phase("Standby", "b")
-    assert not [row for row in world.starts(pod="b") if row["generation"] != 1]
-    assert is_alive(world.starts(rank=0, generation=2)[0]["pid"])
-    assert not world.starts(attempt=1), "no agent restarted because of it"
+    await job.until(lambda: has_ended(stale_rank), "its rank is ended")
+    await job.until(lambda: len(job.coordinator.heartbeats["b"]) > count, "b sends heartbeats again")
+    late = job.coordinator.heartbeats["b"][count:]
+    assert {heartbeat.generation for heartbeat in late} == {2}, "a heartbeat of generation 1 is refused with 409"
+    await job.until_phase("Standby", "b")
+    assert not [row for row in job.rank_starts(pod="b") if row["generation"] != 1]
+    assert not has_ended(job.rank_starts(rank=0, generation=2)[0]["pid"])
+    assert not job.rank_starts(attempt=1), "no agent restarted because of it"
 
 
-async def test_members_leave_a_generation_whose_store_hangs(world: AgentJob) -> None:
-    await world.train("a", "b", spares=("spare",))
-    world.agents["a"].signal(signal.SIGSTOP)
+async def test_members_leave_a_generation_whose_store_hangs(job: AgentJob) -> None:
+    await job.train("a", "b", spares=("spare",))
+    job.agents["a"].signal(signal.SIGSTOP)
     try:
-        os.kill(world.starts(rank=1)[0]["pid"], signal.SIGKILL)  # b asks the store what to do about it
-        await world.until(lambda: world.jobs.last("b").failures, "b knows of its rank's end")
-        await world.jobs.publish(["b", "spare"])
-        await world.training("b", "spare", generation=2)
+        os.kill(job.rank_starts(rank=1)[0]["pid"], signal.SIGKILL)  # b waits for a reply of the store
+        await job.until(lambda: job.last_heartbeat("b").failures, "b reports the exit of its rank")
+        await job.coordinator.publish(["b", "spare"])
+        await job.until_training("b", "spare", generation=2)
     finally:
-        world.agents["a"].signal(signal.SIGCONT)
+        job.agents["a"].signal(signal.SIGCONT)
 
 
-async def test_agents_of_a_finished_job_exit_with_0(world: AgentJob) -> None:
-    world.command("last-step", "10")
-    world.start("a", "b", "c")
-    await world.ready("a", "b", "c")
-    await world.jobs.publish(["a", "b", "c"])
-    await world.ended("a", "b", "c")
-    assert {agent.code for agent in world.agents.values()} == {0}
-    assert all(world.jobs.last(name).phase == "Finished" for name in "abc")
-    assert world.jobs.last("a").progress.step == 10
+async def test_agents_of_a_finished_job_exit_with_0(job: AgentJob) -> None:
+    job.command_ranks("last-step", "10")
+    job.start("a", "b", "c")
+    await job.until_ready("a", "b", "c")
+    await job.coordinator.publish(["a", "b", "c"])
+    await job.until_ended("a", "b", "c")
+    assert {agent.code for agent in job.agents.values()} == {0}
+    assert all(job.last_heartbeat(name).phase == "Finished" for name in "abc")
+    assert job.last_heartbeat("a").progress.step == 10
 
 
-async def test_an_agent_that_finished_twice_waits_for_the_second_acknowledgement(world: AgentJob) -> None:
-    await world.train("a", "b", spares=("spare",))
-    world.command("exit-0", "0")
-    await world.phase("Finished", "a")
-    await world.jobs.publish(["a", "spare"])
-    await world.training("a", "spare", generation=2)
-    world.servers[0].leader = False
-    world.command("last-step", "10")
-    await world.until(lambda: not [row for row in world.starts() if is_alive(row["pid"])], "the ranks ended")
-    await asyncio.sleep(1.5)  # node 0 parts from the others, and would leave
-    world.factory.poll()
-    assert world.agents["a"].code is None
-    world.servers[0].leader = True
-    await world.ended("a", "spare")
-    last = world.jobs.last("a")
+async def test_an_agent_that_finished_twice_waits_for_the_second_acknowledgement(job: AgentJob) -> None:
+    await job.train("a", "b", spares=("spare",))
+    job.command_ranks("exit-0", "0")
+    await job.until_phase("Finished", "a")
+    await job.coordinator.publish(["a", "spare"])
+    await job.until_training("a", "spare", generation=2)
+    job.coordinators[0].leader = False
+    job.command_ranks("last-step", "10")
+    await job.until(lambda: not [row for row in job.rank_starts() if not has_ended(row["pid"])], "the ranks ended")
+    await asyncio.sleep(1.5)  # node 0 passes the exit barrier and would exit
+    job.factory.poll()
+    assert job.agents["a"].code is None
+    job.coordinators[0].leader = True
+    await job.until_ended("a", "spare")
+    last = job.last_heartbeat("a")
     assert (last.generation, last.phase) == (2, "Finished")
 
 
-async def test_sigterm_saves_and_ends_all_processes(world: AgentJob) -> None:
-    await world.train("a", "b")
-    below = descendants(world.agents["a"].pid)
-    assert len(below) == 2
-    world.agents["a"].signal(signal.SIGTERM)
-    await world.ended("a")
-    assert world.agents["a"].code == 75
-    assert not [pid for pid in below if is_alive(pid)]
-    await world.phase("Yielded", "b")
-    # The other member's pod is ending, so b must not go on alone.
-    world.agents["b"].signal(signal.SIGTERM)
-    await world.ended("b")
-    assert world.agents["b"].code == 75
-    assert not [row for row in world.starts() if is_alive(row["pid"])]
+async def test_sigterm_saves_and_ends_all_processes(job: AgentJob) -> None:
+    await job.train("a", "b")
+    children = descendants(job.agents["a"].pid)
+    assert len(children) == 2
+    job.agents["a"].signal(signal.SIGTERM)
+    await job.until_ended("a")
+    assert job.agents["a"].code == 75
+    assert not [pid for pid in children if not has_ended(pid)]
+    await job.until_phase("Yielded", "b")
+    # The pod of the other member is ending, so b must not continue alone.
+    job.agents["b"].signal(signal.SIGTERM)
+    await job.until_ended("b")
+    assert job.agents["b"].code == 75
+    assert not [row for row in job.rank_starts() if not has_ended(row["pid"])]
 
 
-async def test_sigterm_to_a_spare_ends_it_at_once(world: AgentJob) -> None:
-    world.start("a")
-    await world.ready("a")
-    below = descendants(world.agents["a"].pid)
-    world.agents["a"].signal(signal.SIGTERM)
-    await world.ended("a")
-    assert world.agents["a"].code == 0
-    assert not [pid for pid in below if is_alive(pid)]
+async def test_sigterm_to_a_spare_ends_it_at_once(job: AgentJob) -> None:
+    job.start("a")
+    await job.until_ready("a")
+    children = descendants(job.agents["a"].pid)
+    job.agents["a"].signal(signal.SIGTERM)
+    await job.until_ended("a")
+    assert job.agents["a"].code == 0
+    assert not [pid for pid in children if not has_ended(pid)]
 
 
-async def test_agents_of_a_deleted_job_exit_at_once(world: AgentJob) -> None:
-    await world.train("a", spares=("spare",), TRAINIUM_GRACE_SECONDS="600")
-    os.kill(world.starts()[0]["pid"], signal.SIGSTOP)  # it would not save within its grace
-    world.jobs.deleted = True
-    world.servers[0].end_streams()
-    await world.ended("a", "spare")
-    assert not is_alive(world.starts()[0]["pid"])
-    assert "the job no longer exists" in world.agents["a"].log
+async def test_agents_of_a_deleted_job_exit_at_once(job: AgentJob) -> None:
+    await job.train("a", spares=("spare",), TRAINIUM_GRACE_SECONDS="600")
+    os.kill(job.rank_starts()[0]["pid"], signal.SIGSTOP)  # it cannot save within its grace period
+    job.coordinator.deleted = True
+    job.coordinators[0].end_streams()
+    await job.until_ended("a", "spare")
+    assert has_ended(job.rank_starts()[0]["pid"])
+    assert "the job no longer exists" in job.agents["a"].log
 
 
-async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(world: AgentJob) -> None:
-    await world.train("a", TRAINIUM_GRACE_SECONDS="0.5")
-    os.kill(world.starts()[0]["pid"], signal.SIGSTOP)
-    world.agents["a"].signal(signal.SIGTERM)
-    await world.ended("a")
-    assert not is_alive(world.starts()[0]["pid"])
+async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(job: AgentJob) -> None:
+    await job.train("a", TRAINIUM_GRACE_SECONDS="0.5")
+    os.kill(job.rank_starts()[0]["pid"], signal.SIGSTOP)
+    job.agents["a"].signal(signal.SIGTERM)
+    await job.until_ended("a")
+    assert has_ended(job.rank_starts()[0]["pid"])
 
 
-async def test_ended_generations_leave_no_connection(world: AgentJob) -> None:
-    agents = world.start("a", "b", WITHOUT_COLLECTOR="1")
-    await world.ready("a", "b")
+async def test_ended_generations_leave_no_connection(job: AgentJob) -> None:
+    agents = job.start("a", "b", WITHOUT_COLLECTOR="1")
+    await job.until_ready("a", "b")
     counts = []
     for generation in range(1, 5):
-        await world.jobs.publish(["a", "b"], Transition.GRACEFUL)
-        await world.training("a", "b", generation=generation)
-        counts.append([sockets(agent.pid) for agent in agents])
-    await world.until(
-        lambda: all(sockets(agent.pid) <= count for agent, count in zip(agents, counts[1], strict=True)),
+        await job.coordinator.publish(["a", "b"], Transition.GRACEFUL)
+        await job.until_training("a", "b", generation=generation)
+        counts.append([count_sockets(agent.pid) for agent in agents])
+    await job.until(
+        lambda: all(count_sockets(agent.pid) <= count for agent, count in zip(agents, counts[1], strict=True)),
         f"as many sockets as in generation 2: {counts}",
     )
 
 
-def sockets(pid: int) -> int:
+def count_sockets(pid: int) -> int:
     """Count the sockets of a process."""
-    found = 0
+    count = 0
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            found += entry.readlink().name.startswith("socket:")
-    return found
+            count += entry.readlink().name.startswith("socket:")
+    return count

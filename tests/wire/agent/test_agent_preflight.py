@@ -4,61 +4,64 @@ import re
 
 import pytest
 
-from tests.wire.agent.agent_world import AgentJob
+from tests.wire.agent.agent_job import AgentJob
 from trainium_contract.spec.health import PreflightCheck as Check
 
 
-async def test_a_worker_is_ready_when_its_own_checks_have_passed(world: AgentJob) -> None:
-    world.start(
+async def test_a_worker_is_ready_when_its_own_checks_have_passed(job: AgentJob) -> None:
+    job.start(
         "a",
         TRAINIUM_PREFLIGHT="Devices,Memory,Disk,Clock,Matmul,Loopback",
         TRAINIUM_PREFLIGHT_SECONDS="60",
         TRAINIUM_PROCESSES_PER_NODE="2",
     )
-    await world.ready("a")
-    outcomes = {result.check: result for result in world.jobs.last("a").checks}
+    await job.until_ready("a")
+    outcomes = {result.check: result for result in job.last_heartbeat("a").checks}
     assert outcomes[Check.MATMUL].passed
     assert outcomes[Check.LOOPBACK].detail == ""
     assert outcomes.keys() >= {Check.DEVICES, Check.MEMORY, Check.DISK, Check.MATMUL, Check.LOOPBACK}
-    reported = [({result.check for result in each.checks}, each.ready) for each in world.jobs.heartbeats["a"]]
+    reported = [
+        ({result.check for result in heartbeat.checks}, heartbeat.ready)
+        for heartbeat in job.coordinator.heartbeats["a"]
+    ]
     assert all(Check.MATMUL in checks for checks, ready in reported if ready)
-    await world.jobs.publish(["a"], processes=2)
-    await world.training("a", step=3)
+    await job.coordinator.publish(["a"], processes=2)
+    await job.until_training("a", step=3)
 
 
 @pytest.mark.parametrize(("minimum", "passes"), [("0.01", True), ("900000", False)])
-async def test_a_node_with_too_little_internal_bandwidth_fails(world: AgentJob, minimum: str, *, passes: bool) -> None:
-    world.start(
+async def test_a_node_with_too_little_internal_bandwidth_fails(job: AgentJob, minimum: str, *, passes: bool) -> None:
+    job.start(
         "a",
         TRAINIUM_PREFLIGHT="Loopback,Bandwidth",
         TRAINIUM_PREFLIGHT_SECONDS="60",
         TRAINIUM_MINIMUM_BANDWIDTH_GBPS=minimum,
         TRAINIUM_PROCESSES_PER_NODE="2",
     )
-    (check,) = (await world.heartbeat("a", lambda beat: beat.checks, "the check")).checks
+    (check,) = (await job.until_heartbeat("a", lambda heartbeat: heartbeat.checks, "the check")).checks
     assert (check.check, check.passed) == (Check.LOOPBACK, passes)
     if passes:
         assert re.fullmatch(r"[\d.]+ Gbit/s among 2 processes", check.detail)
-        await world.ready("a")
+        await job.until_ready("a")
         return
-    verdict = await world.verdict("a")
+    verdict = await job.until_verdict("a")
     assert re.fullmatch(
         r"node node-a: an all-reduce among the processes of the node reaches [\d.]+ Gbit/s, below 900000",
         verdict.message,
     )
 
 
-async def test_a_node_with_wrong_numbers_fails_and_starts_no_rank(world: AgentJob) -> None:
-    world.start(
+async def test_a_node_with_wrong_numbers_fails_and_starts_no_rank(job: AgentJob) -> None:
+    job.start(
         "a",
         TRAINIUM_PREFLIGHT="Matmul",
         TRAINIUM_PROCESSES_PER_NODE="2",
         TRAINIUM_CHECK_ENTRY="fake_check:main",
     )
-    beat = await world.heartbeat("a", lambda beat: beat.verdict, "the verdict")
-    assert beat.verdict.exit_code == 80
-    assert beat.verdict.message == "node node-a: a matrix product is wrong on core 1"
-    assert not beat.ready
-    await world.jobs.publish(["a"], processes=2)
-    await world.heartbeat("a", lambda beat: beat.generation == 1, "generation 1")
-    assert world.starts() == []
+    heartbeat = await job.until_heartbeat("a", lambda heartbeat: heartbeat.verdict, "the verdict")
+    assert heartbeat.verdict.exit_code == 80
+    assert heartbeat.verdict.message == "node node-a: a matrix product is wrong on core 1"
+    assert not heartbeat.ready
+    await job.coordinator.publish(["a"], processes=2)
+    await job.until_heartbeat("a", lambda heartbeat: heartbeat.generation == 1, "generation 1")
+    assert job.rank_starts() == []

@@ -96,7 +96,7 @@ async def replace_tainted_devices(env: OperatorDeployment) -> None:
     await until(lambda: bool(env.status().get("history")), 120, "it is noticed")
     await env.wait_for_steps()
     await env.wait_until_running()
-    assert member["podName"] not in {each["podName"] for each in env.membership()["members"]}
+    assert member["podName"] not in {member["podName"] for member in env.membership()["members"]}
 
 
 async def change_shape(env: OperatorDeployment) -> None:

@@ -72,7 +72,7 @@ async def evaluating(**options: Any) -> AsyncIterator[tuple[OperatorDeployment, 
 
 
 def is_evaluated(env: OperatorDeployment) -> bool:
-    return all(each.get("figures") for each in env.status()["evaluations"])
+    return all(evaluation.get("figures") for evaluation in env.status()["evaluations"])
 
 
 @pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 4])
@@ -83,9 +83,11 @@ def test_each_model_is_measured_once_after_each_death_of_the_operator(apart: int
             await until(lambda: is_evaluated(env), 300, "all are measured")
             await until(lambda: NAME not in env.cluster.names(PODS), 60, "no pod is left")
             await env.wait_until_running()
-            found = env.status()["evaluations"]
+            evaluations = env.status()["evaluations"]
             end = {
-                "figures": [(each["step"], each["figures"][0]["after"], each.get("failures", 0)) for each in found],
+                "figures": [
+                    (entry["step"], entry["figures"][0]["after"], entry.get("failures", 0)) for entry in evaluations
+                ],
                 "ended": kubelet.ended,
                 "workers": len(env.cluster.names(PODS)),
                 "generation": env.status()["membership"]["generation"],

@@ -21,11 +21,11 @@ from trainium_operator.settings import Settings
 
 MEMORY = "trainium-operator-quarantine"
 FRACTION = 0.0006
-"""Seconds below a millisecond, as real times of failures have them."""
+"""Seconds; times of real failures have fractions of a millisecond too."""
 
 
-class Replica:
-    """The part of an operator process that maintains the fleet."""
+class FleetReplica:
+    """The part of an operator process that reconciles the fleet."""
 
     def __init__(self, cluster: FakeCluster, *, taints: bool = False) -> None:
         self.cluster = cluster
@@ -41,16 +41,16 @@ class Replica:
             name=MEMORY,
             taints_nodes=taints,
             wall_clock=wall_clock,
-            on_change=self._changed,
+            on_change=self._count_change,
         )
         self._tasks: list[asyncio.Task[Any]] = []
 
-    def _changed(self) -> None:
+    def _count_change(self) -> None:
         self.changes += 1
 
     async def start(self, *, leading: bool = True) -> None:
         await self.caches.jobs.refresh()
-        self._tasks = [asyncio.create_task(each.run()) for each in self.caches.reflectors()]
+        self._tasks = [asyncio.create_task(reflector.run()) for reflector in self.caches.reflectors()]
         self._tasks += [asyncio.create_task(self._watch_jobs()), asyncio.create_task(self.fleet.run())]
         await self.caches.synced()
         if leading:
@@ -71,17 +71,17 @@ class Replica:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def make_cluster(nodes: int = 10) -> FakeCluster:
+def create_cluster(nodes: int = 10) -> FakeCluster:
     cluster = FakeCluster(wall_clock)
     cluster.add(JOBS, training_job("llama"))
     witness = training_job("witness")
     cluster.add(JOBS, {**witness, "metadata": {**witness["metadata"], "namespace": "elsewhere"}})
-    for at in range(nodes):
+    for number in range(nodes):
         cluster.add(
             NODES,
             {
-                "metadata": {"name": f"node-{at}"},
-                "spec": {"providerID": f"aws:///i-{at}", "taints": [{"key": "theirs", "effect": "NoSchedule"}]},
+                "metadata": {"name": f"node-{number}"},
+                "spec": {"providerID": f"aws:///i-{number}", "taints": [{"key": "foreign", "effect": "NoSchedule"}]},
                 "status": {
                     "conditions": [{"type": "Ready", "status": "True"}],
                     "allocatable": {"aws.amazon.com/neuron": "16"},
@@ -94,15 +94,15 @@ def make_cluster(nodes: int = 10) -> FakeCluster:
 @asynccontextmanager
 async def running_replica(
     cluster: FakeCluster | None = None, *, taints: bool = False, leading: bool = True
-) -> AsyncIterator[tuple[FakeCluster, Replica]]:
-    cluster = cluster or make_cluster()
-    replica = Replica(cluster, taints=taints)
+) -> AsyncIterator[tuple[FakeCluster, FleetReplica]]:
+    cluster = cluster or create_cluster()
+    replica = FleetReplica(cluster, taints=taints)
     await replica.start(leading=leading)
     yield cluster, replica
     await replica.stop()
 
 
-def fail(cluster: FakeCluster, node: str) -> None:
+def report_failure(cluster: FakeCluster, node: str) -> None:
     """Report a failure from jobs of two namespaces, which confirms it."""
 
     def change(raw: dict[str, Any]) -> None:
@@ -116,9 +116,9 @@ def fail(cluster: FakeCluster, node: str) -> None:
             cluster.change(JOBS, namespace, name, change)
 
 
-def condition(kind: str, status: str) -> Callable[[dict[str, Any]], None]:
+def set_condition(kind: str, status: str) -> Callable[[dict[str, Any]], None]:
     def change(raw: dict[str, Any]) -> None:
-        others = [each for each in raw["status"]["conditions"] if each["type"] != kind]
+        others = [condition for condition in raw["status"]["conditions"] if condition["type"] != kind]
         raw["status"]["conditions"] = [*others, {"type": kind, "status": status, "reason": "Why"}]
 
     return change
@@ -129,7 +129,7 @@ def memory(cluster: FakeCluster) -> Memory:
 
 
 def taints(cluster: FakeCluster, node: str) -> dict[str, str]:
-    return {each["key"]: each.get("value", "") for each in cluster.get(NODES, "", node)["spec"]["taints"]}
+    return {taint["key"]: taint.get("value", "") for taint in cluster.get(NODES, "", node)["spec"]["taints"]}
 
 
 def writes(cluster: FakeCluster) -> list[Write]:
@@ -140,7 +140,7 @@ def writes(cluster: FakeCluster) -> list[Write]:
 async def test_a_fault_quarantines_its_node_within_a_second() -> None:
     async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)
-        fail(cluster, "node-3")
+        report_failure(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
         assert replica.changes == 1
         assert memory(cluster).machines["aws:///i-3"].state is MachineState.QUARANTINED
@@ -153,10 +153,10 @@ async def test_a_bad_node_is_written_only_for_a_strike() -> None:
     async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)
         before = len(writes(cluster))
-        cluster.change(NODES, "", "node-3", condition("NetworkingReady", "False"))
+        cluster.change(NODES, "", "node-3", set_condition("NetworkingReady", "False"))
         await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node to be avoided")
         assert len(writes(cluster)) == before
-        cluster.change(NODES, "", "node-4", condition("NeuronHealth", "True"))
+        cluster.change(NODES, "", "node-4", set_condition("NeuronHealth", "True"))
         await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, 1, "the second too")
         assert len(writes(cluster)) == before + 1
 
@@ -172,7 +172,7 @@ async def test_an_idle_fleet_is_written_once() -> None:
 @in_virtual_time
 async def test_followers_do_not_act() -> None:
     async with running_replica(leading=False) as (cluster, _replica):
-        fail(cluster, "node-3")
+        report_failure(cluster, "node-3")
         await asyncio.sleep(60)
         assert writes(cluster) == []
 
@@ -180,7 +180,7 @@ async def test_followers_do_not_act() -> None:
 @in_virtual_time
 async def test_a_new_leader_reads_the_quarantine_before_its_first_plan() -> None:
     async with running_replica() as (cluster, first):
-        fail(cluster, "node-3")
+        report_failure(cluster, "node-3")
         await until(lambda: first.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
     cluster.remove(JOBS, "default", "llama")
     async with running_replica(cluster) as (_, second):
@@ -192,23 +192,23 @@ async def test_a_new_leader_reads_the_quarantine_before_its_first_plan() -> None
 @pytest.mark.parametrize("write", range(1, 5))
 @in_virtual_time
 async def test_the_next_leader_completes_the_writes_of_a_killed_one(write: int) -> None:
-    cluster = make_cluster()
-    first = Replica(cluster, taints=True)
-    done = 0
+    cluster = create_cluster()
+    first = FleetReplica(cluster, taints=True)
+    writes_done = 0
 
-    def dies(_: Write) -> None:
-        nonlocal done
-        done += 1
-        if done == write:
+    def kill_at_write(_: Write) -> None:
+        nonlocal writes_done
+        writes_done += 1
+        if writes_done == write:
             cluster.faults.append(lambda _method, _path: http_error(503, "ServiceUnavailable"))
             for task in first._tasks:
                 task.cancel()
 
-    cluster.after_write = dies
+    cluster.after_write = kill_at_write
     await first.start()
-    fail(cluster, "node-3")
+    report_failure(cluster, "node-3")
     await asyncio.sleep(2)
-    fail(cluster, "node-5")
+    report_failure(cluster, "node-5")
     await asyncio.sleep(2)
     cluster.faults.clear()
     cluster.after_write = lambda _: None
@@ -218,25 +218,25 @@ async def test_the_next_leader_completes_the_writes_of_a_killed_one(write: int) 
         assert second.fleet.view.quarantined == {"node-3", "node-5"}
         assert {len(entry.strikes) for entry in memory(cluster).machines.values()} == {1}
         for node in ("node-3", "node-5"):
-            assert taints(cluster, node) == {"theirs": "", TAINT_QUARANTINED: "Device"}
+            assert taints(cluster, node) == {"foreign": "", TAINT_QUARANTINED: "Device"}
 
 
 @in_virtual_time
 async def test_a_node_is_released_by_deleting_its_entry() -> None:
     async with running_replica(taints=True) as (cluster, replica):
-        fail(cluster, "node-3")
+        report_failure(cluster, "node-3")
         await until(lambda: TAINT_QUARANTINED in taints(cluster, "node-3"), 2, "the taint")
         cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].pop("aws.i-3"))
         await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
-        await until(lambda: taints(cluster, "node-3") == {"theirs": ""}, 1, "the taint is removed")
+        await until(lambda: taints(cluster, "node-3") == {"foreign": ""}, 1, "the taint is removed")
         await asyncio.sleep(100)
-        assert memory(cluster).machines == {}, "the job's old record does not count again"
+        assert memory(cluster).machines == {}, "a failure counts once"
 
 
 @in_virtual_time
 async def test_a_deleted_memory_is_recreated_empty() -> None:
     async with running_replica() as (cluster, replica):
-        fail(cluster, "node-3")
+        report_failure(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
         cluster.remove(CONFIG_MAPS, "system", MEMORY)
         await until(lambda: replica.fleet.view.quarantined == frozenset(), POLL_SECONDS + 1, "the release")
@@ -257,7 +257,7 @@ async def test_a_concurrent_change_of_the_memory_is_merged() -> None:
                 cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["data"].update(mine=text))
 
         cluster.faults.append(change_memory)
-        fail(cluster, "node-3")
+        report_failure(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-7"}, 2, "both")
         assert set(memory(cluster).machines) == {"aws:///i-3", "aws:///i-7"}
 
@@ -265,10 +265,10 @@ async def test_a_concurrent_change_of_the_memory_is_merged() -> None:
 @in_virtual_time
 async def test_quarantine_continues_while_the_memory_cannot_be_written() -> None:
     async with running_replica() as (cluster, replica):
-        fail(cluster, "node-3")
+        report_failure(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
         cluster.faults.append(lambda _method, path: http_error(500, "Internal") if path.endswith(MEMORY) else None)
-        cluster.change(NODES, "", "node-4", condition("NeuronHealth", "True"))
+        cluster.change(NODES, "", "node-4", set_condition("NeuronHealth", "True"))
         await until(lambda: replica.fleet.view.quarantined == {"node-3", "node-4"}, 30, "the second too")
         cluster.faults.clear()
         await until(lambda: set(memory(cluster).machines) == {"aws:///i-3", "aws:///i-4"}, 30, "both remembered")
@@ -281,7 +281,7 @@ async def test_a_machine_is_recognised_under_another_node_name() -> None:
         node = cluster.get(NODES, "", "node-3")
         cluster.remove(NODES, "", "node-3")
         await asyncio.sleep(1)
-        fail(cluster, "node-3")
+        report_failure(cluster, "node-3")
         await asyncio.sleep(1)
         cluster.add(NODES, {**node, "metadata": {"name": "fresh"}})
         await until(lambda: replica.fleet.view.quarantined == {"fresh"}, 1, "the same machine")
@@ -291,14 +291,14 @@ async def test_a_machine_is_recognised_under_another_node_name() -> None:
 async def test_too_many_bad_nodes_freeze_the_fleet() -> None:
     async with running_replica(taints=True) as (cluster, replica):
         await asyncio.sleep(1)
-        for at in range(4):
-            cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "True"))
+        for number in range(4):
+            cluster.change(NODES, "", f"node-{number}", set_condition("NeuronHealth", "True"))
         await asyncio.sleep(30)
         assert replica.fleet.view.frozen.startswith("4 of 10 nodes")
         assert replica.fleet.view.quarantined == frozenset()
-        assert all(taints(cluster, f"node-{at}") == {"theirs": ""} for at in range(10))
-        for at in range(4):
-            cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "False"))
+        assert all(taints(cluster, f"node-{number}") == {"foreign": ""} for number in range(10))
+        for number in range(4):
+            cluster.change(NODES, "", f"node-{number}", set_condition("NeuronHealth", "False"))
         await until(lambda: replica.fleet.view.frozen == "", 1, "the thaw")
 
 
@@ -309,16 +309,16 @@ async def test_a_plan_sees_bad_nodes_and_the_freeze_together() -> None:
         frozen: list[str] = []
         assert replica.caches.nodes is not None
         replica.caches.nodes.store.listen(lambda *_: frozen.append(replica.fleet.current().frozen[:13]))
-        for at in range(4):
-            cluster.change(NODES, "", f"node-{at}", condition("NeuronHealth", "True"))
-        await until(lambda: len(frozen) == 4, 0.1, "news of the nodes")
+        for number in range(4):
+            cluster.change(NODES, "", f"node-{number}", set_condition("NeuronHealth", "True"))
+        await until(lambda: len(frozen) == 4, 0.1, "events of the nodes")
         assert frozen == ["", "", "3 of 10 nodes", "4 of 10 nodes"]
 
 
 @in_virtual_time
 async def test_nodes_are_tainted_only_when_enabled() -> None:
     async with running_replica() as (cluster, _replica):
-        fail(cluster, "node-3")
+        report_failure(cluster, "node-3")
         await asyncio.sleep(60)
         assert not [write for write in cluster.writes if "/nodes/" in write.path]
 
@@ -329,46 +329,46 @@ async def test_quarantine_works_without_the_right_to_patch_nodes() -> None:
         cluster.faults.append(
             lambda method, path: http_error(403, "Forbidden") if method == "PATCH" and "/nodes/" in path else None
         )
-        fail(cluster, "node-3")
+        report_failure(cluster, "node-3")
         await until(lambda: replica.fleet.view.quarantined == {"node-3"}, 1, "the node in quarantine")
-        fail(cluster, "node-4")
+        report_failure(cluster, "node-4")
         await until(lambda: "node-4" in replica.fleet.view.quarantined, 10, "the next one too")
 
 
 @in_virtual_time
 async def test_only_nodes_with_devices_or_workers_are_the_fleet() -> None:
-    cluster = make_cluster(0)
-    for at in range(4):
-        cluster.add(NODES, {"metadata": {"name": f"node-{at}"}, "spec": {}, "status": {}})
+    cluster = create_cluster(0)
+    for number in range(4):
+        cluster.add(NODES, {"metadata": {"name": f"node-{number}"}, "spec": {}, "status": {}})
     labels = {"trainium.dev/job-name": "llama", "trainium.dev/role": "worker"}
     pod = {"metadata": {"name": "llama-w-0", "labels": labels}, "spec": {"nodeName": "node-0"}}
     cluster.add(PODS, pod)
     async with running_replica(cluster) as (_, replica):
         await asyncio.sleep(1)
-        assert replica.fleet.view.frozen == "", "one bad node of one"
+        assert replica.fleet.view.frozen == "", "the only node of the fleet is bad"
 
 
 @in_virtual_time
 async def test_nodes_observed_during_a_write_are_kept() -> None:
     async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)
-        api, seen = replica.fleet.api, list[str]()
+        api, has_frozen = replica.fleet.api, asyncio.Event()
 
-        class Slow:
+        class SlowApi:
             def __getattr__(self, name: str) -> Any:
                 return getattr(api, name)
 
-            async def replace(self, *given: Any) -> Any:
-                written = await api.replace(*given)
-                for at in range(4, 8):
-                    cluster.change(NODES, "", f"node-{at}", condition("Ready", "False"))
-                await until(lambda: replica.fleet.current().frozen, 1, "so many bad nodes that none is acted on")
-                seen.append("frozen")
+            async def replace(self, *arguments: Any) -> Any:
+                written = await api.replace(*arguments)
+                for number in range(4, 8):
+                    cluster.change(NODES, "", f"node-{number}", set_condition("Ready", "False"))
+                await until(lambda: replica.fleet.current().frozen, 1, "too many bad nodes")
+                has_frozen.set()
                 return written
 
-        replica.fleet.api = Slow()
-        fail(cluster, "node-3")
-        await until(lambda: seen, 2, "the write of the memory")
+        replica.fleet.api = SlowApi()
+        report_failure(cluster, "node-3")
+        await until(has_frozen.is_set, 2, "the write of the memory")
         for _ in range(50):
             assert replica.fleet.current().frozen
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Objects with false owners, foreign objects with our names, and jobs of other controllers."""
+"""Objects with false owners, foreign objects with the names of a job's objects, and jobs of other controllers."""
 
 import asyncio
 import base64
@@ -110,34 +110,34 @@ async def test_a_pod_without_its_owner_leaves_the_job() -> None:
         assert ("default", "llama-w-1") not in process.runtime.caches.pods.store.snapshot()
 
 
-TAKEN = [(CONFIG_MAPS, "llama-config", "PodsReady"), (DISRUPTION_BUDGETS, "llama", "DisruptionAllowed")]
+TAKEN_NAMES = [(CONFIG_MAPS, "llama-config", "PodsReady"), (DISRUPTION_BUDGETS, "llama", "DisruptionAllowed")]
 
 
-@pytest.mark.parametrize(("resource", "name", "kind"), TAKEN, ids=["configuration", "budget"])
+@pytest.mark.parametrize(("resource", "name", "kind"), TAKEN_NAMES, ids=["configuration", "budget"])
 @in_virtual_time
-async def test_a_foreign_object_with_our_name_is_unchanged_and_reported(
+async def test_a_foreign_object_with_a_taken_name_is_unchanged_and_reported(
     resource: Resource, name: str, kind: str
 ) -> None:
     scenario = Scenario(nodes=3, total_steps=10_000)
     cluster = scenario.cluster
-    mine = cluster.add(resource, {"metadata": {"name": name}, "data": {"mine": "x"}, "spec": {"minAvailable": 1}})
+    foreign = cluster.add(resource, {"metadata": {"name": name}, "data": {"mine": "x"}, "spec": {"minAvailable": 1}})
     cluster.add(JOBS, training_job("llama"))
     async with scenario:
         await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", 120, "the name is reported")
         assert f"{name} exists and does not belong to this job" in scenario.condition(kind)["message"]
         await asyncio.sleep(120)
         assert scenario.condition(kind)["reason"] == "NameTaken"
-        assert cluster.get(resource, "default", name) == mine
+        assert cluster.get(resource, "default", name) == foreign
         assert len([write for write in cluster.writes if write.path.endswith(resource.plural)]) < 60
         cluster.remove(JOBS, "default", "llama")
-        assert cluster.get(resource, "default", name) == mine, "it was not collected with the job"
+        assert cluster.get(resource, "default", name) == foreign, "it outlives the job"
         cluster.add(JOBS, training_job("llama"))
         await until(lambda: scenario.condition(kind).get("reason") == "NameTaken", 120, "the name is reported again")
         cluster.remove(resource, "default", name)
         await until(
             lambda: scenario.condition(kind).get("reason") in ("AllReady", "DisruptionAllowed"),
             180,
-            "the job has its own",
+            "the job creates its object",
         )
         assert cluster.get(resource, "default", name)["metadata"]["ownerReferences"]
 
@@ -163,7 +163,7 @@ async def test_a_job_of_another_controller_is_ignored() -> None:
     assert directory.find_job("default", "llama-w-0", uid) is None
     assert not directory.is_orphaned("default", "llama-w-0", uid), "its job exists"
     no_jobs: Any = SimpleNamespace(get=lambda _key: None)
-    for current in (True, False):  # before this process has read everything it does not know
+    for current in (True, False):  # a process that has not read all objects does not know
         without = WorkerPods(caches.pods.store, no_jobs, is_current=lambda current=current: current)
         assert without.is_orphaned("default", "llama-w-0", uid) is current
         assert not without.is_orphaned("default", "llama-w-0", "of an earlier pod")
@@ -181,7 +181,7 @@ def gzip_bomb(mebibytes: int) -> str:
 @pytest.mark.parametrize("namespace", ["default", "elsewhere"])
 @in_virtual_time
 async def test_a_compression_bomb_in_a_record_is_not_unpacked(namespace: str) -> None:
-    """In the job's own namespace it is written over the record itself, which is the worst that a user can do."""
+    """In the namespace of the job, a user can overwrite the record itself."""
 
     async with training_scenario() as (cluster, process, workers):
         packed, step = {MEMBERSHIP_KEY: gzip_bomb(128)}, workers.step

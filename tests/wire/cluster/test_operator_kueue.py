@@ -32,22 +32,24 @@ def queued_job(**workers: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def queue(
-    job: dict[str, Any], served: str = "", **options: Any
+async def run_queue(
+    job: dict[str, Any], namespaces: str = "", **options: Any
 ) -> AsyncIterator[tuple[OperatorDeployment, FakeKueue]]:
-    async with run_deployment(job=job, nodes=6, replicas=0, start=False, kueue=True, watch_namespaces=served) as env:
-        kueue = FakeKueue(env.cluster, 6)
-        env.cluster.after_write = lambda write: _assert_admitted(env, kueue, write)
-        admitting = asyncio.create_task(kueue.run())
+    async with run_deployment(
+        job=job, nodes=6, replicas=0, start=False, kueue=True, watch_namespaces=namespaces
+    ) as deployment:
+        kueue = FakeKueue(deployment.cluster, 6)
+        deployment.cluster.after_write = lambda write: _assert_admitted(deployment, kueue, write)
+        kueue_task = asyncio.create_task(kueue.run())
         try:
-            await env.start_operator("operator-0", **options)
-            yield env, kueue
+            await deployment.start_operator("operator-0", **options)
+            yield deployment, kueue
             kueue.check_pod_sets()
         finally:
-            admitting.cancel()
+            kueue_task.cancel()
 
 
-def _assert_admitted(env: OperatorDeployment, kueue: FakeKueue, write: Write) -> None:
+def _assert_admitted(deployment: OperatorDeployment, kueue: FakeKueue, write: Write) -> None:
     """Assert that each pod is created under an admission, and that quota is returned only after its pods are gone."""
     if write.status >= 400:
         return
@@ -57,70 +59,72 @@ def _assert_admitted(env: OperatorDeployment, kueue: FakeKueue, write: Write) ->
         assert {"key": "pool", "operator": "Exists"} in write.body["spec"]["tolerations"]
     returned = (write.body or {}).get("status", {}).get("admission", write) is None
     if returned and f"/{BASE}/" in write.path:
-        assert queued_pods(env) == {}
+        assert queued_pods(deployment) == {}
     if BASE in kueue.workloads():  # unless it was just deleted
-        assert len(queued_pods(env)) <= kueue.used_quota(), "more pods than quota"
+        assert len(queued_pods(deployment)) <= kueue.used_quota(), "more pods than quota"
 
 
-def queued_pods(env: OperatorDeployment) -> dict[str, str]:
+def queued_pods(deployment: OperatorDeployment) -> dict[str, str]:
     """Return the uid by name of the pods of the queued job."""
-    return {name: uid for name, uid in env.pods().items() if name.startswith("llama")}
+    return {name: uid for name, uid in deployment.pods().items() if name.startswith("llama")}
 
 
-async def train_to_the_end(env: OperatorDeployment, kueue: FakeKueue) -> None:
-    await env.wait_until_running()
-    env.workers.total_steps = env.workers.step + 5
+async def train_to_end(deployment: OperatorDeployment, kueue: FakeKueue) -> None:
+    await deployment.wait_until_running()
+    deployment.workers.total_steps = deployment.workers.step + 5
     await until(lambda: kueue.condition(BASE, "Finished"), 120, "its end is reported")
 
 
-async def evict_and_readmit(env: OperatorDeployment, kueue: FakeKueue) -> None:
-    await env.wait_until_running()
+async def evict_and_readmit(deployment: OperatorDeployment, kueue: FakeKueue) -> None:
+    await deployment.wait_until_running()
     kueue.capacity = 2
     kueue.evict(BASE)
     await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the quota is returned")
-    assert env.status()["membership"].get("size", 0) == 0
-    await until(lambda: env.status()["phase"] == "Pending", 60, "it waits")
+    assert deployment.status()["membership"].get("size", 0) == 0
+    await until(lambda: deployment.status()["phase"] == "Pending", 60, "it waits")
     kueue.capacity = 6
-    await env.wait_for_steps()
-    await env.wait_until_running()
+    await deployment.wait_for_steps()
+    await deployment.wait_until_running()
 
 
-async def lose_and_regain_a_worker(env: OperatorDeployment, kueue: FakeKueue) -> None:
-    await until(lambda: env.status().get("replicas") == 3, 120, "three nodes")
-    await env.wait_until_running()
-    await env.wait_for_steps()
-    before = set(env.pods().values())
+async def lose_and_regain_a_worker(deployment: OperatorDeployment, kueue: FakeKueue) -> None:
+    await until(lambda: deployment.status().get("replicas") == 3, 120, "three nodes")
+    await deployment.wait_until_running()
+    await deployment.wait_for_steps()
+    before = set(deployment.pods().values())
     kueue.capacity = 3
     kueue.evict(STEP)
     await until(lambda: not kueue.condition(STEP, "QuotaReserved"), 240, "the step is returned")
-    assert env.status()["replicas"] == 2
-    assert set(env.pods().values()) < before, "it went on with those that it had"
+    assert deployment.status()["replicas"] == 2
+    assert set(deployment.pods().values()) < before, "the remaining pods are kept"
     kueue.capacity = 6
-    await until(lambda: env.status().get("replicas") == 3, 240, "three nodes again")
-    await env.wait_for_steps()
-    await env.wait_until_running()
+    await until(lambda: deployment.status().get("replicas") == 3, 240, "three nodes again")
+    await deployment.wait_for_steps()
+    await deployment.wait_until_running()
 
 
-async def suspend_and_resume(env: OperatorDeployment, kueue: FakeKueue) -> None:
-    await env.wait_until_running()
-    env.change_spec(lambda spec: spec.update(suspend=True))
-    await until(lambda: env.status().get("phase") == "Suspended" and not kueue.workloads(), 120, "nothing is asked for")
-    env.change_spec(lambda spec: spec.update(suspend=False))
-    await env.wait_for_steps()
-    await env.wait_until_running()
+async def suspend_and_resume(deployment: OperatorDeployment, kueue: FakeKueue) -> None:
+    await deployment.wait_until_running()
+    deployment.change_spec(lambda spec: spec.update(suspend=True))
+    await until(
+        lambda: deployment.status().get("phase") == "Suspended" and not kueue.workloads(), 120, "no Workload exists"
+    )
+    deployment.change_spec(lambda spec: spec.update(suspend=False))
+    await deployment.wait_for_steps()
+    await deployment.wait_until_running()
 
 
-async def delete_workload(env: OperatorDeployment, kueue: FakeKueue) -> None:
+async def delete_workload(deployment: OperatorDeployment, kueue: FakeKueue) -> None:
     """Delete the Workload of a running job."""
-    await env.wait_until_running()
-    env.cluster.remove(WORKLOADS, "default", BASE)
-    await until(lambda: kueue.condition(BASE, "Admitted"), 120, "it has asked again")
-    await env.wait_for_steps()
-    await env.wait_until_running()
+    await deployment.wait_until_running()
+    deployment.cluster.remove(WORKLOADS, "default", BASE)
+    await until(lambda: kueue.condition(BASE, "Admitted"), 120, "a new Workload is admitted")
+    await deployment.wait_for_steps()
+    await deployment.wait_until_running()
 
 
 SCENARIOS: dict[str, tuple[Callable[[OperatorDeployment, FakeKueue], Awaitable[None]], dict[str, Any]]] = {
-    "end": (train_to_the_end, {}),
+    "end": (train_to_end, {}),
     "eviction": (evict_and_readmit, {}),
     "step": (lose_and_regain_a_worker, {"replicas": 3, "minReplicas": 2}),
     "suspension": (suspend_and_resume, {}),
@@ -132,22 +136,22 @@ EACH_CHANGE = ("end", "step")
 
 @cache
 def run_scenario(name: str, die_after_write: int | None = None) -> tuple[dict[str, Any], int]:
-    act, workers = SCENARIOS[name]
+    run, workers = SCENARIOS[name]
 
     async def scenario() -> tuple[dict[str, Any], int]:
-        async with queue(queued_job(**workers), die_after_write=die_after_write) as (env, kueue):
-            first = env.processes["operator-0"]
-            await act(env, kueue)
+        async with run_queue(queued_job(**workers), die_after_write=die_after_write) as (deployment, kueue):
+            first = deployment.processes["operator-0"]
+            await run(deployment, kueue)
             await asyncio.sleep(SETTLE_SECONDS)
-            status = env.status()
+            status = deployment.status()
             end = {
                 "phase": status["phase"],
                 "size": status["membership"].get("size"),
                 "restarts": status.get("restarts"),
-                "pods": len(env.pods()) if status["phase"] == "Running" else None,
+                "pods": len(deployment.pods()) if status["phase"] == "Running" else None,
                 "workloads": {
-                    each: [kind for kind in ("Admitted", "Finished") if kueue.condition(each, kind)]
-                    for each in kueue.workloads()
+                    workload: [kind for kind in ("Admitted", "Finished") if kueue.condition(workload, kind)]
+                    for workload in kueue.workloads()
                 },
                 "used": kueue.used_quota(),
             }
@@ -169,103 +173,103 @@ def run_scenario(name: str, die_after_write: int | None = None) -> tuple[dict[st
 def test_a_queued_job_uses_exactly_its_quota(name: str, used: int, workloads: dict[str, list[str]]) -> None:
     end, _ = run_scenario(name)
     assert (end["used"], end["workloads"]) == (used, workloads)
-    assert (end["restarts"] or {}).get("total", 0) == 0, "a queue's decision is no failure"
+    assert (end["restarts"] or {}).get("total", 0) == 0, "an eviction is no failure"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in EACH_CHANGE else pytest.mark.long) for name in SCENARIOS]
 )
-def test_a_queued_scenario_ends_the_same_after_each_death_of_the_operator(name: str, apart: int) -> None:
-    check_each_kill_point(partial(run_scenario, name), apart)
+def test_a_queued_scenario_ends_the_same_after_each_death_of_the_operator(name: str, every: int) -> None:
+    check_each_kill_point(partial(run_scenario, name), every)
 
 
 def test_a_foreign_workload_is_unchanged_and_reported() -> None:
     async def scenario() -> tuple[dict[str, Any], dict[str, Any]]:
-        async with run_deployment(job=queued_job(), nodes=6, replicas=0, start=False, kueue=True) as env:
-            foreign = {"metadata": {"name": BASE}, "spec": {"podSets": [], "queueName": "theirs"}}
-            env.cluster.add(WORKLOADS, foreign)
-            await env.start_operator("operator-0")
+        async with run_deployment(job=queued_job(), nodes=6, replicas=0, start=False, kueue=True) as deployment:
+            foreign = {"metadata": {"name": BASE}, "spec": {"podSets": [], "queueName": "other"}}
+            deployment.cluster.add(WORKLOADS, foreign)
+            await deployment.start_operator("operator-0")
             await until(
-                lambda: "exists and does not belong" in str(env.status().get("conditions")), 60, "the condition"
+                lambda: "exists and does not belong" in str(deployment.status().get("conditions")), 60, "the condition"
             )
-            assert env.cluster.names(PODS) == []
-            return env.status(), env.cluster.get(WORKLOADS, "default", BASE)
+            assert deployment.cluster.names(PODS) == []
+            return deployment.status(), deployment.cluster.get(WORKLOADS, "default", BASE)
 
     status, workload = run_virtual(scenario())
-    assert workload["spec"]["queueName"] == "theirs"
+    assert workload["spec"]["queueName"] == "other"
     assert status["phase"] == "Pending"
 
 
 @in_virtual_time
 async def test_jobs_without_a_queue_train_where_kueue_is_missing() -> None:
-    async with run_deployment(job=queued_job(), nodes=6, replicas=0, start=False) as env:
-        env.cluster.add(JOBS, training_job("plain", replicas=2))
-        await env.start_operator("operator-0")
-        await env.wait_until_running(job="plain")
-        admitted = next(each for each in env.status()["conditions"] if each["type"] == "Admitted")
+    async with run_deployment(job=queued_job(), nodes=6, replicas=0, start=False) as deployment:
+        deployment.cluster.add(JOBS, training_job("plain", replicas=2))
+        await deployment.start_operator("operator-0")
+        await deployment.wait_until_running(job="plain")
+        admitted = next(condition for condition in deployment.status()["conditions"] if condition["type"] == "Admitted")
         assert admitted["reason"] == "GangApiMissing"
         assert "set the chart's kueue.enabled" in admitted["message"]
-        assert [name for name in env.cluster.names(PODS) if name.startswith("llama")] == []
+        assert [name for name in deployment.cluster.names(PODS) if name.startswith("llama")] == []
 
 
-class Unreadable:
+class UnreadableWorkloads:
     """A fault: Workloads can be neither listed nor watched while `answer` is set."""
 
-    def __init__(self, env: OperatorDeployment) -> None:
+    def __init__(self, deployment: OperatorDeployment) -> None:
         self.answer: HttpResponse | None = None
-        self._cluster = env.cluster
-        env.cluster.faults.append(self._judge)
+        self._cluster = deployment.cluster
+        deployment.cluster.faults.append(self._answer_request)
 
     def set(self, answer: HttpResponse | None) -> None:
         self.answer = answer
         self._cluster.drop_streams()
 
-    def _judge(self, method: str, path: str) -> HttpResponse | None:
+    def _answer_request(self, method: str, path: str) -> HttpResponse | None:
         return self.answer if method in {"GET", "WATCH"} and path.endswith("/workloads") else None
 
 
 @in_virtual_time
 async def test_a_new_leader_plans_other_jobs_while_workloads_cannot_be_listed() -> None:
-    async with queue(queued_job()) as (env, kueue):
-        env.cluster.add(JOBS, training_job("plain", replicas=2))
-        await env.wait_until_running()
-        await env.start_operator("operator-1")
+    async with run_queue(queued_job()) as (deployment, kueue):
+        deployment.cluster.add(JOBS, training_job("plain", replicas=2))
+        await deployment.wait_until_running()
+        await deployment.start_operator("operator-1")
         await asyncio.sleep(SETTLE_SECONDS)
-        before = queued_pods(env)
-        unreadable = Unreadable(env)
+        before = queued_pods(deployment)
+        unreadable = UnreadableWorkloads(deployment)
         unreadable.set(http_error(500, "InternalError", "conversion webhook failed"))
-        await env.kill_operator("operator-0")
-        env.change_spec(lambda spec: spec["workers"].update(replicas=1), "plain")
-        await until(lambda: env.status("plain").get("replicas") == 1, 120, "others are planned")
+        await deployment.kill_operator("operator-0")
+        deployment.change_spec(lambda spec: spec["workers"].update(replicas=1), "plain")
+        await until(lambda: deployment.status("plain").get("replicas") == 1, 120, "others are planned")
         kueue.capacity = 2
         kueue.evict(BASE)
-        await env.wait_for_steps(job="llama")
-        assert queued_pods(env) == before, "unknown Workloads change nothing"
+        await deployment.wait_for_steps(job="llama")
+        assert queued_pods(deployment) == before, "unknown Workloads change nothing"
         unreadable.set(None)
         await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the quota is returned")
         kueue.capacity = 6
-        await env.wait_until_running()
+        await deployment.wait_until_running()
 
 
 @in_virtual_time
 async def test_unreadable_workloads_of_a_namespace_count_as_unknown() -> None:
-    async with queue(queued_job(), served="default") as (env, kueue):
-        await env.wait_until_running()
-        before = env.pods()
-        unreadable = Unreadable(env)
+    async with run_queue(queued_job(), namespaces="default") as (deployment, kueue):
+        await deployment.wait_until_running()
+        before = deployment.pods()
+        unreadable = UnreadableWorkloads(deployment)
         unreadable.set(http_error(403, "Forbidden", "no right to list workloads"))
-        await env.kill_operator("operator-0")
-        await env.start_operator("operator-1")
-        await env.wait_for_steps(seconds=240)
+        await deployment.kill_operator("operator-0")
+        await deployment.start_operator("operator-1")
+        await deployment.wait_for_steps(seconds=240)
         await asyncio.sleep(60)
-        assert env.pods() == before, "an absent list is no empty list"
+        assert deployment.pods() == before, "an unknown list is not an empty list"
         unreadable.set(None)
         await asyncio.sleep(60)
-        assert env.pods() == before
+        assert deployment.pods() == before
         kueue.capacity = 2
         kueue.evict(BASE)
-        await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "what Kueue says counts again")
+        await until(lambda: not kueue.condition(BASE, "QuotaReserved"), 120, "the eviction is applied")
         kueue.capacity = 6
-        await env.wait_until_running()
+        await deployment.wait_until_running()

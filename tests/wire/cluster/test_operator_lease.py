@@ -14,7 +14,7 @@ from trainium_operator.cluster.lease import LeaseElector, LeaseLostError, LeaseT
 from trainium_operator.settings import Settings
 
 
-def elector(
+def create_elector(
     cluster: FakeCluster, identity: str, *, clock_error: float = 0.0, times: LeaseTimes | None = None
 ) -> LeaseElector:
     loop = asyncio.get_running_loop()
@@ -29,11 +29,11 @@ def elector(
     )
 
 
-class Operator:
+class LeaseReplica:
     """A replica that acquires the Lease and holds it."""
 
     def __init__(self, cluster: FakeCluster, identity: str, **options: Any) -> None:
-        self.elector = elector(cluster, identity, **options)
+        self.elector = create_elector(cluster, identity, **options)
         self.led_at: float | None = None
         self._leads = asyncio.Event()
         self.task = asyncio.create_task(self._run())
@@ -53,14 +53,14 @@ class Operator:
         await self.crash()
         await self.elector.release()
 
-    async def leads(self) -> None:
+    async def wait_until_leading(self) -> None:
         await self._leads.wait()
 
 
-async def leading() -> tuple[FakeCluster, Operator]:
+async def start_leader() -> tuple[FakeCluster, LeaseReplica]:
     cluster = FakeCluster()
-    first = Operator(cluster, "a")
-    await first.leads()
+    first = LeaseReplica(cluster, "a")
+    await first.wait_until_leading()
     return cluster, first
 
 
@@ -72,18 +72,18 @@ def holder(cluster: FakeCluster) -> str:
 async def test_a_free_lease_is_acquired_at_once_and_held() -> None:
     cluster = FakeCluster()
     started = asyncio.get_running_loop().time()
-    only = Operator(cluster, "a")
-    await only.leads()
+    replica = LeaseReplica(cluster, "a")
+    await replica.wait_until_leading()
     assert asyncio.get_running_loop().time() - started < 0.2
     await asyncio.sleep(600)
     assert holder(cluster) == "a"
-    assert not only.task.done()
+    assert not replica.task.done()
 
 
 @in_virtual_time
 async def test_only_one_of_two_leads_despite_wrong_clocks() -> None:
-    cluster, _first = await leading()
-    second = Operator(cluster, "b", clock_error=86_400.0)
+    cluster, _first = await start_leader()
+    second = LeaseReplica(cluster, "b", clock_error=86_400.0)
     await asyncio.sleep(600)
     assert second.led_at is None
     assert holder(cluster) == "a"
@@ -91,12 +91,12 @@ async def test_only_one_of_two_leads_despite_wrong_clocks() -> None:
 
 @in_virtual_time
 async def test_a_candidate_waits_for_the_whole_lease_after_a_crash() -> None:
-    (cluster, first), loop = await leading(), asyncio.get_running_loop()
-    second = Operator(cluster, "b")
+    (cluster, first), loop = await start_leader(), asyncio.get_running_loop()
+    second = LeaseReplica(cluster, "b")
     await asyncio.sleep(30)
     crashed = loop.time()
     await first.crash()
-    await second.leads()
+    await second.wait_until_leading()
     await second.crash()
     assert cluster.get(LEASES, "ns", "lease")["spec"]["leaseTransitions"] == 1
     assert 12 < ((second.led_at or 0) - crashed) < 20
@@ -109,9 +109,9 @@ async def test_a_holder_that_cannot_renew_stops_before_the_candidate_leads(
 ) -> None:
     cluster = FakeCluster()
     times = LeaseTimes.of(duration=duration, renew_deadline=deadline, retry=retry)
-    first, loop = Operator(cluster, "a", times=times), asyncio.get_running_loop()
-    await first.leads()
-    second = Operator(cluster, "b")  # as during an upgrade that changes them: the holder's count
+    first, loop = LeaseReplica(cluster, "a", times=times), asyncio.get_running_loop()
+    await first.wait_until_leading()
+    second = LeaseReplica(cluster, "b")  # with other times, as during an upgrade; those of the holder count
     await asyncio.sleep(600)
     assert second.led_at is None
     cut_off = loop.time()
@@ -125,7 +125,7 @@ async def test_a_holder_that_cannot_renew_stops_before_the_candidate_leads(
     assert second.led_at is None
     stopped = loop.time()
     cluster.faults.clear()
-    await second.leads()
+    await second.wait_until_leading()
     await second.crash()
     stopped, gap = stopped - cut_off, (second.led_at or 0) - stopped
     assert deadline - retry <= stopped <= deadline + 0.5
@@ -134,16 +134,16 @@ async def test_a_holder_that_cannot_renew_stops_before_the_candidate_leads(
 
 def test_the_default_settings_are_the_times_of_a_lease() -> None:
     settings = Settings()
-    made = LeaseTimes.of(
+    times = LeaseTimes.of(
         duration=settings.lease_duration, renew_deadline=settings.lease_renew_deadline, retry=settings.lease_retry
     )
-    assert made == LeaseTimes()
+    assert times == LeaseTimes()
 
 
 @in_virtual_time
 async def test_a_candidate_is_pending_after_a_missed_renewal() -> None:
-    cluster, first = await leading()
-    second = Operator(cluster, "b")
+    cluster, first = await start_leader()
+    second = LeaseReplica(cluster, "b")
     await asyncio.sleep(60)
     assert first.elector.is_pending()
     assert not second.elector.is_pending()
@@ -155,35 +155,35 @@ async def test_a_candidate_is_pending_after_a_missed_renewal() -> None:
 
 @in_virtual_time
 async def test_a_released_lease_is_acquired_within_one_retry() -> None:
-    (cluster, first), loop = await leading(), asyncio.get_running_loop()
-    second = Operator(cluster, "b")
+    (cluster, first), loop = await start_leader(), asyncio.get_running_loop()
+    second = LeaseReplica(cluster, "b")
     await asyncio.sleep(30)
     released_at = loop.time()
     await first.leave()
-    await second.leads()
+    await second.wait_until_leading()
     await second.crash()
     assert ((second.led_at or 0) - released_at) < 2.6
 
 
 @in_virtual_time
 async def test_a_nudged_candidate_checks_within_a_fifth_of_a_second() -> None:
-    (cluster, first), loop = await leading(), asyncio.get_running_loop()
-    second = Operator(cluster, "b")
+    (cluster, first), loop = await start_leader(), asyncio.get_running_loop()
+    second = LeaseReplica(cluster, "b")
     await asyncio.sleep(30.3)
-    second.elector.read_soon()  # too early: the holder has not let go yet
+    second.elector.read_soon()  # before the holder releases the Lease
     await asyncio.sleep(0.05)
     released_at = loop.time()
     await first.leave()
     second.elector.read_soon()
-    await second.leads()
+    await second.wait_until_leading()
     await second.crash()
     assert ((second.led_at or 0) - released_at) < 0.25
 
 
 @in_virtual_time
 async def test_nudges_cause_at_most_five_checks_a_second() -> None:
-    cluster, first = await leading()
-    second = Operator(cluster, "b")
+    cluster, first = await start_leader()
+    second = LeaseReplica(cluster, "b")
     await asyncio.sleep(30)
     before = len(cluster.requests)
     for _ in range(1000):
@@ -197,19 +197,19 @@ async def test_nudges_cause_at_most_five_checks_a_second() -> None:
 @in_virtual_time
 async def test_a_restarted_container_acquires_its_lease_at_once() -> None:
     cluster = FakeCluster()
-    first, loop = Operator(cluster, "pod-1_uid"), asyncio.get_running_loop()
-    await first.leads()
+    first, loop = LeaseReplica(cluster, "pod-1_uid"), asyncio.get_running_loop()
+    await first.wait_until_leading()
     await first.crash()
     restarted = loop.time()
-    second = Operator(cluster, "pod-1_uid")
-    await second.leads()
+    second = LeaseReplica(cluster, "pod-1_uid")
+    await second.wait_until_leading()
     await second.crash()
     assert ((second.led_at or 0) - restarted) < 0.2
 
 
 @in_virtual_time
 async def test_a_replaced_holder_stops_at_once() -> None:
-    cluster, first = await leading()
+    cluster, first = await start_leader()
     cluster.change(LEASES, "ns", "lease", lambda raw: raw["spec"].update(holderIdentity="b"))
     with pytest.raises(LeaseLostError, match="b holds the lease now"):
         async with asyncio.timeout(3):
@@ -218,7 +218,7 @@ async def test_a_replaced_holder_stops_at_once() -> None:
 
 @in_virtual_time
 async def test_a_label_on_the_lease_is_kept_and_changes_no_leader() -> None:
-    cluster, first = await leading()
+    cluster, first = await start_leader()
     cluster.change(LEASES, "ns", "lease", lambda raw: raw["metadata"].update(labels={"x": "y"}))
     await asyncio.sleep(60)
     assert not first.task.done()
@@ -227,7 +227,7 @@ async def test_a_label_on_the_lease_is_kept_and_changes_no_leader() -> None:
 
 @in_virtual_time
 async def test_a_deleted_lease_is_recreated_by_its_holder() -> None:
-    cluster, _first = await leading()
+    cluster, _first = await start_leader()
     cluster.remove(LEASES, "ns", "lease")
     await asyncio.sleep(10)
     assert holder(cluster) == "a"
@@ -237,7 +237,7 @@ async def test_a_deleted_lease_is_recreated_by_its_holder() -> None:
 async def test_a_candidate_waits_for_the_api_server() -> None:
     cluster = FakeCluster()
     cluster.down = True
-    first = Operator(cluster, "a")
+    first = LeaseReplica(cluster, "a")
     await asyncio.sleep(120)
     assert first.led_at is None
     cluster.down = False
@@ -257,9 +257,9 @@ async def test_a_candidate_waits_for_the_api_server() -> None:
 async def test_a_malformed_lease_can_be_acquired_and_held(spec: Any) -> None:
     cluster = FakeCluster()
     cluster.add(LEASES, {"metadata": {"name": "lease", "namespace": "ns"}, "spec": spec})
-    only = Operator(cluster, "a")
-    await only.leads()
+    replica = LeaseReplica(cluster, "a")
+    await replica.wait_until_leading()
     await asyncio.sleep(30)
     assert holder(cluster) == "a"
     assert 0 <= cluster.get(LEASES, "ns", "lease")["spec"]["leaseTransitions"] < 2**31
-    await only.leave()
+    await replica.leave()

@@ -27,8 +27,8 @@ class Scenario(replicas.Scenario):
         return self.condition("NetworkPolicyApplied")
 
     def writes(self, method: str) -> int:
-        mine = [each for each in self.cluster.writes if NETWORK_POLICIES.plural in each.path]
-        return len([each for each in mine if method in each.method])
+        policy_writes = [write for write in self.cluster.writes if NETWORK_POLICIES.plural in write.path]
+        return len([write for write in policy_writes if method in write.method])
 
     def policies(self) -> list[str]:
         return self.cluster.names(NETWORK_POLICIES)
@@ -148,6 +148,6 @@ async def test_only_the_listed_rights_to_policies_are_used() -> None:
         await scenario.wait_for_steps()
     verbs = {"POST": "create", "PATCH": "patch", "WATCH": "watch", "GET": "get"}
     used = {verbs[method] for method, path in scenario.cluster.requests if NETWORK_POLICIES.plural in path}
-    (right,) = [each for each in RIGHTS if each.scope is Scope.NETWORK_POLICIES]
+    (right,) = [right for right in RIGHTS if right.scope is Scope.NETWORK_POLICIES]
     assert used <= set(right.verbs)
     assert "create" in used

@@ -29,7 +29,7 @@ NEWER: dict[str, dict[str, Any]] = {
 }
 
 
-def newer(raw: dict[str, Any]) -> None:
+def add_newer_fields(raw: dict[str, Any]) -> None:
     """Add fields that a newer definition allows and a newer operator has stored."""
     for part, fields in NEWER.items():
         raw["spec"].setdefault(part, {}).update(fields)
@@ -52,14 +52,14 @@ async def test_a_running_job_with_fields_of_a_newer_version_is_recovered() -> No
     async with training_scenario() as (scenario, cluster):
         pods = cluster.names(PODS)
         config = cluster.get(CONFIG_MAPS, "default", "llama-config")
-        cluster.change(JOBS, "default", "llama", newer)
+        cluster.change(JOBS, "default", "llama", add_newer_fields)
         await asyncio.sleep(10)
         assert any("does not know" in note and "spec." not in note for note in scenario.event_messages())
-        assert cluster.names(PODS) == pods, "what runs is left as it is"
+        assert cluster.names(PODS) == pods, "running pods stay"
         lose_node(scenario.workers, cluster.get(PODS, "default", "llama-w-1")["spec"]["nodeName"])
         await scenario.wait_for_steps()
         assert scenario.status()["membership"]["generation"] == 2
-        assert cluster.get(CONFIG_MAPS, "default", "llama-config") == config, "nor is its configuration made poorer"
+        assert cluster.get(CONFIG_MAPS, "default", "llama-config") == config, "its configuration keeps unknown fields"
         assert cluster.get(JOBS, "default", "llama")["spec"]["trainer"]["optimizerV9"] == {"kind": "Muon"}
 
 
@@ -67,7 +67,7 @@ async def test_a_running_job_with_fields_of_a_newer_version_is_recovered() -> No
 async def test_an_operator_that_starts_recovers_jobs_with_newer_fields() -> None:
     async with training_scenario() as (scenario, cluster):
         await scenario.process.kill()
-        cluster.change(JOBS, "default", "llama", newer)
+        cluster.change(JOBS, "default", "llama", add_newer_fields)
         older = OperatorProcess(cluster, identity="operator-1")
         scenario.workers.operator = older
         await older.start()
@@ -79,7 +79,7 @@ async def test_an_operator_that_starts_recovers_jobs_with_newer_fields() -> None
 
 @in_virtual_time
 async def test_a_job_is_recovered_while_the_definition_lacks_status_fields() -> None:
-    """The API server refuses a whole status for one unknown field, as an upgrade on a real one showed."""
+    """A real API server refuses the whole status for one unknown field."""
 
     async with training_scenario() as (scenario, cluster):
         cluster.undeclared = {"status.activity", "status.membership.batch", "status.goodput.sizes"}
@@ -89,30 +89,30 @@ async def test_a_job_is_recovered_while_the_definition_lacks_status_fields() -> 
         assert scenario.status()["membership"]["generation"] == 2
         cluster.undeclared = set()
         cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].pop("activity"))
-        await until(lambda: "activity" in scenario.status(), 120, "what was left out is written once it may be")
+        await until(lambda: "activity" in scenario.status(), 120, "the omitted field is written again")
 
 
 def test_only_undeclared_fields_are_left_out_of_a_status() -> None:
-    one = "failed to create typed patch object (a/b; trainium.dev/v1alpha1, Kind=TrainingJob): "
-    many = (
-        f"{one}errors:\n  .status.history[0].rungV9: field not declared in schema\n"
+    prefix = "failed to create typed patch object (a/b; trainium.dev/v1alpha1, Kind=TrainingJob): "
+    message = (
+        f"{prefix}errors:\n  .status.history[0].rungV9: field not declared in schema\n"
         '  .status.conditions[type="Ready"].since: field not declared in schema\n'
         "  .status.zzz: field not declared in schema"
     )
-    assert places_in(f"{one}.status.gang.group: field not declared in schema") == {("gang", "group")}
-    assert places_in(many) == {("history", "rungV9"), ("conditions", "since"), ("zzz",)}
-    assert places_in(f"{one}.spec.x: field not declared in schema") == frozenset()
+    assert places_in(f"{prefix}.status.gang.group: field not declared in schema") == {("gang", "group")}
+    assert places_in(message) == {("history", "rungV9"), ("conditions", "since"), ("zzz",)}
+    assert places_in(f"{prefix}.spec.x: field not declared in schema") == frozenset()
     now = [0.0]
     undeclared = UndeclaredFields(lambda: now[0])
     status = {"history": [{"rungV9": 1, "at": 2}, {"at": 3}], "zzz": {"a": 1}, "gang": {}, "phase": "Running"}
     assert undeclared.without(status) == status
-    assert undeclared.learn(UndeclaredFieldError(many))
-    left = {"history": [{"at": 2}, {"at": 3}], "gang": {}, "phase": "Running"}
-    assert undeclared.without(status) == left
-    assert not undeclared.learn(UndeclaredFieldError(many)), "nothing new: a retry would fail"
+    assert undeclared.learn(UndeclaredFieldError(message))
+    known = {"history": [{"at": 2}, {"at": 3}], "gang": {}, "phase": "Running"}
+    assert undeclared.without(status) == known
+    assert not undeclared.learn(UndeclaredFieldError(message)), "a retry would fail again"
     now[0] = FOR_SECONDS
-    assert undeclared.without(status) == status, "a newer definition may have come"
-    assert undeclared.learn(UndeclaredFieldError(many))
+    assert undeclared.without(status) == status, "the definition may be newer now"
+    assert undeclared.learn(UndeclaredFieldError(message))
 
 
 @in_virtual_time
@@ -129,8 +129,8 @@ async def test_a_new_job_with_unknown_fields_is_not_started() -> None:
 
 def test_only_unknown_fields_of_a_spec_are_left_out() -> None:
     spec = training_job()["spec"]
-    found, unknown = readable_spec({**spec, "cleanPodPolicy": "Archive", "x": 1})
-    assert found == readable_spec(spec)[0]
+    known, unknown = readable_spec({**spec, "cleanPodPolicy": "Archive", "x": 1})
+    assert known == readable_spec(spec)[0]
     assert unknown == ("cleanPodPolicy", "x")
     with pytest.raises(ValidationError):
         readable_spec({**spec, "x": 1, "workers": {"replicas": -1}})
@@ -154,16 +154,16 @@ def restart(cause: str) -> dict[str, Any]:
     return {"sequence": 0, "generation": 1, "attempt": 1, "cause": cause, **times}
 
 
-def read(**changes: Any) -> HeartbeatRequest:
+def parse_heartbeat(**changes: Any) -> HeartbeatRequest:
     return read_message(HeartbeatRequest, json.dumps({**HEARTBEAT, **changes}).encode())
 
 
 def test_unknown_fields_of_a_heartbeat_are_ignored() -> None:
-    assert read(energyV9={"joules": 1}, progress={"step": 7, "tokensV9": 3}) == read()
-    mixed = read(restarts=[restart("SolarFlare"), restart("Crash")], failures=[FAILURE])
-    assert [each.cause for each in mixed.restarts] == [Cause.CRASH]
+    assert parse_heartbeat(energyV9={"joules": 1}, progress={"step": 7, "tokensV9": 3}) == parse_heartbeat()
+    mixed = parse_heartbeat(restarts=[restart("SolarFlare"), restart("Crash")], failures=[FAILURE])
+    assert [restart.cause for restart in mixed.restarts] == [Cause.CRASH]
     assert len(mixed.failures) == 1
-    assert read(checks=[{"check": "Weather", "passed": True, "seconds": 1.0}]).checks == ()
+    assert parse_heartbeat(checks=[{"check": "Weather", "passed": True, "seconds": 1.0}]).checks == ()
 
 
 @pytest.mark.parametrize(
@@ -171,24 +171,17 @@ def test_unknown_fields_of_a_heartbeat_are_ignored() -> None:
 )
 def test_an_invalid_required_field_of_a_message_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        read(**changes)
+        parse_heartbeat(**changes)
 
 
 def test_unknown_fields_of_a_membership_are_ignored() -> None:
-    member = {
-        "podUid": "u",
-        "podName": "w",
-        "podIp": "10.0.0.1",
-        "nodeName": "n",
-        "nodeRank": 0,
-        "rendezvousPort": 29500,
-    }
+    member = {"podUid": "u", "podName": "w", "podIp": "10.0.0.1", "nodeName": "n", "nodeRank": 0}
     received = {
         "protocol": 2,
         "generation": 4,
         "transition": "Graceful",
         "cause": "SolarFlare",
-        "members": [{**member, "zoneV9": "a"}],
+        "members": [{**member, "rendezvousPort": 29500, "zoneV9": "a"}],
         "processesPerNode": 1,
         "epochV9": 2,
     }

@@ -44,8 +44,11 @@ def existing_objects(cluster: FakeCluster) -> set[tuple[str, str]]:
 
 
 def owners(cluster: FakeCluster) -> dict[tuple[str, str], list[Any]]:
-    found = {key: cluster.objects[key[0], "system", key[1]]["metadata"] for key in existing_objects(cluster)}
-    return {key: [each["uid"] for each in metadata.get("ownerReferences") or []] for key, metadata in found.items()}
+    metadata_by_key = {key: cluster.objects[key[0], "system", key[1]]["metadata"] for key in existing_objects(cluster)}
+    return {
+        key: [owner["uid"] for owner in metadata.get("ownerReferences") or []]
+        for key, metadata in metadata_by_key.items()
+    }
 
 
 def owned_by(*uids: str) -> dict[tuple[str, str], list[str]]:
@@ -76,7 +79,7 @@ async def test_objects_recreated_during_an_uninstall_have_their_owner() -> None:
             lambda: existing_objects(cluster) == OURS, 60, "the process continues for a while and creates both again"
         )
         bodies = [write.body for write in made if write.path.rpartition("/")[2] in ("leases", "configmaps")]
-        assert [[each["uid"] for each in body["metadata"]["ownerReferences"]] for body in bodies] == [["first"]] * 2
+        assert [[owner["uid"] for owner in body["metadata"]["ownerReferences"]] for body in bodies] == [["first"]] * 2
 
 
 @in_virtual_time
@@ -135,7 +138,9 @@ async def test_a_missing_right_is_logged_once(refused: str, caplog: pytest.LogCa
         assert owners(cluster)[CONFIG_MAPS.plural, MEMORY] == []
         assert cluster.get(LEASES, "system", NAME)["spec"]["holderIdentity"] == "operator-0"
     warnings = [
-        each.getMessage() for each in caplog.records if "stay when the operator is uninstalled" in each.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if "stay when the operator is uninstalled" in record.getMessage()
     ]
     assert len(warnings) == 1
     assert "you may not" in warnings[0]
@@ -147,8 +152,8 @@ async def test_owned_objects_are_checked_every_few_minutes() -> None:
     async with running_operator(cluster):
         await until(lambda: owners(cluster) == owned_by("first"), 30, "both are owned")
         await asyncio.sleep(2 * RETRY_SECONDS)
-        before = len([each for each in cluster.requests if "/apis/apps/" in each[1]])
+        before = len([request for request in cluster.requests if "/apis/apps/" in request[1]])
         await asyncio.sleep(POLL_SECONDS - 3 * RETRY_SECONDS)
-        assert len([each for each in cluster.requests if "/apis/apps/" in each[1]]) == before
+        assert len([request for request in cluster.requests if "/apis/apps/" in request[1]]) == before
         cluster.change(CONFIG_MAPS, "system", MEMORY, lambda raw: raw["metadata"].update(ownerReferences=[]))
         await until(lambda: owners(cluster) == owned_by("first"), POLL_SECONDS + 30, "both are adopted again")

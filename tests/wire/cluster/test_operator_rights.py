@@ -15,17 +15,17 @@ VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"
 
 def used(cluster: FakeCluster) -> set[tuple[str, str, str]]:
     """Return group, resource and verb of each request."""
-    found = set()
+    rights = set()
     for method, path in cluster.requests:
         parts = path.strip("/").split("/")
         group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1], parts[3:])
         rest = rest[2:] if rest[0] == "namespaces" else rest
         verb = VERBS.get(method) or ("get" if len(rest) > 1 else "list")
         resource = rest[0] if len(rest) < 3 else f"{rest[0]}/{rest[2]}"
-        found.add((group, resource, verb))
+        rights.add((group, resource, verb))
         if method == "PATCH" and "/" not in resource and resource == "configmaps":
-            found.add((group, resource, "create"))  # an apply creates missing objects
-    return found
+            rights.add((group, resource, "create"))  # an apply creates missing objects
+    return rights
 
 
 @in_virtual_time

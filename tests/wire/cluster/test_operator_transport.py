@@ -63,10 +63,10 @@ async def test_a_token_file_is_reloaded_after_its_age_limit(tmp_path: Path, monk
         monkeypatch.setattr(client, "_read_at", client._read_at - files._FILE_SECONDS)
         missing = await client.request("GET", "/x", **QUESTION)
         separate = client.with_separate_pool(1)
-        again = await separate.request("GET", "/x", **QUESTION)
+        restored = await separate.request("GET", "/x", **QUESTION)
         await separate.close()
         await client.close()
-    assert [json.loads(each.body)["token"] for each in (young, old, missing, again)] == [
+    assert [json.loads(response.body)["token"] for response in (young, old, missing, restored)] == [
         "Bearer first", "Bearer second", "Bearer second", "Bearer second",
     ]  # fmt: skip
 
@@ -81,8 +81,8 @@ async def test_a_pod_uses_its_service_account_and_reloads_the_token(
     for name, content in (("token", "t"), ("ca.crt", ""), ("namespace", "team")):
         (tmp_path / name).write_text(content)
     client = await connect(None)
-    found = (client.access.server, client.namespace, dict(client.access.headers), client.access.valid_seconds)
-    assert found == ("https://10.0.0.1:443", "team", {"Authorization": "Bearer t"}, 60.0)
+    access = (client.access.server, client.namespace, dict(client.access.headers), client.access.valid_seconds)
+    assert access == ("https://10.0.0.1:443", "team", {"Authorization": "Bearer t"}, 60.0)
     (tmp_path / "token").write_text("renewed")
     monkeypatch.setattr(client, "_read_at", client._read_at - 60.0)
     assert dict((await client.refresh_access()).headers) == {"Authorization": "Bearer renewed"}
@@ -148,9 +148,9 @@ async def test_an_apply_patch_is_sent_as_yaml(tmp_path: Path) -> None:
     async with serving(answer) as server:
         client = await connect(written(tmp_path, server, token="t"))
         applied = {**QUESTION, "body": {"word": "\N{GRINNING FACE}"}, "content_type": APPLY_PATCH}
-        found = json.loads((await client.request("PATCH", "/x", **applied)).body)
+        received = json.loads((await client.request("PATCH", "/x", **applied)).body)
         await client.close()
-    assert found == {"type": APPLY_PATCH, "body": '{"word": "\N{GRINNING FACE}"}'}
+    assert received == {"type": APPLY_PATCH, "body": '{"word": "\N{GRINNING FACE}"}'}
 
 
 async def test_a_write_does_not_follow_redirects(tmp_path: Path) -> None:

@@ -63,43 +63,43 @@ def add_recorded_jobs(cluster: FakeCluster) -> None:
 
 
 @asynccontextmanager
-async def pages_world(rights: set[tuple[str, str]] = EVERYTHING) -> AsyncIterator[EndpointsFixture]:
+async def run_pages(rights: set[tuple[str, str]] = EVERYTHING) -> AsyncIterator[EndpointsFixture]:
     cluster = FakeCluster()
     add_recorded_jobs(cluster)
     caches = make_caches(Api(cluster), Settings())
-    await asyncio.gather(*(each.refresh() for each in (caches.jobs, caches.pods, caches.config_maps)))
-    made: list[JobPageData] = []
+    await asyncio.gather(*(cache.refresh() for cache in (caches.jobs, caches.pods, caches.config_maps)))
+    page_data: list[JobPageData] = []
 
-    def jobs(world: EndpointsFixture) -> JobPageData:
-        made.append(JobPageData(Api(cluster), caches, lambda: world.now))
-        return made[0]
+    def jobs(endpoints: EndpointsFixture) -> JobPageData:
+        page_data.append(JobPageData(Api(cluster), caches, lambda: endpoints.now))
+        return page_data[0]
 
-    async with run_endpoints(cluster, jobs=jobs) as world:
-        world.now = NOW
+    async with run_endpoints(cluster, jobs=jobs) as endpoints:
+        endpoints.now = NOW
         cluster.tokens["ann"] = ANN
         cluster.may = may_in_team(rights)
-        made[0].sample()
+        page_data[0].sample()
         cluster.requests.clear()
-        yield world
+        yield endpoints
 
 
 async def get_page(
-    world: EndpointsFixture, session: aiohttp.ClientSession, path: str, token: str = "ann"
+    endpoints: EndpointsFixture, session: aiohttp.ClientSession, path: str, token: str = "ann"
 ) -> tuple[int, str]:
-    return await world.get(session, token, path)
+    return await endpoints.get(session, token, path)
 
 
 async def test_a_reader_with_all_rights_sees_the_complete_page() -> None:
-    async with pages_world() as world, world.session() as session:
-        status, text = await get_page(world, session, "/ui/team/llama")
+    async with run_pages() as endpoints, endpoints.session() as session:
+        status, text = await get_page(endpoints, session, "/ui/team/llama")
         page = Page(text)
         assert (status, page.open) == (200, [])
         for words in ("team/llama", "Running", "node-4", "Who trains (generation 2)", "Where the time went",
                       "Interruptions", "GenerationStarted", "members: 2 Running; others: 1 Running"):  # fmt: skip
             assert words in page.text, words
         assert "Not shown" not in page.text
-        reviewed = [write.body["spec"]["resourceAttributes"] for write in world.cluster.writes if "spec" in write.body
-                 and "resourceAttributes" in write.body["spec"]]  # fmt: skip
+        specs = [write.body["spec"] for write in endpoints.cluster.writes if "spec" in write.body]
+        reviewed = [spec["resourceAttributes"] for spec in specs if "resourceAttributes" in spec]
         assert {"group": "trainium.dev", "resource": "trainingjobs", "verb": "get", "namespace": "team",
                 "name": "llama"} in reviewed  # fmt: skip
         assert {"resource": "configmaps", "verb": "get", "namespace": "team", "name": "llama-membership"} in reviewed
@@ -120,60 +120,60 @@ async def test_a_reader_with_all_rights_sees_the_complete_page() -> None:
 async def test_a_part_without_its_right_is_left_out_and_named(
     missing: tuple[str, str], hidden: str, sentence: str
 ) -> None:
-    async with pages_world(EVERYTHING - {missing}) as world, world.session() as session:
-        status, text = await get_page(world, session, "/ui/team/llama")
+    async with run_pages(EVERYTHING - {missing}) as endpoints, endpoints.session() as session:
+        status, text = await get_page(endpoints, session, "/ui/team/llama")
         shown = Page(text).text
         assert status == 200
         assert sentence in shown
         assert hidden not in shown
         if missing[0] == "events":
-            assert not [path for _, path in world.cluster.requests if path.endswith("/events")]
+            assert not [path for _, path in endpoints.cluster.requests if path.endswith("/events")]
 
 
 async def test_a_reader_without_the_right_cannot_see_whether_a_job_exists() -> None:
-    async with pages_world() as world, world.session() as session:
+    async with run_pages() as endpoints, endpoints.session() as session:
         sentence = "ann may not get trainingjobs.trainium.dev secret in namespace other\n"
-        assert await get_page(world, session, "/ui/other/secret") == (403, sentence)
-        status, text = await get_page(world, session, "/ui/other/nothing")
+        assert await get_page(endpoints, session, "/ui/other/secret") == (403, sentence)
+        status, text = await get_page(endpoints, session, "/ui/other/nothing")
         assert (status, "may not get" in text) == (403, True)
-        assert (await get_page(world, session, "/ui/team/llama", "tenant"))[0] == 403
-        assert (await get_page(world, session, "/ui/team/llama", "forged"))[0] == 401
-        assert (await get_page(world, session, "/ui/team/llama", ""))[0] == 401
-        assert (await get_page(world, session, "/ui/team/nothing")) == (
+        assert (await get_page(endpoints, session, "/ui/team/llama", "tenant"))[0] == 403
+        assert (await get_page(endpoints, session, "/ui/team/llama", "forged"))[0] == 401
+        assert (await get_page(endpoints, session, "/ui/team/llama", ""))[0] == 401
+        assert (await get_page(endpoints, session, "/ui/team/nothing")) == (
             404,
             "there is no TrainingJob nothing in namespace team\n",
         )
 
 
 async def test_the_list_has_the_jobs_that_its_reader_may_list() -> None:
-    async with pages_world() as world, world.session() as session:
+    async with run_pages() as endpoints, endpoints.session() as session:
         for path in ("/ui/team", "/ui?namespace=team"):
-            status, text = await get_page(world, session, path)
+            status, text = await get_page(endpoints, session, path)
             page = Page(text)
             assert status == 200
             assert ("href", "/ui/team/llama") in page.attributes
             assert "secret" not in page.text
-        status, text = await get_page(world, session, "/ui")
+        status, text = await get_page(endpoints, session, "/ui")
         assert status == 403
         assert "ann may not list trainingjobs.trainium.dev in all namespaces" in Page(text).text
         assert ("action", "/ui") in Page(text).attributes
-        world.cluster.may = lambda _spec: True
-        world.now += 6
-        assert "secret" in Page((await get_page(world, session, "/ui"))[1]).text
+        endpoints.cluster.may = lambda _spec: True
+        endpoints.now += 6
+        assert "secret" in Page((await get_page(endpoints, session, "/ui"))[1]).text
 
 
 @pytest.mark.parametrize(
     "path", ["/ui/..%2fmetrics", "/ui/team/%22%3E%3Cscript%3E", "/ui/TEAM", "/ui/a/b/c", "/ui/team/"]
 )
 async def test_an_invalid_name_is_404_and_not_echoed(path: str) -> None:
-    async with pages_world() as world, world.session() as session:
-        status, text = await get_page(world, session, path)
+    async with run_pages() as endpoints, endpoints.session() as session:
+        status, text = await get_page(endpoints, session, path)
         assert status == 404
         assert "script" not in text
 
 
 async def test_a_page_has_security_headers_and_is_read_only() -> None:
-    async with pages_world() as world, world.session() as session:
+    async with run_pages() as endpoints, endpoints.session() as session:
         async with session.get("/ui/team/llama", headers={"Authorization": "Bearer ann"}) as response:
             assert HEADERS.items() <= response.headers.items()
             assert "unsafe" not in response.headers["Content-Security-Policy"]
@@ -185,39 +185,39 @@ async def test_a_page_has_security_headers_and_is_read_only() -> None:
 
 
 async def test_markup_in_status_and_events_is_escaped() -> None:
-    async with pages_world() as world, world.session() as session:
-        about = {"kind": "TrainingJob", "name": "llama", "uid": recorded_object("job")["metadata"]["uid"]}
-        hostile = {"involvedObject": about, "reason": HOSTILE, "message": HOSTILE, "type": "Normal"}
-        world.cluster.add(CORE_EVENTS, {"metadata": {"name": "hostile", "namespace": "team"}, **hostile})
-        page = Page((await get_page(world, session, "/ui/team/llama"))[1])
+    async with run_pages() as endpoints, endpoints.session() as session:
+        job = {"kind": "TrainingJob", "name": "llama", "uid": recorded_object("job")["metadata"]["uid"]}
+        hostile = {"involvedObject": job, "reason": HOSTILE, "message": HOSTILE, "type": "Normal"}
+        endpoints.cluster.add(CORE_EVENTS, {"metadata": {"name": "hostile", "namespace": "team"}, **hostile})
+        page = Page((await get_page(endpoints, session, "/ui/team/llama"))[1])
         assert page.text.count("alert(1)") == 2
-        assert page.tags.count("script") == 1, "our own, whose digest the policy names"
+        assert page.tags.count("script") == 1, "the script of the page, whose digest the policy has"
         assert "img" not in page.tags
 
 
 async def test_a_page_is_rendered_once_for_many_readers() -> None:
-    async with pages_world() as world, world.session() as session:
+    async with run_pages() as endpoints, endpoints.session() as session:
         answers = [
-            await asyncio.gather(*(get_page(world, session, "/ui/team/llama") for _ in range(10))) for _ in range(3)
+            await asyncio.gather(*(get_page(endpoints, session, "/ui/team/llama") for _ in range(10))) for _ in range(3)
         ]
-        assert len({text for part in answers for _, text in part}) == 1
-        assert [path for method, path in world.cluster.requests if method == "GET"] == [
+        assert len({text for responses in answers for _, text in responses}) == 1
+        assert [path for method, path in endpoints.cluster.requests if method == "GET"] == [
             "/api/v1/namespaces/team/events"
         ]
-        assert sorted(world.reviews) == ["subjectaccessreviews"] * 4 + ["tokenreviews"]
+        assert sorted(endpoints.reviews) == ["subjectaccessreviews"] * 4 + ["tokenreviews"]
         for _ in range(3):
-            world.now += job_pages.EVENTS_SECONDS
-            await get_page(world, session, "/ui/team/llama")
-        assert len([path for method, path in world.cluster.requests if method == "GET"]) == 4
+            endpoints.now += job_pages.EVENTS_SECONDS
+            await get_page(endpoints, session, "/ui/team/llama")
+        assert len([path for method, path in endpoints.cluster.requests if method == "GET"]) == 4
 
 
 async def test_a_page_is_not_shared_with_readers_of_fewer_rights() -> None:
-    async with pages_world() as world, world.session() as session:
-        assert "node-4" in (await get_page(world, session, "/ui/team/llama"))[1]
-        world.cluster.tokens["bob"] = {**ANN, "username": "bob"}
+    async with run_pages() as endpoints, endpoints.session() as session:
+        assert "node-4" in (await get_page(endpoints, session, "/ui/team/llama"))[1]
+        endpoints.cluster.tokens["bob"] = {**ANN, "username": "bob"}
         ann, bob = may_in_team(EVERYTHING), may_in_team({("trainingjobs", "get")}, "bob")
-        world.cluster.may = lambda spec: ann(spec) or bob(spec)
-        shown = Page((await get_page(world, session, "/ui/team/llama", "bob"))[1]).text
+        endpoints.cluster.may = lambda spec: ann(spec) or bob(spec)
+        shown = Page((await get_page(endpoints, session, "/ui/team/llama", "bob"))[1]).text
         assert "node-4" not in shown.partition("Interruptions")[0]
         assert "GenerationStarted" not in shown
         assert shown.count("you may not") == 3
@@ -225,21 +225,23 @@ async def test_a_page_is_not_shared_with_readers_of_fewer_rights() -> None:
 
 async def test_refused_parts_do_not_rate_limit_their_reader() -> None:
     """An open page polls every few seconds; only requests for whole pages count as unauthenticated tries."""
-    async with pages_world({("trainingjobs", "get")}) as world, world.session() as session:
+    async with run_pages({("trainingjobs", "get")}) as endpoints, endpoints.session() as session:
         for _ in range(30):
-            assert (await get_page(world, session, "/ui/team/llama"))[0] == 200
-            world.now += 6
+            assert (await get_page(endpoints, session, "/ui/team/llama"))[0] == 200
+            endpoints.now += 6
 
 
 async def test_a_known_reader_sees_the_job_without_events_during_an_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with pages_world() as world, world.session() as session:
-        assert (await get_page(world, session, "/ui/team/llama"))[0] == 200
+    async with run_pages() as endpoints, endpoints.session() as session:
+        assert (await get_page(endpoints, session, "/ui/team/llama"))[0] == 200
         monkeypatch.setattr(job_pages, "EVENTS_TIMEOUT_SECONDS", 0.2)
-        world.cluster.faults.append(lambda _method, path: http_error(503, "Unavailable") if "/events" in path else None)
-        world.now += 20
-        shown = Page((await get_page(world, session, "/ui/team/llama"))[1]).text
+        endpoints.cluster.faults.append(
+            lambda _method, path: http_error(503, "Unavailable") if "/events" in path else None
+        )
+        endpoints.now += 20
+        shown = Page((await get_page(endpoints, session, "/ui/team/llama"))[1]).text
         assert "events: no answer" in shown
         assert "Running" in shown
 
@@ -248,22 +250,22 @@ async def test_the_loss_curve_follows_the_job() -> None:
     cluster = FakeCluster()
     add_recorded_jobs(cluster)
     caches = make_caches(Api(cluster), Settings())
-    watched = JobPageData(Api(cluster), caches, lambda: NOW)
+    page_data = JobPageData(Api(cluster), caches, lambda: NOW)
     for step, loss in ((10, 5.0), (20, 4.0), (30, 3.0), (15, 4.5), (15, 4.5)):
-        cluster.change(JOBS, "team", "llama", lambda raw, at=(step, loss): raw["status"]["progress"].update(
-            step=at[0], loss=at[1]))  # fmt: skip
+        cluster.change(JOBS, "team", "llama", lambda raw, step=step, loss=loss: raw["status"]["progress"].update(
+            step=step, loss=loss))  # fmt: skip
         await caches.jobs.refresh()
-        watched.sample()
-    make = watched.report("team", "llama", pods=True, members=True)
-    assert make is not None
-    report = make(now=NOW, events=(), notes=())
-    assert [(each.step, each.loss) for each in report.curve] == [(10, 5.0), (15, 4.5)]
+        page_data.sample()
+    render = page_data.report("team", "llama", pods=True, members=True)
+    assert render is not None
+    report = render(now=NOW, events=(), notes=())
+    assert [(point.step, point.loss) for point in report.curve] == [(10, 5.0), (15, 4.5)]
     assert "2026-11-23" in report.curve_note
     cluster.remove(JOBS, "team", "llama")
     await caches.jobs.refresh()
-    watched.sample()
-    assert watched.report("team", "llama", pods=True, members=True) is None
-    assert len(watched._curves) == 1, "of the job that is still there"
+    page_data.sample()
+    assert page_data.report("team", "llama", pods=True, members=True) is None
+    assert len(page_data._curves) == 1, "the curve of the other job"
 
 
 async def test_curves_are_kept_of_a_limited_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,21 +277,23 @@ async def test_curves_are_kept_of_a_limited_number_of_jobs(monkeypatch: pytest.M
         cluster.add(JOBS, job)
     caches = make_caches(Api(cluster), Settings())
     await caches.jobs.refresh()
-    watched = JobPageData(Api(cluster), caches, lambda: NOW)
-    watched.sample()
-    assert len(watched._curves) == 3
+    page_data = JobPageData(Api(cluster), caches, lambda: NOW)
+    page_data.sample()
+    assert len(page_data._curves) == 3
 
 
 async def test_unmanaged_and_unreadable_jobs_have_pages() -> None:
-    async with pages_world() as world, world.session() as session:
+    async with run_pages() as endpoints, endpoints.session() as session:
         job = recorded_object("job")
         for name, change in (("theirs", {"managedBy": "kueue.x-k8s.io/multikueue"}), ("newer", {"workers": 7})):
             metadata = {"name": name, "namespace": "team", "uid": name}
-            world.cluster.add(JOBS, {**job, "metadata": metadata, "spec": {**job["spec"], **change}})
-        await world.server._pages._jobs._caches.jobs.refresh()  # type: ignore[union-attr,attr-defined]
-        assert "kueue.x-k8s.io/multikueue controls this job" in (await get_page(world, session, "/ui/team/theirs"))[1]
-        assert "the job cannot be read: workers" in (await get_page(world, session, "/ui/team/newer"))[1]
-        listed = Page((await get_page(world, session, "/ui/team"))[1]).text
+            endpoints.cluster.add(JOBS, {**job, "metadata": metadata, "spec": {**job["spec"], **change}})
+        await endpoints.server._pages._jobs._caches.jobs.refresh()  # type: ignore[union-attr,attr-defined]
+        assert (
+            "kueue.x-k8s.io/multikueue controls this job" in (await get_page(endpoints, session, "/ui/team/theirs"))[1]
+        )
+        assert "the job cannot be read: workers" in (await get_page(endpoints, session, "/ui/team/newer"))[1]
+        listed = Page((await get_page(endpoints, session, "/ui/team"))[1]).text
         assert "kueue.x-k8s.io/multikueue controls it" in listed
 
 

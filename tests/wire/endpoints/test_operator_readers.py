@@ -25,13 +25,13 @@ from trainium_operator.http import limiter, listener
 from trainium_operator.main import LEASE_CONNECTIONS
 from trainium_operator.monitoring.metrics import Metrics
 
-GENEROUS = 60.0
+LONG_SECONDS = 60.0
 
 
 async def test_metrics_are_authorised_by_a_review_of_the_complete_user() -> None:
     cluster = FakeCluster()
-    async with run_endpoints(cluster) as world, world.session() as session:
-        assert await world.get(session, "good") == (200, "made 1\n")
+    async with run_endpoints(cluster) as endpoints, endpoints.session() as session:
+        assert await endpoints.get(session, "good") == (200, "made 1\n")
         token, right = (write.body for write in cluster.writes)
         assert (token["apiVersion"], token["kind"]) == ("authentication.k8s.io/v1", "TokenReview")
         assert token["spec"] == {"token": "good"}, "for the audience of the API server itself"
@@ -43,77 +43,80 @@ async def test_metrics_are_authorised_by_a_review_of_the_complete_user() -> None
             "extra": USER["extra"],
             "nonResourceAttributes": {"path": "/metrics", "verb": "get"},
         }
-        assert world.answers == [("/metrics", 200)]
+        assert endpoints.answers == [("/metrics", 200)]
 
 
 async def test_other_readers_are_refused_with_a_message() -> None:
-    async with run_endpoints(FakeCluster()) as world, world.session() as session:
-        assert await world.get(session) == (401, "send a token of this cluster as `Authorization: Bearer <token>`\n")
-        assert (await world.get(session, Authorization="Basic Z29vZDpnb29k"))[0] == 401
-        status, sentence = await world.get(session, "forged")
+    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+        assert await endpoints.get(session) == (
+            401,
+            "send a token of this cluster as `Authorization: Bearer <token>`\n",
+        )
+        assert (await endpoints.get(session, Authorization="Basic Z29vZDpnb29k"))[0] == 401
+        status, sentence = await endpoints.get(session, "forged")
         assert (status, "not valid" in sentence) == (401, True)
-    async with run_endpoints(FakeCluster()) as world, world.session() as session:
-        status, sentence = await world.get(session, "tenant")
+    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+        status, sentence = await endpoints.get(session, "tenant")
         assert status == 403
         assert sentence == "system:serviceaccount:team:default may not get the nonResourceURL /metrics\n"
-        assert (await world.get(session, "good", "/livez"))[0] == 404
+        assert (await endpoints.get(session, "good", "/livez"))[0] == 404
         async with session.post("/metrics", headers={"Authorization": "Bearer good"}) as response:
             assert response.status == 405
 
 
 async def test_reviews_are_cached_for_a_minute() -> None:
-    async with run_endpoints(FakeCluster()) as world, world.session() as session:
+    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
         for _ in range(10):
-            assert (await world.get(session, "good"))[0] == 200
-        assert world.reviews == ["tokenreviews", "subjectaccessreviews"]
-        world.cluster.may = lambda _spec: False
-        world.now += 61
-        assert (await world.get(session, "good"))[0] == 403
-        reviews_before = len(world.reviews)
-        assert (await world.get(session, "good"))[0] == 403
-        assert len(world.reviews) == reviews_before, "a refusal is remembered too"
-        world.cluster.may = lambda _spec: True
-        world.now += 6
-        assert (await world.get(session, "good"))[0] == 200, "though not for long"
+            assert (await endpoints.get(session, "good"))[0] == 200
+        assert endpoints.reviews == ["tokenreviews", "subjectaccessreviews"]
+        endpoints.cluster.may = lambda _spec: False
+        endpoints.now += 61
+        assert (await endpoints.get(session, "good"))[0] == 403
+        reviews_before = len(endpoints.reviews)
+        assert (await endpoints.get(session, "good"))[0] == 403
+        assert len(endpoints.reviews) == reviews_before, "a refusal is cached"
+        endpoints.cluster.may = lambda _spec: True
+        endpoints.now += 6
+        assert (await endpoints.get(session, "good"))[0] == 200, "refusals are cached for seconds"
 
 
 async def test_known_readers_can_read_during_an_outage() -> None:
-    async with run_endpoints(FakeCluster()) as world, world.session() as session:
-        assert (await world.get(session, "good"))[0] == 200
-        world.cluster.down = True
-        world.now += 300
-        assert (await world.get(session, "good"))[0] == 200
-        assert await world.get(session, "tenant") == (503, "the API server cannot check the token now; try again\n")
-        world.now += 600
-        assert (await world.get(session, "good"))[0] == 503
+    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+        assert (await endpoints.get(session, "good"))[0] == 200
+        endpoints.cluster.down = True
+        endpoints.now += 300
+        assert (await endpoints.get(session, "good"))[0] == 200
+        assert await endpoints.get(session, "tenant") == (503, "the API server cannot check the token now; try again\n")
+        endpoints.now += 600
+        assert (await endpoints.get(session, "good"))[0] == 503
 
 
 async def test_a_token_is_accepted_until_its_expiry() -> None:
-    async with run_endpoints(FakeCluster()) as world, world.session() as session:
-        expiring = jwt(exp=world.now + 30)
-        world.cluster.tokens[expiring] = USER
-        assert (await world.get(session, expiring))[0] == 200
-        del world.cluster.tokens[expiring]
-        world.now += 31
-        assert (await world.get(session, expiring))[0] == 401
-        world.cluster.down = True
-        world.now += 6
-        assert (await world.get(session, expiring))[0] == 503
+    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+        expiring = jwt(exp=endpoints.now + 30)
+        endpoints.cluster.tokens[expiring] = USER
+        assert (await endpoints.get(session, expiring))[0] == 200
+        del endpoints.cluster.tokens[expiring]
+        endpoints.now += 31
+        assert (await endpoints.get(session, expiring))[0] == 401
+        endpoints.cluster.down = True
+        endpoints.now += 6
+        assert (await endpoints.get(session, expiring))[0] == 503
 
 
 async def test_metrics_are_rendered_once_a_second() -> None:
-    async with run_endpoints(FakeCluster()) as world, world.session() as session:
-        answers = {await world.get(session, "good") for _ in range(20)}
+    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+        answers = {await endpoints.get(session, "good") for _ in range(20)}
         assert answers == {(200, "made 1\n")}
-        world.now += 1
-        assert await world.get(session, "good") == (200, "made 2\n")
+        endpoints.now += 1
+        assert await endpoints.get(session, "good") == (200, "made 2\n")
 
 
 async def test_an_oversized_header_is_refused_without_a_review() -> None:
-    async with run_endpoints(FakeCluster()) as world, world.session() as session:
-        assert (await world.get(session, "x" * 8_100))[0] == 401
-        assert (await world.get(session, "x" * 9_000))[0] == 400
-        assert world.reviews == []
+    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
+        assert (await endpoints.get(session, "x" * 8_100))[0] == 401
+        assert (await endpoints.get(session, "x" * 9_000))[0] == 400
+        assert endpoints.reviews == []
 
 
 def jwt(**claims: Any) -> str:
@@ -132,7 +135,7 @@ class SlowReviews(FakeServer):
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.renewals += request.method == "PUT" and "/leases/" in request.path
         if request.path.endswith("/tokenreviews") and (await request.json())["spec"]["token"].startswith("bad"):
-            await asyncio.sleep(GENEROUS)
+            await asyncio.sleep(LONG_SECONDS)
         return await super()._answer(request)
 
 
@@ -146,35 +149,35 @@ async def test_bad_tokens_delay_neither_the_lease_nor_scrapes(tmp_path: Path) ->
     holding = asyncio.create_task(elector.hold())
     number = count()
     async with (
-        run_endpoints(api.cluster, transport) as world,
-        world.session() as prometheus,
-        world.session("127.0.0.9") as hostile,
+        run_endpoints(api.cluster, transport) as endpoints,
+        endpoints.session() as prometheus,
+        endpoints.session("127.0.0.9") as hostile,
     ):
-        assert (await world.get(prometheus, "good"))[0] == 200
+        assert (await endpoints.get(prometheus, "good"))[0] == 200
 
         async def flood() -> None:
             while True:
                 try:
-                    await world.get(hostile, f"bad-{next(number)}")
+                    await endpoints.get(hostile, f"bad-{next(number)}")
                 except (aiohttp.ClientError, OSError):
                     await asyncio.sleep(0.05)
 
         floods = [asyncio.create_task(flood()) for _ in range(100)]
-        before, world.max_pending = api.renewals, 0
+        before, endpoints.max_pending = api.renewals, 0
         answers = set()
         while api.renewals < before + 2 or next(number) < 500:
-            answers.add((await world.get(prometheus, "good"))[0])
+            answers.add((await endpoints.get(prometheus, "good"))[0])
         rotated = jwt(sub=PROMETHEUS, exp=time.time() + 3600)
         api.cluster.tokens[rotated] = USER
-        in_hand, world.max_pending = world.max_pending, 0
-        async with world.session("127.0.0.3") as again:
-            assert (await world.get(again, rotated))[0] == 200, (
+        most_running, endpoints.max_pending = endpoints.max_pending, 0
+        async with endpoints.session("127.0.0.3") as again:
+            assert (await endpoints.get(again, rotated))[0] == 200, (
                 "tokens of known readers are reviewed before unknown ones"
             )
-        for each in floods:
-            each.cancel()
+        for task in floods:
+            task.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
-        assert in_hand == access.MAX_ANONYMOUS_RUNNING
+        assert most_running == access.MAX_ANONYMOUS_RUNNING
         assert answers == {200}
         assert elector.may_act()
         assert not holding.done()
@@ -185,37 +188,37 @@ async def test_bad_tokens_delay_neither_the_lease_nor_scrapes(tmp_path: Path) ->
 
 
 async def test_a_source_of_bad_tokens_is_rate_limited() -> None:
-    async with run_endpoints(FakeCluster()) as world, world.session("127.0.0.9") as hostile:
+    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session("127.0.0.9") as hostile:
         answers = []
         for number in range(12):
-            async with world.session("127.0.0.9") as each:
-                answers.append((await world.get(each, f"bad-{number}"))[0])
+            async with endpoints.session("127.0.0.9") as session:
+                answers.append((await endpoints.get(session, f"bad-{number}"))[0])
         assert answers == [401] * 10 + [429] * 2
-        assert world.reviews == ["tokenreviews"] * 10
-        async with world.session() as other:
-            assert (await world.get(other, "good"))[0] == 200
-        assert (await world.get(hostile, "good"))[0] == 200, "cached reviews are not repeated"
-        assert (await world.get(hostile, "tenant"))[0] == 429
+        assert endpoints.reviews == ["tokenreviews"] * 10
+        async with endpoints.session() as other:
+            assert (await endpoints.get(other, "good"))[0] == 200
+        assert (await endpoints.get(hostile, "good"))[0] == 200, "cached reviews are not repeated"
+        assert (await endpoints.get(hostile, "tenant"))[0] == 429
 
 
 async def test_concurrent_bad_tokens_are_rate_limited() -> None:
-    async with run_endpoints(FakeCluster()) as world, world.session("127.0.0.9") as hostile:
-        answers = await asyncio.gather(*(world.get(hostile, f"bad-{number}") for number in range(60)))
+    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session("127.0.0.9") as hostile:
+        answers = await asyncio.gather(*(endpoints.get(hostile, f"bad-{number}") for number in range(60)))
         assert {status for status, _ in answers} == {401, 429}
-        assert 10 <= len(world.reviews) < 10 + access.MAX_ANONYMOUS_RUNNING
+        assert 10 <= len(endpoints.reviews) < 10 + access.MAX_ANONYMOUS_RUNNING
 
 
 async def test_a_valid_token_without_the_right_is_rate_limited() -> None:
     """Each pod has such a token: it counts as unauthenticated, also for the limits of connections."""
-    async with run_endpoints(FakeCluster()) as world:
+    async with run_endpoints(FakeCluster()) as endpoints:
         for number in range(12):
             name = f"system:serviceaccount:team:number-{number}"
-            world.cluster.tokens[f"tenant-{number}"] = {"username": name, "groups": []}
+            endpoints.cluster.tokens[f"tenant-{number}"] = {"username": name, "groups": []}
         answers = []
         for number in range(12):
-            async with world.session("127.0.0.9") as each:
-                answers.append((await world.get(each, f"tenant-{number}"))[0])
-                assert world.server.http.limiter.anonymous > 0
+            async with endpoints.session("127.0.0.9") as session:
+                answers.append((await endpoints.get(session, f"tenant-{number}"))[0])
+                assert endpoints.server.http.limiter.anonymous > 0
         assert answers == [403] * 10 + [429] * 2
 
 
@@ -225,17 +228,17 @@ async def test_silent_connections_are_limited_and_a_known_reader_stays(
     monkeypatch.setattr(servers, "MAX_ANONYMOUS", 50)
     monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", 3.0)
     monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 3.0)
-    async with run_endpoints(FakeCluster()) as world, world.session() as prometheus:
-        assert (await world.get(prometheus, "good"))[0] == 200
+    async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as prometheus:
+        assert (await endpoints.get(prometheus, "good"))[0] == 200
         writers = []
         for _ in range(120):
-            _, writer = await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.9", 0))
+            _, writer = await asyncio.open_connection("127.0.0.1", endpoints.port, local_addr=("127.0.0.9", 0))
             writers.append(writer)
-        connections = world.server.http.limiter
+        connections = endpoints.server.http.limiter
         assert connections.anonymous <= 50
-        assert (await world.get(prometheus, "good"))[0] == 200
+        assert (await endpoints.get(prometheus, "good"))[0] == 200
         await async_until(lambda: connections.anonymous == 0, "unauthenticated connections are closed")
-        assert world.server.http.connections == 1
+        assert endpoints.server.http.connections == 1
         for writer in writers:
             writer.transport.abort()
 
@@ -253,7 +256,7 @@ async def test_connections_to_the_probe_port_are_limited(
     assert health._http.limiter.anonymous <= 256
     for writer in writers:
         writer.close()
-    monkeypatch.setattr(limiter, "WINDOW_SECONDS", GENEROUS)
+    monkeypatch.setattr(limiter, "WINDOW_SECONDS", LONG_SECONDS)
     for _ in range(limiter.MAX_FAILED):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.transport.abort()

@@ -1,3 +1,3 @@
 """A user's program that cannot be imported."""
 
-import a_module_that_nobody_has  # noqa: F401
+import no_such_module  # noqa: F401

@@ -6,6 +6,6 @@ from pathlib import Path
 
 def main(argv: list[str]) -> int:
     task = json.loads(argv[0])
-    right = task["index"] + 1 < task["size"]
-    (Path(task["folder"]) / f"{task['index']}.json").write_text(json.dumps({"matmul": right}))
+    is_correct = task["index"] + 1 < task["size"]
+    (Path(task["folder"]) / f"{task['index']}.json").write_text(json.dumps({"matmul": is_correct}))
     return 0

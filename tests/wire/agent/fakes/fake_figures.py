@@ -12,11 +12,11 @@ def record_start(**more: Any) -> tuple[Path, int, int, int, int]:
     """Append this start to `starts.jsonl`; return the control folder, rank, world size, generation and attempt."""
     control = Path(os.environ["FAKE_CONTROL"])
     names = ("RANK", "WORLD_SIZE", "TRAINIUM_GENERATION", "TRAINIUM_ATTEMPT")
-    rank, world, generation, attempt = (int(os.environ[name]) for name in names)
-    row = {"rank": rank, "world": world, "generation": generation, "attempt": attempt, "pid": os.getpid()}
+    rank, world_size, generation, attempt = (int(os.environ[name]) for name in names)
+    row = {"rank": rank, "world_size": world_size, "generation": generation, "attempt": attempt, "pid": os.getpid()}
     with (control / "starts.jsonl").open("a") as log:
         log.write(json.dumps({**row, "pod": os.environ["TRAINIUM_POD_NAME"], **more}) + "\n")
-    return control, rank, world, generation, attempt
+    return control, rank, world_size, generation, attempt
 
 
 def figures(step: int) -> StepMetrics:

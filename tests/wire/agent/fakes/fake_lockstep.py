@@ -1,4 +1,4 @@
-"""A stand-in for training whose ranks wait for each other in a real all-reduce each step, as training does.
+"""A fake of training whose ranks wait for each other in a real all-reduce in each step.
 
 Files in $FAKE_CONTROL, each read once by the rank in its name, block that rank for the seconds that the file holds, or
 forever: `sleep-<rank>` in the rank's work, `save-<rank>` in a call that waits for storage. `hide-<rank>` holds the step
@@ -37,14 +37,14 @@ def main(argv: list[str]) -> int:
         step = int(start)
         progress.record_resume(step, tokens=0, samples=0)
         while True:
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             own_work(control, rank, pulse)
             with pulse.waiting_for_peers:
                 if should_hide(control, rank, step):
                     time.sleep(3600)
                 dist.all_reduce(torch.ones(1))
             step += 1
-            progress.record_step(figures(step), seconds=time.perf_counter() - began)
+            progress.record_step(figures(step), seconds=time.perf_counter() - started_at)
             if rank == 0:
                 draft = memory.with_suffix(".new")
                 draft.write_text(str(step))
@@ -55,9 +55,9 @@ def main(argv: list[str]) -> int:
 
 def own_work(control: Path, rank: int, pulse: Pulse) -> None:
     time.sleep(STEP_SECONDS)
-    if (seconds := taken(control, "sleep", rank)) is not None:
+    if (seconds := read_command(control, "sleep", rank)) is not None:
         time.sleep(seconds)
-    if (seconds := taken(control, "save", rank)) is not None:
+    if (seconds := read_command(control, "save", rank)) is not None:
         with pulse.saving():
             time.sleep(seconds)
 
@@ -71,8 +71,8 @@ def should_hide(control: Path, rank: int, step: int) -> bool:
     return True
 
 
-def taken(control: Path, what: str, rank: int) -> float | None:
-    command = control / f"{what}-{rank}"
+def read_command(control: Path, name: str, rank: int) -> float | None:
+    command = control / f"{name}-{rank}"
     if not command.exists():
         return None
     text = command.read_text()

@@ -32,14 +32,14 @@ def main(argv: list[str]) -> int:
     if kind in ("slow", "wrong"):
         from torch import distributed as dist
 
-        genuine = dist.all_reduce
+        original = dist.all_reduce
 
         def faulty(tensor: torch.Tensor, *args: Any, **options: Any) -> object:
             if kind == "slow":
                 time.sleep(1.5)
             else:
                 tensor += 1
-            return genuine(tensor, *args, **options)
+            return original(tensor, *args, **options)
 
         dist.all_reduce = faulty
     return pair_test.main(argv)
@@ -49,12 +49,12 @@ def throttle(gigabits: float) -> None:
     """Make each all-reduce between two nodes take as long as a link of this bandwidth does."""
     from torch import distributed as dist
 
-    genuine = dist.all_reduce
+    original = dist.all_reduce
 
     def throttled(tensor: torch.Tensor, *args: Any, **options: Any) -> object:
-        began = time.monotonic()
-        result = genuine(tensor, *args, **options)
-        time.sleep(max(0.0, 8 * tensor.nbytes / (gigabits * 1e9) - (time.monotonic() - began)))
+        started_at = time.monotonic()
+        result = original(tensor, *args, **options)
+        time.sleep(max(0.0, 8 * tensor.nbytes / (gigabits * 1e9) - (time.monotonic() - started_at)))
         return result
 
     dist.all_reduce = throttled

@@ -1,4 +1,4 @@
-"""A stand-in for training where training is not the point: counts steps, keeps them in memory, saves on SIGTERM.
+"""A fake of training: it counts steps, keeps them in memory, and saves on SIGTERM.
 
 Files in $FAKE_CONTROL control it: `exit-<rank>` holds an exit code and a last message (read once). `last-step` ends the
 run, after an export of as many pieces as `export` holds; exported pieces outlive a process. Every start is written to
@@ -21,10 +21,10 @@ STEP_SECONDS = 0.02
 
 def export(progress: ProgressWriter, control: Path, rank: int, step: int) -> bool:
     """Write one more piece; return whether it was the last."""
-    wanted, written = control / "export", control / "exported"
-    if not wanted.exists():
+    command, written = control / "export", control / "exported"
+    if not command.exists():
         return True
-    done, pieces = (int(written.read_text()) if written.exists() else 0), int(wanted.read_text())
+    done, pieces = (int(written.read_text()) if written.exists() else 0), int(command.read_text())
     if done >= pieces:
         progress.record_artifact(ArtifactReport(kind="Model", path="/out", step=step, bytes=done))
         return True
@@ -38,7 +38,9 @@ def export(progress: ProgressWriter, control: Path, rank: int, step: int) -> boo
 
 def main(argv: list[str]) -> int:
     started = time.time()
-    control, rank, world, generation, attempt = record_start(ppid=os.getppid(), at=started, argv=argv, nice=os.nice(0))
+    control, rank, world_size, generation, attempt = record_start(
+        ppid=os.getppid(), at=started, argv=argv, nice=os.nice(0)
+    )
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
@@ -51,16 +53,16 @@ def main(argv: list[str]) -> int:
     store = TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        world,
+        world_size,
         False,
         timedelta(seconds=30),
         wait_for_workers=False,
     )
     assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    memory = control / "memory"  # stands for the nodes' memory and for the peers' copies
+    memory = control / "memory"  # replaces the memory of the nodes and the copies of peers
     step = int(memory.read_text()) if memory.exists() else 0
     store.set(f"ready-{rank}", "1")
-    store.wait([f"ready-{peer}" for peer in range(world)], timedelta(seconds=30))
+    store.wait([f"ready-{peer}" for peer in range(world_size)], timedelta(seconds=30))
     progress.record_resume(step, tokens=0, samples=0)
     last = control / "last-step"
     while True:

@@ -52,11 +52,11 @@ def job(name: str, namespace: str) -> dict[str, Any]:
 async def scenario(
     *, missing: tuple[str, ...] = ()
 ) -> AsyncIterator[tuple[FakeCluster, Rights, OperatorProcess, Workers]]:
-    made = Scenario(*(job(f"{name}-job", name) for name in ("red", "blue", "grey")), nodes=9, settings=SERVED)
-    rights = Rights(made.cluster)
+    scenario_run = Scenario(*(job(f"{name}-job", name) for name in ("red", "blue", "grey")), nodes=9, settings=SERVED)
+    rights = Rights(scenario_run.cluster)
     rights.missing = dict.fromkeys(missing, ())
-    async with made:
-        yield made.cluster, rights, made.process, made.workers
+    async with scenario_run:
+        yield scenario_run.cluster, rights, scenario_run.process, scenario_run.workers
 
 
 def reports_steps(workers: Workers, name: str) -> Callable[[], bool]:
@@ -120,7 +120,7 @@ async def test_a_namespace_with_unreadable_pods_is_not_planned() -> None:
         await until(lambda: len(pods(cluster, "blue")) == 3, 60, "the third worker")
         status = cluster.get(JOBS, "blue", "blue-job")["status"]
         assert status["restarts"]["total"] == 0
-        assert [each for each in pods(cluster, "blue") if each in present] == present
+        assert [pod for pod in pods(cluster, "blue") if pod in present] == present
 
 
 @in_virtual_time
@@ -144,8 +144,8 @@ async def test_silence_counts_from_the_opening_of_a_namespace() -> None:
         record = second.runtime.caches.jobs.store.get(("blue", "blue-job"))
         assert record is not None
         assert record.view is not None
-        seen = second.runtime.reconciler.observer.observe(record.view)
-        assert seen.coordinator_since > opened - 1, "their silence counts from now on"
+        observed = second.runtime.reconciler.observer.observe(record.view)
+        assert observed.coordinator_since > opened - 1, "their silence counts from now on"
         workers.muted_nodes = set()
         await asyncio.sleep(60)
         assert second.runtime.caches.namespaces.is_open("blue")

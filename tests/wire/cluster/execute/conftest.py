@@ -1,8 +1,8 @@
 import pytest
 
-from tests.wire.cluster.execute.execution_world import World
+from tests.wire.cluster.execute.executor_harness import ExecutorHarness
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def harness() -> ExecutorHarness:
+    return ExecutorHarness()

@@ -16,8 +16,8 @@ def lost_worker(text: str, uid: str = "u") -> Event:
     return Event("default", {**JOB, "uid": uid}, "WorkerLost", text)
 
 
-def recording(test: Callable[[FakeCluster, EventRecorder], Awaitable[None]]) -> Callable[[], None]:
-    """Make a test of a coroutine function that needs a cluster and a recorder, in virtual time."""
+def with_recorder(test: Callable[[FakeCluster, EventRecorder], Awaitable[None]]) -> Callable[[], None]:
+    """Decorate a test that is a coroutine function: run it in virtual time with a cluster and a recorder."""
 
     async def run() -> None:
         cluster = FakeCluster()
@@ -34,7 +34,7 @@ def events(cluster: FakeCluster) -> list[dict]:
     return [raw for (plural, _, _), raw in sorted(cluster.objects.items()) if plural == EVENTS.plural]
 
 
-@recording
+@with_recorder
 async def test_an_event_has_the_required_fields(cluster: FakeCluster, recorder: EventRecorder) -> None:
     recorder.record(
         Event("default", JOB, "WorkerLost", "x" * 3000, warning=True, related={"kind": "Node", "name": "n"})
@@ -50,7 +50,7 @@ async def test_an_event_has_the_required_fields(cluster: FakeCluster, recorder: 
     assert len(event["note"]) < 1024
 
 
-@recording
+@with_recorder
 async def test_repeated_notes_are_a_series_of_one_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
     for _ in range(10):
         recorder.record(lost_worker("pod w-1 lost"))
@@ -62,10 +62,10 @@ async def test_repeated_notes_are_a_series_of_one_event(cluster: FakeCluster, re
     assert len(events(cluster)) == 2
 
 
-@recording
+@with_recorder
 async def test_notes_of_one_series_are_one_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
-    for at in range(4):
-        text = f"Pod w-{at} ended before it could join: exit code 7"
+    for number in range(4):
+        text = f"Pod w-{number} ended before it could join: exit code 7"
         recorder.record(Event("default", JOB, "WorkerFailed", text, series="exit code 7"))
         await asyncio.sleep(40)
     recorder.record(Event("default", JOB, "WorkerFailed", "Pod w-5 ended: exit code 8", series="exit code 8"))
@@ -73,7 +73,7 @@ async def test_notes_of_one_series_are_one_event(cluster: FakeCluster, recorder:
     assert sorted(event.get("series", {}).get("count", 1) for event in events(cluster)) == [1, 4]
 
 
-@recording
+@with_recorder
 async def test_a_note_after_a_long_pause_is_a_new_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
     recorder.record(lost_worker("pod w-1 lost"))
     await asyncio.sleep(1000)
@@ -82,7 +82,7 @@ async def test_a_note_after_a_long_pause_is_a_new_event(cluster: FakeCluster, re
     assert len(events(cluster)) == 2
 
 
-@recording
+@with_recorder
 async def test_events_are_limited_for_each_job(cluster: FakeCluster, recorder: EventRecorder) -> None:
     for number in range(100):
         recorder.record(lost_worker(f"news {number}"))
@@ -92,7 +92,7 @@ async def test_events_are_limited_for_each_job(cluster: FakeCluster, recorder: E
     assert recorder.dropped == 100 - BUCKET
 
 
-@recording
+@with_recorder
 async def test_a_series_whose_event_has_expired_starts_again(cluster: FakeCluster, recorder: EventRecorder) -> None:
     recorder.record(lost_worker("pod w-1 lost"))
     await asyncio.sleep(60)
@@ -103,7 +103,7 @@ async def test_a_series_whose_event_has_expired_starts_again(cluster: FakeCluste
     assert len(events(cluster)) == 1
 
 
-@recording
+@with_recorder
 async def test_notes_during_an_outage_are_dropped(cluster: FakeCluster, recorder: EventRecorder) -> None:
     cluster.down = True
     recorder.record(lost_worker("lost"))

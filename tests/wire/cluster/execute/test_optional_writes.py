@@ -1,7 +1,6 @@
 """The time limit of writes of a NetworkPolicy, and the record of refused ones."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -10,24 +9,17 @@ from trainium_operator.cluster.api.errors import ApiError, ConflictError, Forbid
 from trainium_operator.cluster.execute.optional_writes import MAX_PAUSE_SECONDS, SECONDS, OptionalWrites
 
 
-def failing(error: ApiError) -> Callable[[], Awaitable[None]]:
-    async def work() -> None:
-        raise error
-
-    return work
-
-
-async def done() -> None:
-    return
+async def fail_with(error: ApiError) -> None:
+    raise error
 
 
 @in_virtual_time
 async def test_a_write_behind_a_hanging_webhook_times_out() -> None:
     loop = asyncio.get_running_loop()
     writes = OptionalWrites(loop.time)
-    began = loop.time()
+    started_at = loop.time()
     await writes.write("NetworkPolicy", "a", asyncio.sleep(30))
-    assert loop.time() - began == pytest.approx(SECONDS)
+    assert loop.time() - started_at == pytest.approx(SECONDS)
     refusal = writes.refusal("NetworkPolicy", "a")
     assert refusal is not None
     assert "did not take the NetworkPolicy within 10 s" in refusal.sentence
@@ -39,13 +31,13 @@ async def test_pauses_grow_to_a_maximum_and_end_with_a_success() -> None:
     writes = OptionalWrites(lambda: 1000.0)
     pauses = []
     for _ in range(12):
-        await writes.write("NetworkPolicy", "a", failing(ForbiddenError("no", status=403))())
+        await writes.write("NetworkPolicy", "a", fail_with(ForbiddenError("no", status=403)))
         refusal = writes.refusal("NetworkPolicy", "a")
         assert refusal is not None
         pauses.append(refusal.retry_at - 1000.0)
     assert pauses[:4] == [2.0, 4.0, 8.0, 16.0]
     assert pauses[-1] == MAX_PAUSE_SECONDS
-    await writes.write("NetworkPolicy", "a", done())
+    await writes.write("NetworkPolicy", "a", asyncio.sleep(0))
     assert writes.refusal("NetworkPolicy", "a") is None
 
 
@@ -56,7 +48,7 @@ async def test_pauses_grow_to_a_maximum_and_end_with_a_success() -> None:
 async def test_a_conflict_or_outage_is_raised(error: ApiError) -> None:
     writes = OptionalWrites(lambda: 0.0)
     with pytest.raises(type(error)):
-        await writes.write("NetworkPolicy", "a", failing(error)())
+        await writes.write("NetworkPolicy", "a", fail_with(error))
     assert writes.refusal("NetworkPolicy", "a") is None
 
 

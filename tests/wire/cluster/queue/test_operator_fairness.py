@@ -47,10 +47,10 @@ async def recovery_seconds(
         cluster.add(JOBS, training_job(f"held-{number}", replicas=replicas))
     await asyncio.sleep(5.3)
     loop = asyncio.get_running_loop()
-    began, step = loop.time(), workers.step_of("good")
+    started_at, step = loop.time(), workers.step_of("good")
     workers.kill_pod("good-w-1")
     await until(lambda: workers.step_of("good") > step + 2, 600, "it trains again")
-    seconds = loop.time() - began
+    seconds = loop.time() - started_at
     await asyncio.sleep(afterwards)
     running.cancel()
     await process.kill()

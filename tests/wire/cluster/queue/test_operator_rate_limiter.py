@@ -109,23 +109,23 @@ async def plans(cost: float, changes: list[float], until: float, faults: tuple[f
     With `faults`, only these are planned with the short pause.
     """
     loop, queue = asyncio.get_running_loop(), WorkQueue[Key]()
-    limiter, began, start = PlanRateLimiter(queue), list[float](), loop.time()
+    limiter, plan_times, start = PlanRateLimiter(queue), list[float](), loop.time()
 
     async def work() -> None:
         while True:
             key = await queue.get()
-            began.append(loop.time())
+            plan_times.append(loop.time())
             # Planning does not yield, so nothing changes during it.
-            limiter.record_plan(key, cost, began[-1])
+            limiter.record_plan(key, cost, plan_times[-1])
             queue.done(key)
 
     worker = asyncio.create_task(work())
-    for at in sorted([*changes, *faults]):
-        await asyncio.sleep(start + at - loop.time())
-        limiter.put(JOB, urgent=not faults or at in faults)
+    for time in sorted([*changes, *faults]):
+        await asyncio.sleep(start + time - loop.time())
+        limiter.put(JOB, urgent=not faults or time in faults)
     await asyncio.sleep(start + until - loop.time())
     worker.cancel()
-    return [round(at - start, 3) for at in began]
+    return [round(time - start, 3) for time in plan_times]
 
 
 def test_a_change_after_an_idle_period_is_planned_at_once() -> None:
@@ -133,30 +133,30 @@ def test_a_change_after_an_idle_period_is_planned_at_once() -> None:
 
 
 def test_a_burst_of_changes_takes_a_fifth_of_the_time() -> None:
-    began = run_virtual(plans(0.02, [1.0 + number / 1000 for number in range(1000)], 9.0))
-    assert began[0] == 1.0
-    assert 12 <= len(began) <= 14
-    assert began[-1] >= 1.999
+    plan_times = run_virtual(plans(0.02, [1.0 + number / 1000 for number in range(1000)], 9.0))
+    assert plan_times[0] == 1.0
+    assert 12 <= len(plan_times) <= 14
+    assert plan_times[-1] >= 1.999
 
 
 def test_a_slow_plan_delays_the_next_by_at_most_a_second() -> None:
-    began = run_virtual(plans(3.0, [1.0, 1.1, 4.5], 20.0))
-    assert began[1] <= began[0] + MAX_PAUSE_SECONDS
+    plan_times = run_virtual(plans(3.0, [1.0, 1.1, 4.5], 20.0))
+    assert plan_times[1] <= plan_times[0] + MAX_PAUSE_SECONDS
 
 
 def test_changes_that_are_not_urgent_wait_longer_and_the_last_is_planned() -> None:
     calm = [1.0 + number / 1000 for number in range(5000)]
-    began = run_virtual(plans(0.02, calm, 9.0, faults=(8.0,)))
-    assert began[-1] == 8.0
-    assert 13 <= len(began) <= 16
-    assert began[-2] >= 5.999
+    plan_times = run_virtual(plans(0.02, calm, 9.0, faults=(8.0,)))
+    assert plan_times[-1] == 8.0
+    assert 13 <= len(plan_times) <= 16
+    assert plan_times[-2] >= 5.999
     slow = run_virtual(plans(3.0, calm, 20.0, faults=(19.0,)))
     assert slow[:2] == [1.0, 1.0 + MAX_BACKGROUND_PAUSE_SECONDS]
 
 
 def test_a_fault_does_not_wait_for_the_pause_of_changes_that_are_not_urgent() -> None:
-    began = run_virtual(plans(0.1, [1.0, 1.1], 9.0, faults=(1.5,)))
-    assert began == [1.0, 1.5]
+    plan_times = run_virtual(plans(0.1, [1.0, 1.1], 9.0, faults=(1.5,)))
+    assert plan_times == [1.0, 1.5]
 
 
 @in_virtual_time

@@ -18,7 +18,7 @@ WAITS = PodView(
 )
 
 
-def job(name: str, *, wanted: int = 0, device: str = "cpu") -> JobView:
+def job(name: str, *, workers: int = 0, device: str = "cpu") -> JobView:
     return JobView(
         namespace="default",
         name=name,
@@ -26,7 +26,7 @@ def job(name: str, *, wanted: int = 0, device: str = "cpu") -> JobView:
         generation=1,
         deleting=False,
         spec=TrainingJobSpec.model_validate({"workers": {"accelerator": {"device": device}}}),
-        status=TrainingJobStatus.model_validate({"idleNodes": {"wanted": wanted}}),
+        status=TrainingJobStatus.model_validate({"idleNodes": {"wanted": workers}}),
         created=0.0,
     )
 
@@ -38,7 +38,7 @@ class TwoJobs:
         self.caches = make_caches(cast("Api", None), Settings())
         self.woken: list[Key] = []
         self.gangs = WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.woken.append)
-        self.first = job("first", wanted=2)
+        self.first = job("first", workers=2)
         self.version = 1
         for view in (self.first, job("other", device=device)):
             record = JobRecord(view.namespace, view.name, view.uid, view)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.testing.suite.timeouts import async_until, scaled
-from tests.wire.agent.coordinator_server import Authority, Jobs, Server
+from tests.wire.agent.coordinator_server import Authority, CoordinatorReplica, CoordinatorState
 from trainium_contract.wire.messages import HeartbeatRequest, ProcessFailure
 
 HERE = Path(__file__).parent
@@ -22,7 +22,9 @@ _addresses = itertools.count(1)
 _BLOCK = os.getpid() % 200 + 20
 
 
-class Agent:
+class AgentProcess:
+    """A forked agent: its address, log and exit code."""
+
     def __init__(self, name: str, ip: str, pid: int, log: Path, memory: Path) -> None:
         self.name, self.ip, self.pid, self.log_path, self.memory = name, ip, pid, log, memory
         self.code: int | None = None
@@ -35,7 +37,7 @@ class Agent:
         os.kill(self.pid, number)
 
 
-class Factory:
+class AgentFactory:
     """A client of the process that forks agents."""
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class Factory:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        self.agents: dict[int, Agent] = {}
+        self.agents: dict[int, AgentProcess] = {}
         self._read()
         os.set_blocking(self.process.stdout.fileno(), False)
         self._buffer = b""
@@ -53,14 +55,14 @@ class Factory:
     def _read(self) -> dict:
         return json.loads(self.process.stdout.readline())
 
-    def start(self, name: str, ip: str, env: dict[str, str], log: Path, memory: Path) -> Agent:
+    def start(self, name: str, ip: str, env: dict[str, str], log: Path, memory: Path) -> AgentProcess:
         self.process.stdin.write(json.dumps({"env": env, "log": str(log)}).encode() + b"\n")
         self.process.stdin.flush()
         started = None
         while started is None:
             started = self.poll()
             time.sleep(0.001)
-        agent = Agent(name, ip, started, log, memory)
+        agent = AgentProcess(name, ip, started, log, memory)
         self.agents[started] = agent
         return agent
 
@@ -86,28 +88,29 @@ class Factory:
 class AgentJob:
     """One job: its pods, coordinator and started ranks."""
 
-    def __init__(self, folder: Path, factory: Factory) -> None:
+    def __init__(self, folder: Path, factory: AgentFactory) -> None:
         self.folder, self.factory = folder, factory
         self.authority = Authority()
-        self.jobs = Jobs()
-        self.servers: list[Server] = []
-        self.agents: dict[str, Agent] = {}
+        self.coordinator = CoordinatorState()
+        self.coordinators: list[CoordinatorReplica] = []
+        self.agents: dict[str, AgentProcess] = {}
         self.control = folder / "control"
         self.control.mkdir()
         self.ca, self.token = folder / "ca.crt", folder / "token"
         self.ca.write_bytes(self.authority.pem)
-        self.token.write_text(self.jobs.token)
+        self.token.write_text(self.coordinator.token)
         (folder / "trainer.yaml").write_text("model: {}\n")
 
-    def fresh_ip(self) -> str:
+    def allocate_ip(self) -> str:
         number = next(_addresses)
         return f"127.{_BLOCK}.{number // 250 + 1}.{number % 250 + 1}"
 
-    async def server(self) -> Server:
-        server = Server(self.jobs, self.fresh_ip(), self.authority)
-        await server.start()
-        self.servers.append(server)
-        return server
+    async def add_coordinator(self) -> CoordinatorReplica:
+        """Start one more replica of the coordinator."""
+        replica = CoordinatorReplica(self.coordinator, self.allocate_ip(), self.authority)
+        await replica.start()
+        self.coordinators.append(replica)
+        return replica
 
     def environment(self, name: str, ip: str, **extra: str) -> dict[str, str]:
         memory = self.folder / f"memory-{name}"
@@ -115,7 +118,7 @@ class AgentJob:
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(HERE / "fakes"),
             "OMP_NUM_THREADS": "1",
-            "TRAINIUM_COORDINATOR": ",".join(f"{server.ip}:{server.port}" for server in self.servers),
+            "TRAINIUM_COORDINATOR": ",".join(f"{replica.ip}:{replica.port}" for replica in self.coordinators),
             "TRAINIUM_NAMESPACE": "team",
             "TRAINIUM_JOB": "job",
             "TRAINIUM_POD_NAME": name,
@@ -134,10 +137,10 @@ class AgentJob:
             **extra,
         }
 
-    def start(self, *names: str, **extra: str) -> list[Agent]:
+    def start(self, *names: str, **extra: str) -> list[AgentProcess]:
         started = []
         for name in names:
-            ip = self.fresh_ip()
+            ip = self.allocate_ip()
             agent = self.factory.start(
                 name,
                 ip,
@@ -149,44 +152,50 @@ class AgentJob:
             started.append(agent)
         return started
 
-    def command(self, name: str, text: str = "") -> None:
-        """Command the fake ranks. They read the folder at any time, so the file appears complete or not at all."""
+    def command_ranks(self, name: str, text: str = "") -> None:
+        """Write a command for the fake ranks, atomically, because they read it at any time."""
         draft = self.control / f"draft-of-{name}"
         draft.write_text(text)
         draft.rename(self.control / name)
 
-    def starts(self, **wanted: int | str) -> list[dict]:
+    def rank_starts(self, **fields: int | str) -> list[dict]:
+        """Return the records of started ranks with these fields."""
         path = self.control / "starts.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+        return [row for row in rows if all(row[key] == value for key, value in fields.items())]
 
-    async def until(self, condition: Callable[[], T], what: str, seconds: float = 30) -> T:
-        def polled() -> T:
+    async def until(self, condition: Callable[[], T], description: str, seconds: float = 30) -> T:
+        def poll() -> T:
             self.factory.poll()
             return condition()
 
-        def logs() -> str:
+        def describe() -> str:
             parts = [f"--- {name}\n{agent.log[-3000:]}" for name, agent in self.agents.items()]
-            return "\n".join([what, *parts])
+            return "\n".join([description, *parts])
 
-        return await async_until(polled, logs, seconds, pause=0.01)
+        return await async_until(poll, describe, seconds, pause=0.01)
 
-    async def registered(self, *names: str) -> None:
-        await self.until(lambda: set(names) <= set(self.jobs.registered), f"{names} registered")
+    def last_heartbeat(self, name: str) -> HeartbeatRequest | None:
+        received = self.coordinator.heartbeats.get(name)
+        return received[-1] if received else None
 
-    async def ready(self, *names: str) -> None:
+    async def until_registered(self, *names: str) -> None:
+        await self.until(lambda: set(names) <= set(self.coordinator.registered), f"{names} registered")
+
+    async def until_ready(self, *names: str) -> None:
         await self.until(
-            lambda: all((beat := self.jobs.last(name)) is not None and beat.ready for name in names), f"{names} ready"
+            lambda: all((heartbeat := self.last_heartbeat(name)) is not None and heartbeat.ready for name in names),
+            f"{names} ready",
         )
 
-    async def training(self, *names: str, generation: int = 1, attempt: int = 0, step: int = 0) -> None:
+    async def until_training(self, *names: str, generation: int = 1, attempt: int = 0, step: int = 0) -> None:
         def trains(name: str) -> bool:
-            beat = self.jobs.last(name)
+            heartbeat = self.last_heartbeat(name)
             return (
-                beat is not None
-                and (beat.generation, beat.attempt, beat.phase) == (generation, attempt, "Training")
-                and beat.progress is not None
-                and beat.progress.step > step
+                heartbeat is not None
+                and (heartbeat.generation, heartbeat.attempt, heartbeat.phase) == (generation, attempt, "Training")
+                and heartbeat.progress is not None
+                and heartbeat.progress.step > step
             )
 
         await self.until(
@@ -198,33 +207,35 @@ class AgentJob:
     ) -> None:
         """Start pods, and let the members train as generation 1."""
         self.start(*members, *spares, **extra)
-        await self.ready(*members, *spares)
-        await self.jobs.publish([*members], processes=processes)
-        await self.training(*members, step=step)
+        await self.until_ready(*members, *spares)
+        await self.coordinator.publish([*members], processes=processes)
+        await self.until_training(*members, step=step)
 
-    async def heartbeat(
-        self, name: str, condition: Callable[[HeartbeatRequest], object], what: str
+    async def until_heartbeat(
+        self, name: str, condition: Callable[[HeartbeatRequest], object], description: str
     ) -> HeartbeatRequest:
         """Return the newest heartbeat of a pod once it fulfils the condition."""
 
         def newest() -> HeartbeatRequest | None:
-            beat = self.jobs.last(name)
-            return beat if beat is not None and condition(beat) else None
+            heartbeat = self.last_heartbeat(name)
+            return heartbeat if heartbeat is not None and condition(heartbeat) else None
 
-        return await self.until(newest, f"{name}: {what}", 60)
+        return await self.until(newest, f"{name}: {description}", 60)
 
-    async def verdict(self, name: str) -> ProcessFailure:
+    async def until_verdict(self, name: str) -> ProcessFailure:
         """Return the verdict of a pod once it has one."""
-        return (await self.heartbeat(name, lambda beat: beat.verdict, "a verdict")).verdict
+        return (await self.until_heartbeat(name, lambda heartbeat: heartbeat.verdict, "a verdict")).verdict
 
-    async def phase(self, phase: str, *names: str) -> None:
+    async def until_phase(self, phase: str, *names: str) -> None:
         await self.until(
-            lambda: all((beat := self.jobs.last(name)) is not None and beat.phase == phase for name in names),
+            lambda: all(
+                (heartbeat := self.last_heartbeat(name)) is not None and heartbeat.phase == phase for name in names
+            ),
             f"{names} in phase {phase}",
             60,
         )
 
-    async def ended(self, *names: str) -> None:
+    async def until_ended(self, *names: str) -> None:
         await self.until(lambda: all(self.agents[name].code is not None for name in names), f"{names} ended")
 
     async def close(self) -> None:
@@ -232,14 +243,6 @@ class AgentJob:
             if agent.code is None:
                 with contextlib.suppress(ProcessLookupError):
                     agent.signal(signal.SIGKILL)
-        await self.ended(*self.agents)
-        for server in self.servers:
-            await server.stop()
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        await self.until_ended(*self.agents)
+        for replica in self.coordinators:
+            await replica.stop()

@@ -27,7 +27,9 @@ from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 
-class World:
+class ExecutorHarness:
+    """An executor for one job; `cluster` is its API server, `published` the generations that it published."""
+
     def __init__(self) -> None:
         self.cluster = FakeCluster()
         self.cluster.add(JOBS, training_job("j"))
@@ -46,7 +48,6 @@ class World:
             OptionalWrites(lambda: self.now),
             lambda: self.now,
         )
-
         run_virtual(self.caches.jobs.refresh())
 
     def publish(self, job: JobId, membership: Membership) -> None:
@@ -60,7 +61,7 @@ class World:
         assert record.view is not None
         return record.view
 
-    def owned(self, name: str, **more: Any) -> dict[str, Any]:
+    def owned_object(self, name: str, **more: Any) -> dict[str, Any]:
         owner = {
             "apiVersion": JOBS.api_version,
             "kind": JOBS.kind,
@@ -71,16 +72,16 @@ class World:
         labels = {**names.object_labels("j", "worker"), **names.selector_labels("j")}
         return {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}, **more}
 
-    def pods(self, count: int) -> tuple[CreatePod, ...]:
+    def pod_creations(self, count: int) -> tuple[CreatePod, ...]:
         spec = {"containers": [{"name": "worker"}]}
-        return tuple(CreatePod(self.owned(f"j-w-{number}", spec=spec)) for number in range(count))
+        return tuple(CreatePod(self.owned_object(f"j-w-{number}", spec=spec)) for number in range(count))
 
-    def publication(self, generation: int, replaces: int, ip: str = "10.0.0.1") -> PublishMembership:
+    def publish_action(self, generation: int, replaces: int, ip: str = "10.0.0.1") -> PublishMembership:
         new = membership(generation, member("j-w-0", pod_ip=ip))
         return PublishMembership(new, build_membership_map(self.job, new), replaces)
 
-    def uids(self) -> dict[str, str]:
-        """The uids of the pods that exist, by name."""
+    def pod_uids(self) -> dict[str, str]:
+        """Return the uids of existing pods by name."""
         return {name: self.cluster.get(PODS, "default", name)["metadata"]["uid"] for name in self.cluster.names(PODS)}
 
     def events(self) -> list[dict[str, Any]]:
@@ -89,12 +90,12 @@ class World:
     def refuse_creations(self, kind: str, message: str) -> None:
         """Refuse requests that create objects of this kind, until the faults are cleared."""
 
-        def refused(method: str, path: str) -> Any:
+        def refuse(method: str, path: str) -> Any:
             return http_error(403, "Forbidden", message) if method == "POST" and path.endswith(kind) else None
 
-        self.cluster.faults.append(refused)
+        self.cluster.faults.append(refuse)
 
-    async def do(self, *actions: Any, **changes: Any) -> None:
+    async def execute(self, *actions: Any, **changes: Any) -> None:
         await self.executor.execute(self.job, Plan(status=replace_status(self.job, **changes), actions=actions))
 
 
