@@ -1,7 +1,7 @@
-"""A dry run (`trainium_trainer.compile.dry_run`) on torch_xla's lazy device, with collectives that move nothing.
+"""Make a dry run (`trainium_trainer.compile.dry_run`) on the lazy device of torch_xla, without communication.
 
-On a Neuron device that is what extracting graphs does: they are made, and none is run. Started as the dry run is;
-prints the groups of its collectives and how many graphs were launched, as one JSON object.
+The extraction of graphs on a Neuron device does the same: it builds graphs and runs none. The program has the input of
+a dry run, and prints the groups of its collectives and the number of launched graphs as one JSON object.
 """
 
 import json
@@ -13,7 +13,7 @@ os.environ["NXD_CPU_MODE"] = "0"
 import standins
 
 standins.install()
-standins.move_nothing()
+standins.disable_communication()
 
 from torch_xla.debug import metrics  # noqa: E402 - the stand-ins come first
 
@@ -23,21 +23,21 @@ from trainium_trainer.compile import dry_run  # noqa: E402
 
 leave = exits.leave
 close = NxdBackend.close
-place = -1
+tp_rank = -1
 
 
-def asked(self: NxdBackend) -> None:
-    global place  # noqa: PLW0603 - the backend is gone when the answer is given
-    place = self.mesh.tp_rank
+def record_tp_rank(self: NxdBackend) -> None:
+    global tp_rank  # noqa: PLW0603 - the backend is closed before the program prints
+    tp_rank = self.mesh.tp_rank
     close(self)
 
 
 def report_and_exit(code: int) -> NoReturn:
     launched = (metrics.metric_data("ExecuteTime") or [0])[0]
-    answer = {"launched": launched, "groups": standins.moved, "place": place}
-    print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
+    result = {"launched": launched, "groups": standins.collective_groups, "tpRank": tp_rank}
+    print(json.dumps(result), flush=True)  # noqa: T201 - the result
     leave(code)
 
 
-exits.leave, NxdBackend.close = report_and_exit, asked  # type: ignore[method-assign]
+exits.leave, NxdBackend.close = report_and_exit, record_tp_rank  # type: ignore[method-assign]
 dry_run.main()

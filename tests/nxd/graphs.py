@@ -1,6 +1,6 @@
-"""A run on torch_xla's lazy device (its CPU), alone: counts, after each step, what was compiled, launched and fetched.
+"""Run one rank on the lazy device of torch_xla (its CPU), and count compilations, launches and fetches of each step.
 
-Prints one JSON object per step. Started with the trainer's arguments.
+The program has the arguments of the trainer, and prints one JSON object per step.
 """
 
 import json
@@ -21,7 +21,7 @@ from trainium_trainer.backends.base import StepOutcome  # noqa: E402
 from trainium_trainer.backends.nxd import backend  # noqa: E402
 from trainium_trainer.cli import main  # noqa: E402
 
-COUNTED = {
+METRICS = {
     "compiled": "CompileTime",
     "launched": "ExecuteTime",
     "fetched": "TransferFromDeviceTime",
@@ -29,14 +29,14 @@ COUNTED = {
 step = backend.NxdBackend.step
 
 
-def counting(self: backend.NxdBackend, **given: Any) -> StepOutcome:
-    outcome = step(self, **given)
-    xm.wait_device_ops()  # a launch is counted when it has ended
-    counts = {name: (metrics.metric_data(metric) or [0])[0] for name, metric in COUNTED.items()}
+def count_step(self: backend.NxdBackend, **options: Any) -> StepOutcome:
+    outcome = step(self, **options)
+    xm.wait_device_ops()  # a launch is counted at its end
+    counts = {name: (metrics.metric_data(metric) or [0])[0] for name, metric in METRICS.items()}
     missing = [name for name in metrics.counter_names() if name.startswith("aten::")]
     print(json.dumps({**counts, "loss": outcome.loss, "not lowered": missing}), flush=True)  # noqa: T201 - the answer
     return outcome
 
 
-backend.NxdBackend.step = counting  # type: ignore[method-assign]
+backend.NxdBackend.step = count_step  # type: ignore[method-assign]
 main(sys.argv[1:])

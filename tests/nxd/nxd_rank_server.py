@@ -1,6 +1,6 @@
-"""The rank server of the trainer's tests, with the stand-ins and NxD imported before it forks ranks.
+"""Run the rank server of the trainer tests with the stand-ins and NxD, which it imports before it forks ranks.
 
-Its ranks also know the commands of `programs.py`.
+Its ranks also have the commands of `programs.py`.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Stand-ins with which neuronx-distributed runs on a plain CPU, without the Neuron SDK.
+"""Stand-ins with which neuronx-distributed runs on a CPU, without the Neuron SDK.
 
-AWS publishes the source of neuronx-distributed, not that of torch_neuronx, of the compiler and of its kernels; NxD
-names those when it is imported and, with NXD_CPU_MODE=1, does without them. Stand-ins here: modules for the closed
-packages; torch_xla's device, ordinals and collectives over gloo; and, where torch_xla itself is not installed, the few
-names that NxD imports from it (then there is no ZeRO-1, whose core is torch_xla's).
+AWS publishes the source of neuronx-distributed, but not of torch_neuronx, the compiler and its kernels. NxD imports
+them, and with NXD_CPU_MODE=1 it does not use them. This module replaces the closed packages, and the device, ordinals
+and collectives of torch_xla by gloo. Where torch_xla is not installed, it replaces the names that NxD imports from it;
+then there is no ZeRO-1, which is part of torch_xla.
 """
 
 import importlib.abc
@@ -22,9 +22,9 @@ from torch import distributed as dist
 
 CLOSED = {"torch_neuronx", "neuronxcc", "nki", "nkilib"}
 NOT_NEEDED = {"boto3", "botocore", "tenacity", "requests"}
-"""Public packages that NxD imports for storage that we do not use; stood in for only when they are not there."""
+"""Public packages of storage that these tests do not use; replaced only if they are not installed."""
 INFERENCE = "neuronx_distributed.trace"
-"""Names TorchScript classes that only torch_neuronx registers."""
+"""It uses TorchScript classes that only torch_neuronx registers."""
 
 
 class Absent:
@@ -93,12 +93,12 @@ def install() -> None:
     os.environ.setdefault("NXD_CPU_MODE", "1")
     os.environ.setdefault("NXD_LOG_LEVEL", "error")
     os.environ.setdefault("PJRT_DEVICE", "CPU")
-    # NxD works without transformers, and not with a recent version.
+    # NxD works without transformers, but not with a recent version.
     sys.modules["transformers"] = None  # type: ignore[assignment]
     if importlib.util.find_spec("torch_xla") is None:
         _replace_torch_xla()
     else:
-        import torch_xla  # noqa: F401  must not find the closed packages
+        import torch_xla  # noqa: F401  before the closed packages can be found
     missing = {name for name in NOT_NEEDED if importlib.util.find_spec(name) is None}
     sys.meta_path.insert(0, Finder(CLOSED | missing))
     if os.environ["NXD_CPU_MODE"] == "1":
@@ -139,13 +139,13 @@ def _replace_torch_xla() -> None:
     _module("torch_xla.distributed.parallel_loader", MpDeviceLoader=Absent)
 
 
-# ---- what NXD_CPU_MODE=1 leaves to torch_xla -----------------------------------------------------------------------
+# ---- collectives that NXD_CPU_MODE=1 leaves to torch_xla -----------------------------------------------------------
 
 _groups: dict[tuple[int, ...], Any] = {}
 
 
 def _group(groups: Any) -> Any:
-    """Return this rank's gloo group of a list of rank lists; all ranks make them in the same order."""
+    """Return the gloo group of this rank from a list of rank lists; all ranks create them in the same order."""
     if not isinstance(groups, list) or not groups:
         return None if isinstance(groups, list) else groups
     for ranks in groups:
@@ -158,7 +158,7 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 def _all_reduce(kind: str, inputs: Any, scale: float = 1.0, groups: Any = None, **_: Any) -> Any:
-    """Reduce a list in place, and a tensor into a new one."""
+    """Reduce a list in place, or a tensor into a new tensor."""
     tensors = inputs if isinstance(inputs, list) else [inputs.clone()]
     for tensor in tensors:
         dist.all_reduce(tensor, op=_OPERATIONS[kind], group=_group(groups))
@@ -189,29 +189,29 @@ def _reduce_scatter(
     return part if output is None else output.copy_(part)
 
 
-moved: dict[str, list[list[int]]] = {}
-"""Where `move_nothing` is in force: the groups of the last collective of each size of group."""
+collective_groups: dict[str, list[list[int]]] = {}
+"""After `disable_communication`: the groups of the newest collective, by group size."""
 
 
-def move_nothing() -> None:
-    """Replace the collectives of this process by ones with groups and shapes but without peers."""
+def disable_communication() -> None:
+    """Replace the collectives of this process by collectives with the same shapes and without peers."""
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
-    def of(groups: Any) -> int:
-        """Return the ranks of a group; all ranks if no groups are given."""
+    def record_groups(groups: Any) -> int:
+        """Record the groups, by default one of all ranks, and return their size."""
         ranks = groups or [list(range(int(os.environ["WORLD_SIZE"])))]
-        moved[str(len(ranks[0]))] = [list(group) for group in ranks]
+        collective_groups[str(len(ranks[0]))] = [list(group) for group in ranks]
         return len(ranks[0])
 
     def all_reduce(_: str, inputs: Any, scale: float = 1.0, groups: Any = None, **__: Any) -> Any:
-        of(groups)
+        record_groups(groups)
         return inputs if isinstance(inputs, list) else inputs * scale
 
     def all_gather(value: Any, dim: int = 0, groups: Any = None, output: Any = None, **_: Any) -> Any:
         if isinstance(value, list):
-            return [all_gather(one, dim, groups) for one in value]
-        whole = torch.cat([value] * of(groups), dim=dim)
+            return [all_gather(tensor, dim, groups) for tensor in value]
+        whole = torch.cat([value] * record_groups(groups), dim=dim)
         return whole if output is None else output.copy_(whole)
 
     def reduce_scatter(
@@ -224,21 +224,23 @@ def move_nothing() -> None:
         output: Any = None,
         **_: Any,
     ) -> Any:
-        of(groups)
+        record_groups(groups)
         if isinstance(input, list):
-            return [one.chunk(shard_count, dim=scatter_dim)[0] * scale for one in input]
+            return [tensor.chunk(shard_count, dim=scatter_dim)[0] * scale for tensor in input]
         part = input.chunk(shard_count, dim=scatter_dim)[0] * scale
         return part if output is None else output.copy_(part)
 
     xm.all_reduce, xm.all_gather, xm.reduce_scatter = all_reduce, all_gather, reduce_scatter
-    xm.all_gather_bucketized = lambda values, bucket_cap_mb=0, **given: all_gather(values, **given)
-    xm.reduce_scatter_bucketized = lambda kind, values, bucket_cap_mb=0, **given: reduce_scatter(kind, values, **given)
+    xm.all_gather_bucketized = lambda values, bucket_cap_mb=0, **options: all_gather(values, **options)
+    xm.reduce_scatter_bucketized = lambda kind, values, bucket_cap_mb=0, **options: reduce_scatter(
+        kind, values, **options
+    )
     xr.global_ordinal = xr.local_ordinal = _number("RANK", 0)
     xr.world_size = xr.global_device_count = _number("WORLD_SIZE", 1)
 
 
 def _number(name: str, default: int) -> Callable[..., int]:
-    return lambda *_, **__: int(os.environ.get(name, default))  # of the rank that this process becomes
+    return lambda *_, **__: int(os.environ.get(name, default))  # the variables of a forked rank
 
 
 def _route_to_gloo() -> None:
@@ -248,9 +250,11 @@ def _route_to_gloo() -> None:
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
     xm.all_reduce, xm.all_gather, xm.reduce_scatter = _all_reduce, _all_gather, _reduce_scatter
-    xm.all_gather_bucketized = lambda values, bucket_cap_mb=0, **given: [_all_gather(one, **given) for one in values]
-    xm.reduce_scatter_bucketized = lambda kind, values, bucket_cap_mb=0, **given: [
-        _reduce_scatter(kind, one, **given) for one in values
+    xm.all_gather_bucketized = lambda values, bucket_cap_mb=0, **options: [
+        _all_gather(value, **options) for value in values
+    ]
+    xm.reduce_scatter_bucketized = lambda kind, values, bucket_cap_mb=0, **options: [
+        _reduce_scatter(kind, value, **options) for value in values
     ]
     xm.xla_device = lambda *_, **__: torch.device("cpu")
     xm.rendezvous = lambda *_, **__: dist.barrier()
@@ -260,7 +264,7 @@ def _route_to_gloo() -> None:
     xr.world_size = xr.global_device_count = xr.local_process_count = _number("WORLD_SIZE", 1)
 
     def shard_parameters(self: Any) -> list[dict[str, Any]]:
-        """The library's own insists on an XLA device here, and only here."""
+        """Shard parameters like the library, which requires an XLA device here."""
         self.device = torch.device("cpu")
         sharded = []
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""On torch_xla's own lazy device: a graph per micro-batch, none compiled after the first step, one read per step."""
+"""Run on the lazy device of torch_xla: one graph per micro-batch, compiled in the first step, and one read per step."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ STEPS = 5
 ACCUMULATION = 4
 
 
-def steps(config: dict[str, Any], folder: Path, *overrides: str, memory: bool = False) -> list[dict[str, Any]]:
+def run_steps(config: dict[str, Any], folder: Path, *overrides: str, memory: bool = False) -> list[dict[str, Any]]:
     file = folder / "trainer.yaml"
     file.write_text(yaml.safe_dump(config))
     argv = ["train", "--config", str(file), "--set", f"checkpoint.path={folder / 'checkpoints'}"]
@@ -27,22 +27,28 @@ def steps(config: dict[str, Any], folder: Path, *overrides: str, memory: bool = 
     if memory:
         environment["TRAINIUM_MEMORY_DIR"] = str(folder / "memory")
     script = Path(__file__).with_name("graphs.py")
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(script), *argv], env=environment, capture_output=True, text=True, timeout=800, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert completed.returncode == 0, completed.stderr
+    return [json.loads(line) for line in completed.stdout.splitlines() if line.startswith("{")]
+
+
+def assert_graphs_are_reused(counts: list[dict[str, Any]], *, fetches: int) -> None:
+    assert len(counts) == STEPS
+    for before, after in itertools.pairwise(counts):
+        assert after["compiled"] == before["compiled"]
+        assert after["launched"] - before["launched"] == ACCUMULATION
+        assert after["fetched"] - before["fetched"] == fetches
 
 
 @pytest.mark.parametrize("mode", ["Replicated", "FullySharded"])
 def test_steps_reuse_their_graphs_and_are_read_once(base_config: dict[str, Any], tmp_path: Path, mode: str) -> None:
-    found = steps(base_config, tmp_path, f"steps={STEPS}", f"dataParallel={mode}", "checkpoint.memory.everySteps=0")
-    assert len(found) == STEPS
-    for before, after in itertools.pairwise(found):
-        assert after["compiled"] == before["compiled"]
-        assert after["launched"] - before["launched"] == ACCUMULATION
-        assert after["fetched"] - before["fetched"] == 1
-    assert found[-1]["not lowered"] == []
+    counts = run_steps(
+        base_config, tmp_path, f"steps={STEPS}", f"dataParallel={mode}", "checkpoint.memory.everySteps=0"
+    )
+    assert_graphs_are_reused(counts, fetches=1)
+    assert counts[-1]["not lowered"] == []
 
 
 @pytest.mark.parametrize("mode", ["Replicated", "ShardedOptimizer"])
@@ -51,42 +57,35 @@ def test_a_tuning_with_dropout_reuses_its_graphs(
 ) -> None:
     tuning = "tuning={method: LoRA, trainable: [norm], lora: {rank: 4, dropout: 0.2, targets: ['*_proj', lm_head]}}"
     settings = [f"steps={STEPS}", f"dataParallel={mode}", "checkpoint.memory.everySteps=0", "recompute=Full", tuning]
-    found = steps(base_config, tmp_path, f"model.weights={base}", *settings)
-    assert len(found) == STEPS
-    for before, after in itertools.pairwise(found):
-        assert after["compiled"] == before["compiled"]
-        assert after["launched"] - before["launched"] == ACCUMULATION
-        assert after["fetched"] - before["fetched"] == 1
-    assert found[-1]["not lowered"] == []
+    counts = run_steps(base_config, tmp_path, f"model.weights={base}", *settings)
+    assert_graphs_are_reused(counts, fetches=1)
+    assert counts[-1]["not lowered"] == []
 
 
 def test_dropout_masks_equal_those_of_a_cpu() -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("hidden.py"))],
+    completed = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("dropout_masks.py"))],
         env=os.environ | {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=800,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"same": [True] * 4, "wide": [False] * 4}
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(completed.stdout) == {"same": [True] * 4, "hasInt64": [False] * 4}
 
 
 def test_a_memory_snapshot_adds_no_graph(base_config: dict[str, Any], tmp_path: Path) -> None:
-    found = steps(base_config, tmp_path, f"steps={STEPS}", memory=True)
-    for before, after in itertools.pairwise(found):
-        assert after["compiled"] == before["compiled"]
-        assert after["launched"] - before["launched"] == ACCUMULATION
-        assert after["fetched"] - before["fetched"] == 2
+    counts = run_steps(base_config, tmp_path, f"steps={STEPS}", memory=True)
+    assert_graphs_are_reused(counts, fetches=2)
 
 
 def test_losses_continue_after_save_and_resume_on_the_device(base_config: dict[str, Any], tmp_path: Path) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    whole.mkdir()
-    halves.mkdir()
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
+    uninterrupted.mkdir()
+    resumed.mkdir()
     sharded = "dataParallel=FullySharded"
-    through = steps(base_config, whole, "steps=6", sharded)
-    first = steps(base_config, halves, "steps=3", sharded)
-    second = steps(base_config, halves, "steps=6", sharded)
-    assert [one["loss"] for one in (*first, *second)] == [one["loss"] for one in through]
+    expected = run_steps(base_config, uninterrupted, "steps=6", sharded)
+    first = run_steps(base_config, resumed, "steps=3", sharded)
+    second = run_steps(base_config, resumed, "steps=6", sharded)
+    assert [step["loss"] for step in (*first, *second)] == [step["loss"] for step in expected]

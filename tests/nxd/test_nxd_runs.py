@@ -1,4 +1,4 @@
-"""The nxd backend on the real neuronx-distributed: the curves, states and checkpoints of the native backend."""
+"""Compare curves, states and checkpoints of the nxd backend, on the real neuronx-distributed, with the native one."""
 
 import os
 import signal
@@ -29,8 +29,8 @@ CONSTANT = "schedule.kind=Constant"
 needs_torch_xla = pytest.mark.torch_xla
 
 
-def run(launch: Callable[..., Any], ranks: int, name: str, overrides: Sequence[str] = (), **given: Any) -> Metrics:
-    return launch(ranks, name, list(overrides), **given).finish(300).metrics()
+def run(launch: Callable[..., Any], ranks: int, name: str, overrides: Sequence[str] = (), **options: Any) -> Metrics:
+    return launch(ranks, name, list(overrides), **options).finish(300).metrics()
 
 
 def assert_same_curve(metrics: Metrics, reference: Metrics) -> None:
@@ -87,10 +87,10 @@ def test_masked_documents_have_the_curve_of_the_native_backend(
     launch: Callable[..., Any], documents: Path, ranks: int, overrides: list[str]
 ) -> None:
     text, masked = f"data.source={documents}", "data.maskDocuments=true"
-    whole = run(launch, 1, "whole", ["backend=Native", text])
-    apart = run(launch, 1, "apart", ["backend=Native", text, masked])
-    assert [line["loss"] for line in apart] != [line["loss"] for line in whole]
-    assert_same_curve(run(launch, ranks, "nxd", [NXD, text, masked, *overrides]), apart)
+    unmasked_curve = run(launch, 1, "unmasked", ["backend=Native", text])
+    masked_curve = run(launch, 1, "masked", ["backend=Native", text, masked])
+    assert [line["loss"] for line in masked_curve] != [line["loss"] for line in unmasked_curve]
+    assert_same_curve(run(launch, ranks, "nxd", [NXD, text, masked, *overrides]), masked_curve)
 
 
 def test_heads_repeated_as_on_trn2_make_the_same_curve(launch: Callable[..., Any], reference: Metrics) -> None:
@@ -138,13 +138,13 @@ def test_half_precision_stays_close_to_full_precision(
     ids=["replicated", "zero1", "zero1, master weights"],
 )
 def test_a_resumed_run_is_bit_identical(launch: Callable[..., Any], overrides: list[str]) -> None:
-    """The library's own resume of ZeRO-1 silently restores the weights from before the load."""
+    """The resume of ZeRO-1 in the library silently restores the weights from before the load."""
     settings = [NXD, TP, CONSTANT, *overrides]
-    through = run(launch, 4, "through", [*settings, "steps=6"])
+    expected = run(launch, 4, "uninterrupted", [*settings, "steps=6"])
     run(launch, 4, "halted", [*settings, "steps=3"])
     resumed = run(launch, 4, "halted", [*settings, "steps=6"])
-    assert [line["loss"] for line in resumed] == [line["loss"] for line in through]
-    assert [line["gradNorm"] for line in resumed] == [line["gradNorm"] for line in through]
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in expected]
+    assert [line["gradNorm"] for line in resumed] == [line["gradNorm"] for line in expected]
 
 
 @needs_torch_xla
@@ -158,7 +158,7 @@ def test_a_checkpoint_is_loaded_in_every_layout_and_backend(launch: Callable[...
         (4, [NXD, ZERO1, TP]),
     ]
     for number, (ranks, overrides) in enumerate(layouts, start=1):
-        metrics = run(launch, ranks, "travelling", [*overrides, CONSTANT, f"steps={2 * number}"])
+        metrics = run(launch, ranks, "resumed", [*overrides, CONSTANT, f"steps={2 * number}"])
     assert_same_curve(metrics, reference)
 
 
@@ -194,8 +194,8 @@ def test_nonfinite_values_are_attributed_to_their_rank(
     program: Callable[..., Any], ranks: int, overrides: list[str], forward: list[int], backward: list[int]
 ) -> None:
     """A loss that is not finite reaches the gradients of the tensor-parallel group."""
-    for found in program("nonfinite", ranks, NXD, *overrides):
-        assert found == {"forward": [False, forward], "backward": [False, backward]}
+    for result in program("nonfinite", ranks, NXD, *overrides):
+        assert result == {"forward": [False, forward], "backward": [False, backward]}
 
 
 @pytest.mark.parametrize(
@@ -214,10 +214,10 @@ def test_an_unsupported_option_is_an_error(launch: Callable[..., Any], overrides
 
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
 def test_shared_values_agree_after_different_rounding(program: Callable[..., Any], target: str) -> None:
-    for found in program("agree", 4, TP4, NXD, TEST_NXD_TARGET=target):
-        assert found["before"] > 0
-        assert found["after"] == 0
-        assert found["changed"] == []
+    for result in program("agree", 4, TP4, NXD, TEST_NXD_TARGET=target):
+        assert result["before"] > 0
+        assert result["after"] == 0
+        assert result["changed"] == []
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_validation_and_weight_norm_equal_those_of_the_native_backend(
     program: Callable[..., Any], ranks: int, overrides: list[str]
 ) -> None:
     (expected, _) = program("evaluate", 2, "backend=Native")
-    for found in program("evaluate", ranks, NXD, *overrides):
-        assert float(found["losses"][0]) == pytest.approx(float(expected["losses"][0]), rel=1e-6)
-        assert found["losses"][1] == expected["losses"][1] == "nan"
-        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-6)
+    for result in program("evaluate", ranks, NXD, *overrides):
+        assert float(result["losses"][0]) == pytest.approx(float(expected["losses"][0]), rel=1e-6)
+        assert result["losses"][1] == expected["losses"][1] == "nan"
+        assert result["norm"] == pytest.approx(expected["norm"], rel=1e-6)
 
 
 @needs_torch_xla
@@ -246,19 +246,19 @@ def test_checkpoints_convert_to_and_from_nxd(
     settings = [NXD, ZERO1, TP, "precision=BFloat16", f"model.tieEmbeddings={str(tied).lower()}"]
     run(launch, 4, "run", [*settings, "steps=3"])
     root, config = tmp_path / "run", tmp_path / "converted.yaml"
-    known = yaml.safe_load((tmp_path / "trainer.yaml").read_text())
-    known["model"]["tieEmbeddings"] = tied
-    config.write_text(yaml.safe_dump(known))
-    theirs, given = str(tmp_path / "theirs"), ["--config", str(config)]
-    assert cli.run(["convert", "to-nxd", str(root), theirs, "--tensor", "2", "--zero1", "2", *given]) == 0
-    for found in program("reload", 4, *settings, f"checkpoint.path={root}"):
-        assert found["content"]["step"] == 3
-    assert cli.run(["convert", "from-nxd", str(tmp_path / "again"), str(tmp_path / "back"), *given]) == 0
-    before, after = (contents(path) for path in (root, tmp_path / "back"))
+    document = yaml.safe_load((tmp_path / "trainer.yaml").read_text())
+    document["model"]["tieEmbeddings"] = tied
+    config.write_text(yaml.safe_dump(document))
+    converted, options = str(tmp_path / "converted"), ["--config", str(config)]
+    assert cli.run(["convert", "to-nxd", str(root), converted, "--tensor", "2", "--zero1", "2", *options]) == 0
+    for result in program("reload", 4, *settings, f"checkpoint.path={root}"):
+        assert result["content"]["step"] == 3
+    assert cli.run(["convert", "from-nxd", str(tmp_path / "resaved"), str(tmp_path / "back"), *options]) == 0
+    before, after = (open_newest(path) for path in (root, tmp_path / "back"))
     assert before.tensors.keys() == after.tensors.keys()
     assert [name for name in before.tensors if not torch.equal(before.read(name), after.read(name))] == []
 
 
-def contents(root: Path) -> CheckpointReader:
+def open_newest(root: Path) -> CheckpointReader:
     storage = PosixStorage(root)
     return CheckpointReader(storage, survey(storage).committed[0], Retry(()))

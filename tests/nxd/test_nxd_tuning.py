@@ -1,4 +1,4 @@
-"""Tuning on the nxd backend with the real neuronx-distributed: losses, adapters, checkpoints of the native backend."""
+"""Tune on the nxd backend with the real neuronx-distributed, and compare with the native backend."""
 
 import json
 import os
@@ -31,15 +31,15 @@ CONSTANT = "schedule.kind=Constant"
 SETTINGS = "rank: 4, alpha: 8"
 LORA = f"tuning={{method: LoRA, lora: {{{SETTINGS}, targets: ['*_proj', lm_head]}}}}"
 SOME = f"tuning={{method: LoRA, lora: {{{SETTINGS}, targets: [k_proj, up_proj, down_proj]}}}}"
-DROPS = f"tuning={{method: LoRA, lora: {{{SETTINGS}, dropout: 0.3, targets: ['*_proj']}}}}"
-BESIDE = f"tuning={{method: LoRA, trainable: ['*norm', embed_tokens], lora: {{{SETTINGS}}}}}"
+WITH_DROPOUT = f"tuning={{method: LoRA, lora: {{{SETTINGS}, dropout: 0.3, targets: ['*_proj']}}}}"
+BESIDE_WEIGHTS = f"tuning={{method: LoRA, trainable: ['*norm', embed_tokens], lora: {{{SETTINGS}}}}}"
 PATTERNS = "tuning={trainable: ['model.layers.1.*', norm]}"
 MIXED = "tuning={trainable: [q_proj, v_proj, gate_proj, lm_head]}"
 TUNINGS = {
     "LoRA": LORA,
     "LoRA on some": SOME,
-    "LoRA with dropout": DROPS,
-    "LoRA beside weights": BESIDE,
+    "LoRA with dropout": WITH_DROPOUT,
+    "LoRA beside weights": BESIDE_WEIGHTS,
     "patterns": PATTERNS,
     "mixed": MIXED,
 }
@@ -48,10 +48,10 @@ needs_torch_xla = pytest.mark.torch_xla
 
 @pytest.fixture
 def run(launch: Launcher, base: Path) -> Run:
-    """Tune a base to the end: the metrics and what was trained."""
+    """Return a function that tunes a base and returns the metrics and the trained tensors."""
 
-    def start(ranks: int, name: str, *overrides: str, weights: Path = base, **given: Any) -> tuple[Metrics, Trained]:
-        job = launch(ranks, name, [f"model.weights={weights}", *overrides], **given).finish(300)
+    def start(ranks: int, name: str, *overrides: str, weights: Path = base, **options: Any) -> tuple[Metrics, Trained]:
+        job = launch(ranks, name, [f"model.weights={weights}", *overrides], **options).finish(300)
         return job.metrics(), job.weights()
 
     return start
@@ -59,19 +59,20 @@ def run(launch: Launcher, base: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def native() -> dict[str, tuple[Metrics, Trained]]:
-    """Return the native backend's result of each tuning, computed at its first use."""
+    """Return the results of the native backend by tuning, computed at their first use."""
     return {}
 
 
-def assert_same(ours: tuple[Metrics, Trained], theirs: tuple[Metrics, Trained]) -> None:
-    for line, expected in zip(ours[0], theirs[0], strict=True):
+def assert_same(result: tuple[Metrics, Trained], expected_result: tuple[Metrics, Trained]) -> None:
+    (metrics, trained), (expected_metrics, expected_trained) = result, expected_result
+    for line, expected in zip(metrics, expected_metrics, strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert line["gradNorm"] == pytest.approx(expected["gradNorm"], rel=1e-3)
         assert line.get("parameterNorm", 0) == pytest.approx(expected.get("parameterNorm", 0), rel=1e-5)
-    assert ours[1].keys() == theirs[1].keys()
-    for name, tensor in theirs[1].items():
-        assert ours[1][name].dtype == tensor.dtype
-        torch.testing.assert_close(ours[1][name], tensor, rtol=1e-3, atol=1e-4)
+    assert trained.keys() == expected_trained.keys()
+    for name, tensor in expected_trained.items():
+        assert trained[name].dtype == tensor.dtype
+        torch.testing.assert_close(trained[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 LAYOUTS = [
@@ -130,56 +131,58 @@ def test_tuning_of_a_family_equals_that_of_the_native_backend(
     fields = {"vocab_size": 320, "intermediate_size": 64, "tie_word_embeddings": False} | FAMILIES[family]
     weights = save_family(tmp_path / "family", family, **fields)
     shutil.copy(base / "tokenizer.json", weights)
-    theirs = run(1, "native", NATIVE, tuning, weights=weights)
-    assert_same(run(ranks, "nxd", NXD, tuning, *overrides, weights=weights), theirs)
+    expected = run(1, "native", NATIVE, tuning, weights=weights)
+    assert_same(run(ranks, "nxd", NXD, tuning, *overrides, weights=weights), expected)
 
 
-@pytest.mark.parametrize("tuning", [BESIDE, "tuning={trainable: [down_proj]}"], ids=["trained", "frozen"])
+@pytest.mark.parametrize("tuning", [BESIDE_WEIGHTS, "tuning={trainable: [down_proj]}"], ids=["trained", "frozen"])
 def test_a_tied_embedding_is_trained_or_frozen_once(run: Run, make_base: MakeBase, tuning: str) -> None:
     weights = make_base(tied=True)
-    theirs = run(1, "native", NATIVE, tuning, weights=weights)
-    assert_same(run(2, "nxd", NXD, tuning, TP, SP, weights=weights), theirs)
+    expected = run(1, "native", NATIVE, tuning, weights=weights)
+    assert_same(run(2, "nxd", NXD, tuning, TP, SP, weights=weights), expected)
 
 
 @pytest.mark.parametrize("tuning", [LORA, "tuning={method: Full}"], ids=["LoRA", "full"])
 def test_rows_of_a_padded_vocabulary_do_not_count(run: Run, make_base: MakeBase, tuning: str) -> None:
     weights = make_base(vocabulary=321)
-    theirs = run(2, "native", NATIVE, tuning, TP, weights=weights)
+    expected = run(2, "native", NATIVE, tuning, TP, weights=weights)
     for name, overrides in (("nxd", [TP]), ("sequence", [TP, SP])):
-        assert_same(run(2, name, NXD, tuning, *overrides, weights=weights), theirs)
+        assert_same(run(2, name, NXD, tuning, *overrides, weights=weights), expected)
 
 
 @pytest.mark.parametrize(
     ("tuning", "overrides"),
     [
         pytest.param(LORA, ["precision=BFloat16", TP], id="LoRA"),
-        pytest.param(BESIDE, ["precision=BFloat16", TP, SP, ZERO1], id="LoRA beside weights", marks=needs_torch_xla),
+        pytest.param(
+            BESIDE_WEIGHTS, ["precision=BFloat16", TP, SP, ZERO1], id="LoRA beside weights", marks=needs_torch_xla
+        ),
         pytest.param(MIXED, ["precision=BFloat16", TP, SP], id="mixed"),
         pytest.param(MIXED, ["precision=BFloat16Stochastic", TP, ZERO1], id="mixed, bfloat16", marks=needs_torch_xla),
     ],
 )
 def test_half_precision_stays_close_to_full_precision(run: Run, overrides: list[str], tuning: str) -> None:
-    whole, _ = run(1, "whole", NATIVE, tuning)
+    full, _ = run(1, "full", NATIVE, tuning)
     half, adapters = run(4, "half", NXD, tuning, *overrides)
-    assert half[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=1e-2)
-    assert half[-1]["loss"] != whole[-1]["loss"]
+    assert half[-1]["loss"] == pytest.approx(full[-1]["loss"], rel=1e-2)
+    assert half[-1]["loss"] != full[-1]["loss"]
     assert {tensor.dtype for name, tensor in adapters.items() if ".lora_" in name} <= {torch.float32}
 
 
-@pytest.mark.parametrize("tuning", [DROPS, PATTERNS], ids=["LoRA with dropout", "patterns"])
+@pytest.mark.parametrize("tuning", [WITH_DROPOUT, PATTERNS], ids=["LoRA with dropout", "patterns"])
 @pytest.mark.parametrize("overrides", [[TP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])
 def test_a_resumed_tuning_is_bit_identical(run: Run, overrides: list[str], tuning: str) -> None:
     settings = [NXD, CONSTANT, tuning, *overrides]
-    through, theirs = run(4, "through", *settings, "steps=6")
+    expected, expected_trained = run(4, "uninterrupted", *settings, "steps=6")
     run(4, "halted", *settings, "steps=3")
-    resumed, ours = run(4, "halted", *settings, "steps=6")
-    assert [line["loss"] for line in resumed] == [line["loss"] for line in through]
-    assert [line["gradNorm"] for line in resumed] == [line["gradNorm"] for line in through]
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    resumed, trained = run(4, "halted", *settings, "steps=6")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in expected]
+    assert [line["gradNorm"] for line in resumed] == [line["gradNorm"] for line in expected]
+    assert [name for name in expected_trained if not torch.equal(trained[name], expected_trained[name])] == []
 
 
 @needs_torch_xla
-@pytest.mark.parametrize("tuning", [DROPS, MIXED], ids=["LoRA with dropout", "mixed"])
+@pytest.mark.parametrize("tuning", [WITH_DROPOUT, MIXED], ids=["LoRA with dropout", "mixed"])
 def test_a_checkpoint_is_loaded_in_layouts_of_both_backends(run: Run, tuning: str) -> None:
     reference = run(1, "reference", NATIVE, tuning, CONSTANT, "steps=8")
     layouts: list[tuple[int, list[str]]] = [
@@ -189,24 +192,26 @@ def test_a_checkpoint_is_loaded_in_layouts_of_both_backends(run: Run, tuning: st
         (2, [NATIVE, TP]),
     ]
     for number, (ranks, overrides) in enumerate(layouts, start=1):
-        travelled = run(ranks, "travelling", *overrides, tuning, CONSTANT, f"steps={2 * number}")
-    assert_same(travelled, reference)
+        resumed = run(ranks, "resumed", *overrides, tuning, CONSTANT, f"steps={2 * number}")
+    assert_same(resumed, reference)
 
 
 def test_a_killed_tuning_resumes_from_memory(launch: Launcher, run: Run, base: Path) -> None:
-    settings = [NXD, TP, CONSTANT, DROPS, "steps=12"]
-    reference, theirs = run(2, "reference", *settings)
+    settings = [NXD, TP, CONSTANT, WITH_DROPOUT, "steps=12"]
+    reference, expected_trained = run(2, "reference", *settings)
     job = launch(2, "killed", [f"model.weights={base}", *settings], memory=True)
     job.wait_for_step(5, 300)
     for pid in job.pids:
         os.kill(pid, signal.SIGKILL)
     job.wait()
-    resumed, ours = run(2, "killed", *settings, memory=True)
+    resumed, trained = run(2, "killed", *settings, memory=True)
     assert [line["loss"] for line in resumed] == [line["loss"] for line in reference]
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert [name for name in expected_trained if not torch.equal(trained[name], expected_trained[name])] == []
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+)  # from peft about transformers
 def test_a_tuning_starts_from_an_adapter_of_peft(run: Run, base: Path, tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(base)
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
@@ -216,21 +221,21 @@ def test_a_tuning_starts_from_an_adapter_of_peft(run: Run, base: Path, tmp_path:
         f"tuning={{method: LoRA, lora: {{{SETTINGS}, targets: [q_proj, v_proj, down_proj], "
         f"adapter: {tmp_path / 'adapter'}}}}}"
     )
-    theirs = run(1, "native", NATIVE, tuning)
-    assert_same(run(4, "nxd", NXD, tuning, TP, SP), theirs)
+    expected = run(1, "native", NATIVE, tuning)
+    assert_same(run(4, "nxd", NXD, tuning, TP, SP), expected)
     started, _ = run(1, "fresh", NATIVE, tuning.replace(str(tmp_path / "adapter"), "null"), "steps=2")
-    assert started[0]["loss"] != pytest.approx(theirs[0][0]["loss"], rel=1e-3), "the adapter was used"
+    assert started[0]["loss"] != pytest.approx(expected[0][0]["loss"], rel=1e-3), "the adapter is used"
 
 
 @pytest.mark.parametrize("overrides", [[TP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])
 def test_frozen_weights_have_no_optimizer_state(
     program: Callable[..., list[dict[str, Any]]], base: Path, overrides: list[str]
 ) -> None:
-    for found in program("frozen", 4, NXD, f"model.weights={base}", LORA, "precision=BFloat16", *overrides):
-        assert found["held"] > 0
-        assert found["strange"] == [], "adapters alone are held and have gradients, in float32"
-        assert found["frozen"] == ["torch.bfloat16"]
-        assert found["same"], "the base is as it was"
+    for result in program("frozen", 4, NXD, f"model.weights={base}", LORA, "precision=BFloat16", *overrides):
+        assert result["states"] > 0
+        assert result["notAdapters"] == [], "only adapters have states and gradients"
+        assert result["frozen"] == ["torch.bfloat16"]
+        assert result["unchanged"]
 
 
 @pytest.mark.parametrize("tuning", [LORA, "tuning={method: Full}"], ids=["LoRA", "full"])
@@ -240,9 +245,9 @@ def test_packed_examples_are_separate_as_on_the_native_backend(run: Run, tmp_pat
     examples.write_text("".join(json.dumps(line) + "\n" for line in lines))
     template = "data.examples.template={prompt: '{instruction}', completion: ' {response}'}"
     packed = [f"data.source={examples}", "data.format=Instruction", template, "data.examples.packing=true", tuning]
-    theirs = run(1, "native", NATIVE, *packed)
-    assert_same(run(2, "divided", NXD, *packed, TP, SP, "recompute=Selective"), theirs)
+    expected = run(1, "native", NATIVE, *packed)
+    assert_same(run(2, "divided", NXD, *packed, TP, SP, "recompute=Selective"), expected)
     joined = [*packed, "data.examples.maskExamples=false"]
-    others = run(1, "joined", NATIVE, *joined)
-    assert others[0][0]["loss"] != theirs[0][0]["loss"]
-    assert_same(run(2, "joined and divided", NXD, *joined, TP), others)
+    joined_result = run(1, "joined", NATIVE, *joined)
+    assert joined_result[0][0]["loss"] != expected[0][0]["loss"]
+    assert_same(run(2, "joined and divided", NXD, *joined, TP), joined_result)

@@ -127,3 +127,9 @@ def decode(data: ExampleDataset, source: int = 0) -> list[tuple[str, str]]:
         )
         for ids, loss_mask in examples
     ]
+
+
+def first_example(data: ExampleDataset) -> tuple[list[int], list[bool]]:
+    """Return the token ids and the loss mask of the first stored example."""
+    ids, loss_mask = data.sources[0].stored.example(0)
+    return ids.tolist(), loss_mask.tolist()

@@ -55,8 +55,8 @@ def forked_workers() -> Iterator[None]:
     """Replace the start of worker processes by forks."""
     context = fork_context()
 
-    def start(theirs: socket.socket, environment: dict[str, str]) -> ForkedProcess:
-        connection = Connection(os.dup(theirs.fileno()))
+    def start(worker_socket: socket.socket, environment: dict[str, str]) -> ForkedProcess:
+        connection = Connection(os.dup(worker_socket.fileno()))
         with connection:
             process = context.Process(target=run_worker, args=(connection, environment))
             process.start()

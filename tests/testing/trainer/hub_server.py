@@ -12,12 +12,16 @@ in parts where they are large. A data set is added as `datasets/owner/name`.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 from tests.testing.suite.loopback_http import LoopbackServer
 
@@ -106,6 +110,15 @@ class HubServer:
         """Return the names of the files whose bytes were requested."""
         downloads = [item.path for item in self.requests if item.method == "GET" and "/api/" not in item.path]
         return [path.rpartition("/")[2] for path in downloads]
+
+
+@contextlib.contextmanager
+def run_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """Run a hub, and set the environment of this process to use it without progress bars."""
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.trainer.hub_server import PART_BYTES, HubServer
+from tests.testing.trainer.hub_server import PART_BYTES, HubServer, run_hub
 from trainium_contract.status.results import ArtifactReport
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.artifacts.push import open_repository, push_artifact
@@ -20,12 +20,10 @@ REPO = "acme/tuned"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # Xet's service is not on loopback
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with HubServer() as server:
+    with run_hub(monkeypatch) as server:
         server.writer = TOKEN
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
 
 

@@ -255,6 +255,12 @@ def start_run(root: Any, memory: Any = None, **settings: Any) -> Run:
     return Run(SINGLE_RANK, root, memory, **settings)
 
 
+def read_files(root: Path, excluded: str = "") -> dict[str, bytes]:
+    """Read all files below a root except those with the excluded name."""
+    files = (path for path in root.rglob("*") if path.is_file() and path.name != excluded)
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
 class HookedStorage(PosixStorage):
     """A store that calls `hook("before write NAME")` and the like before and after it writes a file."""
 
@@ -282,7 +288,7 @@ class SlowStorage(HookedStorage):
     """A store that takes `seconds` for every file it writes."""
 
     def __init__(self, root: Any, seconds: float) -> None:
-        super().__init__(root, lambda what: time.sleep(seconds if what.startswith("before") else 0))
+        super().__init__(root, lambda access: time.sleep(seconds if access.startswith("before") else 0))
 
 
 def _run_rank(

@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import functools
 import gc
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,8 @@ def save_as_a_peer_dies(coordinates: MeshCoordinates, root: Any) -> str:
         pid_file.write_text(str(os.getpid()))
     dist.barrier()
 
-    def kill_peer(what: str) -> None:
-        if what.startswith("after create") and what.endswith(COMMIT_NAME):
+    def kill_peer(access: str) -> None:
+        if access.startswith("after create") and access.endswith(COMMIT_NAME):
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
             with contextlib.suppress(RuntimeError):  # raised as soon as this rank detects the death of its peer
                 dist.barrier(run.manager._durable._group)
@@ -92,8 +94,22 @@ def gather_texts(coordinates: MeshCoordinates, sizes: list[int]) -> list[str]:
 class UnpicklableError(Exception):
     """An error that can be pickled but not unpickled."""
 
-    def __init__(self, what: str, where: str) -> None:
-        super().__init__(f"{what} at {where}")
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(f"{message} at {place}")
+
+
+def return_or_raise(value: Any, error: Exception | None) -> Any:
+    if error is not None:
+        raise error
+    return value
+
+
+def describe_outcome(action: Callable[[], Any]) -> str:
+    """Return the result of the action, or its error, as a text."""
+    try:
+        return str(action())
+    except Exception as error:  # noqa: BLE001 - the test checks it
+        return f"{type(error).__name__}: {error}"
 
 
 def reduce_with_failures(coordinates: MeshCoordinates) -> list[str]:
@@ -101,15 +117,8 @@ def reduce_with_failures(coordinates: MeshCoordinates) -> list[str]:
     group = dist.new_group(backend="gloo")
 
     def outcome(failing: dict[int, Exception], decide: Any = sum, label: str = "same", fold: Any = None) -> str:
-        def contribute() -> int:
-            if coordinates.rank in failing:
-                raise failing[coordinates.rank]
-            return coordinates.rank
-
-        try:
-            return str(reduce_on_root(contribute, decide, group, label, fold))
-        except Exception as error:  # noqa: BLE001 - the test checks it
-            return f"{type(error).__name__}: {error}"
+        contribute = functools.partial(return_or_raise, coordinates.rank, failing.get(coordinates.rank))
+        return describe_outcome(lambda: reduce_on_root(contribute, decide, group, label, fold))
 
     def refuse(_: list[int]) -> None:
         raise StorageError("no room")
@@ -133,16 +142,11 @@ def scatter_with_failures(coordinates: MeshCoordinates) -> list[str]:
     """Return the answer to each rank when all succeed, and when ranks or the decision fail."""
     group = dist.new_group(backend="gloo")
 
-    def outcome(failing: dict[int, Exception], decide: Any, label: str = "same") -> str:
-        def contribute() -> str:
-            if coordinates.rank in failing:
-                raise failing[coordinates.rank]
-            return chr(ord("a") + coordinates.rank)
+    letter = chr(ord("a") + coordinates.rank)
 
-        try:
-            return str(scatter_from_root(contribute, decide, group, label))
-        except Exception as error:  # noqa: BLE001 - the test checks it
-            return f"{type(error).__name__}: {error}"
+    def outcome(failing: dict[int, Exception], decide: Any, label: str = "same") -> str:
+        contribute = functools.partial(return_or_raise, letter, failing.get(coordinates.rank))
+        return describe_outcome(lambda: scatter_from_root(contribute, decide, group, label))
 
     def answers(values: list[str]) -> list[str]:
         return [f"{number} of {''.join(values)}{'x' * 50_000 * (number == 1)}" for number in range(len(values))]

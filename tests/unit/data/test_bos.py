@@ -67,12 +67,12 @@ def test_an_example_begins_by_the_rule_whatever_tokenizer_and_template_write(
     write_tokenizer(tmp_path / "tokenizer", bos=adds_bos)
     source = write_records(tmp_path / "d.jsonl", [{"q": "why", "a": "so"}])
     template = {"prompt": in_template + "{q} ", "completion": "{a}"}
-    given = make_config(tmp_path, source, bos=rule, examples={"template": template})
-    data = open_encoded(given)
+    config = make_config(tmp_path, source, bos=rule, examples={"template": template})
+    data = open_encoded(config)
     assert decode(data) == [(f"{expected}why so{EOS}", f"so{EOS}")]
     ids, _ = data.sources[0].stored.example(0)
     answer = int(data.sources[0].stored.answers[0])
-    assert build_prompts(given, [{"q": "why"}])[0][1] == tuple(ids[:answer].tolist()), "evaluation has the same prompt"
+    assert build_prompts(config, [{"q": "why"}])[0][1] == tuple(ids[:answer].tolist()), "evaluation has the same prompt"
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_text_that_is_tokenised_while_training_begins_alike(tmp_path: Path) -> N
     write_tokenizer(tmp_path / "tokenizer", specials=TEXT_SPECIALS)
     source = write_documents(tmp_path)
     identities = set()
-    for rule, begin in (("Auto", ""), ("Always", BOS)):
+    for rule, start in (("Auto", ""), ("Always", BOS)):
         data = open_data(text_config(tmp_path, source, bos=rule, tokenization="Online"), 1)
         identities.add(data.identity)
         with closing(open_loader(data, Share(global_size=1, micro_size=1, dp_rank=0, dp_size=1))) as loader:
             ids = [token for step in range(6) for token in loader.batch_at(step).micro_batches[0].inputs[0].tolist()]
         text = load_tokenizer(data.tokenizer).decode(ids, skip_special_tokens=False)
-        assert text.startswith(f"{begin}{DOCUMENTS[0]}{END_OF_TEXT}{begin}{DOCUMENTS[1]}{END_OF_TEXT}{begin}")
+        assert text.startswith(f"{start}{DOCUMENTS[0]}{END_OF_TEXT}{start}{DOCUMENTS[1]}{END_OF_TEXT}{start}")
     assert len(identities) == 2
 
 

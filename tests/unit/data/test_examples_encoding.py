@@ -1,12 +1,11 @@
 """Encode examples, and compare their tokens with those of transformers."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.testing.trainer.example_files import BOS, CHAT, CHATML, EOS, decode, encode, write_tokenizer
+from tests.testing.trainer.example_files import BOS, CHAT, CHATML, EOS, decode, encode, first_example, write_tokenizer
 from trainium_trainer.data.tokens.tokenizer import count_entries, load_tokenizer
 
 GENERATION = CHAT.replace("message['content'] | trim + '<|eot|>' }}", "'' }}").replace(
@@ -21,11 +20,6 @@ MESSAGES = [
     {"role": "user", "content": "and a mesh?"},
     {"role": "assistant", "content": "ranks in a net"},
 ]
-
-
-def first_example(data: Any) -> tuple[list[int], list[bool]]:
-    ids, loss_mask = data.sources[0].stored.example(0)
-    return ids.tolist(), loss_mask.tolist()
 
 
 def test_a_prompt_and_its_answer_have_the_tokens_of_transformers(tmp_path: Path) -> None:

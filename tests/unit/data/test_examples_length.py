@@ -118,11 +118,11 @@ def test_packed_examples_begin_at_position_0_and_have_their_own_labels(tmp_path:
     count = data.training.num_samples
     assert count < 25
     batch = first_batch(data, count)
-    seen, tokens = [], 0
+    packed_members, tokens = [], 0
     for row, number in enumerate(data.training.numbers(0, count)):
         starts = np.flatnonzero(batch.positions[row].numpy() == 0).tolist()
         members = data.training.parts[0].members(number)
-        seen += members
+        packed_members += members
         for start, member in zip(starts, members, strict=False):
             ids, loss_mask = stored.example(member)
             end = start + len(ids) - 1
@@ -133,7 +133,7 @@ def test_packed_examples_begin_at_position_0_and_have_their_own_labels(tmp_path:
             assert batch.labels[row, start:end].tolist() == expected.tolist()
         assert (batch.labels[row, end:] == -100).all()
         assert batch.positions[row, end:].tolist() == list(range(160 - end))
-    assert sorted(seen) == list(range(40)), "each example exactly once"
+    assert sorted(packed_members) == list(range(40)), "each example exactly once"
     assert data.report.occupancy == tokens / (count * 160) > 0.9
 
 
@@ -144,10 +144,10 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_labels(tmp_pat
     count = data.training.num_samples
     batch = first_batch(data, count)
     assert batch.positions is None
-    seen: list[int] = []
+    packed_members: list[int] = []
     for row, number in enumerate(data.training.numbers(0, count)):
         members = data.training.parts[0].members(number)
-        seen += members
+        packed_members += members
         examples = [stored.example(member) for member in members]
         tokens = [int(token) for ids, _ in examples for token in ids]
         # The first token of an example is not learned: the one before does not predict it.
@@ -156,7 +156,7 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_labels(tmp_pat
         assert batch.inputs[row, : len(tokens) - 1].tolist() == tokens[:-1]
         expected = [token if is_learned else -100 for token, is_learned in zip(tokens[1:], learned[1:], strict=True)]
         assert batch.labels[row].tolist() == expected + [-100] * (161 - len(tokens))
-    assert sorted(seen) == list(range(40)), "each example exactly once"
+    assert sorted(packed_members) == list(range(40)), "each example exactly once"
     assert any(len(data.training.parts[0].members(number)) > 1 for number in range(count))
 
 

@@ -18,6 +18,7 @@ from tests.testing.trainer.example_files import (
     EOS,
     decode,
     encode,
+    first_example,
     make_config,
     open_encoded,
     write_records,
@@ -81,11 +82,6 @@ def write_prepending_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens(specials)
     tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def first_example(data: Any) -> tuple[list[int], list[bool]]:
-    ids, loss_mask = data.sources[0].stored.example(0)
-    return ids.tolist(), loss_mask.tolist()
 
 
 @pytest.mark.parametrize("write", [write_tokenizer, write_prepending_tokenizer])

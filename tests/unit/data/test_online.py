@@ -69,20 +69,20 @@ def test_an_epoch_of_all_lanes_has_every_document_once_and_nothing_is_dropped(tm
     blocks_per_lane = len(blocks) // LANES
     assert blocks_per_lane > 4
     reader = load_tokenizer(tokenizer)
-    seen = []
+    read_documents = []
     for lane in range(LANES):
         lanes = Lanes(plan, [lane], [blocks])
         lane_blocks = [shuffled(lane + number * LANES, len(blocks), plan.seed) for number in range(blocks_per_lane)]
         length = sum(len(blocks.read(block).tokens) for block in lane_blocks)
         steps = -(-length // plan.sequence_length)
         stream = np.concatenate([lanes.rows(step).rows[0][:-1] for step in range(steps)])[:length]
-        seen += reader.decode(list(stream), skip_special_tokens=False).split(END)[:-1]
+        read_documents += reader.decode(list(stream), skip_special_tokens=False).split(END)[:-1]
     leftover = len(blocks) - blocks_per_lane * LANES
-    assert len(set(seen)) == len(seen)
-    assert set(seen) <= set(DOCUMENTS)
-    assert len(DOCUMENTS) - len(seen) <= leftover * 60
+    assert len(set(read_documents)) == len(read_documents)
+    assert set(read_documents) <= set(DOCUMENTS)
+    assert len(DOCUMENTS) - len(read_documents) <= leftover * 60
     if not leftover:
-        assert sorted(seen) == sorted(DOCUMENTS)
+        assert sorted(read_documents) == sorted(DOCUMENTS)
 
 
 def test_the_samples_are_the_same_for_any_ranks_processes_and_interruptions(tmp_path: Path, tokenizer: Path) -> None:

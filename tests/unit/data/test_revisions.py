@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.trainer.hub_server import HubServer
+from tests.testing.trainer.hub_server import HubServer, run_hub
 from trainium_contract.trainer.data import DataConfig
 from trainium_trainer.data.revisions import RECORD_NAME, RunRevisions
 from trainium_trainer.data.sources.hub import store_files
@@ -21,19 +21,18 @@ RETRY_AT_ONCE = Retry((0.0,))
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
-    with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with run_hub(monkeypatch) as server:
         yield server
 
 
 def test_every_source_of_a_data_set_is_pinned_to_one_commit(hub: HubServer, tmp_path: Path) -> None:
-    one, other = (hub.add(f"datasets/owner/pinned-{name}", {"a.jsonl": b"{}"}) for name in ("one", "other"))
+    first, second = (hub.add(f"datasets/owner/pinned-{name}", {"a.jsonl": b"{}"}) for name in ("one", "other"))
     config = DataConfig.model_validate(
         {
             "sources": [
                 {"hub": {"dataset": "owner/pinned-one"}},
                 {"source": "hf://datasets/owner/pinned-one?split=test"},
-                {"hub": {"dataset": "owner/pinned-other", "revision": other}},
+                {"hub": {"dataset": "owner/pinned-other", "revision": second}},
                 {"source": "/data"},
             ],
             "validation": {"source": "hf://datasets/owner/pinned-one@main?split=validation"},
@@ -42,11 +41,11 @@ def test_every_source_of_a_data_set_is_pinned_to_one_commit(hub: HubServer, tmp_
     pinned = RunRevisions(PosixStorage(tmp_path)).pin(config)
     hf = "hf://datasets/owner/pinned-"
     assert list_locations(pinned) == [
-        f"{hf}one@{one}?split=train",
-        f"{hf}one@{one}?split=test",
-        f"{hf}other@{other}?split=train",
+        f"{hf}one@{first}?split=train",
+        f"{hf}one@{first}?split=test",
+        f"{hf}other@{second}?split=train",
         "/data",
-        f"{hf}one@{one}?split=validation",
+        f"{hf}one@{first}?split=validation",
     ]
     assert [request.path for request in hub.requests] == ["/api/datasets/owner/pinned-one/revision/main"]
     hub.add("datasets/owner/pinned-one", {"a.jsonl": b"{}"})

@@ -56,7 +56,7 @@ def test_epochs_and_seeds_differ() -> None:
 def test_every_sample_is_seen_once_per_epoch_whatever_the_sizes(count: int, plan: list[tuple[int, int]]) -> None:
     """The run restarts at each size of `plan`, a list of (data-parallel size, steps)."""
     data = samples(count)
-    seen = []
+    used = []
     position = 0
     for dp_size, steps in plan:
         loaders = [
@@ -65,13 +65,13 @@ def test_every_sample_is_seen_once_per_epoch_whatever_the_sizes(count: int, plan
         ]
         for _ in range(steps):
             for loader in loaders:
-                seen += loader.batch_at(position).samples
+                used += loader.batch_at(position).samples
             position += 12
         for loader in loaders:
             loader.close()
-    assert seen == data.numbers(0, position)
-    for start in range(0, len(seen) - count + 1, count):
-        assert sorted(seen[start : start + count]) == list(range(count))
+    assert used == data.numbers(0, position)
+    for start in range(0, len(used) - count + 1, count):
+        assert sorted(used[start : start + count]) == list(range(count))
 
 
 def test_a_loader_returns_the_batch_of_any_position() -> None:
@@ -180,11 +180,11 @@ def test_each_epoch_has_each_sample_exactly_once_and_ends_with_a_full_batch(coun
     orders = []
     for epoch in range(3):
         rows = data.at(epoch * length, length)
-        seen = [row.number for row in rows if row is not None]
-        assert sorted(seen) == list(range(total))
-        assert seen == data.numbers(epoch * length, length)
+        used = [row.number for row in rows if row is not None]
+        assert sorted(used) == list(range(total))
+        assert used == data.numbers(epoch * length, length)
         assert all(row is None for row in rows[total:])
-        orders.append(seen)
+        orders.append(used)
     assert total < 8 or orders[0] != orders[1], "each epoch has a different order"
 
 

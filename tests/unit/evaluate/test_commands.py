@@ -206,9 +206,9 @@ def test_an_unmerged_adapter_changes_answers_and_figures(
                 parameter.fill_(0.5)
     network.save_pretrained(tmp_path / "adapter")
     both = ["--base", str(instruction.base), "--adapter", str(tmp_path / "adapter"), "--max-new-tokens", "5"]
-    (found,) = _generate([*both, "--prompt", "gradient"], capsys)
+    (with_adapter,) = _generate([*both, "--prompt", "gradient"], capsys)
     (plain,) = _generate([str(instruction.base), "--prompt", "gradient", "--max-new-tokens", "5"], capsys)
-    assert found["answer"] != plain["answer"]
+    assert with_adapter["answer"] != plain["answer"]
     output = tmp_path / "result.json"
     assert run(["evaluate", *both, "--config", str(instruction.file), "--output", str(output)]) == 0
     figure = json.loads(output.read_text())["figures"][0]

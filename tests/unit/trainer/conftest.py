@@ -1,4 +1,4 @@
-"""Text, configurations and forked ranks for the trainer's tests."""
+"""Text, configurations and forked ranks for the tests of the trainer."""
 
 import json
 import os
@@ -17,17 +17,25 @@ import yaml
 from tests.testing.suite.timeouts import until
 
 TIMEOUT = 120.0
-"""Seconds for what real processes do, the first of which also import torch."""
+"""Seconds for real processes; the first ones also wait for the imports."""
+BASE_FIELDS: dict[str, Any] = {
+    "vocab_size": 320,
+    "intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+"""Fields of a base with the shape of `base_config`, beside those of `save_base`."""
+RANK_SERVER = Path(__file__).with_name("rank_server.py")
 _WORDS = ("gradient", "loss", "step", "batch", "token", "shard", "rank", "node", "mesh", "state", "tensor", "warm")
 
 
 class RankServer:
     """The process of `rank_server.py`, which forks ranks."""
 
-    def __init__(self, scratch: Path) -> None:
-        """Start it; `scratch` is the folder of temporary files of its ranks."""
+    def __init__(self, scratch: Path, script: Path = RANK_SERVER) -> None:
+        """Start the process; `scratch` is the folder for temporary files of its ranks."""
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("rank_server.py"))],
+            [sys.executable, str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -41,7 +49,7 @@ class RankServer:
         self._process.stdin.flush()
         while True:
             answer = json.loads(self._process.stdout.readline())
-            if answer["number"] == self._requests:  # others answer requests of tests that timed out
+            if answer["number"] == self._requests:  # other answers are for tests that timed out
                 return answer
 
     def close(self) -> None:
@@ -94,33 +102,33 @@ class Job:
 
     def samples(self) -> dict[int, list[int]]:
         """Return the samples that all ranks recorded, by step."""
-        found: dict[int, list[int]] = {}
+        samples_by_step: dict[int, list[int]] = {}
         for path in self.folder.glob("samples-*.jsonl"):
             for line in path.read_text().splitlines():
                 record = json.loads(line)
-                found.setdefault(record["step"], []).extend(record["samples"])
-        return {step: sorted(samples) for step, samples in found.items()}
+                samples_by_step.setdefault(record["step"], []).extend(record["samples"])
+        return {step: sorted(samples) for step, samples in samples_by_step.items()}
 
     def weights(self) -> dict[str, Any]:
-        """Return the weights in the newest checkpoint, which are tensors."""
+        """Return the tensors of the weights in the newest checkpoint."""
         from trainium_trainer.checkpoint.format.reader import CheckpointReader
         from trainium_trainer.checkpoint.root.selection import choose_checkpoint
         from trainium_trainer.storage import open_storage
         from trainium_trainer.storage.protocol import Retry
 
         storage = open_storage(str(self.folder))
-        reader = CheckpointReader(
-            storage, choose_checkpoint(storage, str(self.folder), None, milestones=False), Retry()
-        )
+        checkpoint = choose_checkpoint(storage, str(self.folder), None, milestones=False)
+        reader = CheckpointReader(storage, checkpoint, Retry())
         return {name: reader.read(name) for name in reader.tensors if name.startswith("model.")}
 
     def assert_same_curve(self, other: Self) -> None:
-        """Compare with the curve of a run of another layout: equal but for the order of sums."""
+        """Compare with the curve of a run of another layout, which is equal except for the order of sums."""
         metrics, expected = self.metrics(), other.metrics()
         assert [line["tokens"] for line in metrics] == [line["tokens"] for line in expected]
         for key, rel in {"loss": 1e-5, "gradNorm": 1e-3, "validationLoss": 1e-5, "parameterNorm": 1e-5}.items():
-            wanted = {line["step"]: line[key] for line in expected if key in line}
-            assert {line["step"]: line[key] for line in metrics if key in line} == pytest.approx(wanted, rel=rel), key
+            expected_values = {line["step"]: line[key] for line in expected if key in line}
+            values = {line["step"]: line[key] for line in metrics if key in line}
+            assert values == pytest.approx(expected_values, rel=rel), key
 
     def wait_for_step(self, step: int) -> None:
         until(lambda: any(line["step"] >= step for line in self.metrics()[-1:]), self.log, TIMEOUT, pause=0.02)
@@ -135,8 +143,8 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    choose = random.Random(0)
-    lines = [" ".join(choose.choices(_WORDS, k=12)) + ".\n" for _ in range(38)]
+    rng = random.Random(0)
+    lines = [" ".join(rng.choices(_WORDS, k=12)) + ".\n" for _ in range(38)]
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(lines))
     return path
@@ -191,7 +199,7 @@ class Launcher:
     ) -> Job:
         """`launch(2, "dp2", ["steps=3"], memory=True)`; the same name again resumes.
 
-        `last_rank`: overrides that the last rank alone has. `exit_step`: rank 0 gets SIGTERM during this step, so all
+        `last_rank`: overrides of the last rank only. `exit_step`: rank 0 gets SIGTERM during this step, so all
         ranks exit after the next one on any machine.
         """
         folder = self._folder / name
@@ -215,57 +223,43 @@ def launch(rank_server: RankServer, base_config: dict[str, Any], tmp_path: Path)
 
 
 class ReferenceRuns:
-    """Uninterrupted runs that others are compared with; each runs once for all tests, which do not change its files."""
+    """Uninterrupted runs to compare with; each runs once for all tests, which must not change its files."""
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
-        self._known: dict[tuple[int, tuple[str, ...]], Job] = {}
+        self._finished: dict[tuple[int, tuple[str, ...]], Job] = {}
 
     def __call__(self, ranks: int, overrides: Sequence[str] = ()) -> Job:
-        """Return the finished run of so many ranks with these settings."""
+        """Return the finished run with this number of ranks and these overrides."""
         key = (ranks, tuple(overrides))
-        if key not in self._known:
-            self._known[key] = self._launch(ranks, f"run-{len(self._known)}", overrides).finish()
-        return self._known[key]
+        if key not in self._finished:
+            self._finished[key] = self._launch(ranks, f"run-{len(self._finished)}", overrides).finish()
+        return self._finished[key]
 
 
 @pytest.fixture(scope="session")
 def reference_run(
     rank_server: RankServer, base_config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> ReferenceRuns:
-    """Return an uninterrupted run that others are compared with: `reference_run(1, ["steps=4"])`."""
+    """Return an uninterrupted run to compare with: `reference_run(1, ["steps=4"])`."""
     return ReferenceRuns(Launcher(rank_server, base_config, tmp_path_factory.mktemp("reference")))
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     """Save a Hugging Face folder of the model that `base_config` describes, with a tokenizer of its text."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    from tests.testing.trainer.base_models import save_base
     from trainium_trainer.data.tokens.encoding import train_tokenizer
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-    )
     folder = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    save_base(folder, **BASE_FIELDS)
     train_tokenizer([iter([text_file.read_text()])], 320).save(str(folder / "tokenizer.json"))
     return folder
 
 
 @pytest.fixture
-def world_of_one() -> Iterator[Any]:
-    """Create a process group of this process alone."""
+def single_rank_group() -> Iterator[Any]:
+    """Create a process group of this process only."""
     from torch import distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

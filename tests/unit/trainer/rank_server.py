@@ -1,8 +1,8 @@
-"""A process with the trainer already imported that forks ranks on request, as a worker's agent does.
+"""Fork ranks on request from a process that has imported the trainer, like the agent of a worker.
 
-Reads one JSON object per line: {"ranks", "argv", "last", "environment", "logs"} starts ranks, the last one with
-further arguments, and answers {"pids"}; {"wait": pids, "seconds"} answers {"codes"} (null for a rank that had to be
-killed). Both have a "number", and so has the answer.
+The process reads one JSON object per line: {"ranks", "argv", "last", "environment", "logs"} starts ranks, the last one
+with further arguments, and answers {"pids"}; {"wait": pids, "seconds"} answers {"codes"} (null for a rank that had to
+be killed). Both have a "number", and so has the answer.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from trainium_devcluster.ports import release_ports, reserve_port
 
 PR_SET_PDEATHSIG = 1
 _IMPORTED = ("pyarrow", "pyarrow.ipc", "trainium_trainer.loop.after_training")
-"""What a rank imports besides what `warm` knows without a configuration."""
+"""Modules that a rank imports beyond those of `warm`."""
 
 
 def start(order: dict[str, Any]) -> list[int]:
@@ -35,8 +35,8 @@ def start(order: dict[str, Any]) -> list[int]:
             log = os.open(Path(order["logs"]) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": order["ranks"], "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"})
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": order["ranks"], "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"})
             os.environ.update(order["environment"])
             from trainium_trainer.cli import main
 
@@ -55,13 +55,13 @@ def request_exit(step: int) -> None:
     """Send SIGTERM to this rank during a step."""
     from trainium_trainer.backends.native import NativeBackend
 
-    original, taken = NativeBackend.totals, [0]
+    original, steps = NativeBackend.totals, [0]
 
-    def totals(self: NativeBackend, **words: Any) -> Any:
-        taken[0] += 1
-        if taken[0] == step:
+    def totals(self: NativeBackend, **options: Any) -> Any:
+        steps[0] += 1
+        if steps[0] == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, **words)
+        return original(self, **options)
 
     NativeBackend.totals = totals  # type: ignore[method-assign]
 
@@ -71,23 +71,23 @@ def compute_nan(steps: dict[str, int]) -> None:
     from trainium_trainer.backends.native import NativeBackend
     from trainium_trainer.models.llama import Block
 
-    original, block, done = NativeBackend.totals, Block.forward, [0]
+    original, block_forward, done = NativeBackend.totals, Block.forward, [0]
 
-    def forward(self: Block, x: Any, *rest: Any) -> Any:
+    def forward(self: Block, x: Any, *arguments: Any) -> Any:
         if done[0] + 1 == steps.get("forward"):
             x = x * float("nan")
         elif done[0] + 1 == steps.get("backward") and x.requires_grad:
             x = x.view_as(x)  # a pipeline reuses its tensors
             x.register_hook(lambda gradient: gradient * float("nan"))
-        return block(self, x, *rest)
+        return block_forward(self, x, *arguments)
 
     Block.forward = forward  # type: ignore[method-assign]
 
-    def totals(self: NativeBackend, **words: Any) -> Any:
+    def totals(self: NativeBackend, **options: Any) -> Any:
         done[0] += 1
         if done[0] >= steps.get("loss", done[0] + 1):
             self._losses[-1] = self._losses[-1] * float("nan")
-        return original(self, **words)
+        return original(self, **options)
 
     NativeBackend.totals = totals  # type: ignore[method-assign]
 
@@ -117,7 +117,7 @@ def serve() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # as a standby does: the collector of a rank leaves alone, and so does not copy, what is imported here
+    gc.freeze()  # like a standby: the collector of a rank does not touch, and so not copy, imported objects
     gc.enable()
     for line in sys.stdin:
         order = json.loads(line)

@@ -1,4 +1,4 @@
-"""Torch's store does not ask DNS for names of peers: proved with a name server that counts and does not answer."""
+"""Stop the store of torch from asking DNS for names of peers; a fake name server receives its requests."""
 
 import socket
 import subprocess
@@ -23,12 +23,12 @@ libc = ctypes.CDLL(None)
 libc.__res_state.restype = ctypes.c_void_p
 assert libc.__res_init() == 0
 state = libc.__res_state()
-wait, tries = ctypes.c_int.from_address(state), ctypes.c_int.from_address(state + 4)
+timeout, attempts = ctypes.c_int.from_address(state), ctypes.c_int.from_address(state + 4)
 count = ctypes.c_int.from_address(state + 16)
-wait.value = tries.value = count.value = 1
+timeout.value = attempts.value = count.value = 1
 server = ctypes.cast(state + 20, ctypes.POINTER(ctypes.c_ubyte))
-for at, byte in enumerate((2, 0, *port.to_bytes(2, "big"), 127, 0, 0, 1)):
-    server[at] = byte
+for index, byte in enumerate((2, 0, *port.to_bytes(2, "big"), 127, 0, 0, 1)):
+    server[index] = byte
 threads = len(os.listdir("/proc/self/task")) - before
 pid = os.fork()
 if pid == 0:
@@ -39,25 +39,25 @@ print(threads)
 """
 
 
-@pytest.mark.parametrize("stop", [False, True], ids=["as torch does it", "stopped"])
-def test_a_process_that_is_forked_from_one_that_stopped_them_asks_no_name_server(stop: bool) -> None:
-    """Without it the same process asks, so the name server counts what it should."""
+@pytest.mark.parametrize("stop", [False, True], ids=["default", "stopped"])
+def test_a_forked_process_asks_no_name_server_after_lookups_were_stopped(stop: bool) -> None:
+    """The case without the stop proves that the name server receives requests."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
-        asked = threading.Event()
+        received = threading.Event()
 
         def listen() -> None:
             if server.recv(512):
-                asked.set()
+                received.set()
 
         thread = threading.Thread(target=listen)
         thread.start()
         port = server.getsockname()[1]
         command = [sys.executable, "-c", CHILD, str(port), "stop" if stop else "go"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), check=False)
-        was_asked = asked.is_set()
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), check=False)
+        was_asked = received.is_set()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as waker:
             waker.sendto(b"end", ("127.0.0.1", port))
         thread.join()
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+    assert (completed.returncode, completed.stdout, completed.stderr) == (0, "0\n", "")
     assert was_asked is not stop

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.trainer.base_models import save_base
-from tests.testing.trainer.hub_server import COMMIT, HubServer
+from tests.testing.trainer.hub_server import COMMIT, HubServer, run_hub
 from trainium_trainer import cli
 from trainium_trainer.weights.base import BaseWeights
 
@@ -26,11 +26,9 @@ OTHER_FILES = {
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with run_hub(monkeypatch) as server:
         yield server
 
 

@@ -68,8 +68,8 @@ def test_steps_that_are_made_while_a_slow_store_writes_do_not_change_the_checkpo
     assert time.monotonic() - started < 0.2
     run.flush()
     assert run.manager.durable_step == 1
-    again = start_run(tmp_path)
-    assert (again.resumed.step, again.wrong_tensors) == (1, [])
+    restarted = start_run(tmp_path)
+    assert (restarted.resumed.step, restarted.wrong_tensors) == (1, [])
 
 
 def test_a_save_that_is_due_during_another_save_is_skipped(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ class StoppingStorage(HookedStorage):
         self.stop = stop
         self.reached = threading.Event()
 
-    def _block(self, what: str) -> None:
-        if re.fullmatch(self.stop, what):
+    def _block(self, access: str) -> None:
+        if re.fullmatch(self.stop, access):
             self.reached.set()
             threading.Event().wait()
 
@@ -139,11 +139,11 @@ def test_a_process_that_dies_at_any_point_of_a_save_leaves_the_checkpoint_before
     run = start_run(tmp_path, storage=(storage := StoppingStorage(tmp_path, stop)))
     run.run_to(6, save_at=(6,))
     assert storage.reached.wait(20)
-    again = start_run(tmp_path)
-    assert (again.resumed.step, again.wrong_tensors, again.manager.warnings) == (3, [], [])
-    again.flush()
+    restarted = start_run(tmp_path)
+    assert (restarted.resumed.step, restarted.wrong_tensors, restarted.manager.warnings) == (3, [], [])
+    restarted.flush()
     assert list_folders(tmp_path) == ["step-3"]
-    again.save_steps(6)
+    restarted.save_steps(6)
     last = start_run(tmp_path)
     assert (last.resumed.step, last.wrong_tensors) == (6, [])
 
@@ -184,13 +184,13 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_is_used(
     (path,) = (tmp_path / "step-4").glob(file)
     data = damage(path.read_bytes())
     path.unlink() if data is None else path.write_bytes(data)
-    again = start_run(tmp_path)
-    assert (again.resumed.step, again.wrong_tensors, again.manager.durable_step) == (2, [], 2)
-    assert len(again.manager.warnings) == 1
-    assert "checkpoint of step 4 is damaged and not used" in again.manager.warnings[0]
+    restarted = start_run(tmp_path)
+    assert (restarted.resumed.step, restarted.wrong_tensors, restarted.manager.durable_step) == (2, [], 2)
+    assert len(restarted.manager.warnings) == 1
+    assert "checkpoint of step 4 is damaged and not used" in restarted.manager.warnings[0]
     logged = [record.message for record in caplog.records if record.name == "trainium_trainer.checkpoint.manager"]
-    assert logged == again.manager.warnings
-    again.save_steps(4)
+    assert logged == restarted.manager.warnings
+    restarted.save_steps(4)
     last = start_run(tmp_path)
     assert (last.resumed.step, last.wrong_tensors, last.manager.warnings) == (4, [], [])
 
@@ -275,10 +275,10 @@ def test_an_older_generation_cannot_commit(tmp_path: Path) -> None:
 
 def test_a_recreated_job_takes_over_its_folder_at_generation_one(tmp_path: Path) -> None:
     start_run(tmp_path, generation=7, run="first").save_steps(3).close()
-    again = start_run(tmp_path, generation=1, run="second")
-    assert (again.resumed.step, again.wrong_tensors) == (3, [])
-    again.save_steps(4)
-    assert again.manager.durable_step == 4
+    restarted = start_run(tmp_path, generation=1, run="second")
+    assert (restarted.resumed.step, restarted.wrong_tensors) == (3, [])
+    restarted.save_steps(4)
+    assert restarted.manager.durable_step == 4
 
 
 def test_a_rank_that_was_paused_for_long_ends_if_the_run_has_restarted_without_it(tmp_path: Path) -> None:
@@ -335,8 +335,8 @@ class FullStorage(HookedStorage):
         super().__init__(root, self._refuse)
         self.failures = failures
 
-    def _refuse(self, what: str) -> None:
-        if "before write step-" in what and self.failures:
+    def _refuse(self, access: str) -> None:
+        if "before write step-" in access and self.failures:
             self.failures -= 1
             raise OSError(28, os.strerror(28))
 
@@ -453,10 +453,10 @@ def test_milestones_hold_the_weights_alone_and_are_never_removed(tmp_path: Path)
     with safe_open(shard_of(tmp_path / "milestone-3"), framework="pt") as file:
         assert sorted(file.keys()) == ["model.norm", "model.tall", "model.wide"]
         assert file.get_tensor("model.norm").equal(run.state._full_tensor("model.norm", 3))
-    again = start_run(tmp_path, **settings).flush()
-    assert (again.resumed.step, again.wrong_tensors) == (9, [])
-    again.advance()
-    again.flush()
+    restarted = start_run(tmp_path, **settings).flush()
+    assert (restarted.resumed.step, restarted.wrong_tensors) == (9, [])
+    restarted.advance()
+    restarted.flush()
     assert list_folders(tmp_path) == ["milestone-10", "milestone-3", "milestone-5", "milestone-8", "step-10"]
 
 
@@ -512,8 +512,8 @@ def test_a_run_that_leaves_without_a_memory_folder_saves_durably(tmp_path: Path)
 
 def test_the_newer_of_memory_and_storage_is_resumed(tmp_path: Path) -> None:
     start_run(tmp_path / "root", tmp_path / "memory").run_to(6, save_at=(4,)).flush().close()
-    again = start_run(tmp_path / "root", tmp_path / "memory").close()
-    assert (again.resumed.step, again.report()["source"], again.manager.durable_step) == (6, "memory", 4)
+    restarted = start_run(tmp_path / "root", tmp_path / "memory").close()
+    assert (restarted.resumed.step, restarted.report()["source"], restarted.manager.durable_step) == (6, "memory", 4)
     start_run(tmp_path / "root").save_steps(8).close()
     last = start_run(tmp_path / "root", tmp_path / "memory").close()
     assert (last.resumed.step, last.wrong_tensors, last.report()["source"]) == (8, [], "durable")

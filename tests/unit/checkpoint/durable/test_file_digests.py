@@ -30,13 +30,13 @@ def written_file(number: int, blocks: int) -> WrittenFile:
 class ReductionTree:
     """All ranks, joined in pairs as in `collectives`.
 
-    `places`: the number of each rank's file; `received`: bytes by rank; `tables_by_others`: not by the first rank.
+    `numbers`: the number of each rank's file; `received`: bytes by rank; `tables_by_others`: not by the first rank.
     """
 
-    def __init__(self, root: Path, files: list[WrittenFile | None], places: list[int]) -> None:
+    def __init__(self, root: Path, files: list[WrittenFile | None], numbers: list[int]) -> None:
         self.storage = PosixStorage(root)
         self.storage.prepare()
-        reports = {rank: [DigestReport.of(rank, places[rank], file)] for rank, file in enumerate(files)}
+        reports = {rank: [DigestReport.of(rank, numbers[rank], file)] for rank, file in enumerate(files)}
         self.received = [0] * len(files)
         distance = 1
         while distance < len(files):
@@ -45,7 +45,7 @@ class ReductionTree:
                 self.received[rank - distance] += len(pack_values([pickle.dumps(report) for report in passed]))
                 reports[rank - distance] += passed
             distance *= 2
-        unwritten = {place: file for report in reports[0] for place, file in report.files}
+        unwritten = {number: file for report in reports[0] for number, file in report.files}
         tables = [table for report in reports[0] for table in report.tables]
         self.tables_by_others = len(tables)
         self.tables = [*tables, *self.write(unwritten, [table.first for table in tables])]
@@ -58,16 +58,16 @@ class ReductionTree:
         firsts = sorted(table.first for table in self.tables)
         assert len(set(firsts)) == len(firsts)
         entries = [entry for table in self.tables for entry in table.files]
-        expected_entries = {(place, file.size, bytes.fromhex(file.digest)) for place, file in expected.items()}
+        expected_entries = {(number, file.size, bytes.fromhex(file.digest)) for number, file in expected.items()}
         assert len(entries) == len(set(entries))
         assert set(entries) == expected_entries
         assert sum(table.values for table in self.tables) == sum(file.values for file in expected.values())
-        for place, file in expected.items():
-            name = blocks_name(firsts[bisect_right(firsts, place) - 1])
+        for number, file in expected.items():
+            name = blocks_name(firsts[bisect_right(firsts, number) - 1])
             data = self.storage.read(f"step/{name}")
             (table,) = (table for table in self.tables if blocks_name(table.first) == name)
             assert (table.size, table.digest.hex()) == (len(data), digest_bytes(data))
-            entry = json.loads(data)["files"][shard_name(place)]
+            entry = json.loads(data)["files"][shard_name(number)]
             assert entry == {"size": file.size, "header": file.header.hex(), "blocks": file.blocks.hex()}
 
 
@@ -75,14 +75,14 @@ class ReductionTree:
 def test_a_reader_finds_every_files_digests_whichever_rank_has_written_them(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     ranks = rng.choice((1, 2, 7, 40, 100))
-    places = list(range(ranks))
-    for begin in range(0, ranks - 3, 4):  # some nodes number their ranks in another order
+    numbers = list(range(ranks))
+    for start in range(0, ranks - 3, 4):  # some nodes number their ranks in another order
         if rng.random() < 0.2:
-            places[begin : begin + 4] = rng.sample(places[begin : begin + 4], 4)
+            numbers[start : start + 4] = rng.sample(numbers[start : start + 4], 4)
     max_blocks = rng.choice((3, 60, 900, 3000))
-    files = [None if rng.random() < 0.1 else written_file(place, rng.randint(1, max_blocks)) for place in places]
-    tree = ReductionTree(tmp_path, files, places)
-    tree.check({place: file for place, file in zip(places, files, strict=True) if file is not None})
+    files = [None if rng.random() < 0.1 else written_file(number, rng.randint(1, max_blocks)) for number in numbers]
+    tree = ReductionTree(tmp_path, files, numbers)
+    tree.check({number: file for number, file in zip(numbers, files, strict=True) if file is not None})
 
 
 def test_no_rank_receives_more_than_a_few_tables_of_digests(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_every_value_is_written_once_by_a_rank_that_holds_it(layout: CheckpointL
 def test_the_writers_of_a_box_are_those_whose_boxes_overlap_it(layout: CheckpointLayout, data: st.DataObject) -> None:
     shape = layout.tensors["t0"].shape
     low = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
-    sizes = tuple(data.draw(st.integers(1, length - begin)) for begin, length in zip(low, shape, strict=True))
+    sizes = tuple(data.draw(st.integers(1, length - start)) for start, length in zip(low, shape, strict=True))
 
     def overlaps(box: Box) -> bool:
         edges = zip(low, sizes, box.offsets, box.sizes, strict=True)
@@ -77,9 +77,9 @@ def test_the_writers_of_a_box_are_those_whose_boxes_overlap_it(layout: Checkpoin
 @settings(max_examples=trials(50))
 @given(layouts())
 def test_a_layout_is_the_same_after_json(layout: CheckpointLayout) -> None:
-    again = CheckpointLayout.from_json(layout.to_json())
-    assert again.digest == layout.digest
-    assert [again.plan_items(rank) for rank in range(again.grid.size)] == [
+    reloaded = CheckpointLayout.from_json(layout.to_json())
+    assert reloaded.digest == layout.digest
+    assert [reloaded.plan_items(rank) for rank in range(reloaded.grid.size)] == [
         layout.plan_items(rank) for rank in range(layout.grid.size)
     ]
 
@@ -174,19 +174,19 @@ def test_the_boxes_are_those_of_torchs_own_planners(mesh: tuple[int, int], mode:
     assert layout.find_problem() == ""
     assert_written_once(layout)
     _, metadata = create_default_global_save_plan(dedup_save_plans(plans))
-    theirs = {
+    torch_boxes = {
         (name, tuple(chunk.offsets), tuple(chunk.sizes))
         for name, entry in metadata.state_dict_metadata.items()
         for chunk in entry.chunks
         if chunk.sizes.numel()
     }
-    ours = {
+    boxes = {
         (item.name, item.box.offsets, item.box.sizes) for rank in range(grid.size) for item in layout.plan_items(rank)
     }
-    assert ours == theirs
-    held = [{(item.index.fqn, tuple(item.tensor_data.chunk.offsets)) for item in plan.items} for plan in plans]
+    assert boxes == torch_boxes
+    held_boxes = [{(item.index.fqn, tuple(item.tensor_data.chunk.offsets)) for item in plan.items} for plan in plans]
     for rank in range(grid.size):
-        assert {(item.name, item.box.offsets) for item in layout.plan_items(rank)} <= held[rank]
+        assert {(item.name, item.box.offsets) for item in layout.plan_items(rank)} <= held_boxes[rank]
 
 
 def test_a_layout_does_not_grow_with_the_ranks() -> None:

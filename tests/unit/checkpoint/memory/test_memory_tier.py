@@ -82,10 +82,10 @@ def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path: Path, 
     process.close()
     steps = completed.value
     assert steps >= 3
-    again = start_run(tmp_path / "root", tmp_path / "memory", scale=4000).close()
-    assert again.resumed.step >= steps - 1
-    assert again.wrong_tensors == []
-    assert again.manager.warnings == []
+    restarted = start_run(tmp_path / "root", tmp_path / "memory", scale=4000).close()
+    assert restarted.resumed.step >= steps - 1
+    assert restarted.wrong_tensors == []
+    assert restarted.manager.warnings == []
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_a_torn_or_altered_snapshot_is_named_and_the_one_before_it_is_used(
     start_run(tmp_path / "root", tmp_path / "memory").run_to(6).close()
     path = snapshot_of_step(tmp_path / "memory", 6)
     path.write_bytes(damage(path.read_bytes()))
-    again = start_run(tmp_path / "root", tmp_path / "memory")
-    assert (again.resumed.step, again.wrong_tensors) == (5, [])
-    assert any(sentence in warning for warning in again.manager.warnings)
-    again.run_to(9)
-    again.close()
+    restarted = start_run(tmp_path / "root", tmp_path / "memory")
+    assert (restarted.resumed.step, restarted.wrong_tensors) == (5, [])
+    assert any(sentence in warning for warning in restarted.manager.warnings)
+    restarted.run_to(9)
+    restarted.close()
     last = start_run(tmp_path / "root", tmp_path / "memory").close()
     assert (last.resumed.step, last.wrong_tensors, last.manager.warnings) == (9, [], [])
 
@@ -115,8 +115,8 @@ def test_a_snapshot_whose_header_was_not_written_yet_is_no_damage(tmp_path: Path
     start_run(tmp_path / "root", tmp_path / "memory").run_to(6).close()
     path = snapshot_of_step(tmp_path / "memory", 6)
     path.write_bytes(bytes(8) + path.read_bytes()[8:])
-    again = start_run(tmp_path / "root", tmp_path / "memory").close()
-    assert (again.resumed.step, again.wrong_tensors, again.manager.warnings) == (5, [], [])
+    restarted = start_run(tmp_path / "root", tmp_path / "memory").close()
+    assert (restarted.resumed.step, restarted.wrong_tensors, restarted.manager.warnings) == (5, [], [])
 
 
 def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_path: Path) -> None:
@@ -160,8 +160,8 @@ def test_snapshots_after_the_resumed_step_are_ignored_by_later_resumes(tmp_path:
     path = snapshot_of_step(tmp_path / "memory", 5)
     for step in (5, 6):
         flip_bit(snapshot_of_step(tmp_path / "memory", step))
-    again = start_run(tmp_path / "root", tmp_path / "memory").close()
-    assert again.resumed.step == 4
+    restarted = start_run(tmp_path / "root", tmp_path / "memory").close()
+    assert restarted.resumed.step == 4
     assert path.exists()
     last = start_run(tmp_path / "root", tmp_path / "memory").close()
     assert (last.resumed.step, last.manager.warnings) == (4, [])
@@ -181,8 +181,8 @@ def test_a_memory_folder_without_space_disables_the_tier_with_a_warning(
     run.run_to(3)
     run.manager.save_before_exit(position(3))
     run.close()
-    again = start_run(tmp_path / "root")
-    assert (again.resumed.step, again.wrong_tensors, again.report()["source"]) == (3, [], "durable")
+    restarted = start_run(tmp_path / "root")
+    assert (restarted.resumed.step, restarted.wrong_tensors, restarted.report()["source"]) == (3, [], "durable")
 
 
 def test_every_single_bit_changes_the_checksum() -> None:
@@ -201,8 +201,8 @@ def test_every_single_bit_changes_the_checksum() -> None:
 
 def test_snapshots_are_taken_every_few_steps(tmp_path: Path) -> None:
     start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).run_to(8).close()
-    again = start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).close()
-    assert (again.resumed.step, again.wrong_tensors) == (6, [])
+    restarted = start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).close()
+    assert (restarted.resumed.step, restarted.wrong_tensors) == (6, [])
 
 
 def test_a_run_that_leaves_takes_a_snapshot_between_intervals(tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def test_a_run_that_leaves_takes_a_snapshot_between_intervals(tmp_path: Path) ->
     run.manager.save_before_exit(position(8))
     assert run.manager.memory_step == 8
     run.close()
-    again = start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).close()
-    assert (again.resumed.step, again.wrong_tensors, again.manager.durable_step) == (8, [], -1)
+    restarted = start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).close()
+    assert (restarted.resumed.step, restarted.wrong_tensors, restarted.manager.durable_step) == (8, [], -1)
 
 
 def test_a_memory_folder_that_cannot_be_created_disables_the_tier_with_a_warning(tmp_path: Path) -> None:

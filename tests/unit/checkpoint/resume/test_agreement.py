@@ -68,11 +68,11 @@ def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds() -> None:
 
 
 def test_recorded_losses_do_not_distinguish_snapshots() -> None:
-    left, right = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
+    first, second = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
     with_loss = StateVersion(Position(4, 32, 400, loss=1.5, grad_norm=float("nan")), 1, "a")
     views = [
-        view(0, [claim(4, left)], key=left),
-        view(1, [Claim(with_loss, right, "L", "sum")], key=right),
+        view(0, [claim(4, first)], key=first),
+        view(1, [Claim(with_loss, second, "L", "sum")], key=second),
     ]
     decision = decide(views, [])
     assert isinstance(decision, ResumeFromMemory)

@@ -258,7 +258,7 @@ def test_choosing_buddies_costs_in_proportion_to_the_ranks() -> None:
 def test_a_start_from_memory_costs_the_first_rank_less_than_256_bytes_of_every_other() -> None:
     """It then receives less than a MiB at 4,096 ranks (measured in `docs/scale.md`)."""
     views = fleet(512)
-    places = [RankView(view.rank, view.store, view.needs, view.layout) for view in views]
+    empty_views = [RankView(view.rank, view.store, view.needs, view.layout) for view in views]
     reported = [claims_to_report(views, view.rank, view.claims) for view in views]
-    received = sum(len(pack_values([pickle.dumps(value) for value in values])) for values in (places, reported))
+    received = sum(len(pack_values([pickle.dumps(value) for value in values])) for values in (empty_views, reported))
     assert received < 256 * len(views)

@@ -60,8 +60,8 @@ class FakeRanks:
 
     def start(self, lost: frozenset[Claim] = frozenset(), damaged: frozenset[int] = frozenset()) -> list[Finish]:
         """Run the start to its end; `lost`: snapshots with damaged contents, `damaged`: damaged checkpoints."""
-        places = [RankView(view.rank, view.store, view.needs, view.layout) for view in self.views]
-        views_of_nodes = self.ask(places, self.leader.collect)
+        empty_views = [RankView(view.rank, view.store, view.needs, view.layout) for view in self.views]
+        views_of_nodes = self.ask(empty_views, self.leader.collect)
         reports = [
             ClaimReport(claims_to_report(node_views, view.rank, view.claims), can_write=True)
             for node_views, view in zip(views_of_nodes, self.views, strict=True)

@@ -23,8 +23,8 @@ class UnavailableStorage(HookedStorage):
         super().__init__(root, self._refuse)
         self.full = self.unreachable = False
 
-    def _refuse(self, what: str) -> None:
-        if (self.full or self.unreachable) and what.startswith("before"):
+    def _refuse(self, access: str) -> None:
+        if (self.full or self.unreachable) and access.startswith("before"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def list(self, folder: str) -> list[Any]:
@@ -57,16 +57,16 @@ def test_a_restart_in_place_resumes_from_memory_and_saves_when_the_store_recover
 ) -> None:
     train_first(tmp_path, store)
     setattr(store, problem, True)
-    again = start_run(tmp_path / "root", tmp_path / "memory", storage=store, job=ALPHA, durable=TOLERANT)
-    assert (again.resumed.step, again.report()["source"], again.wrong_tensors) == (5, "memory", [])
-    assert any("training goes on, and saves as soon as" in warning for warning in again.manager.warnings)
-    again.run_to(6, save_at=(6,)).manager._durable._thread.join()
-    again.run_to(8)
-    assert again.manager.durable_step == (3 if problem == "full" else -1)
+    restarted = start_run(tmp_path / "root", tmp_path / "memory", storage=store, job=ALPHA, durable=TOLERANT)
+    assert (restarted.resumed.step, restarted.report()["source"], restarted.wrong_tensors) == (5, "memory", [])
+    assert any("training goes on, and saves as soon as" in warning for warning in restarted.manager.warnings)
+    restarted.run_to(6, save_at=(6,)).manager._durable._thread.join()
+    restarted.run_to(8)
+    assert restarted.manager.durable_step == (3 if problem == "full" else -1)
     setattr(store, problem, False)
-    again.save_steps(9)
-    assert again.manager.durable_step == 9
-    again.close()
+    restarted.save_steps(9)
+    assert restarted.manager.durable_step == 9
+    restarted.close()
 
 
 def test_without_memory_a_start_on_a_full_store_ends_with_the_reason(tmp_path: Path, store: UnavailableStorage) -> None:

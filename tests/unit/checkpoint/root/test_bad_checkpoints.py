@@ -10,19 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.testing.trainer.s3_gateway import Fault, run_gateway
-from tests.unit.checkpoint.checkpoint_builders import HookedStorage, start_run
+from tests.unit.checkpoint.checkpoint_builders import HookedStorage, read_files, start_run
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.trainer.checkpoint import CheckpointConfig
+from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer import cli
 from trainium_trainer.exits import TrainerError, find_exit_code
 from trainium_trainer.storage.object_store import Limits, ObjectStorage
 from trainium_trainer.storage.protocol import Retry
-
-
-def read_files(root: Path) -> dict[str, bytes]:
-    """Read all files below a root but the fence, which each start claims."""
-    files = (path for path in root.rglob("*") if path.is_file())
-    return {name: path.read_bytes() for path in files if (name := str(path.relative_to(root))) != "GENERATION"}
 
 
 def delete_shards(root: Path) -> None:
@@ -60,19 +55,19 @@ def test_checkpoints_that_cannot_be_resumed_are_refused_and_not_changed(
 ) -> None:
     start_run(tmp_path).save_steps(2, 4).close()
     damage(tmp_path)
-    before = read_files(tmp_path)
+    before = read_files(tmp_path, GENERATION_FENCE_NAME)
     with pytest.raises(TrainerError, match=sentence) as caught:
         start_run(tmp_path, settings=settings)
     assert find_exit_code(caught.value) == ExitCode.USER_ERROR
-    assert read_files(tmp_path) == before
+    assert read_files(tmp_path, GENERATION_FENCE_NAME) == before
 
 
 def test_a_store_that_fails_five_times_in_a_row_costs_time_and_nothing_else(tmp_path: Path) -> None:
     waits: list[float] = []
     failures = [OSError(5, "Input/output error")] * 5
 
-    def fail(what: str) -> None:
-        if "before write step-" in what and failures:
+    def fail(access: str) -> None:
+        if "before write step-" in access and failures:
             raise failures.pop()
 
     run = (
@@ -88,8 +83,8 @@ def test_a_store_that_fails_five_times_in_a_row_costs_time_and_nothing_else(tmp_
 def test_a_folder_that_stalls_and_recovers_stops_no_step(tmp_path: Path) -> None:
     stalled, back = threading.Event(), threading.Event()
 
-    def stall(what: str) -> None:
-        if "before write step-" in what:
+    def stall(access: str) -> None:
+        if "before write step-" in access:
             stalled.set()
             assert back.wait(60)
 
@@ -97,7 +92,7 @@ def test_a_folder_that_stalls_and_recovers_stops_no_step(tmp_path: Path) -> None
     run.run_to(1, save_at=(1,))
     assert stalled.wait(60)
     run.run_to(50)
-    assert (run.manager.durable_step, read_files(tmp_path)) == (-1, {})
+    assert (run.manager.durable_step, read_files(tmp_path, GENERATION_FENCE_NAME)) == (-1, {})
     back.set()
     run.flush()
     assert run.manager.durable_step == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.trainer.s3_gateway import run_gateway
-from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, HookedStorage, start_run
+from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, HookedStorage, read_files, start_run
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_trainer.checkpoint.errors import StaleGenerationError
@@ -30,10 +30,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         return
     with run_gateway(tmp_path, monkeypatch):
         yield ObjectStorage("s3://bucket/runs/one", Limits(request_seconds=5.0))
-
-
-def read_files(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_a_second_job_is_refused_by_name_and_leaves_no_trace(tmp_path: Path) -> None:
@@ -61,8 +57,8 @@ def test_a_job_with_other_settings_does_not_take_the_fence_of_the_one_that_runs(
 
 def test_the_same_job_continues_after_restarts_and_in_later_generations(tmp_path: Path) -> None:
     start_run(tmp_path, job=ALPHA).save_steps(2).close()
-    again = start_run(tmp_path, job=ALPHA, generation=1).close()
-    assert again.resumed.step == 2
+    restarted = start_run(tmp_path, job=ALPHA, generation=1).close()
+    assert restarted.resumed.step == 2
     assert start_run(tmp_path, job=ALPHA, generation=5).resumed is not None
     assert len(list(tmp_path.glob("OWNER-*"))) == 1
 
@@ -152,9 +148,9 @@ def test_one_of_many_jobs_that_start_together_owns_the_folder(store: Storage) ->
 
 def test_the_owner_is_recorded_before_anything_else_is_written(tmp_path: Path) -> None:
     written: list[str] = []
-    storage = HookedStorage(tmp_path, lambda what: written.append(what.removeprefix("before ")))
+    storage = HookedStorage(tmp_path, lambda access: written.append(access.removeprefix("before ")))
     start_run(tmp_path, job=ALPHA, storage=storage).close()
-    first_accesses = [what for what in written if not what.startswith("after")]
+    first_accesses = [access for access in written if not access.startswith("after")]
     assert first_accesses[:2] == ["create OWNER-1", f"write {GENERATION_FENCE_NAME}"]
 
 

@@ -24,11 +24,11 @@ def top(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         yield "s3://bucket/top"
 
 
-def read_files(storage: Storage, folder: str = "") -> dict[str, bytes]:
+def read_storage(storage: Storage, folder: str = "") -> dict[str, bytes]:
     files = {}
     for entry in storage.list(folder):
         name = f"{folder}/{entry.name}".lstrip("/")
-        files |= read_files(storage, name) if entry.is_folder else {name: storage.read(name)}
+        files |= read_storage(storage, name) if entry.is_folder else {name: storage.read(name)}
     return files
 
 
@@ -39,10 +39,10 @@ def train(root: str, job: JobIdentity, *steps: int, keep_last: int = 1) -> None:
 @pytest.mark.parametrize(("first", "second"), [("a/step-40", "a"), ("a", "a/step-40"), ("a/b/c", "a"), ("a", "a/b/c")])
 def test_a_root_inside_or_around_the_root_of_another_job_is_refused_by_name(top: str, first: str, second: str) -> None:
     train(f"{top}/{first}", ALPHA, 1)
-    before = read_files(open_storage(top))
+    before = read_storage(open_storage(top))
     with pytest.raises(UnusableCheckpointError, match=f"{top}/{second} and {top}/{first}, .* lie one in the other"):
         start_run(f"{top}/{second}", job=BETA, run=BETA.uid)
-    assert read_files(open_storage(top)) == before
+    assert read_storage(open_storage(top)) == before
 
 
 def test_roots_beside_each_other_are_two_runs(top: str) -> None:
@@ -56,11 +56,11 @@ def test_a_run_never_removes_a_root_that_appeared_inside_its_own(top: str) -> No
     # A job that mounts only a part of the volume cannot see the root around its own.
     train(f"{top}/elsewhere", BETA, 1, 2)
     inner, elsewhere = open_storage(f"{top}/a/step-2"), open_storage(f"{top}/elsewhere")
-    for name, data in read_files(elsewhere).items():
+    for name, data in read_storage(elsewhere).items():
         inner.write(name, data)
-    before = read_files(inner)
+    before = read_storage(inner)
     train(f"{top}/a", ALPHA, 3, 4)
-    assert read_files(inner) == before
+    assert read_storage(inner) == before
     assert [checkpoint.step for checkpoint in survey(open_storage(f"{top}/a")).committed] == [4]
 
 
@@ -74,13 +74,13 @@ def test_files_that_no_start_of_the_run_wrote_stay_where_they_are(top: str) -> N
         "step-2/g1-0123456789ab/shard-00000.safetensors": b"of a start that the fence does not name",
         "notes/readme": b"keep",
     }
-    (attempt,) = {name.split("/")[1] for name in read_files(storage) if name.startswith("step-1/g")}
+    (attempt,) = {name.split("/")[1] for name in read_storage(storage) if name.startswith("step-1/g")}
     leftovers = {f"step-2/{attempt}/shard-00000.safetensors": b"half", f"step-2/{attempt}/index.json": b"{}"}
     unknown[f"step-2/{attempt}/readme"] = b"keep"
     for name, data in (unknown | leftovers).items():
         storage.write(name, data)
     train(root, ALPHA, 3, 4)
-    remaining = read_files(storage)
+    remaining = read_storage(storage)
     assert {name: remaining.get(name) for name in unknown} == unknown
     assert not leftovers.keys() & remaining.keys()
     assert [checkpoint.step for checkpoint in survey(storage).committed] == [4]
@@ -96,6 +96,6 @@ def test_runs_that_share_a_memory_volume_keep_their_snapshots(tmp_path: Path) ->
     memory = tmp_path / "memory"
     for job in (ALPHA, BETA):
         start_run(tmp_path / job.name, memory, job=job, run=job.uid).run_to(3).flush().close()
-    again = start_run(tmp_path / "alpha", memory, job=ALPHA, run=ALPHA.uid).close()
-    assert again.report()["source"] == "memory"
-    assert again.report()["resumed_step"] == 3
+    restarted = start_run(tmp_path / "alpha", memory, job=ALPHA, run=ALPHA.uid).close()
+    assert restarted.report()["source"] == "memory"
+    assert restarted.report()["resumed_step"] == 3

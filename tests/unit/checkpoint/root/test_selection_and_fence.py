@@ -29,16 +29,16 @@ TOKEN = FenceToken(3, "run", "session")
 
 
 def test_different_settings_are_named_by_path_and_shortened() -> None:
-    theirs = {"model": {"hiddenSize": 64, "name": "x" * 50}, "seed": 1}
-    ours = {"model": {"hiddenSize": 128, "name": "x" * 50}, "data": {"path": "/data"}, "seed": 1}
-    assert format_differences(theirs, ours) == (
+    saved = {"model": {"hiddenSize": 64, "name": "x" * 50}, "seed": 1}
+    current = {"model": {"hiddenSize": 128, "name": "x" * 50}, "data": {"path": "/data"}, "seed": 1}
+    assert format_differences(saved, current) == (
         "data.path is absent there and /data here, model.hiddenSize is 64 there and 128 here"
     )
     assert format_differences({"name": "y" * 41}, {}) == f"name is {'y' * 12}… there and absent here"
     many = format_differences({}, dict.fromkeys("abcde", 1))
     assert many.count("absent there") == 3
     assert many.endswith(", and 2 more")
-    assert format_differences(theirs, theirs) == ""
+    assert format_differences(saved, saved) == ""
 
 
 def test_a_converted_checkpoint_is_compared_in_the_settings_that_it_records() -> None:
@@ -89,11 +89,11 @@ def test_a_root_that_cannot_be_read_is_an_error_of_the_store(tmp_path: Path) -> 
 
 
 def test_a_job_that_lost_the_race_for_a_folder_that_it_may_take_over_tries_again(tmp_path: Path) -> None:
-    def create_rival_owner(what: str) -> None:
-        if what == f"before create {OWNER_PREFIX}2":
+    def create_rival_owner(access: str) -> None:
+        if access == f"before create {OWNER_PREFIX}2":
             name = f"{OWNER_PREFIX}2"
-            other = Owner(cluster="cluster-1", namespace="team-a", name="alpha", uid="uid-alpha-2", since=0.0)
-            PosixStorage(tmp_path).create(name, other.model_dump_json(by_alias=True).encode())
+            rival = Owner(cluster="cluster-1", namespace="team-a", name="alpha", uid="uid-alpha-2", since=0.0)
+            PosixStorage(tmp_path).create(name, rival.model_dump_json(by_alias=True).encode())
 
     OwnerRecords(PosixStorage(tmp_path), ALPHA).take_ownership()
     records = OwnerRecords(HookedStorage(tmp_path, create_rival_owner), BETA, take_over="team-a/alpha")

@@ -1,4 +1,4 @@
-"""Context parallelism: one curve however the sequence is divided, alone and beside every other kind of parallelism."""
+"""Divide sequences: one curve in every division, alone and combined with other parallelism."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,11 @@ PACKED = "data.maskDocuments=true"
 def test_the_curve_does_not_depend_on_the_division_of_the_sequence(
     launch: Launcher, reference_run: ReferenceRuns, documents: Path, ranks: int, overrides: list[str]
 ) -> None:
-    data = [VALIDATION, f"data.source={documents}", *(each for each in overrides if each.startswith("data."))]
+    data = [
+        VALIDATION,
+        f"data.source={documents}",
+        *(override for override in overrides if override.startswith("data.")),
+    ]
     reference = reference_run(1, data)
     assert "validationLoss" in reference.metrics()[-1]
     launch(ranks, "other", [*data, *overrides]).finish().assert_same_curve(reference)
@@ -49,33 +53,31 @@ def test_masks_of_documents_change_the_curve(reference_run: ReferenceRuns, docum
 
 
 @pytest.mark.parametrize("precision", ["BFloat16", "BFloat16Stochastic"])
-def test_half_precision_stays_close_to_that_of_one_rank(
-    launch: Launcher, reference_run: ReferenceRuns, precision: str
-) -> None:
-    whole = reference_run(1, [f"precision={precision}"]).losses()
+def test_half_precision_stays_close_to_one_rank(launch: Launcher, reference_run: ReferenceRuns, precision: str) -> None:
+    reference = reference_run(1, [f"precision={precision}"]).losses()
     divided = launch(2, "half", [CP, TWO_PASSES, f"precision={precision}"]).finish().losses()
-    assert divided == pytest.approx(whole, rel=5e-3)
+    assert divided == pytest.approx(reference, rel=5e-3)
     assert divided[-1] < divided[0]
 
 
 @pytest.mark.long
-def test_checkpoints_carry_a_run_across_context_tensor_and_data_parallel_sizes(launch: Launcher) -> None:
-    flat = ["schedule.finalRatio=1"]
-    whole = launch(1, "whole", [*flat, "steps=12"]).finish()
+def test_a_run_resumes_across_context_tensor_and_data_parallel_sizes(launch: Launcher) -> None:
+    constant = ["schedule.finalRatio=1"]
+    reference = launch(1, "whole", [*constant, "steps=12"]).finish()
     sizes = [(2, [CP]), (2, [TP]), (4, [CP, TP]), (4, [CP, SHARDED]), (2, []), (4, [CP4])]
     for number, (ranks, overrides) in enumerate(sizes, start=1):
-        job = launch(ranks, "parts", [*flat, f"steps={2 * number}", *overrides]).finish()
-    job.assert_same_curve(whole)
+        job = launch(ranks, "parts", [*constant, f"steps={2 * number}", *overrides]).finish()
+    job.assert_same_curve(reference)
 
 
 @pytest.mark.parametrize("mode", ["Replicated", "FullySharded"])
-def test_a_divided_sequence_resumes_from_memory_bit_for_bit(launch: Launcher, mode: str) -> None:
+def test_a_divided_sequence_resumes_from_memory_bitwise_equal(launch: Launcher, mode: str) -> None:
     overrides = ["steps=8", CP, f"dataParallel={mode}", "batch.microSize=8", "checkpoint.durable.everySteps=1000"]
-    whole = launch(2, "whole", overrides).finish()
+    reference = launch(2, "whole", overrides).finish()
     launch(2, "parts", overrides, memory=True, exit_step=3).wait_for_exit()
-    again = launch(2, "parts", overrides, memory=True).finish()
-    expected = [(line["step"], line["loss"]) for line in whole.metrics()]
-    assert [(line["step"], line["loss"]) for line in again.metrics()] == expected
+    resumed = launch(2, "parts", overrides, memory=True).finish()
+    expected = [(line["step"], line["loss"]) for line in reference.metrics()]
+    assert [(line["step"], line["loss"]) for line in resumed.metrics()] == expected
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_degree_that_does_not_fit_is_refused(launch: Launcher, overrides: list
 
 
 class TestKernels:
-    """Attention over tiles, by the fused kernel and by plain products, against torch's attention with a mask."""
+    """Compare attention over tiles, by the fused kernel and by products, with masked attention of torch."""
 
     LENGTH = 24
 
@@ -123,14 +125,14 @@ class TestKernels:
         loss.backward()  # type: ignore[no-untyped-call]
         return [loss, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
-    @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # torch renames functional collectives
+    @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # from torch about functional collectives
     @pytest.mark.parametrize("fused", [True, False])
     @pytest.mark.parametrize("packed", [True, False])
     @pytest.mark.parametrize("window", [None, 5, 100])
     def test_tiles_give_the_gradients_of_one_attention(
         self,
         shape: ModelShape,
-        world_of_one: Any,
+        single_rank_group: Any,
         monkeypatch: pytest.MonkeyPatch,
         fused: bool,
         packed: bool,
@@ -141,7 +143,7 @@ class TestKernels:
         expected = self.losses(shape, positions, None, divided=False)
         monkeypatch.setattr(context_parallel, "_is_fused", lambda _: fused)
         monkeypatch.setattr(context_parallel, "_TILE_VALUES", 300)  # several tiles of rows in each chunk
-        found = self.losses(shape, positions, world_of_one, divided=True)
-        assert len(found) == len(expected) > 10
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        tiled = self.losses(shape, positions, single_rank_group, divided=True)
+        assert len(tiled) == len(expected) > 10
+        for value, expected_value in zip(tiled, expected, strict=True):
+            torch.testing.assert_close(value, expected_value, rtol=1e-4, atol=1e-6)

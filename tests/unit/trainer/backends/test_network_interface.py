@@ -7,7 +7,7 @@ from tests.testing.trainer.fork_server import run_python
 from trainium_agent.linux.network_interface import ENV_INTERFACE, LOOPBACK, find_interface, use_interface
 from trainium_contract.wire.worker_env import ENV_POD_IP
 
-MEET = """
+JOIN_GROUP = """
 import os, sys
 from torch import distributed as dist
 from trainium_agent.linux.network_interface import use_interface
@@ -19,34 +19,34 @@ dist.destroy_process_group()
 
 
 def own_address() -> str:
-    """Return the address by which this host reaches others; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    """Return the address from which this host reaches others, without sending anything."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            asking.connect(("192.0.2.1", 9))
+            probe.connect(("192.0.2.1", 9))
         except OSError:
-            pytest.skip("this host has no way out")
-        return str(asking.getsockname()[0])
+            pytest.skip("this host has no route to other networks")
+        return str(probe.getsockname()[0])
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.83.1.2", "localhost", "::1"])
-def test_any_loopback_address_is_met_over_loopback(address: str) -> None:
+def test_any_loopback_address_uses_loopback(address: str) -> None:
     assert find_interface(address) == LOOPBACK
 
 
-def test_an_address_of_this_host_is_met_over_the_interface_that_bears_it() -> None:
+def test_an_address_of_this_host_uses_its_interface() -> None:
     name = find_interface(own_address())
     assert name in {name for _, name in socket.if_nameindex()} - {LOOPBACK}
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "fd00::1", "coordinator.svc", ""])
-def test_an_address_of_no_interface_leaves_the_choice_to_gloo(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_chooses_the_interface_of_another_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_INTERFACE, raising=False)
     monkeypatch.delenv(ENV_POD_IP, raising=False)
     use_interface(address)
     assert ENV_INTERFACE not in os.environ
 
 
-def test_the_pods_own_address_comes_before_another_and_the_users_choice_before_both(
+def test_the_users_choice_precedes_the_address_of_the_pod_and_that_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(ENV_INTERFACE, raising=False)
@@ -59,9 +59,9 @@ def test_the_pods_own_address_comes_before_another_and_the_users_choice_before_b
     assert os.environ[ENV_INTERFACE] == LOOPBACK
 
 
-def test_gloo_takes_the_interface_of_this_hosts_address(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_gloo_uses_the_interface_of_the_address_of_this_host(tmp_path_factory: pytest.TempPathFactory) -> None:
     address = own_address()
     environment = {name: text for name, text in os.environ.items() if name != ENV_INTERFACE}
     file = str(tmp_path_factory.mktemp("store") / "file")
-    done = run_python("-c", MEET, file, env={**environment, ENV_POD_IP: address})
-    assert (done.returncode, done.stdout) == (0, f"{find_interface(address)}\n"), done.stderr
+    completed = run_python("-c", JOIN_GROUP, file, env={**environment, ENV_POD_IP: address})
+    assert (completed.returncode, completed.stdout) == (0, f"{find_interface(address)}\n"), completed.stderr

@@ -1,4 +1,4 @@
-"""The same numbers at every size and layout, with real gloo processes."""
+"""Train at every size and layout with the same numbers, in real gloo processes."""
 
 import itertools
 import math
@@ -29,11 +29,13 @@ def test_the_reference_run_learns_and_records_every_figure(reference: Job) -> No
     assert [line["step"] for line in lines if "parameterNorm" in line] == [2, 4, 6]
     assert [line["step"] for line in lines if "validationLoss" in line] == [4, 6], "every four steps, after the last"
     counts = [line["tokens"] for line in lines]
-    assert len({b - a for a, b in itertools.pairwise(counts)}) > 1, "the text has a shorter last sample"
+    assert len({after - before for before, after in itertools.pairwise(counts)}) > 1, (
+        "the text has a shorter last sample"
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_two_runs_of_one_size_agree_bit_for_bit(launch: Launcher, reference_run: ReferenceRuns, ranks: int) -> None:
+def test_two_runs_of_one_size_are_bitwise_equal(launch: Launcher, reference_run: ReferenceRuns, ranks: int) -> None:
     first, second = reference_run(ranks, [VALIDATION]), run(launch, ranks, "second")
     keys = ("step", "loss", "gradNorm", "learningRate", "tokens", "samples")
     assert [[line[key] for key in keys] for line in first.metrics()] == [
@@ -72,34 +74,34 @@ def test_the_curve_does_not_depend_on_size_or_layout(
 
 
 def test_untied_embeddings_are_divided_like_tied_ones(launch: Launcher) -> None:
-    whole = run(launch, 1, "whole", ["model.tieEmbeddings=false"])
-    run(launch, 2, "divided", ["model.tieEmbeddings=false", TP, TWO_PASSES]).assert_same_curve(whole)
+    reference = run(launch, 1, "whole", ["model.tieEmbeddings=false"])
+    run(launch, 2, "divided", ["model.tieEmbeddings=false", TP, TWO_PASSES]).assert_same_curve(reference)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["BFloat16", "BFloat16Stochastic"])
 def test_half_precision_rounds_the_same_values_in_every_layout(launch: Launcher, precision: str) -> None:
-    chosen = [f"precision={precision}"]
-    whole = run(launch, 1, "whole", chosen).metrics()
+    overrides = [f"precision={precision}"]
+    reference = run(launch, 1, "whole", overrides).metrics()
     layouts = ([SHARDED], [ZERO], [SHARDED, "recompute=Full"])
     for number, layout in enumerate(layouts):
-        divided = run(launch, 2, f"divided-{number}", [*chosen, *layout]).metrics()
-        # Before the first update nothing but the order of sums differs, and of that only in gradients.
-        assert divided[0]["loss"] == whole[0]["loss"]
-        # That is bfloat16's rounding: over several seeds up to 1.7e-4.
-        assert divided[0]["gradNorm"] == pytest.approx(whole[0]["gradNorm"], rel=4e-4)
-        if precision == "BFloat16":  # random rounding goes by shard
-            assert [line["loss"] for line in divided] == pytest.approx([line["loss"] for line in whole], rel=1e-5)
+        divided = run(launch, 2, f"divided-{number}", [*overrides, *layout]).metrics()
+        # Before the first update, only the order of sums in gradients differs.
+        assert divided[0]["loss"] == reference[0]["loss"]
+        # Rounding to bfloat16 changes the norm: by up to 1.7e-4 over several seeds.
+        assert divided[0]["gradNorm"] == pytest.approx(reference[0]["gradNorm"], rel=4e-4)
+        if precision == "BFloat16":  # stochastic rounding depends on the shard
+            assert [line["loss"] for line in divided] == pytest.approx([line["loss"] for line in reference], rel=1e-5)
 
 
 def test_the_validation_loss_is_that_of_a_step_over_the_same_text(
     launch: Launcher, text_file: Path, base_config: dict[str, Any]
 ) -> None:
     config = DataConfig.model_validate(base_config["data"])
-    everything = open_data(config, 1).training.num_samples
+    sample_count = open_data(config, 1).training.num_samples
     overrides = [
-        f"batch={{globalSize: {everything}, microSize: 1}}",
-        f"data.validation={{source: '{text_file}', samples: {everything}}}",
+        f"batch={{globalSize: {sample_count}, microSize: 1}}",
+        f"data.validation={{source: '{text_file}', samples: {sample_count}}}",
         "optimizer.learningRate=1e-12",
         "schedule.warmupSteps=0",
         "steps=1",
@@ -110,8 +112,8 @@ def test_the_validation_loss_is_that_of_a_step_over_the_same_text(
 
 
 def test_validation_does_not_change_training(launch: Launcher, reference: Job) -> None:
-    often = VALIDATION.replace("everySteps: 4", "everySteps: 1")
+    every_step = VALIDATION.replace("everySteps: 4", "everySteps: 1")
     for overrides in ([], [SHARDED]):
-        job = run(launch, 2, f"often-{len(overrides)}", [often, *overrides])
+        job = run(launch, 2, f"every-step-{len(overrides)}", [every_step, *overrides])
         assert all("validationLoss" in line for line in job.metrics())
         assert job.losses() == pytest.approx(reference.losses(), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Pipelines: how layers are cut, which schedule runs, and one history through every kind of parallelism."""
+"""Divide layers among pipeline stages, choose a schedule, and train with the curve of one process."""
 
 import pytest
 import torch
@@ -26,22 +26,22 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "shares"),
+    ("layers", "stages", "counts"),
     [(4, 2, [2, 2]), (5, 2, [2, 3]), (3, 3, [1, 1, 1]), (7, 4, [1, 2, 2, 2]), (9, 4, [2, 3, 2, 2])],
 )
-def test_layers_are_cut_in_order_and_evenly_with_more_in_the_middle(
-    layers: int, stages: int, shares: list[int]
+def test_layers_are_divided_in_order_and_evenly_with_more_in_the_middle(
+    layers: int, stages: int, counts: list[int]
 ) -> None:
-    cut = [split_layers(stage, stages, layers) for stage in range(stages)]
-    assert [len(part) for part in cut] == shares
-    assert [layer for part in cut for layer in part] == list(range(layers))
+    parts = [split_layers(stage, stages, layers) for stage in range(stages)]
+    assert [len(part) for part in parts] == counts
+    assert [layer for part in parts for layer in part] == list(range(layers))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_stages_together_have_the_parameters_of_the_whole_under_its_names(tied: bool) -> None:
+def test_the_stages_have_the_parameters_of_the_model_under_its_names(tied: bool) -> None:
     shape = resolve_shape(ModelConfig(num_layers=5, hidden_size=32, intermediate_size=48, tie_embeddings=tied), 64)
     with torch.device("meta"):
-        whole = Llama(shape)
+        model = Llama(shape)
         stages = [
             LlamaStage(shape, stage=number, num_stages=3, length=8, hidden_dtype=torch.float32) for number in range(3)
         ]
@@ -51,7 +51,7 @@ def test_the_stages_together_have_the_parameters_of_the_whole_under_its_names(ti
         for name, parameter in canonical_parameters(stage)
         if name not in shared_with_first(stage)
     ]
-    expected = [(name, parameter.shape) for name, parameter in whole.named_parameters()]
+    expected = [(name, parameter.shape) for name, parameter in model.named_parameters()]
     assert sorted(owned) == sorted(expected)
     assert [shared_with_first(stage) for stage in stages] == [frozenset(), frozenset(), {EMBEDDING} if tied else set()]
 
@@ -67,14 +67,14 @@ def test_the_stages_together_have_the_parameters_of_the_whole_under_its_names(ti
         ("GPipe", 8, 8, "ScheduleLoopedBFS"),
     ],
 )
-def test_a_schedule_that_cannot_take_the_micro_batches_gives_way_to_one_that_can(
+def test_the_schedule_supports_the_number_of_micro_batches(
     schedule: str, stages: int, micro_batches: int, kind: str
 ) -> None:
-    found = schedule_kind(PipelineSchedule(schedule), stages=stages, ranks=4, micro_batches=micro_batches)
-    assert found.__name__ == kind
+    schedule_class = schedule_kind(PipelineSchedule(schedule), stages=stages, ranks=4, micro_batches=micro_batches)
+    assert schedule_class.__name__ == kind
 
 
-@pytest.mark.skipif(has_pipelines(), reason="this torch can do it")
+@pytest.mark.skipif(has_pipelines(), reason="this torch supports pipelines")
 def test_an_old_torch_is_refused_before_a_process_group_is_made(launch: Launcher) -> None:
     job = launch(2, "old", [PP])
     assert job.wait() == [64, 64]
@@ -103,31 +103,31 @@ def test_the_curve_does_not_depend_on_the_pipeline(
 
 @needs_pipelines
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_interleaved_stages_of_uneven_size_train_like_one_process(launch: Launcher, tied: str) -> None:
+def test_interleaved_stages_of_uneven_size_have_the_curve_of_one_process(launch: Launcher, tied: str) -> None:
     model = [VALIDATION, "model.numLayers=5", f"model.tieEmbeddings={tied}", "steps=4"]
-    whole = launch(1, "whole", model).finish()
+    reference = launch(1, "whole", model).finish()
     divided = launch(2, "interleaved", [*model, PP, "parallelism.stagesPerRank=2"]).finish()
-    divided.assert_same_curve(whole)
+    divided.assert_same_curve(reference)
 
 
 @needs_pipelines
 @pytest.mark.long
-def test_checkpoints_carry_a_run_across_pipeline_tensor_and_sharded_sizes(launch: Launcher) -> None:
-    flat = ["schedule.finalRatio=1"]
-    whole = launch(1, "whole", [*flat, "steps=12"]).finish()
+def test_a_run_resumes_across_pipeline_tensor_and_sharded_sizes(launch: Launcher) -> None:
+    constant = ["schedule.finalRatio=1"]
+    reference = launch(1, "whole", [*constant, "steps=12"]).finish()
     sizes = [(2, [PP]), (2, [TP]), (4, [PP, TP]), (4, [PP, SHARDED]), (4, [PP, ZERO]), (1, [])]
     for number, (ranks, overrides) in enumerate(sizes, start=1):
-        parts = launch(ranks, "parts", [*flat, f"steps={2 * number}", *overrides]).finish()
-    parts.assert_same_curve(whole)
+        parts = launch(ranks, "parts", [*constant, f"steps={2 * number}", *overrides]).finish()
+    parts.assert_same_curve(reference)
 
 
 @needs_pipelines
 @pytest.mark.long
-def test_a_pipeline_that_yielded_resumes_from_memory_bit_for_bit(launch: Launcher) -> None:
+def test_a_pipeline_that_left_resumes_from_memory_bitwise_equal(launch: Launcher) -> None:
     overrides = ["steps=40", PP, "checkpoint.durable.everySteps=1000"]
-    whole = launch(2, "whole", overrides).finish()
+    reference = launch(2, "whole", overrides).finish()
     job = launch(2, "parts", overrides, memory=True).request_exit(step=3)
-    assert not list(job.folder.glob("step-*")), "both ranks' memory is enough"
-    again = launch(2, "parts", overrides, memory=True).finish()
-    assert again.losses() == whole.losses()
-    assert [line["step"] for line in again.metrics()] == [line["step"] for line in whole.metrics()]
+    assert not list(job.folder.glob("step-*")), "the memory of both ranks is enough"
+    resumed = launch(2, "parts", overrides, memory=True).finish()
+    assert resumed.losses() == reference.losses()
+    assert [line["step"] for line in resumed.metrics()] == [line["step"] for line in reference.metrics()]

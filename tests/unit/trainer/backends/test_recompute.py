@@ -1,4 +1,4 @@
-"""Activation recompute: the same numbers to the bit, with less kept between the passes."""
+"""Recompute activations: bitwise the same numbers with less memory between the passes."""
 
 from collections import Counter
 from typing import Any
@@ -17,8 +17,8 @@ from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.loss import loss_sum
 
 
-class Operations(TorchDispatchMode):
-    """Counts what is really computed: below the mode by which torch hands out what was kept."""
+class OperationCounter(TorchDispatchMode):
+    """Count the operations that are really computed, below the mode that returns kept activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ def build(mode: Recompute) -> Llama:
 
 
 def kept_bytes(model: Llama, tokens: torch.Tensor) -> int:
-    """Return the bytes that a forward pass leaves allocated for the backward pass, its output among it."""
-    model(tokens)  # tables are made once
+    """Return the bytes that a forward pass keeps for the backward pass, including its output."""
+    model(tokens)  # compute cached tables first
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         out = model(tokens)
         kept = out.sum()
@@ -54,20 +54,20 @@ def test_each_mode_keeps_less_than_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("mode", [Recompute.SELECTIVE, Recompute.FULL])
-def test_selective_computes_no_product_again_and_full_computes_all(mode: Recompute) -> None:
+def test_selective_repeats_no_product_and_full_repeats_all(mode: Recompute) -> None:
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     counts: dict[Recompute, Counter[str]] = {}
-    for which in (Recompute.NONE, mode):
-        model = build(which)
+    for recompute in (Recompute.NONE, mode):
+        model = build(recompute)
         loss = loss_sum(model(tokens), tokens)
-        with Operations() as operations:
+        with OperationCounter() as operations:
             loss.backward()
-        counts[which] = operations.counts
-    more = counts[mode] - counts[Recompute.NONE]
-    # Of the seven products of a layer the last is never needed again.
-    assert more["aten::mm"] == (0 if mode is Recompute.SELECTIVE else 6 * 2)
-    assert more["aten::_scaled_dot_product_flash_attention_for_cpu"] == (0 if mode is Recompute.SELECTIVE else 2)
-    assert more["aten::silu"] == 2, "what is cheap is computed again"
+        counts[recompute] = operations.counts
+    repeated = counts[mode] - counts[Recompute.NONE]
+    # The backward pass does not need the last of the seven products of a layer.
+    assert repeated["aten::mm"] == (0 if mode is Recompute.SELECTIVE else 6 * 2)
+    assert repeated["aten::_scaled_dot_product_flash_attention_for_cpu"] == (0 if mode is Recompute.SELECTIVE else 2)
+    assert repeated["aten::silu"] == 2, "cheap operations are repeated"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_selective_computes_no_product_again_and_full_computes_all(mode: Recompu
         pytest.param(2, ["dataParallel=FullySharded"], id="sharded"),
     ],
 )
-def test_losses_and_norms_are_the_same_to_the_bit(launch: Launcher, ranks: int, overrides: list[str]) -> None:
+def test_losses_and_norms_are_bitwise_equal(launch: Launcher, ranks: int, overrides: list[str]) -> None:
     curves: list[list[tuple[Any, ...]]] = []
     for mode in Recompute:
         job = launch(ranks, mode.value, [*overrides, "steps=3", f"recompute={mode.value}"]).finish()

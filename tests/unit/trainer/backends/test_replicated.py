@@ -1,4 +1,4 @@
-"""The replicated layout: sums over many values, buckets of gradients, and AdamW against torch's."""
+"""Keep replicated state: sums over many values, buckets of gradients, and AdamW compared with torch."""
 
 from typing import Any
 
@@ -28,15 +28,15 @@ def test_fifty_million_values_are_summed_to_five_digits(dtype: torch.dtype) -> N
 
 
 @given(st.lists(st.integers(0, 40_000), max_size=4), st.booleans())
-def test_every_value_counts_once_wherever_it_lies(sizes: list[int], turned: bool) -> None:
+def test_every_value_counts_once(sizes: list[int], transposed: bool) -> None:
     generator = torch.Generator().manual_seed(sum(sizes))
     tensors = [torch.randn(2, size, generator=generator) for size in sizes]
-    given = [tensor.t() for tensor in tensors] if turned else tensors
+    values = [tensor.t() for tensor in tensors] if transposed else tensors
     expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
-    assert square_sum(given) == pytest.approx(expected, rel=1e-6)
+    assert square_sum(values) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_value_that_is_not_finite_is_seen() -> None:
+def test_a_value_that_is_not_finite_changes_the_sum() -> None:
     values = torch.zeros(100_000)
     values[77_777] = torch.nan
     assert torch.tensor(square_sum([torch.ones(3), values])).isnan()
@@ -44,12 +44,12 @@ def test_a_value_that_is_not_finite_is_seen() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_buckets_are_reduced_in_order_during_the_last_backward_pass(
-    world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, tied: bool
+    single_rank_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
     monkeypatch.setattr(replicated_store, "_BUCKET_VALUES", 5000)
     shape = resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=48, tie_embeddings=tied), 64)
     plain, model = initial_model(shape), Llama(shape)
-    store = ReplicatedStore([model], torch.device("cpu"), world_of_one, 0, moments=("expAvg", "expAvgSq"))
+    store = ReplicatedStore([model], torch.device("cpu"), single_rank_group, 0, moments=("expAvg", "expAvgSq"))
     launched: list[tuple[int, int]] = []
     reduce = dist.all_reduce
 
@@ -88,7 +88,7 @@ def test_updates_equal_those_of_torch(
     scope: WeightDecayScope, bucket: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicated_store, "_BUCKET_VALUES", bucket)
-    if not fused:  # as on a device for which torch has no such kernel
+    if not fused:  # as on a device without this kernel of torch
         monkeypatch.setattr(adamw, "_FUSED", frozenset())
     config = OptimizerConfig(decay_scope=scope, weight_decay=0.7, beta1=0.8, beta2=0.9, eps=1e-6)
     shape = resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=48), 64)
@@ -106,8 +106,8 @@ def test_updates_equal_those_of_torch(
     for step in range(1, 4):
         tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(step))
         store.begin_backward(1)
-        for each in (plain, model):
-            loss_sum(each(tokens), tokens).backward()
+        for network in (plain, model):
+            loss_sum(network(tokens), tokens).backward()
         store.reduce()
         for parameter in plain.parameters():
             parameter.grad *= 0.25
@@ -117,5 +117,5 @@ def test_updates_equal_those_of_torch(
         store.zero_grad()
     expected = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
-        # A ten-thousandth of an update: a last bit of a weight shows in gradients that all but cancel.
+        # A ten-thousandth of an update: gradients that nearly cancel show the last bit of a weight.
         torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Count what the sharded layouts send: weights once a step, or for every pass."""
+"""Count the gathers of weights in the sharded layouts: once a step, or in every pass."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +20,8 @@ from trainium_trainer.models.loss import loss_sum
 LAYERS = 2
 
 
-class Gathers(TorchDispatchMode):
-    """Counts gathering collectives."""
+class GatherCounter(TorchDispatchMode):
+    """Count gathering collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Gathers(TorchDispatchMode):
 
 @pytest.fixture
 def fake_group_of_two() -> Iterator[None]:
-    """Join as rank 0 of 2 a group whose collectives return at once, without an effect."""
+    """Join, as rank 0 of 2, a group whose collectives have no effect."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
@@ -43,8 +43,7 @@ def fake_group_of_two() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("mode", "passes"),
     [
-        # Units are the layers and the rest. Each layer is gathered for its forward and for its backward pass, the rest
-        # for both at once.
+        # Each layer is gathered for its forward and its backward pass, all other weights once for both.
         pytest.param(DataParallelMode.FULLY_SHARDED, [2 * LAYERS + 1] * 3, id="fully"),
         pytest.param(DataParallelMode.SHARDED_OPTIMIZER, [LAYERS + 1, 0, 0], id="optimizer"),
     ],
@@ -71,14 +70,14 @@ def test_weights_are_gathered_once_a_step_where_only_the_optimizer_is_sharded(
         parameter.local.zero_()
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     for step in range(2):
-        found = []
+        gathers_of_passes = []
         for number in range(3):
             store.begin_backward(int(number == 2))
-            with Gathers() as gathers:
+            with GatherCounter() as gathers:
                 loss_sum(model(tokens), tokens).backward()
             store.accumulate()
-            found.append(gathers.count)
+            gathers_of_passes.append(gathers.count)
             reduced = all(entry.parameter.grad is not None for entry in store._entries)
             assert reduced == (not keep_gathered or number == 2)
-        assert found == passes, step
+        assert gathers_of_passes == passes, step
         store.zero_grad()

@@ -1,4 +1,4 @@
-"""Layers compiled by Inductor: the same curve up to rounding in every layout, and to the bit when repeated."""
+"""Compile layers with Inductor: the same curve up to rounding, bitwise the same when repeated."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from trainium_trainer.models.loss import loss_sum
 pytestmark = pytest.mark.timeout(500)  # real processes and a real compiler
 
 COMPILER_SECONDS = 200
-"""How long a run may take that begins with an empty cache."""
+"""The time limit of a run with an empty cache."""
 COMPILED = ["torchCompile=Layers", "steps=4"]
 
 
@@ -57,16 +57,16 @@ def test_the_curve_is_that_of_the_uncompiled_run(
     launch: Launcher, cache: Path, ranks: int, overrides: list[str]
 ) -> None:
     plain = run(launch, ranks, "plain", [*overrides, "steps=4"], cache)
-    known = {*cache.rglob("*.so")}
+    before = {*cache.rglob("*.so")}
     compiled = run(launch, ranks, "compiled", [*overrides, *COMPILED], cache)
-    assert {*cache.rglob("*.so")} - known, "nothing was compiled"
+    assert {*cache.rglob("*.so")} - before, "nothing was compiled"
     assert len(plain.metrics()) == 4
     compiled.assert_same_curve(plain)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at every tensor
-def test_every_layer_is_one_graph_that_gives_what_the_plain_layers_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced as for the compiler, which is left out: what of our code cannot be one program fails here."""
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # from Dynamo
+def test_one_graph_for_all_layers_has_the_gradients_of_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace without the compiler; code that cannot be one program fails."""
     torch.manual_seed(0)
     model = Llama(resolve_shape(ModelConfig(num_layers=2, hidden_size=32, intermediate_size=64), 320))
     for parameter in model.parameters():
@@ -75,32 +75,32 @@ def test_every_layer_is_one_graph_that_gives_what_the_plain_layers_give(monkeypa
 
     def gradients() -> list[torch.Tensor]:
         loss_sum(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
-        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        values = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
-        return found
+        return values
 
     plain = gradients()
     graphs = []
 
-    def traced(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def trace(graph: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.nn.Module.compile
+    compile_module = torch.nn.Module.compile
 
     def without_compiler(self: torch.nn.Module, **settings: Any) -> None:
         assert settings == {"backend": "inductor", "dynamic": False, "fullgraph": True}
-        compiled(self, **(settings | {"backend": traced}))
+        compile_module(self, **(settings | {"backend": trace}))
 
     monkeypatch.setattr(torch.nn.Module, "compile", without_compiler)
     compile_layers(model, TorchCompile.LAYERS, "cpu")
-    for mine, expected in zip(gradients(), plain, strict=True):
-        torch.testing.assert_close(mine, expected)
+    for gradient, expected in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(gradient, expected)
     assert len(graphs) == 1, "one program for all layers"
 
 
 @pytest.mark.long
-def test_a_compiled_run_repeats_itself_to_the_bit(launch: Launcher, cache: Path) -> None:
+def test_a_repeated_compiled_run_is_bitwise_equal(launch: Launcher, cache: Path) -> None:
     first, second = (run(launch, 1, name, COMPILED, cache) for name in ("first", "second"))
     assert first.losses() == second.losses()
     assert [line["gradNorm"] for line in first.metrics()] == [line["gradNorm"] for line in second.metrics()]

@@ -1,4 +1,4 @@
-"""Caches of compiled graphs: keys, whole files only, damage, and one compiler per key."""
+"""Cache compiled graphs: keys, complete files, damage, and one compiler per key."""
 
 import json
 import signal
@@ -29,15 +29,15 @@ MODULE = "neuronxcc-2.1/MODULE_1+abc"
 EXAMPLES = Path(__file__).parents[4] / "manifests/examples"
 
 
-def graphs(nodes: int = 2, **fields: Any) -> GraphInputs:
+def graph_inputs(nodes: int = 2, **fields: Any) -> GraphInputs:
     config = TrainingConfig.model_validate({"model": {"preset": "Tiny"}, "batch": {"globalSize": 12}, **fields})
     return describe_graphs(
         resolve_settings(config, launch_at(0, nodes)), image="image@sha256:1", flags=("--model-type=transformer",)
     )
 
 
-def compiled(folder: Path, *, finished: bool = True) -> LocalCache:
-    """Create a node's folder as the Neuron compiler leaves it."""
+def write_compiled(folder: Path, *, finished: bool = True) -> LocalCache:
+    """Write the folder of a node, like the Neuron compiler."""
     module = folder / MODULE
     module.mkdir(parents=True)
     (module / "model.neff").write_bytes(b"neff" * 1000)
@@ -47,89 +47,88 @@ def compiled(folder: Path, *, finished: bool = True) -> LocalCache:
     return LocalCache(folder)
 
 
-def test_a_key_is_the_same_for_what_does_not_change_a_graph() -> None:
-    same = graphs(steps=999, optimizer={"learningRate": 0.5}, data={"source": "elsewhere"}, seed=3)
-    assert digest_of_graphs(graphs()) == digest_of_graphs(same)
+def test_settings_that_change_no_graph_do_not_change_the_key() -> None:
+    same = graph_inputs(steps=999, optimizer={"learningRate": 0.5}, data={"source": "elsewhere"}, seed=3)
+    assert digest_of_graphs(graph_inputs()) == digest_of_graphs(same)
 
 
 def test_packed_examples_have_the_graph_of_masked_documents() -> None:
-    packed = graphs(data={"format": "Instruction", "examples": {"packing": True}})
-    assert (
-        digest_of_graphs(packed) == digest_of_graphs(graphs(data={"maskDocuments": True})) != digest_of_graphs(graphs())
-    )
+    packed = graph_inputs(data={"format": "Instruction", "examples": {"packing": True}})
+    masked = graph_inputs(data={"maskDocuments": True})
+    assert digest_of_graphs(packed) == digest_of_graphs(masked) != digest_of_graphs(graph_inputs())
 
 
 def test_a_key_differs_by_image_flags_model_and_size() -> None:
-    one = graphs()
+    inputs = graph_inputs()
     others = [
-        replace(one, image="image@sha256:2"),
-        replace(one, flags=()),
-        graphs(model={"preset": "Tiny", "numLayers": 5}),
-        graphs(nodes=3),
-        graphs(precision="BFloat16"),
-        graphs(data={"sequenceLength": 64}),
-        graphs(data={"maskDocuments": True}),
-        graphs(torchCompile="Layers"),
+        replace(inputs, image="image@sha256:2"),
+        replace(inputs, flags=()),
+        graph_inputs(model={"preset": "Tiny", "numLayers": 5}),
+        graph_inputs(nodes=3),
+        graph_inputs(precision="BFloat16"),
+        graph_inputs(data={"sequenceLength": 64}),
+        graph_inputs(data={"maskDocuments": True}),
+        graph_inputs(torchCompile="Layers"),
     ]
-    assert len({digest_of_graphs(each) for each in [one, *others]}) == 1 + len(others)
+    assert len({digest_of_graphs(variant) for variant in [inputs, *others]}) == 1 + len(others)
 
 
-def test_a_node_fetches_what_another_node_compiled(tmp_path: Path) -> None:
+def test_a_node_fetches_what_another_node_has_compiled(tmp_path: Path) -> None:
     shared = SharedCache(tmp_path / "shared")
-    here, there = compiled(tmp_path / "a"), LocalCache(tmp_path / "b")
-    assert shared.fetch(KEY, there) is None
-    shared.publish(KEY, here)
-    assert not there.has(KEY)
-    assert shared.fetch(KEY, there)
-    assert there.has(KEY)
-    copied = {path.name for path in (there.folder / MODULE).iterdir()}
+    source, destination = write_compiled(tmp_path / "a"), LocalCache(tmp_path / "b")
+    assert shared.fetch(KEY, destination) is None
+    shared.publish(KEY, source)
+    assert not destination.has(KEY)
+    assert shared.fetch(KEY, destination)
+    assert destination.has(KEY)
+    copied = {path.name for path in (destination.folder / MODULE).iterdir()}
     assert copied == {"model.neff", "model.done"}
-    assert (there.folder / MODULE / "model.neff").read_bytes() == b"neff" * 1000
+    assert (destination.folder / MODULE / "model.neff").read_bytes() == b"neff" * 1000
 
 
 def test_a_module_that_the_compiler_has_not_finished_is_not_shared(tmp_path: Path) -> None:
     shared = SharedCache(tmp_path / "shared")
-    assert shared.publish(KEY, compiled(tmp_path / "a", finished=False)).files == ()
+    assert shared.publish(KEY, write_compiled(tmp_path / "a", finished=False)).files == ()
 
 
 def test_a_key_with_a_damaged_file_is_set_aside_and_can_be_published_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared = SharedCache(tmp_path / "shared")
-    here, there = compiled(tmp_path / "a"), LocalCache(tmp_path / "b")
-    neff = next(file for file in shared.publish(KEY, here).files if file.size)
+    source, destination = write_compiled(tmp_path / "a"), LocalCache(tmp_path / "b")
+    neff = next(file for file in shared.publish(KEY, source).files if file.size)
     stored = shared.folder / "files" / neff.digest[:2] / neff.digest
     stored.write_bytes(b"X" * neff.size)  # the same size, other bytes
-    assert shared.fetch(KEY, there) is None
-    assert not (there.folder / MODULE / "model.neff").exists()
-    assert not (there.folder / MODULE / "model.done").exists()
+    assert shared.fetch(KEY, destination) is None
+    assert not (destination.folder / MODULE / "model.neff").exists()
+    assert not (destination.folder / MODULE / "model.done").exists()
     assert "set aside" in caplog.text
     assert not shared.has(KEY)
-    shared.publish(KEY, here)
-    assert shared.fetch(KEY, there)
+    shared.publish(KEY, source)
+    assert shared.fetch(KEY, destination)
 
 
 @pytest.mark.parametrize("path", ["../outside", "a/../../outside", "/etc/outside"])
 def test_a_key_that_names_a_file_outside_of_the_folder_is_not_used(tmp_path: Path, path: str) -> None:
-    shared, there = SharedCache(tmp_path / "shared"), LocalCache(tmp_path / "b")
-    shared.publish(KEY, compiled(tmp_path / "a"))
-    note = shared.folder / "keys" / f"{KEY}.json"
-    entry = json.loads(note.read_text())
+    shared, destination = SharedCache(tmp_path / "shared"), LocalCache(tmp_path / "b")
+    shared.publish(KEY, write_compiled(tmp_path / "a"))
+    entry_file = shared.folder / "keys" / f"{KEY}.json"
+    entry = json.loads(entry_file.read_text())
     entry["files"][0]["path"] = path
-    note.write_text(json.dumps(entry))
-    assert shared.fetch(KEY, there) is None
+    entry_file.write_text(json.dumps(entry))
+    assert shared.fetch(KEY, destination) is None
     assert not (tmp_path / "outside").exists()
 
 
 def test_a_partial_file_in_the_node_s_folder_is_copied_again(tmp_path: Path) -> None:
     shared = SharedCache(tmp_path / "shared")
-    there = LocalCache(tmp_path / "b")
-    shared.publish(KEY, compiled(tmp_path / "a"))
-    shared.fetch(KEY, there)
-    (there.folder / MODULE / "model.neff").write_bytes(b"ne")
-    assert not there.has(KEY)
-    shared.fetch(KEY, there)
-    assert there.has(KEY)
+    destination = LocalCache(tmp_path / "b")
+    shared.publish(KEY, write_compiled(tmp_path / "a"))
+    shared.fetch(KEY, destination)
+    (destination.folder / MODULE / "model.neff").write_bytes(b"ne")
+    assert not destination.has(KEY)
+    shared.fetch(KEY, destination)
+    assert destination.has(KEY)
 
 
 @pytest.fixture
@@ -140,21 +139,21 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_short_intervals")
 def test_only_one_of_many_holds_a_lock_at_a_time(tmp_path: Path) -> None:
-    inside: list[int] = []
-    most: list[int] = []
+    holders: list[int] = []
+    holder_counts: list[int] = []
 
     def compile_once() -> None:
         with precompile.hold_lease(tmp_path / "locks" / KEY, unless=lambda: False):
-            inside.append(1)
-            most.append(len(inside))
-            inside.pop()
+            holders.append(1)
+            holder_counts.append(len(holders))
+            holders.pop()
 
     threads = [threading.Thread(target=compile_once) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == [1] * 8
+    assert holder_counts == [1] * 8
     assert list((tmp_path / "locks").iterdir()) == []
 
 
@@ -172,7 +171,7 @@ with precompile.hold_lease(Path(sys.argv[1]), unless=lambda: False):
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Start a process that holds the lock, as one of the named machine."""
+    """Start a process that holds the lock under the name of a machine."""
     started: list[subprocess.Popen[str]] = []
 
     def start(machine: str) -> subprocess.Popen[str]:
@@ -196,8 +195,8 @@ def test_the_lock_of_a_process_that_was_killed_is_broken(
     process.kill()
     process.wait()
     assert (tmp_path / KEY).exists()
-    with precompile.hold_lease(tmp_path / KEY, unless=lambda: False) as mine:
-        assert mine
+    with precompile.hold_lease(tmp_path / KEY, unless=lambda: False) as acquired:
+        assert acquired
 
 
 @pytest.mark.usefixtures("_short_intervals")
@@ -205,15 +204,15 @@ def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_renewed
     tmp_path: Path, holder: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     process = holder("another-node")
-    waited = time.monotonic()
-    with precompile.hold_lease(tmp_path / KEY, unless=lambda: time.monotonic() > waited + 2.5) as mine:
-        assert not mine
+    started = time.monotonic()
+    with precompile.hold_lease(tmp_path / KEY, unless=lambda: time.monotonic() > started + 2.5) as acquired:
+        assert not acquired
     process.send_signal(signal.SIGSTOP)
-    with precompile.hold_lease(tmp_path / KEY, unless=lambda: False) as mine:
-        assert mine
+    with precompile.hold_lease(tmp_path / KEY, unless=lambda: False) as acquired:
+        assert acquired
 
 
-def test_the_sizes_of_a_job_are_those_that_it_may_come_to_run_at_the_first_start_first() -> None:
+def test_the_sizes_of_a_job_start_with_that_of_its_first_start() -> None:
     plan = read_sizes(EXAMPLES / "demo.yaml")
     assert plan.nodes == (4, 3, 2, 6)
     assert read_sizes(EXAMPLES / "hlat-7b.yaml").nodes == (128, 86, 64), "one more node between them has no effect"
@@ -225,7 +224,7 @@ def test_a_size_that_is_not_legal_is_refused_with_the_next_one() -> None:
         read_sizes(EXAMPLES / "demo.yaml", ["parallelism.tensor=2"], requested=(5,))
 
 
-def test_a_job_that_wants_even_sizes_only_compiles_no_others(tmp_path: Path) -> None:
+def test_a_job_of_even_sizes_compiles_no_others(tmp_path: Path) -> None:
     job = yaml.safe_load((EXAMPLES / "hlat-7b.yaml").read_text())
     job["spec"]["elasticity"] = {"sizes": "Even"}
     file = tmp_path / "even.yaml"
@@ -235,7 +234,7 @@ def test_a_job_that_wants_even_sizes_only_compiles_no_others(tmp_path: Path) -> 
         read_sizes(file, requested=(86,))
 
 
-def test_the_trainer_s_own_configuration_needs_sizes(tmp_path: Path) -> None:
+def test_a_configuration_of_the_trainer_needs_sizes(tmp_path: Path) -> None:
     file = tmp_path / "trainer.yaml"
     file.write_text("steps: 10\nschedule: {warmupSteps: 1}\n")
     with pytest.raises(UserError, match="give --sizes"):

@@ -1,4 +1,4 @@
-"""`trainium-trainer precompile` with real steps on the CPU: what it compiles, keeps and does not write."""
+"""Run `trainium-trainer precompile` with real steps on the CPU."""
 
 import json
 import os
@@ -38,12 +38,12 @@ JOB: dict[str, Any] = {
 
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = dict(os.environ)
-    inherited.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it for good in a process that compiled something
+    inherited.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it in a process that has compiled
     variables = inherited | {"XDG_CACHE_HOME": str(folder / "node"), "OMP_NUM_THREADS": "1"} | environment
     return run_python("-m", "trainium_trainer", *arguments, env=variables, cwd=folder)
 
 
-def files(folder: Path) -> set[str]:
+def list_files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -56,31 +56,31 @@ def test_every_size_is_compiled_once_for_all_nodes_and_nothing_else_is_written(t
         "2 nodes: data parallel 2, 1 place(s) in the model: compiled",
         "4 nodes: data parallel 4, 1 place(s) in the model: compiled",
     ]
-    written = files(tmp_path)
+    written = list_files(tmp_path)
     assert all(name == "job.yaml" or name.startswith(("node/trainium/compiled/", "shared/")) for name in written)
     assert len([name for name in written if name.startswith("shared/keys/")]) == 2
-    again = run(tmp_path, "precompile", "--config", "job.yaml", *shared, TRAINIUM_LOG_FORMAT="json")
-    reported = [line for text in again.stdout.splitlines() if (line := read_log_line(text)) is not None]
+    repeated = run(tmp_path, "precompile", "--config", "job.yaml", *shared, TRAINIUM_LOG_FORMAT="json")
+    reported = [line for text in repeated.stdout.splitlines() if (line := read_log_line(text)) is not None]
     assert [": ready in " in line.message for line in reported] == [True, True]
-    elsewhere = run(tmp_path, "precompile", "--config", "job.yaml", *shared, XDG_CACHE_HOME=str(tmp_path / "node-2"))
-    assert elsewhere.stdout.count(": fetched in ") == 2
+    other_node = run(tmp_path, "precompile", "--config", "job.yaml", *shared, XDG_CACHE_HOME=str(tmp_path / "node-2"))
+    assert other_node.stdout.count(": fetched in ") == 2
 
 
-def test_one_process_stands_for_any_rank_of_a_world_divided_in_every_way() -> None:
+def test_one_process_compiles_for_any_rank_of_any_division() -> None:
     config = JOB["spec"]["trainer"] | {
         "model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64},
         "data": JOB["spec"]["trainer"]["data"] | {"maskDocuments": True},
         "dataParallel": "FullySharded",
         "parallelism": {"tensor": 2, "pipeline": 2},
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "trainium_trainer.compile.dry_run"],
         input=json.dumps({"config": config, "rank": 5, "world_size": 8}),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.long
@@ -88,34 +88,34 @@ def test_the_places_of_a_model_are_compiled_side_by_side(tmp_path: Path) -> None
     trainer = JOB["spec"]["trainer"] | {"model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 64}}
     spec = JOB["spec"] | {"trainer": trainer, "parallelism": {"tensor": 2, "pipeline": 2}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({"kind": "TrainingJob", "spec": spec}))
-    done = run(tmp_path, "precompile", "--config", "job.yaml", "--sizes", "4")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("4 nodes: data parallel 1, 4 place(s) in the model: compiled in ")
+    completed = run(tmp_path, "precompile", "--config", "job.yaml", "--sizes", "4")
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith("4 nodes: data parallel 1, 4 place(s) in the model: compiled in ")
 
 
-TOOL = """#!/bin/sh
+FAKE_TOOL = """#!/bin/sh
 cat > /dev/null
-echo "$2 $NEURON_RT_VISIBLE_CORES $RANK" > "$NOTES/$RANK"
-while [ "$RANK" != 0 ] && [ "$(ls "$NOTES" | wc -l)" -lt 4 ]; do sleep 0.02; done
+echo "$2 $NEURON_RT_VISIBLE_CORES $RANK" > "$RECORDS/$RANK"
+while [ "$RANK" != 0 ] && [ "$(ls "$RECORDS" | wc -l)" -lt 4 ]; do sleep 0.02; done
 sleep 0.5
 [ "$RANK" != "$FAILS" ] || { echo "no such operator" >&2; exit 64; }
 """
 
 
 @pytest.mark.parametrize("fails", ["", "2"])
-def test_neurons_tool_gets_a_folder_and_a_core_for_each_place_and_the_one_that_fails_is_named(
+def test_the_tool_has_a_folder_and_a_core_for_each_place_and_its_failure_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """The tool removes its folder at its start, and a core of the device is one process's; the tool is a stand-in."""
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    (tmp_path / "neuron_parallel_compile").write_text(TOOL)
+    """The real tool removes its folder at its start, and one process uses a core; this tool is fake."""
+    records = tmp_path / "records"
+    records.mkdir()
+    (tmp_path / "neuron_parallel_compile").write_text(FAKE_TOOL)
     (tmp_path / "neuron_parallel_compile").chmod(0o755)
-    for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes), "FAILS": fails}.items():
+    for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORDS": str(records), "FAILS": fails}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(precompile, "_is_nxd", lambda _: True)
     monkeypatch.setattr(extraction, "ranks_with_distinct_graphs", lambda _: (0,))
-    monkeypatch.setattr(process_pool, "read_memory", lambda _: 1)  # three fit beside each other on any machine
+    monkeypatch.setattr(process_pool, "read_memory", lambda _: 1)  # three processes fit on any machine
     trainer = JOB["spec"]["trainer"] | {"parallelism": {"tensor": 4}}
     settings = resolve_settings(TrainingConfig.model_validate(trainer), launch_at(0, 4, 4))
     if fails:
@@ -123,11 +123,11 @@ def test_neurons_tool_gets_a_folder_and_a_core_for_each_place_and_the_one_that_f
             precompile._compile(settings, None)
         return
     precompile._compile(settings, None)
-    seen = [(notes / str(rank)).read_text().split() for rank in range(4)]
-    assert len({folder for folder, _, _ in seen}) == 4
-    assert [rank for _, _, rank in seen] == ["0", "1", "2", "3"]
-    assert sorted(core for _, core, _ in seen[1:]) == ["0", "1", "2"]
-    assert not any(Path(folder).parent.exists() for folder, _, _ in seen)
+    calls = [(records / str(rank)).read_text().split() for rank in range(4)]
+    assert len({folder for folder, _, _ in calls}) == 4
+    assert [rank for _, _, rank in calls] == ["0", "1", "2", "3"]
+    assert sorted(core for _, core, _ in calls[1:]) == ["0", "1", "2"]
+    assert not any(Path(folder).parent.exists() for folder, _, _ in calls)
 
 
 @pytest.mark.parametrize(

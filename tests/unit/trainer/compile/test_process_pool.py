@@ -1,4 +1,4 @@
-"""Processes side by side: how many, what one takes, and what is left when one fails."""
+"""Run processes in parallel: their number, their memory, and their end after a failure."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("left", "max_processes", "available", "each", "count"),
+    ("remaining", "max_processes", "available", "process_bytes", "count"),
     [
         (31, 128, 512 * GIB, 10 * GIB, 31),
         (31, 32, 200 * GIB, 10 * GIB, 16),
@@ -26,13 +26,13 @@ GIB = 2**30
         (31, 32, 512 * GIB, 0, 1),
     ],
 )
-def test_as_many_run_at_once_as_memory_allows_and_one_in_any_case(
-    left: int, max_processes: int, available: int | None, each: int, count: int
+def test_memory_limits_the_parallel_processes_to_at_least_one(
+    remaining: int, max_processes: int, available: int | None, process_bytes: int, count: int
 ) -> None:
-    assert count_parallel(left, max_processes, available, each) == count
+    assert count_parallel(remaining, max_processes, available, process_bytes) == count
 
 
-MEET = """
+WAIT_FOR_OTHERS = """
 import pathlib, sys, time
 folder, name, others, number = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.stdin.read())
 (folder / name).touch()
@@ -45,15 +45,17 @@ time.sleep(0.5)
 """
 
 
-def test_the_first_runs_alone_and_the_others_side_by_side_each_with_a_separate_slot(tmp_path: Path) -> None:
+def test_the_first_process_runs_alone_and_the_others_in_separate_slots(tmp_path: Path) -> None:
     pool = ProcessPool(3, lambda: 64 * GIB)
     slots: list[tuple[int, int]] = []
 
     def work(number: int, slot: int) -> None:
         slots.append((number, slot))
         others = 1 if number == 0 else 4  # none of the last three ends before all have started
-        done = pool.run([sys.executable, "-c", MEET, str(tmp_path), f"at-{number}", str(others)], "7", os.environ)
-        assert (done.returncode, done.stderr) == (0, "")
+        completed = pool.run(
+            [sys.executable, "-c", WAIT_FOR_OTHERS, str(tmp_path), f"at-{number}", str(others)], "7", os.environ
+        )
+        assert (completed.returncode, completed.stderr) == (0, "")
 
     pool.for_each(range(4), work)
     assert slots[0] == (0, 0)
@@ -62,9 +64,9 @@ def test_the_first_runs_alone_and_the_others_side_by_side_each_with_a_separate_s
     assert pool.parallel_processes == 3
 
 
-GROW = """
+USE_MEMORY = """
 import subprocess, sys
-sys.exit(subprocess.call([sys.executable, "-c", "import time; held = b'x' * (300 << 20); time.sleep(2)"]))
+sys.exit(subprocess.call([sys.executable, "-c", "import time; data = b'x' * (300 << 20); time.sleep(2)"]))
 """
 
 
@@ -74,7 +76,7 @@ def test_the_memory_of_a_process_includes_its_children(tmp_path: Path) -> None:
 
     def work(number: int, slot: int) -> None:
         order.append((number, slot))
-        assert pool.run([sys.executable, "-c", GROW if number == 0 else ""], "", os.environ).returncode == 0
+        assert pool.run([sys.executable, "-c", USE_MEMORY if number == 0 else ""], "", os.environ).returncode == 0
 
     pool.for_each(range(3), work)
     assert pool.peak_bytes > 300 << 20
@@ -82,7 +84,7 @@ def test_the_memory_of_a_process_includes_its_children(tmp_path: Path) -> None:
     assert order == [(0, 0), (1, 0), (2, 0)]
 
 
-BEGIN_AND_STAY = """
+START_CHILD = """
 import pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path(sys.argv[1]).write_text(str(child.pid))
@@ -90,7 +92,7 @@ time.sleep(600)
 """
 
 
-def test_the_error_of_one_is_raised_and_what_ran_beside_it_is_ended_with_its_children(tmp_path: Path) -> None:
+def test_the_error_of_one_process_ends_the_others_with_their_children(tmp_path: Path) -> None:
     pool = ProcessPool(2, lambda: 64 * GIB)
     pid_file = tmp_path / "pid"
 
@@ -98,7 +100,7 @@ def test_the_error_of_one_is_raised_and_what_ran_beside_it_is_ended_with_its_chi
         if number == 0:
             pool.run([sys.executable, "-c", "import time; time.sleep(0.5)"], "", os.environ)
         elif number == 1:
-            pool.run([sys.executable, "-c", BEGIN_AND_STAY, str(pid_file)], "", os.environ)
+            pool.run([sys.executable, "-c", START_CHILD, str(pid_file)], "", os.environ)
         else:
             while not (pid_file.exists() and pid_file.read_text()):
                 time.sleep(0.01)
@@ -109,13 +111,13 @@ def test_the_error_of_one_is_raised_and_what_ran_beside_it_is_ended_with_its_chi
     wait_for_end(int(pid_file.read_text()))
 
 
-def test_a_signal_to_the_programs_group_ends_all_of_it(tmp_path: Path) -> None:
+def test_a_signal_to_the_process_group_ends_all_processes(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = (
         "import os, sys\n"
         "from trainium_trainer.compile.process_pool import ProcessPool\n"
         "pool = ProcessPool(1)\n"
-        f"command = [sys.executable, '-c', {BEGIN_AND_STAY!r}, sys.argv[1]]\n"
+        f"command = [sys.executable, '-c', {START_CHILD!r}, sys.argv[1]]\n"
         "pool.for_each([0], lambda *_: pool.run(command, '', os.environ))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(pid_file)], start_new_session=True)
@@ -132,8 +134,8 @@ def wait_for_end(pid: int) -> None:
     until(lambda: not stat.exists() or " Z " in stat.read_text(), f"process {pid} has not ended", pause=0.01)
 
 
-def test_memory_is_that_of_a_process_and_of_nothing_when_it_has_ended() -> None:
-    code = "import sys; held = b'x' * (100 << 20); print('here', flush=True); sys.stdin.read()"
+def test_the_memory_of_an_ended_process_is_zero() -> None:
+    code = "import sys; data = b'x' * (100 << 20); print('ready', flush=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         process.stdout.readline()

@@ -1,4 +1,4 @@
-"""Configuration: every refusal is one sentence with field, value and advice, and code 64, without torch."""
+"""Refuse configurations in one sentence with field, value and remedy, with code 64, without torch."""
 
 import json
 import subprocess
@@ -22,38 +22,29 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.loop.memory_check import refuse_too_small
 
 
-def write(tmp_path: Path, document: Any) -> Path:
+def write_config(tmp_path: Path, document: Any) -> Path:
     path = tmp_path / "trainer.yaml"
     path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
     return path
 
 
-def world(size: int) -> Launch:
-    return Launch(
-        rank=0,
-        local_rank=0,
-        world_size=size,
-        generation=0,
-        attempt=0,
-        run_id="",
-        progress_file=None,
-        memory_directory=None,
-    )
+def launch_of(world_size: int) -> Launch:
+    return Launch(rank=0, local_rank=0, world_size=world_size)
 
 
 def test_an_empty_file_is_the_default_configuration(tmp_path: Path) -> None:
-    assert load(write(tmp_path, "")) == TrainingConfig()
+    assert load(write_config(tmp_path, "")) == TrainingConfig()
 
 
-def test_overrides_win_and_take_numbers_as_people_write_them(tmp_path: Path) -> None:
-    path = write(tmp_path, {"optimizer": {"learningRate": 0.1}})
+def test_overrides_take_precedence_and_common_forms_of_numbers(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"optimizer": {"learningRate": 0.1}})
     config = load(path, ["optimizer.learningRate=1e-3", "data.sequence_length=64", "monitor.tensorboard=false"])
     assert config.optimizer.learning_rate == 1e-3
     assert config.data.sequence_length == 64
     assert config.monitor.tensorboard is False
 
 
-def pairs(objective: dict[str, Any], **examples: Any) -> dict[str, Any]:
+def preference_config(objective: dict[str, Any], **examples: Any) -> dict[str, Any]:
     """Return a configuration of preference tuning."""
     return {"data": {"format": "Preference", "examples": examples}, "tuning": {"objective": objective}}
 
@@ -117,44 +108,59 @@ def pairs(objective: dict[str, Any], **examples: Any) -> dict[str, Any]:
             {"tuning": {"objective": {"kind": "DPO"}}},
             "tuning.objective is DPO but data.format is Text, which has no two answers to compare",
         ),
-        (pairs({}), "compares with the model in model.weights, which is not given: give it, or set"),
-        (pairs({"kind": "ORPO", "labelSmoothing": 0.1}), "objective.labelSmoothing is given but kind is ORPO"),
-        (pairs({"kind": "ORPO", "referenceFree": True}), "objective.referenceFree is given but kind is ORPO"),
-        (pairs({"reference": "/r", "referenceFree": True}), "is /r but referenceFree is true: leave one of them"),
-        (pairs({"labelSmoothing": 0.5}), "labelSmoothing is 0.5: use a number of at least 0 and at most 0.49"),
-        (pairs({"referenceFree": True}, packing=True), "where each answer has a separate sequence: leave it out"),
-        (pairs({"referenceFree": True}, loss="All"), "is DPO, which compares answers only: leave it out"),
+        (preference_config({}), "compares with the model in model.weights, which is not given: give it, or set"),
+        (
+            preference_config({"kind": "ORPO", "labelSmoothing": 0.1}),
+            "objective.labelSmoothing is given but kind is ORPO",
+        ),
+        (
+            preference_config({"kind": "ORPO", "referenceFree": True}),
+            "objective.referenceFree is given but kind is ORPO",
+        ),
+        (
+            preference_config({"reference": "/r", "referenceFree": True}),
+            "is /r but referenceFree is true: leave one of them",
+        ),
+        (
+            preference_config({"labelSmoothing": 0.5}),
+            "labelSmoothing is 0.5: use a number of at least 0 and at most 0.49",
+        ),
+        (
+            preference_config({"referenceFree": True}, packing=True),
+            "where each answer has a separate sequence: leave it out",
+        ),
+        (preference_config({"referenceFree": True}, loss="All"), "is DPO, which compares answers only: leave it out"),
         ("- a\n- b\n", "holds a list, not fields"),
         ("steps: [", "not valid YAML"),
         ({"steps": 0, "zzz": 1}, "zzz is not a field: known fields: "),
     ],
 )
-def test_a_wrong_configuration_is_refused_in_a_sentence(tmp_path: Path, document: Any, sentence: str) -> None:
+def test_a_wrong_configuration_is_refused(tmp_path: Path, document: Any, sentence: str) -> None:
     with pytest.raises(UserError) as refusal:
-        load(write(tmp_path, document))
+        load(write_config(tmp_path, document))
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_wrong_value_is_blamed_on_the_override_that_gave_it(tmp_path: Path) -> None:
+def test_the_error_of_a_value_names_its_override(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--set steps=0: steps is 0: use a number of at least 1"):
-        load(write(tmp_path, {}), ["steps=0"])
+        load(write_config(tmp_path, {}), ["steps=0"])
     with pytest.raises(UserError, match=r"^--set model\.num_layers=0: model\.numLayers is 0"):
-        load(write(tmp_path, {}), ["seed=1", "model.num_layers=0"])
+        load(write_config(tmp_path, {}), ["seed=1", "model.num_layers=0"])
     with pytest.raises(UserError, match=r"trainer\.yaml: batch\.microSize is 0"):
-        load(write(tmp_path, {"batch": {"microSize": 0}}), ["steps=50"])
+        load(write_config(tmp_path, {"batch": {"microSize": 0}}), ["steps=50"])
     with pytest.raises(UserError, match=r"write it as a\.b=value"):
-        load(write(tmp_path, {}), ["steps"])
+        load(write_config(tmp_path, {}), ["steps"])
     with pytest.raises(UserError, match="steps is 5, which has no fields below it"):
-        load(write(tmp_path, {"steps": 5}), ["steps.more=1"])
+        load(write_config(tmp_path, {"steps": 5}), ["steps.more=1"])
 
 
 def test_further_problems_are_counted(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"\(and 1 more problem\)"):
-        load(write(tmp_path, {"steps": 0, "seed": -1}))
+        load(write_config(tmp_path, {"steps": 0, "seed": -1}))
 
 
-def test_a_missing_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         load(tmp_path / "none.yaml")
 
@@ -203,14 +209,16 @@ def test_a_configuration_that_does_not_fit_the_launch_is_refused(
     tmp_path: Path, overrides: list[str], size: int, sentence: str
 ) -> None:
     with pytest.raises(UserError) as refusal:
-        resolve_settings(load(write(tmp_path, ""), overrides), world(size))
+        resolve_settings(load(write_config(tmp_path, ""), overrides), launch_of(size))
     assert sentence in str(refusal.value)
 
 
 def test_the_digest_of_the_settings_covers_those_that_must_not_change(tmp_path: Path) -> None:
     def digest(*overrides: str, data: str = "d", tokenizer: str = "t") -> str:
         return settings_digest(
-            resolve_settings(load(write(tmp_path, ""), overrides), world(1)).fixed_settings(data, tokenizer, {})
+            resolve_settings(load(write_config(tmp_path, ""), overrides), launch_of(1)).fixed_settings(
+                data, tokenizer, {}
+            )
         )
 
     assert digest() == digest("steps=50", "optimizer.learningRate=0.1", "batch.microSize=2", "precision=BFloat16")
@@ -219,16 +227,16 @@ def test_the_digest_of_the_settings_covers_those_that_must_not_change(tmp_path: 
     assert len({digest(), *others}) == 6
 
 
-def test_records_are_beside_the_checkpoints_unless_they_have_a_place(tmp_path: Path) -> None:
+def test_records_are_beside_the_checkpoints_unless_configured(tmp_path: Path) -> None:
     for path in ("s3://bucket/run", "/there"):
-        assert load(write(tmp_path, ""), [f"checkpoint.path={path}"]).checkpoint.records == path
+        assert load(write_config(tmp_path, ""), [f"checkpoint.path={path}"]).checkpoint.records == path
     for records in ("s3://bucket/records", "/here"):
-        given = ["checkpoint.path=s3://bucket/run", f"checkpoint.recordsPath={records}"]
-        assert load(write(tmp_path, ""), given).checkpoint.records == records
+        overrides = ["checkpoint.path=s3://bucket/run", f"checkpoint.recordsPath={records}"]
+        assert load(write_config(tmp_path, ""), overrides).checkpoint.records == records
 
 
 def test_launch_variables_are_optional_and_checked() -> None:
-    assert read_launch({}) == world(1)
+    assert read_launch({}) == launch_of(1)
     launch = read_launch({"RANK": "2", "WORLD_SIZE": "4", "TRAINIUM_GENERATION": "7", "TRAINIUM_RUN_ID": "uid"})
     assert (launch.generation, launch.run_id) == (7, "uid")
     with pytest.raises(UserError, match="RANK is 'x', not a number"):
@@ -240,7 +248,7 @@ def test_launch_variables_are_optional_and_checked() -> None:
 def test_a_bad_command_line_or_configuration_ends_with_64_and_its_sentence_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["train", "--config", str(write(tmp_path, {"steps": 0}))]) == ExitCode.USER_ERROR
+    assert cli.run(["train", "--config", str(write_config(tmp_path, {"steps": 0}))]) == ExitCode.USER_ERROR
     assert capsys.readouterr().err.splitlines()[-1].endswith("steps is 0: use a number of at least 1")
     assert cli.run(["train", "--no-such-option"]) == ExitCode.USER_ERROR
     assert cli.run(["--help"]) == 0
@@ -257,7 +265,7 @@ def test_check_reports_the_effect_of_a_configuration_at_a_size(
         "steps": 500_000,
         "schedule": {"warmupSteps": 2000},
     }
-    argv = ["check", "--config", str(write(tmp_path, document))]
+    argv = ["check", "--config", str(write_config(tmp_path, document))]
     assert cli.run([*argv, "--ranks", "4096"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "model: 6,738,415,616 parameters, 32 layers of width 4096",
@@ -288,21 +296,21 @@ def test_check_refuses_a_job_that_is_too_large_for_its_cores_and_reports_the_num
     workers = {"replicas": 1, "accelerator": {"instanceType": "trn1.32xlarge"}}
     spec = {"workers": workers, "parallelism": {"tensor": 2}, "trainer": trainer}
     job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
-    assert cli.run(["check", "--config", str(write(tmp_path, job))]) == ExitCode.USER_ERROR
+    assert cli.run(["check", "--config", str(write_config(tmp_path, job))]) == ExitCode.USER_ERROR
     assert "a core of trn1.32xlarge has 16.0 GiB, but a process needs 50.2 GiB of weights" in capsys.readouterr().err
 
 
 def test_too_little_shared_memory_on_a_node_is_reported_with_the_features_to_switch_off() -> None:
     gib = 1 << 30
-    found = MemoryEstimate(10**9, 2 * gib, gib, shared_memory=20 * gib, host=40 * gib)
+    estimate = MemoryEstimate(10**9, 2 * gib, gib, shared_memory=20 * gib, host=40 * gib)
     small = INSTANCES["trn1.2xlarge"]
-    first, second = refuse_too_small(found, small, "trn1.2xlarge")
+    first, second = refuse_too_small(estimate, small, "trn1.2xlarge")
     assert first.startswith(
         "snapshots need 20.0 GiB of /dev/shm on each node, but trn1.2xlarge has about 16.0 GiB there"
     )
     assert "switch them, or the copies of a buddy's, off" in first
     assert second.startswith("a node needs 40.0 GiB of memory")
-    assert refuse_too_small(found, INSTANCES["trn1.32xlarge"], "") == []
+    assert refuse_too_small(estimate, INSTANCES["trn1.32xlarge"], "") == []
 
 
 def test_settings_without_effect_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,7 +319,7 @@ def test_settings_without_effect_are_reported(tmp_path: Path, capsys: pytest.Cap
         "optimizer": {"weightDecay": 0, "decayScope": "Matrices"},
         "parallelism": {"sequence": True},
     }
-    assert cli.run(["check", "--config", str(write(tmp_path, document))]) == 0
+    assert cli.run(["check", "--config", str(write_config(tmp_path, document))]) == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert [line.split()[1] for line in warnings] == [
         "schedule.decaySteps",
@@ -320,7 +328,7 @@ def test_settings_without_effect_are_reported(tmp_path: Path, capsys: pytest.Cap
     ]
 
 
-def test_data_and_packages_that_are_not_here_are_refused_where_the_run_would_be(
+def test_missing_data_and_packages_are_refused_on_the_machine_of_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = str(tmp_path / "corpus")
@@ -333,10 +341,10 @@ def test_data_and_packages_that_are_not_here_are_refused_where_the_run_would_be(
         ({"data": {"source": f"{missing}/*.txt"}}, f"data.source {missing}/*.txt: there is no such file or folder"),
         ({"backend": "Nxd"}, "backend is Nxd, but torch_xla and neuronx_distributed cannot be imported"),
     ):
-        argv = ["check", "--config", str(write(tmp_path, document))]
+        argv = ["check", "--config", str(write_config(tmp_path, document))]
         assert cli.run(argv) == ExitCode.USER_ERROR
         assert sentence in capsys.readouterr().err
-        # So many ranks run elsewhere, where both may be.
+        # A run of several ranks is elsewhere, where both may exist.
         assert cli.run([*argv, "--ranks", "2"]) == 0
         assert f"warning: {sentence}" in capsys.readouterr().out
 
@@ -346,10 +354,10 @@ def test_data_that_exists_or_is_optional_here_is_not_reported(
 ) -> None:
     (tmp_path / "one.txt").write_text("text")
     for source in (str(tmp_path / "one.txt"), str(tmp_path), f"{tmp_path}/*.txt"):
-        assert cli.run(["check", "--config", str(write(tmp_path, {"data": {"source": source}}))]) == 0
+        assert cli.run(["check", "--config", str(write_config(tmp_path, {"data": {"source": source}}))]) == 0
         assert "data.source" not in capsys.readouterr().out
-    for elsewhere in ({"source": "s3://bucket/corpus"}, {"hub": {"dataset": "owner/set"}}):
-        assert find_missing(TrainingConfig.model_validate({"data": elsewhere})) == []
+    for remote in ({"source": "s3://bucket/corpus"}, {"hub": {"dataset": "owner/set"}}):
+        assert find_missing(TrainingConfig.model_validate({"data": remote})) == []
 
 
 def write_shape(folder: Path) -> Path:
@@ -363,7 +371,7 @@ def write_shape(folder: Path) -> Path:
 
 def test_unread_weights_beside_a_shape_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_shape(tmp_path / "base")
-    argv = ["check", "--config", str(write(tmp_path, {"model": {"path": str(folder)}}))]
+    argv = ["check", "--config", str(write_config(tmp_path, {"model": {"path": str(folder)}}))]
     assert cli.run(argv) == 0
     assert "warning" not in capsys.readouterr().out
     (folder / "model.safetensors").write_bytes(b"")
@@ -371,16 +379,16 @@ def test_unread_weights_beside_a_shape_are_reported(tmp_path: Path, capsys: pyte
     assert f"warning: model.path {folder} gives the shape only and its weights are not read" in capsys.readouterr().out
 
 
-def test_configuration_errors_are_found_without_importing_torch(tmp_path: Path) -> None:
+def test_configuration_errors_are_reported_without_importing_torch(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom trainium_trainer import cli\n"
-        f"code = cli.run(['train', '--config', {str(write(tmp_path, {'steps': 0}))!r}])\n"
+        f"code = cli.run(['train', '--config', {str(write_config(tmp_path, {'steps': 0}))!r}])\n"
         "sys.exit(99 if 'torch' in sys.modules else code)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 64
 
 
-def test_a_training_jobs_manifest_is_taken_where_a_configuration_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_manifest_of_a_job_is_accepted_as_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     example = Path(__file__).parents[4] / "manifests/examples/hlat-7b.yaml"
     assert cli.run(["check", "--config", str(example)]) == 0
     report = capsys.readouterr().out
@@ -396,15 +404,15 @@ def test_a_training_jobs_manifest_is_taken_where_a_configuration_is(capsys: pyte
 def test_an_error_in_a_manifest_is_reported_with_its_place(tmp_path: Path) -> None:
     document = {"kind": "TrainingJob", "spec": {"workers": {"replica": 3}}}
     with pytest.raises(UserError, match=r"spec: workers\.replica is not a field: did you mean replicas\?"):
-        load(write(tmp_path, document))
+        load(write_config(tmp_path, document))
 
 
 def test_the_steps_follow_from_the_epochs_and_the_warm_up_from_the_steps() -> None:
     config = TrainingConfig.model_validate(
         {"epochs": 2.5, "batch": {"globalSize": 8}, "schedule": {"warmupRatio": 0.03}}
     )
-    settled = with_steps(config, 400)
-    assert (settled.steps, settled.schedule.warmup_steps) == (125, 4), "rounded up"
+    resolved = with_steps(config, 400)
+    assert (resolved.steps, resolved.schedule.warmup_steps) == (125, 4), "rounded up"
     assert with_steps(TrainingConfig(), None) == TrainingConfig()
 
 
@@ -412,7 +420,7 @@ def test_epochs_of_unknown_length_and_a_warm_up_longer_than_the_run_are_refused(
     config = TrainingConfig.model_validate({"epochs": 1, "batch": {"globalSize": 8}})
     with pytest.raises(UserError, match=r"set data.tokenization to Ahead, or give steps"):
         with_steps(config, None)
-    assert with_steps(config, 40).schedule.warmup_steps == 5, "what was not given fits the run"
+    assert with_steps(config, 40).schedule.warmup_steps == 5, "the default fits the run"
     longer = TrainingConfig.model_validate({"epochs": 1, "batch": {"globalSize": 8}, "schedule": {"warmupSteps": 9}})
     with pytest.raises(UserError, match=r"warmupSteps is 9, but 1 epochs are 5 steps"):
         with_steps(longer, 40)
@@ -425,13 +433,13 @@ def test_check_reports_the_trained_parts(tmp_path: Path, capsys: pytest.CaptureF
         "tuning": {"method": "LoRA", "lora": {"rank": 4, "alpha": 8}},
         "epochs": 3,
     }
-    assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 64
+    assert cli.run(["check", "--config", str(write_config(tmp_path, config))]) == 64
     assert "has no tokenizer.json: copy the model's tokenizer there, or name it in" in capsys.readouterr().err
     (base / "tokenizer.model").write_bytes(b"")
-    assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 64
+    assert cli.run(["check", "--config", str(write_config(tmp_path, config))]) == 64
     assert "has tokenizer.model but no tokenizer.json: convert it once with transformers" in capsys.readouterr().err
     write_tokenizer(base, specials=("<|endoftext|>",), bos=False)
-    assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 0
+    assert cli.run(["check", "--config", str(write_config(tmp_path, config))]) == 0
     output = capsys.readouterr().out
     assert "tuning: LoRA of rank 4 on 4 layers, scale 2; 2,048 of 344,384 parameters (0.59%) are trained" in output
     assert "run: 3 epochs" in output
@@ -448,7 +456,7 @@ def test_check_reports_the_trained_parts(tmp_path: Path, capsys: pytest.CaptureF
 )
 def test_a_profile_that_cannot_be_recorded_is_refused(tmp_path: Path, profile: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as refused:
-        load(write(tmp_path, {"monitor": {"profile": profile}}))
+        load(write_config(tmp_path, {"monitor": {"profile": profile}}))
     assert message in str(refused.value)
 
 
@@ -468,6 +476,6 @@ def test_check_reports_a_window_and_whether_it_has_an_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], preset: str, length: int, line: str
 ) -> None:
     config = {"model": {"preset": preset}, "data": {"sequenceLength": length}}
-    assert cli.run(["check", "--config", str(write(tmp_path, config))]) == 0
-    found = [each for each in capsys.readouterr().out.splitlines() if each.startswith("window: ")]
-    assert found == ([f"window: a token sees 4,096 positions in {line}"] if line else [])
+    assert cli.run(["check", "--config", str(write_config(tmp_path, config))]) == 0
+    windows = [text for text in capsys.readouterr().out.splitlines() if text.startswith("window: ")]
+    assert windows == ([f"window: a token sees 4,096 positions in {line}"] if line else [])

@@ -1,4 +1,4 @@
-"""Which backend and device a run gets, and the message when the requested one is missing."""
+"""Choose the backend and the device of a run, and report a missing one."""
 
 import importlib.util
 from pathlib import Path
@@ -16,15 +16,15 @@ from trainium_trainer.exits import UserError
 without_nxd = pytest.mark.skipif(
     all(importlib.util.find_spec(name) for name in PACKAGES), reason="the packages of backend Nxd are installed"
 )
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
 @pytest.fixture
 def neuron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Register a stand-in for TorchNeuron, as far as the choice reads it: the library runs on its hardware only."""
+    """Register a fake TorchNeuron: the library runs only on its hardware."""
     module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 4)
     monkeypatch.setattr(torch, "neuron", module, raising=False)
-    # Until a plug-in has given it a name, torch calls the device of plug-ins "privateuseone".
+    # Torch calls the device of plug-ins "privateuseone" until a plug-in names it.
     monkeypatch.setattr(torch, "device", lambda *arguments: arguments)
     return module
 
@@ -56,7 +56,7 @@ def test_a_node_with_unusable_neuron_devices_trains_on_its_cpu_only_on_request(t
     assert pick_device(0, DeviceChoice.CPU, devices=tmp_path) == torch.device("cpu")
 
 
-def test_neuron_is_taken_where_it_is_and_each_process_has_a_core(neuron: SimpleNamespace) -> None:
+def test_an_available_neuron_device_is_chosen_and_each_process_has_a_core(neuron: SimpleNamespace) -> None:
     assert pick_device(3) == ("neuron", 3)
     with pytest.raises(UserError, match="process 4 of this node has no device, there are 4 Neuron cores"):
         pick_device(4)

@@ -1,4 +1,4 @@
-"""Which exception ends with which code."""
+"""Map exceptions to exit codes and messages."""
 
 import errno
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_every_exception_has_its_code(error: BaseException, code: int) -> None:
     assert exits.find_exit_code(error) == code
 
 
-def test_the_last_line_of_stderr_is_the_sentence_and_so_is_the_termination_log(
+def test_the_message_is_the_last_line_of_stderr_and_the_termination_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "termination-log"

@@ -1,4 +1,4 @@
-"""Presets and Hugging Face configurations: published sizes, both spellings of the rotary settings, refusals."""
+"""Read presets and Hugging Face configurations, and refuse those of other models."""
 
 import json
 from pathlib import Path
@@ -44,13 +44,13 @@ LLAMA31 = {
 }
 
 
-def write(folder: Path, **changes: Any) -> str:
+def write_config(folder: Path, **changes: Any) -> str:
     document = {name: value for name, value in (LLAMA31 | changes).items() if value != "absent"}
     (folder / "config.json").write_text(json.dumps(document))
     return str(folder)
 
 
-def shape_of(path: str, **overrides: Any) -> Any:
+def read_shape(path: str, **overrides: Any) -> Any:
     return resolve_shape(ModelConfig(path=path, **overrides), 100)
 
 
@@ -58,44 +58,44 @@ def test_every_preset_has_a_shape_and_the_default_is_small() -> None:
     assert set(PRESETS) == set(ModelPreset)
     for preset in ModelPreset:
         shape = resolve_shape(ModelConfig(preset=preset), 2048)
-        own_width = preset == "Mistral-Nemo-12B" or shape.family == "qwen3"
-        assert own_width or shape.head_dim * shape.num_attention_heads == shape.hidden_size
+        has_other_width = preset == "Mistral-Nemo-12B" or shape.family == "qwen3"
+        assert has_other_width or shape.head_dim * shape.num_attention_heads == shape.hidden_size
     assert count_parameters(resolve_shape(ModelConfig(), 2048)) < 1_000_000
 
 
 def test_the_preset_of_llama_3_1_is_its_published_file(tmp_path: Path) -> None:
-    assert shape_of(write(tmp_path)) == PRESETS[ModelPreset.LLAMA31_8B]
-    assert shape_of(str(tmp_path / "config.json")) == PRESETS[ModelPreset.LLAMA31_8B]
+    assert read_shape(write_config(tmp_path)) == PRESETS[ModelPreset.LLAMA31_8B]
+    assert read_shape(str(tmp_path / "config.json")) == PRESETS[ModelPreset.LLAMA31_8B]
 
 
 def test_the_new_spelling_of_the_rotary_settings_means_the_same(tmp_path: Path) -> None:
     parameters = {"rope_theta": 500000.0, **LLAMA31["rope_scaling"]}  # type: ignore[dict-item]
-    path = write(tmp_path, rope_scaling="absent", rope_theta="absent", rope_parameters=parameters)
-    assert shape_of(path) == PRESETS[ModelPreset.LLAMA31_8B]
+    path = write_config(tmp_path, rope_scaling="absent", rope_theta="absent", rope_parameters=parameters)
+    assert read_shape(path) == PRESETS[ModelPreset.LLAMA31_8B]
     old = {name: value for name, value in LLAMA31["rope_scaling"].items() if name != "rope_type"}  # type: ignore[attr-defined]
-    assert shape_of(write(tmp_path, rope_scaling=old | {"type": "llama3"})) == PRESETS[ModelPreset.LLAMA31_8B]
+    assert read_shape(write_config(tmp_path, rope_scaling=old | {"type": "llama3"})) == PRESETS[ModelPreset.LLAMA31_8B]
 
 
 def test_absent_fields_have_the_defaults_of_llama_config(tmp_path: Path) -> None:
-    left_out = (
+    absent = (
         "rope_scaling num_key_value_heads rms_norm_eps initializer_range tie_word_embeddings max_position_embeddings "
         "rope_theta architectures"
     )
-    shape = shape_of(write(tmp_path, **dict.fromkeys(left_out.split(), "absent")))
+    shape = read_shape(write_config(tmp_path, **dict.fromkeys(absent.split(), "absent")))
     assert (shape.num_key_value_heads, shape.head_dim, shape.rope_stretch, shape.rope_theta) == (32, 128, None, 10_000)
     assert (shape.norm_eps, shape.initial_std, shape.tie_embeddings, shape.max_positions) == (1e-6, 0.02, False, 2048)
 
 
 def test_heads_may_be_wider_than_the_residual_stream_divided_by_them(tmp_path: Path) -> None:
-    shape = shape_of(write(tmp_path, head_dim=64))
+    shape = read_shape(write_config(tmp_path, head_dim=64))
     assert shape.head_dim == 64
-    narrower = shape_of(write(tmp_path, head_dim=64), hidden_size=2048)
-    assert narrower.head_dim == 64, "2048 over 32 heads"
-    assert shape_of(write(tmp_path, head_dim=64), hidden_size=2048, head_dim=128).head_dim == 128
+    narrower = read_shape(write_config(tmp_path, head_dim=64), hidden_size=2048)
+    assert narrower.head_dim == 64, "2048 / 32 is not used"
+    assert read_shape(write_config(tmp_path, head_dim=64), hidden_size=2048, head_dim=128).head_dim == 128
 
 
 def test_fields_of_the_configuration_override_the_file(tmp_path: Path) -> None:
-    shape = shape_of(write(tmp_path), num_layers=2, initial_std=0.01, rope_scaling={"kind": "Unscaled"})
+    shape = read_shape(write_config(tmp_path), num_layers=2, initial_std=0.01, rope_scaling={"kind": "Unscaled"})
     assert (shape.num_layers, shape.initial_std, shape.rope_stretch) == (2, 0.01, None)
     linear = resolve_shape(ModelConfig(rope_scaling={"kind": "Linear", "factor": 4}), 100).rope_stretch  # type: ignore[arg-type]
     assert (linear.kind, linear.factor) == ("Linear", 4)
@@ -105,10 +105,10 @@ def test_fields_of_the_configuration_override_the_file(tmp_path: Path) -> None:
 def test_a_shape_written_as_a_file_is_read_back(tmp_path: Path, preset: ModelPreset) -> None:
     shape = resolve_shape(ModelConfig(preset=preset), 100)
     assert ModelShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
-    for left_out in ("rope_parameters", "rope_scaling"):
-        document = {name: value for name, value in to_config(shape).items() if name != left_out}
+    for absent in ("rope_parameters", "rope_scaling"):
+        document = {name: value for name, value in to_config(shape).items() if name != absent}
         (tmp_path / "config.json").write_text(json.dumps(document))
-        assert shape_of(str(tmp_path)) == shape
+        assert read_shape(str(tmp_path)) == shape
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,9 @@ def test_a_shape_written_as_a_file_is_read_back(tmp_path: Path, preset: ModelPre
         ({"num_key_value_heads": 5}, "model.numAttentionHeads is 32, which is not divisible by"),
     ],
 )
-def test_a_file_of_another_model_is_refused_in_a_sentence(
-    tmp_path: Path, changes: dict[str, Any], sentence: str
-) -> None:
+def test_a_file_of_another_model_is_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as refusal:
-        shape_of(write(tmp_path, **changes))
+        read_shape(write_config(tmp_path, **changes))
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -155,7 +153,7 @@ def test_a_file_of_another_model_is_refused_in_a_sentence(
 @pytest.mark.parametrize(
     ("text", "sentence"), [("{", "not valid JSON"), ("[1]", "holds a list, not fields"), ("\xff", "not valid JSON")]
 )
-def test_a_file_that_holds_no_configuration_is_refused_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_file_that_holds_no_configuration_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=sentence):
-        shape_of(str(tmp_path))
+        read_shape(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Typed settings of compiler and runtime become variables; what the user set by hand is never overridden in silence."""
+"""Convert settings of compiler and runtime to variables, and refuse contradicting variables of the user."""
 
 import shlex
 from pathlib import Path
@@ -19,8 +19,8 @@ def config(**neuron: Any) -> TrainingConfig:
     return TrainingConfig.model_validate({"backend": "Nxd", "neuron": neuron})
 
 
-def variables(given: dict[str, str] | None = None, *, nxd: bool = True, **neuron: Any) -> dict[str, str]:
-    return neuron_environment.variables(config(**neuron), nxd=nxd, given=given or {})
+def variables(user_variables: dict[str, str] | None = None, *, nxd: bool = True, **neuron: Any) -> dict[str, str]:
+    return neuron_environment.variables(config(**neuron), nxd=nxd, given=user_variables or {})
 
 
 def test_the_defaults_are_those_of_hlat() -> None:
@@ -37,7 +37,7 @@ def test_the_defaults_are_those_of_hlat() -> None:
 
 
 def test_every_setting_reaches_its_variable() -> None:
-    found = variables(
+    environment = variables(
         modelType="Generic",
         distributionStrategy="Unspecified",
         optimizationLevel=1,
@@ -53,14 +53,14 @@ def test_every_setting_reaches_its_variable() -> None:
         execTimeoutSeconds=100,
         mallocArenas=None,
     )
-    assert shlex.split(found.pop(FLAGS)) == [
+    assert shlex.split(environment.pop(FLAGS)) == [
         "--model-type=generic",
         "--auto-cast=matmult",
         "--optlevel=1",
         "--tensorizer-options=--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2",
         "--enable-saturate-infinity",
     ]
-    assert found == {
+    assert environment == {
         "NEURON_COMPILE_CACHE_URL": "/var/cache/neuron",
         "NEURON_FUSE_SOFTMAX": "0",
         "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "5",
@@ -70,20 +70,20 @@ def test_every_setting_reaches_its_variable() -> None:
     }
 
 
-def test_torch_neuron_gets_no_variable_that_its_runtime_has_given_up() -> None:
+def test_torch_neuron_has_no_variable_that_its_runtime_does_not_support() -> None:
     assert "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS" not in variables(nxd=False)
 
 
-def test_compiler_flags_of_the_user_are_kept_beside_ours() -> None:
-    given = {FLAGS: "--retry_failed_compilation --model-type transformer --enable-saturate-infinity --lnc 2"}
-    words = shlex.split(variables(given)[FLAGS])
+def test_compiler_flags_of_the_user_are_kept() -> None:
+    user_variables = {FLAGS: "--retry_failed_compilation --model-type transformer --enable-saturate-infinity --lnc 2"}
+    words = shlex.split(variables(user_variables)[FLAGS])
     assert words.count("--retry_failed_compilation") == 1
     assert words[-2:] == ["--enable-saturate-infinity", "--lnc=2"]
     assert "--model-type=transformer" in words
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("user_variables", "message"),
     [
         (
             {FLAGS: "--model-type=generic"},
@@ -99,9 +99,11 @@ def test_compiler_flags_of_the_user_are_kept_beside_ours() -> None:
     ],
     ids=["flag", "level", "quotes", "runtime", "downcast"],
 )
-def test_a_variable_that_contradicts_the_configuration_is_refused_by_name(given: dict[str, str], message: str) -> None:
+def test_a_variable_that_contradicts_the_configuration_is_refused_by_name(
+    user_variables: dict[str, str], message: str
+) -> None:
     with pytest.raises(UserError) as refused:
-        variables(given, optimizationLevel=2)
+        variables(user_variables, optimizationLevel=2)
     assert message in str(refused.value)
 
 
@@ -130,15 +132,15 @@ def test_nothing_is_set_where_no_neuron_device_can_be_used(tmp_path: Path) -> No
     assert environment["NEURON_RT_EXEC_TIMEOUT"] == "4000"
 
 
-def test_the_runtime_captures_only_where_that_is_requested_of_this_rank(tmp_path: Path) -> None:
+def test_the_runtime_captures_only_on_requested_ranks(tmp_path: Path) -> None:
     (tmp_path / "neuron0").touch()
     profile = {"steps": [5, 6], "ranks": [1], "neuron": True}
     config = TrainingConfig.model_validate(
         {"monitor": {"profile": profile}, "neuron": {"mallocArenas": None}, "checkpoint": {"path": str(tmp_path)}}
     )
-    other, settings = ({"RANK": rank, "WORLD_SIZE": "2"} for rank in "01")
-    assert capture_folder(resolve_settings(config, read_launch(other), vocabulary=300)) is None
-    folder = capture_folder(resolve_settings(config, read_launch(settings), vocabulary=300))
+    without_profile, with_profile = ({"RANK": rank, "WORLD_SIZE": "2"} for rank in "01")
+    assert capture_folder(resolve_settings(config, read_launch(without_profile), vocabulary=300)) is None
+    folder = capture_folder(resolve_settings(config, read_launch(with_profile), vocabulary=300))
     assert folder == tmp_path / "profiles" / "neuron-rank-1"
     environment = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "session"}
     neuron_environment.apply(config, environment, devices=tmp_path, capture=folder)

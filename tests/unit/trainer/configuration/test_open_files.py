@@ -1,4 +1,4 @@
-"""Open files: the law, the limit that a process raises, and the message when it is too small; ranks that differ."""
+"""Estimate open files, raise the limit of a process, and refuse a limit that is too small."""
 
 import os
 import resource
@@ -15,29 +15,33 @@ from trainium_contract.requirements import descriptors
 
 
 @given(st.integers(1, 100_000), st.integers(1, 3000))
-def test_the_need_grows_with_the_world_and_only_the_first_of_all_needs_much(world: int, nodes: int) -> None:
-    assert descriptors.count_required_files(world + 1, nodes) >= descriptors.count_required_files(world, nodes)
-    assert descriptors.count_files_of_rank(world) < 180
-    assert descriptors.count_required_files(world, nodes) > world
+def test_only_the_first_rank_needs_more_files_in_larger_jobs(world_size: int, nodes: int) -> None:
+    assert descriptors.count_required_files(world_size + 1, nodes) >= descriptors.count_required_files(
+        world_size, nodes
+    )
+    assert descriptors.count_files_of_rank(world_size) < 180
+    assert descriptors.count_required_files(world_size, nodes) > world_size
 
 
 def test_a_sufficient_or_absent_limit_is_not_reported() -> None:
-    least = descriptors.count_required_files(4096, 128)
-    assert not descriptors.explain_file_limit(least, 4096, 128)
+    required = descriptors.count_required_files(4096, 128)
+    assert not descriptors.explain_file_limit(required, 4096, 128)
     assert not descriptors.explain_file_limit(-1, 4096, 128)
-    assert f"{least:,} are needed with 4,096 training processes" in descriptors.explain_file_limit(least - 1, 4096, 128)
+    assert f"{required:,} are needed with 4,096 training processes" in descriptors.explain_file_limit(
+        required - 1, 4096, 128
+    )
 
 
-def limited(soft: int, hard: int) -> Callable[[], None]:
+def limit_files(soft: int, hard: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_process_raises_its_soft_limit_to_the_hard_one() -> None:
     code = "from trainium_agent.linux.open_files import raise_limit, read_limit; print(raise_limit(), read_limit())"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limited(256, 900), check=False
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limit_files(256, 900), check=False
     )
-    assert found.stdout.split() == ["900", "900"]
+    assert completed.stdout.split() == ["900", "900"]
 
 
 def test_ranks_with_a_limit_that_is_too_small_end_with_64_and_one_sentence(launch: Launcher) -> None:
@@ -52,13 +56,13 @@ def test_ranks_with_a_limit_that_is_too_small_end_with_64_and_one_sentence(launc
 def test_ranks_hold_few_connections_to_each_other(launch: Launcher) -> None:
     job = launch(8, "world", ["steps=100000", "batch.globalSize=8", "batch.microSize=1"])
     job.wait_for_step(3)
-    held = [sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()) for pid in job.pids]
+    open_files = [sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir()) for pid in job.pids]
     for pid in job.pids:
         os.kill(pid, 9)
     job.wait()
-    assert held[0] <= descriptors.count_files_of_first_rank(8)
-    meshes = 3 * 7  # what three groups would have of each other rank
-    assert max(held[1:]) < 14 + meshes, held
+    assert open_files[0] <= descriptors.count_files_of_first_rank(8)
+    meshes = 3 * 7  # connections of three groups to each other rank
+    assert max(open_files[1:]) < 14 + meshes, open_files
 
 
 def test_a_rank_with_another_mesh_ends_all_ranks_with_one_sentence(launch: Launcher) -> None:

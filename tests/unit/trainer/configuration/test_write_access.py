@@ -1,4 +1,4 @@
-"""A place that cannot be written is reported with the user who cannot write it, not as full."""
+"""Report the user who cannot write to a place, and do not report the place as full."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ NOBODY = 65534
 
 @contextmanager
 def ordinary_user() -> Iterator[int]:
-    """Run the block as an ordinary user, as a worker is one: root can write everywhere."""
+    """Run the block as an ordinary user, like a worker, because root can write everywhere."""
     if os.geteuid() != 0:
         yield os.geteuid()
         return
@@ -37,7 +37,7 @@ def ordinary_user() -> Iterator[int]:
 
 @pytest.fixture
 def locked() -> Iterator[Path]:
-    """Create a folder that everybody may enter and only root may write; only root may enter pytest's."""
+    """Create a folder that all users can enter but only root can write; only root can enter folders of pytest."""
     folder = Path(tempfile.mkdtemp(prefix="locked-"))
     folder.chmod(0o555)
     yield folder
@@ -58,20 +58,20 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(root)], check=True)
 
 
-def cache(folder: Path) -> None:
+def write_cache(folder: Path) -> None:
     with use_cache(folder / "cache"):
         pass
 
 
-def checkpoints(folder: Path) -> None:
+def write_checkpoint(folder: Path) -> None:
     Retry(()).run(lambda: PosixStorage(folder).write("step-1", b"x"), str(folder))
 
 
-def artifacts(folder: Path) -> None:
+def write_artifact(folder: Path) -> None:
     Retry(()).run(lambda: PosixStorage(folder).write("model", b"x"), str(folder), artifact_error)
 
 
-def records(folder: Path) -> None:
+def write_record(folder: Path) -> None:
     path = folder / "metrics.jsonl"
     try:
         path.write_bytes(b"x")
@@ -79,7 +79,12 @@ def records(folder: Path) -> None:
         raise unwritable_error(path, error) from error
 
 
-WRITERS = [(cache, UserError), (checkpoints, StorageError), (artifacts, StorageError), (records, StorageError)]
+WRITERS = [
+    (write_cache, UserError),
+    (write_checkpoint, StorageError),
+    (write_artifact, StorageError),
+    (write_record, StorageError),
+]
 
 
 @pytest.mark.parametrize(("write", "kind"), WRITERS)
@@ -102,14 +107,11 @@ def test_a_volume_that_is_mounted_read_only_is_reported_as_read_only(
         write(read_only)
 
 
-def test_the_preflight_names_who_cannot_write(locked: Path) -> None:
+def test_the_preflight_names_the_user_who_cannot_write(locked: Path) -> None:
     with ordinary_user() as user:
         assert f"Permission denied: user {user} cannot write there" in _explain_unwritable(locked)
 
 
 def test_a_full_volume_is_still_reported_as_full(tmp_path: Path) -> None:
-    def full() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with pytest.raises(StorageError, match=r"free space there or set data\.cacheDirectory"), use_cache(tmp_path):
-        full()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""Artifacts and evaluation of real ranks: at milestones and after the last step, through kills and SIGTERM."""
+"""Write artifacts and evaluate in real ranks, at milestones and after the last step, through kills and SIGTERM."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from trainium_trainer.storage.protocol import Retry
 
 pytestmark = [
     pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft's, of transformers
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # from peft about transformers
 ]
 
 LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.1, targets: ['*_proj']}}"
@@ -37,7 +37,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def options(base: Path, text_file: Path, shared: Path) -> list[str]:
-    """Return the settings of a short tuning on sums, with a base that has a tokenizer."""
+    """Return overrides for a short tuning on sums of numbers, with a base that has a tokenizer."""
     from trainium_trainer.data.sources.resolve import SourceSpec
     from trainium_trainer.data.tokens.encoding import train_for_texts
 
@@ -57,23 +57,22 @@ def options(base: Path, text_file: Path, shared: Path) -> list[str]:
         "cacheDirectory": str(shared / "cache"),
         "validation": {"fraction": 0.2, "everySteps": 100},
     }
-    generation = {"maxNewTokens": 4}
     return [
         f"model={{weights: {folder}}}",
         LORA,
         f"data={json.dumps(data)}",
         "artifacts.precision=Float32",
-        f"evaluate={json.dumps({'enabled': True, 'samples': 4, 'generation': generation})}",
+        f"evaluate={json.dumps({'enabled': True, 'samples': 4, 'generation': {'maxNewTokens': 4}})}",
     ]
 
 
-def contents(folder: Path) -> dict[str, Any]:
+def read_results(folder: Path) -> dict[str, Any]:
     """Read every artifact by file, and the figures of the evaluation."""
     files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
     return files | {"figures": json.loads((folder / "evaluation.json").read_text())["figures"]}
 
 
-def test_a_run_leaves_an_adapter_a_merged_model_and_figures_behind(
+def test_a_run_writes_an_adapter_a_merged_model_and_figures(
     reference_run: ReferenceRuns, options: list[str], shared: Path
 ) -> None:
     job = reference_run(2, options)
@@ -83,9 +82,9 @@ def test_a_run_leaves_an_adapter_a_merged_model_and_figures_behind(
     adapted = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(shared / "base", dtype=torch.float32)
     with torch.no_grad():
-        ours, pefts, before = merged(tokens).logits, adapted(tokens).logits, base(tokens).logits
-    torch.testing.assert_close(ours, pefts, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(ours, before, atol=1e-3)
+        logits, peft_logits, base_logits = merged(tokens).logits, adapted(tokens).logits, base(tokens).logits
+    torch.testing.assert_close(logits, peft_logits, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits, base_logits, atol=1e-3)
     figures = json.loads((folder / "evaluation.json").read_text())["figures"]
     assert all(figure["before"] is not None and figure["after"] is not None for figure in figures)
     assert "| figure | before | after |" in (folder / "model" / "README.md").read_text()
@@ -94,15 +93,15 @@ def test_a_run_leaves_an_adapter_a_merged_model_and_figures_behind(
 def test_the_adapter_is_pushed_with_the_figures_of_its_evaluation(launch: Launcher, options: list[str]) -> None:
     with HubServer() as hub:
         hub.writer = "hf_token_that_must_never_be_shown"
-        given = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.writer, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        given["HF_HUB_DISABLE_XET"] = "1"
-        job = launch(2, "pushed", [*options, "artifacts.push={repo: acme/sums, kind: Adapter}"], **given)
+        variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.writer, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        variables["HF_HUB_DISABLE_XET"] = "1"
+        job = launch(2, "pushed", [*options, "artifacts.push={repo: acme/sums, kind: Adapter}"], **variables)
         assert job.wait(120) == [0, 0], job.log()
         (_, pushed) = hub.repositories["acme/sums"].commits.values()
         hub.status = 500
         plain = [*options, "evaluate.enabled=false", "artifacts.push={repo: acme/sums, kind: Adapter}"]
-        restarted = launch(1, "restarted", plain, **given, TRAINIUM_ATTEMPT="1")
-        assert restarted.wait(120) == [81], "the hub is needed at the end alone"
+        restarted = launch(1, "restarted", plain, **variables, TRAINIUM_ATTEMPT="1")
+        assert restarted.wait(120) == [81], "the hub is needed only at the end"
         assert restarted.metrics()[-1]["step"] == 6
     folder = job.folder / "artifacts" / "step-6" / "adapter"
     assert {name: data for name, data in pushed.items() if name != ".gitattributes"} == {
@@ -114,28 +113,26 @@ def test_the_adapter_is_pushed_with_the_figures_of_its_evaluation(launch: Launch
 
 
 @pytest.mark.parametrize(
-    "where",
+    "killed_at",
     ["model/model", *(pytest.param(name, marks=pytest.mark.long) for name in ("adapter/adapter_model", "evaluation"))],
 )
 def test_a_kill_after_the_last_step_repeats_no_step_and_changes_nothing(
-    launch: Launcher, reference_run: ReferenceRuns, options: list[str], where: str
+    launch: Launcher, reference_run: ReferenceRuns, options: list[str], killed_at: str
 ) -> None:
-    whole = reference_run(2, options)
-    broken = launch(2, "broken", options)
-    file = f"artifacts/**/*{where.rpartition('/')[2]}*"
-    until(lambda: list(broken.folder.glob(file)), broken.log, 100, pause=0.005)
-    os.kill(broken.pids[0], signal.SIGKILL)
-    assert broken.wait(60) in ([-9, 76], [-9, 0], [0, 0]), broken.log()
-    steps = len(broken.metrics())
-    again = launch(2, "broken", options).finish()
-    assert len(again.metrics()) == steps == 6
+    reference = reference_run(2, options)
+    killed = launch(2, "broken", options)
+    file = f"artifacts/**/*{killed_at.rpartition('/')[2]}*"
+    until(lambda: list(killed.folder.glob(file)), killed.log, 100, pause=0.005)
+    os.kill(killed.pids[0], signal.SIGKILL)
+    assert killed.wait(60) in ([-9, 76], [-9, 0], [0, 0]), killed.log()
+    steps = len(killed.metrics())
+    resumed = launch(2, "broken", options).finish()
+    assert len(resumed.metrics()) == steps == 6
     step = "artifacts/step-6"
-    assert contents(again.folder / step) == contents(whole.folder / step)
+    assert read_results(resumed.folder / step) == read_results(reference.folder / step)
 
 
-def test_a_request_to_leave_is_answered_at_once_where_nothing_is_left_to_save(
-    launch: Launcher, options: list[str]
-) -> None:
+def test_a_rank_leaves_at_once_after_the_last_step(launch: Launcher, options: list[str]) -> None:
     job = launch(2, "run", options)
     until((job.folder / "artifacts").exists, job.log, 100, pause=0.005)
     for pid in job.pids:
@@ -147,7 +144,7 @@ def test_a_request_to_leave_is_answered_at_once_where_nothing_is_left_to_save(
 
 
 def test_every_milestone_leaves_the_model_of_its_step(launch: Launcher, base: Path) -> None:
-    # Steps of 256 tokens; a milestone that is due waits for a save that is under way.
+    # Steps have 256 tokens; a milestone waits for a save in progress.
     artifacts = "artifacts={atMilestones: true, precision: Float32}"
     milestones = "checkpoint.milestones={everyTokens: 512}"
     job = launch(2, "run", [f"model={{weights: {base}}}", artifacts, milestones]).finish()
@@ -156,14 +153,14 @@ def test_every_milestone_leaves_the_model_of_its_step(launch: Launcher, base: Pa
     assert len(steps) > 1
     assert {path.name for path in (job.folder / "artifacts").iterdir()} == {f"step-{step}" for step in steps}
     storage = open_storage(str(job.folder))
-    written = []
+    models = []
     for step in steps:
         folder = job.folder / f"artifacts/step-{step}"
         assert [path.name for path in folder.iterdir()] == ["model"]
         manifest = ArtifactManifest.model_validate_json((folder / "model/artifact.json").read_bytes())
         assert manifest.step == step
-        written.append(load_file(folder / "model/model.safetensors"))
+        models.append(load_file(folder / "model/model.safetensors"))
         reader = CheckpointReader(storage, choose_checkpoint(storage, str(job.folder), step, milestones=True), Retry())
-        for name, value in written[-1].items():
+        for name, value in models[-1].items():
             assert torch.equal(value, reader.read(f"model.{name}").float())
-    assert not torch.equal(written[0]["lm_head.weight"], written[1]["lm_head.weight"])
+    assert not torch.equal(models[0]["lm_head.weight"], models[1]["lm_head.weight"])

@@ -1,4 +1,4 @@
-"""Data in real runs: online tokenization and examples give the same numbers in every layout."""
+"""Train on text and examples in real runs: the same numbers in every layout and after restarts."""
 
 import itertools
 import json
@@ -18,18 +18,18 @@ from tests.unit.trainer.conftest import Job, Launcher
 pytestmark = pytest.mark.timeout(300)  # real processes; the first test also waits for the imports
 
 
-def write_documents(folder: Path, *more: str) -> list[str]:
-    """Return the settings of a run on many short documents, some of which are held back, and further lines."""
+def write_documents(folder: Path, *extra_lines: str) -> list[str]:
+    """Write many short documents and the extra lines; return the overrides of a run that holds some back."""
     texts = [f"number {number} is {'even' if number % 2 else 'odd'} " * 3 for number in range(200)]
     lines = [json.dumps({"text": text}) for text in texts]
-    (folder / "d.jsonl").write_text("\n".join([*lines, *more]))
-    cache = f"data.cacheDirectory={folder / 'cache'}"  # other tests look into the one that they share
+    (folder / "d.jsonl").write_text("\n".join([*lines, *extra_lines]))
+    cache = f"data.cacheDirectory={folder / 'cache'}"  # other tests inspect the shared cache
     return [f"data.source={folder / 'd.jsonl'}", cache, "data.workers=1", "data.validation.fraction=0.1"]
 
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the settings of a run on documents that are tokenized once for all tests, unless they are online."""
+    """Return the overrides of a run on documents; their tokens are cached for all tests."""
     return write_documents(tmp_path_factory.mktemp("documents"))
 
 
@@ -37,17 +37,17 @@ def test_a_run_that_tokenises_online_resumes_at_another_size_with_the_same_sampl
     launch: Launcher, documents: list[str]
 ) -> None:
     online = [*documents, "data.tokenization=Online", "steps=12"]
-    whole = launch(1, "whole", online).finish()
+    reference = launch(1, "whole", online).finish()
     first = launch(2, "run", [*online, "checkpoint.durable.everySteps=1000"]).request_exit(1, step=3)
     assert len(first.metrics()) < 12
     assert list((first.folder / "data").glob("blocks-*-[01].idx"))
-    launch(1, "run", online).finish().assert_same_curve(whole)
+    launch(1, "run", online).finish().assert_same_curve(reference)
 
 
 @pytest.fixture
 def hub() -> Iterator[HubServer]:
-    with HubServer() as running:
-        yield running
+    with HubServer() as server:
+        yield server
 
 
 def split_files(word: str) -> dict[str, bytes]:
@@ -67,35 +67,35 @@ FROM_HUB = {
 @pytest.mark.parametrize(
     "form", ["streamed", *(pytest.param(form, marks=pytest.mark.long) for form in ("sources", "examples"))]
 )
-def test_a_restart_reads_the_commit_of_the_first_start_and_asks_the_hub_only_for_text(
+def test_a_restart_reads_the_commit_of_the_first_start(
     launch: Launcher, hub: HubServer, tmp_path: Path, form: str
 ) -> None:
     hub.add("datasets/owner/moving", split_files("number"))
     document = {"sequenceLength": 96, "tokenizer": {"vocabSize": 340}, "cacheDirectory": str(tmp_path / "cache")}
-    given = [f"data={json.dumps(document | {'workers': 1} | FROM_HUB[form])}", "steps=12"]
+    settings = [f"data={json.dumps(document | {'workers': 1} | FROM_HUB[form])}", "steps=12"]
 
     def start(ranks: int, name: str, home: str) -> Job:
-        return launch(ranks, name, given, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / home))
+        return launch(ranks, name, settings, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / home))
 
-    whole = start(1, "whole", "home").finish()
+    reference = start(1, "whole", "home").finish()
     start(2, "run", "home").request_exit(1, step=3)
     hub.add("datasets/owner/moving", split_files("word"))
     hub.status, hub.failing = 500, "api/" if form == "streamed" else ""
     hub.requests.clear()
-    start(1, "run", "another-home").finish().assert_same_curve(whole)
-    assert [each.path for each in hub.requests if each.path.startswith("/api/datasets/")] == []
-    assert bool(hub.requests) == (form == "streamed"), "the rest is in the cache"
+    start(1, "run", "another-home").finish().assert_same_curve(reference)
+    assert not any(request.path.startswith("/api/datasets/") for request in hub.requests)
+    assert bool(hub.requests) == (form == "streamed"), "everything else is cached"
 
 
-def test_all_ranks_of_a_first_start_read_the_commit_that_the_first_one_found_while_the_branch_moves(
+def test_all_ranks_of_the_first_start_read_one_commit_while_the_branch_moves(
     launch: Launcher, hub: HubServer, tmp_path: Path
 ) -> None:
     hub.add("datasets/owner/moving", split_files("number"))
     hub.moving = "datasets/owner/moving"
     document = {"sequenceLength": 96, "tokenizer": {"vocabSize": 340}, "cacheDirectory": str(tmp_path / "cache")}
-    given = [f"data={json.dumps(document | {'workers': 1, 'hub': HUB})}"]
-    launch(2, "run", given, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "home")).finish()
-    assert len([each for each in hub.requests if each.path.endswith("/revision/main")]) == 1
+    settings = [f"data={json.dumps(document | {'workers': 1, 'hub': HUB})}"]
+    launch(2, "run", settings, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "home")).finish()
+    assert sum(request.path.endswith("/revision/main") for request in hub.requests) == 1
     record = json.loads((tmp_path / "run" / "DATA-REVISIONS").read_text())
     assert record["commits"] == {"owner/moving@main": next(iter(hub.repositories["datasets/owner/moving"].commits))}
 
@@ -118,35 +118,27 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "overrides", "makers"),
+    ("ranks", "overrides", "tokenizing"),
     [
         pytest.param(4, [TP], [1, 0, 1, 0], id="tensor", marks=pytest.mark.long),
         pytest.param(2, [PP], [1, 0], id="pipeline"),
     ],
 )
 def test_ranks_that_train_on_the_same_samples_tokenise_them_once(
-    launch: Launcher, documents: list[str], ranks: int, overrides: list[str], makers: list[int]
+    launch: Launcher, documents: list[str], ranks: int, overrides: list[str], tokenizing: list[int]
 ) -> None:
     online = [*documents, "data.tokenization=Online"]
-    whole = launch(1, "whole", online).finish()
-    launch(ranks, "divided", [*online, *overrides]).finish().assert_same_curve(whole)
+    reference = launch(1, "whole", online).finish()
+    launch(ranks, "divided", [*online, *overrides]).finish().assert_same_curve(reference)
     job = launch(ranks, "endless", [*online, *overrides, "steps=100000"])
     job.wait_for_step(3)
-    assert [len(children(pid)) for pid in job.pids] == makers
+    assert [len(children(pid)) for pid in job.pids] == tokenizing
     job.request_exit(-1)
 
 
-def test_an_error_of_the_rank_that_tokenises_ends_all_ranks_that_train_on_its_samples(
-    launch: Launcher, tmp_path: Path
-) -> None:
-    bad = [
-        *write_documents(tmp_path, *["{oops\n"] * 40),
-        "data.tokenization=Online",
-        "data.maxBadLines=0",
-        TP,
-        "steps=100000",
-    ]
-    job = launch(2, "run", bad)
+def test_an_error_of_the_tokenising_rank_ends_all_ranks_with_its_samples(launch: Launcher, tmp_path: Path) -> None:
+    documents = write_documents(tmp_path, *["{oops\n"] * 40)
+    job = launch(2, "run", [*documents, "data.tokenization=Online", "data.maxBadLines=0", TP, "steps=100000"])
     assert job.wait() == [64, 64], job.log()
     for rank in range(2):
         assert "not JSON" in job.log(rank).splitlines()[-1]
@@ -181,7 +173,7 @@ def test_a_rank_that_is_killed_leaves_no_tokenising_process(launch: Launcher, do
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the settings of a run on 60 examples, none of which is too long."""
+    """Return the overrides of a run on 60 examples of allowed lengths."""
     folder = tmp_path_factory.mktemp("examples")
     source = write_records(folder / "d.jsonl", make_records(60))
     return [
@@ -196,9 +188,9 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("packing", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_examples_give_the_same_numbers_in_every_layout(launch: Launcher, examples: list[str], packing: str) -> None:
-    given = [*examples, f"data.examples.packing={packing}", "data.validation.fraction=0.2"]
-    given += ["data.validation.everySteps=3", "data.validation.samples=7"]
-    reference = launch(1, "one", given).finish()
+    settings = [*examples, f"data.examples.packing={packing}", "data.validation.fraction=0.2"]
+    settings += ["data.validation.everySteps=3", "data.validation.samples=7"]
+    reference = launch(1, "one", settings).finish()
     assert [line["step"] for line in reference.metrics() if "validationLoss" in line] == [3, 6]
     layouts = {
         "data": (2, []),
@@ -207,33 +199,25 @@ def test_examples_give_the_same_numbers_in_every_layout(launch: Launcher, exampl
         "sharded": (2, [SHARDED, "recompute=Selective"]),
     }
     for name, (ranks, overrides) in layouts.items():
-        launch(ranks, name, [*given, *overrides]).finish().assert_same_curve(reference)
+        launch(ranks, name, [*settings, *overrides]).finish().assert_same_curve(reference)
 
 
-def test_packed_examples_do_not_see_each_other_so_their_loss_is_that_of_each_alone(
-    launch: Launcher, examples: list[str]
-) -> None:
-    whole = [
-        *examples,
-        "monitor.recordSamples=true",
-        "epochs=1",
-        "batch.globalSize=60",
-        "batch.microSize=10",
-        "schedule.warmupSteps=0",
-    ]
-    alone = launch(1, "alone", whole).finish()
-    packed = launch(2, "packed", [*whole, "data.examples.packing=true"]).finish()
+def test_packed_examples_have_the_losses_of_separate_examples(launch: Launcher, examples: list[str]) -> None:
+    batch = "batch={globalSize: 60, microSize: 10}"
+    one_step = [*examples, "monitor.recordSamples=true", "epochs=1", batch, "schedule.warmupSteps=0"]
+    alone = launch(1, "alone", one_step).finish()
+    packed = launch(2, "packed", [*one_step, "data.examples.packing=true"]).finish()
     assert packed.losses() == pytest.approx(alone.losses(), rel=1e-5)
     assert 10 < len(packed.samples()[1]) < 30
 
 
-def test_each_example_is_seen_once_an_epoch_also_when_the_run_resumes_at_another_size(
+def test_each_example_is_used_once_per_epoch_also_after_a_resume_at_another_size(
     launch: Launcher, examples: list[str]
 ) -> None:
-    given = [*examples, "epochs=3", "monitor.recordSamples=true", "schedule.warmupSteps=0"]
-    whole = launch(1, "whole", given).finish()
-    assert len(whole.losses()) == 24, "60 samples in batches of 8"
-    launch(2, "run", [*given, "checkpoint.durable.everySteps=1000"]).request_exit(1, step=3)
-    second = launch(1, "run", given).finish()
-    second.assert_same_curve(whole)
+    settings = [*examples, "epochs=3", "monitor.recordSamples=true", "schedule.warmupSteps=0"]
+    reference = launch(1, "whole", settings).finish()
+    assert len(reference.losses()) == 24, "60 samples in batches of 8"
+    launch(2, "run", [*settings, "checkpoint.durable.everySteps=1000"]).request_exit(1, step=3)
+    second = launch(1, "run", settings).finish()
+    second.assert_same_curve(reference)
     assert Counter(itertools.chain(*second.samples().values())) == dict.fromkeys(range(60), 3)

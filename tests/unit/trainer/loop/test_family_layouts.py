@@ -1,4 +1,4 @@
-"""Train a model of each family: one curve and one result in every layout, and artifacts for the libraries."""
+"""Train a model of each family with one curve and result in every layout, and export it."""
 
 import shutil
 from collections.abc import Callable
@@ -42,7 +42,7 @@ LAYOUTS = {
     "pp2": (2, [PP]),
     "sharded": (2, [SHARDED, "recompute=Full"]),
 }
-USUAL = {
+COMMON_LAYOUTS = {
     "llama": "tp2",
     "mistral": "sharded",
     "qwen2": "tp4",
@@ -52,9 +52,9 @@ USUAL = {
     "olmo3": "tp2",
     "smollm3": "pp2",
 }
-"""The layout of a family with each change."""
-ADAPTED = frozenset({"llama", "granite"})
-"""Families with biases and with multipliers, which adapters meet with each change."""
+"""The layout of each family in the short tests."""
+ADAPTED_FAMILIES = frozenset({"llama", "granite"})
+"""Families whose adapters are in the short tests: with biases and with multipliers."""
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +80,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Callable[[s
             family,
             layout,
             id=f"{tuning}-{family}-{layout}",
-            marks=() if layout == USUAL[family] and (tuning == "full" or family in ADAPTED) else pytest.mark.long,
+            marks=()
+            if layout == COMMON_LAYOUTS[family] and (tuning == "full" or family in ADAPTED_FAMILIES)
+            else pytest.mark.long,
         )
         for tuning in TUNINGS
         for family in FAMILIES
@@ -95,29 +97,28 @@ def test_the_curve_of_a_family_is_the_same_in_every_layout(
     layout: str,
     tuning: str,
 ) -> None:
-    start = [f"model.weights={folders(family)}", tuning, FLOAT32, STEPS]
-    whole = reference_run(1, start)
+    settings = [f"model.weights={folders(family)}", tuning, FLOAT32, STEPS]
+    reference = reference_run(1, settings)
     ranks, overrides = LAYOUTS[layout]
-    job = launch(ranks, "other", [*start, *overrides]).finish()
-    job.assert_same_curve(whole)
-    torch.testing.assert_close(job.weights(), whole.weights(), rtol=1e-3, atol=1e-4)
+    job = launch(ranks, "other", [*settings, *overrides]).finish()
+    job.assert_same_curve(reference)
+    torch.testing.assert_close(job.weights(), reference.weights(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses an old name of transformers
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_artifacts_of_a_family_are_the_same_model_in_transformers_and_peft(
     reference_run: ReferenceRuns, folders: Callable[[str], Path], family: str, tmp_path: Path
 ) -> None:
     job = reference_run(1, [f"model.weights={folders(family)}", LORA, FLOAT32, STEPS])
-    left = {path.parent.name: path.parent for path in job.folder.rglob("config.json")}
     (adapter,) = (path.parent for path in job.folder.rglob("adapter_config.json"))
-    (model,) = left.values()
+    (model,) = (path.parent for path in job.folder.rglob("config.json"))
     tokens = torch.arange(60).reshape(2, 30) * 5 % 320
     merged = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(folders(family), dtype=torch.float32)
     untrained = base(tokens).logits
-    theirs = peft.PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
-    expected = theirs(tokens).logits
-    assert (untrained - expected).abs().max() > 1e-3, "the adapter left a trace"
+    merged_by_peft = peft.PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    expected = merged_by_peft(tokens).logits
+    assert (untrained - expected).abs().max() > 1e-3, "the adapter has an effect"
     assert (merged(tokens).logits - expected).abs().max() <= 2e-5 * max(1.0, float(expected.std()))

@@ -1,4 +1,4 @@
-"""A disk that is really full: logs and curves are buffered, training continues, and so do later starts."""
+"""Buffer logs and curves on a disk that is really full, and continue the training and later starts."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from trainium_worker.progress_record import read_notice, read_progress
 
 
 class SmallDisk:
-    """A separate file system that can be filled to the last byte, and emptied again."""
+    """A separate file system that tests fill to the last byte and empty."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -66,13 +66,13 @@ class Clock:
         return self.now
 
 
-def test_lines_that_a_full_disk_does_not_take_are_written_in_order_when_it_does(disk: SmallDisk) -> None:
+def test_lines_of_a_full_disk_are_written_in_order_later(disk: SmallDisk) -> None:
     messages: list[str] = []
     clock = Clock()
     writer = LineWriter(disk.root / "metrics.jsonl", notify=messages.append, clock=clock)
     writer.write({"step": 1})
     disk.fill()
-    for step in range(2, 400):  # more than the block that the first line lies in
+    for step in range(2, 400):  # more than one block
         writer.write({"step": step, "text": "x" * 40})
     assert writer.waiting > 100
     disk.empty()
@@ -86,9 +86,9 @@ def test_lines_that_a_full_disk_does_not_take_are_written_in_order_when_it_does(
     writer.close()
 
 
-def test_the_lines_kept_aside_are_bounded_and_lost_lines_counted(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()  # takes no line ever
-    fallback = tmp_path / "aside"
+def test_buffered_lines_are_bounded_and_dropped_lines_counted(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()  # cannot be written
+    fallback = tmp_path / "fallback"
     messages: list[str] = []
     writer = LineWriter(tmp_path / "metrics.jsonl", fallback=fallback, notify=messages.append)
     line = {"text": "x" * 65_000}
@@ -101,8 +101,8 @@ def test_the_lines_kept_aside_are_bounded_and_lost_lines_counted(tmp_path: Path)
     writer.close()
 
 
-def test_the_next_process_writes_what_the_last_one_could_not_up_to_the_step_that_is_resumed(disk: SmallDisk) -> None:
-    path, fallback = disk.root / "metrics.jsonl", disk.root.parent / "aside"
+def test_the_next_process_writes_buffered_lines_up_to_the_resumed_step(disk: SmallDisk) -> None:
+    path, fallback = disk.root / "metrics.jsonl", disk.root.parent / "fallback"
     first = LineWriter(path, fallback=fallback)
     first.write({"step": 1})
     disk.fill()
@@ -110,7 +110,7 @@ def test_the_next_process_writes_what_the_last_one_could_not_up_to_the_step_that
     for step in range(2, 301):
         first.write({"step": step, "text": "x" * 40})
     assert first.waiting
-    # Killed: nothing is closed. Steps up to 250 are in the state that is resumed.
+    # The process is killed, so nothing is closed. The resumed state has steps up to 250.
     assert not Recorder.is_missing_line(disk.root, 250, fallback)
     assert Recorder.is_missing_line(disk.root, 301, fallback)
     second = LineWriter(path, fallback=fallback, last=250)
@@ -125,8 +125,8 @@ def test_the_next_process_writes_what_the_last_one_could_not_up_to_the_step_that
     third.close()
 
 
-def test_a_line_that_was_written_and_still_lies_aside_is_written_once(tmp_path: Path) -> None:
-    fallback = tmp_path / "aside"
+def test_a_line_in_both_files_is_written_once(tmp_path: Path) -> None:
+    fallback = tmp_path / "fallback"
     fallback.mkdir()
     (tmp_path / "metrics.jsonl").write_text('{"step":1}\n{"step":2}\n')
     (fallback / "metrics.jsonl").write_text('{"step":2}\n{"step":3}\n{"step":4')
@@ -147,7 +147,7 @@ def test_curves_that_cannot_be_written_stop_no_step(tmp_path: Path) -> None:
     assert "goes on without its curves" in messages[0]
 
 
-def test_a_run_trains_through_a_full_disk_and_a_restart_on_it_and_its_history_is_whole(
+def test_a_run_keeps_its_whole_history_through_a_full_disk_and_a_restart(
     launch: Launcher, disk: SmallDisk, tmp_path: Path
 ) -> None:
     overrides = [
@@ -163,32 +163,31 @@ def test_a_run_trains_through_a_full_disk_and_a_restart_on_it_and_its_history_is
         record = read_progress(progress)
         return -1 if record is None else record.step
 
-    def beyond(more: int, job: Job) -> None:
-        """Wait for further steps without an end of the process, from its current step."""
-        least = step() + more
-        until(lambda: step() >= least, job.log, pause=0.02)
+    def wait_for_steps(count: int, job: Job) -> None:
+        target = step() + count
+        until(lambda: step() >= target, job.log, pause=0.02)
 
     job = launch(1, "run", overrides, memory=True, TRAINIUM_PROGRESS_FILE=str(progress))
     job.wait_for_step(6)
     disk.fill()
-    beyond(30, job)
-    disk.fill()  # what a failed save has freed
-    beyond(30, job)
+    wait_for_steps(30, job)
+    disk.fill()  # the space that a failed save has freed
+    wait_for_steps(30, job)
     os.kill(job.pids[0], signal.SIGKILL)
     job.wait()
-    reached = step()
+    last_step = step()
 
     disk.fill()
-    again = launch(1, "run", overrides, memory=True, TRAINIUM_PROGRESS_FILE=str(progress))
-    until(lambda: step() > reached, again.log, pause=0.02)
-    beyond(20, again)
-    assert "from memory" in again.log(), again.log()
-    assert "training goes on" in again.log(), again.log()
+    restarted = launch(1, "run", overrides, memory=True, TRAINIUM_PROGRESS_FILE=str(progress))
+    until(lambda: step() > last_step, restarted.log, pause=0.02)
+    wait_for_steps(20, restarted)
+    assert "from memory" in restarted.log(), restarted.log()
+    assert "training goes on" in restarted.log(), restarted.log()
     assert read_notice(progress)
     disk.empty()
     newest = step()
-    again.request_exit(step=newest + 1)
-    recorded = [line["step"] for line in again.metrics()]
-    assert recorded == list(range(1, len(recorded) + 1)), "a line of each step, once and in order"
+    restarted.request_exit(step=newest + 1)
+    recorded = [line["step"] for line in restarted.metrics()]
+    assert recorded == list(range(1, len(recorded) + 1)), "one line of each step, in order"
     samples = [json.loads(line) for line in (disk.root / "samples-0.jsonl").read_text().splitlines()]
     assert [line["step"] for line in samples] == recorded

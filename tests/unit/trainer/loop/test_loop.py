@@ -1,4 +1,4 @@
-"""Stopping, resuming, failing: what one run owes to the next."""
+"""Stop, resume and fail: exit codes, saved steps and reports of real runs."""
 
 import json
 import os
@@ -24,22 +24,20 @@ from trainium_worker.progress_record import ProgressPhase, alerts_path, read_pro
 from trainium_worker.pulse import Activity, PulseReading, Waiting
 
 
-def curve(job: Job) -> list[tuple[Any, ...]]:
+def read_curve(job: Job) -> list[tuple[Any, ...]]:
     return [(line["step"], line["loss"], line["tokens"], line["samples"]) for line in job.metrics()]
 
 
-def test_sigterm_on_one_rank_makes_all_ranks_leave_with_75_at_one_step(launch: Launcher, tmp_path: Path) -> None:
+def test_sigterm_on_one_rank_makes_all_ranks_leave_with_75_at_one_step(launch: Launcher) -> None:
     job = launch(2, "run", ["steps=100000"], memory=True).request_exit(1, step=3)
-    assert "saved step" in job.log(0)
     step = job.metrics()[-1]["step"]
-    assert f"saved step {step}" in job.log(0)
-    assert f"saved step {step}" in job.log(1)
+    assert all(f"saved step {step}" in job.log(rank) for rank in range(2))
 
 
 def test_a_rank_whose_memory_ends_makes_all_ranks_save_durably_before_they_leave(launch: Launcher) -> None:
     overrides = ["steps=100000", "checkpoint.durable.everySteps=100000"]
     staying = launch(2, "staying", overrides, memory=True).request_exit(1, step=3)
-    assert not list(staying.folder.glob("step-*/COMMITTED")), "memory that survives is enough"
+    assert not list(staying.folder.glob("step-*/COMMITTED")), "memory survives, so no durable save is needed"
 
     leaving = launch(2, "leaving", overrides, memory=True)
     leaving.wait_for_step(3)
@@ -49,19 +47,19 @@ def test_a_rank_whose_memory_ends_makes_all_ranks_save_durably_before_they_leave
     assert (leaving.folder / f"step-{step}" / "COMMITTED").exists()
 
 
-def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_never_came(launch: Launcher) -> None:
+def test_a_rank_that_receives_sigterm_does_not_wait_for_a_missing_peer(launch: Launcher) -> None:
     job = launch(2, "run", ["steps=100000"])
     os.kill(job.pids[1], signal.SIGSTOP)
     while not has_signal_handler(job.pids[0], signal.SIGTERM):
         time.sleep(0.01)
-    time.sleep(0.3)  # it waits for the other by now, or will
+    time.sleep(0.3)  # by now it waits for its peer
     os.kill(job.pids[0], signal.SIGTERM)
     assert job.wait_for_rank(0) == 75, job.log()
     assert "nothing to save" in job.log()
     job.wait(0)
 
 
-def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_stalls(launch: Launcher) -> None:
+def test_a_rank_that_receives_sigterm_does_not_wait_for_a_stalled_peer(launch: Launcher) -> None:
     job = launch(2, "run", ["steps=100000"], memory=True)
     job.wait_for_step(3)
     os.kill(job.pids[1], signal.SIGSTOP)
@@ -72,7 +70,7 @@ def test_a_rank_that_is_asked_to_leave_does_not_wait_for_a_peer_that_stalls(laun
     job.wait(0)
 
 
-def test_timeout_of_peers_follows_the_steps_and_own_work_is_never_cut_short() -> None:
+def test_the_timeout_of_peers_follows_the_steps_and_does_not_limit_work() -> None:
     reading = PulseReading(1, Activity.STEP, Waiting.YES, 2.0, ((1.0, 0.9), (30.0, 1.0)))
     assert max_wait_seconds(reading) == 90.0
     assert max_wait_seconds(replace(reading, steps=())) == 10.0
@@ -82,15 +80,15 @@ def test_timeout_of_peers_follows_the_steps_and_own_work_is_never_cut_short() ->
 
 def test_a_rank_of_an_old_generation_neither_writes_snapshots_nor_commits(launch: Launcher) -> None:
     overrides = ["steps=100000", "checkpoint.durable.everySteps=3", "checkpoint.durable.keepLast=50"]
-    zombie = launch(1, "run", overrides, memory=True, TRAINIUM_GENERATION="1")
-    zombie.wait_for_step(7)
-    os.kill(zombie.pids[0], signal.SIGSTOP)  # its node hangs, and is fenced out by a newer generation
+    stale = launch(1, "run", overrides, memory=True, TRAINIUM_GENERATION="1")
+    stale.wait_for_step(7)
+    os.kill(stale.pids[0], signal.SIGSTOP)  # its node hangs; a newer generation fences it out
     successor = launch(1, "run", overrides, memory=True, TRAINIUM_GENERATION="2")
     successor.wait_for_step(successor.metrics()[-1]["step"] + 20)
 
-    os.kill(zombie.pids[0], signal.SIGCONT)
-    assert zombie.wait_for_rank(0) == 76, zombie.log()
-    assert "generation" in zombie.log(), "it gives the reason"
+    os.kill(stale.pids[0], signal.SIGCONT)
+    assert stale.wait_for_rank(0) == 76, stale.log()
+    assert "generation" in stale.log(), "the log has the reason"
 
     before = successor.metrics()[-1]["step"]
     successor.wait_for_step(before + 10)
@@ -98,14 +96,12 @@ def test_a_rank_of_an_old_generation_neither_writes_snapshots_nor_commits(launch
     resumed = int(starts[1].split(" step ")[1].split()[0])
     assert resumed >= 6, "the line of step 7 may have been written before its snapshot"
     manifests = [json.loads(path.read_text()) for path in successor.folder.glob("step-*/*/manifest.json")]
-    assert {m["generation"] for m in manifests if m["step"] > resumed} == {2}
+    assert {manifest["generation"] for manifest in manifests if manifest["step"] > resumed} == {2}
     assert (successor.folder / "GENERATION").exists()
     successor.request_exit()
 
 
-def test_a_stale_rank_records_nothing_when_its_collective_returns_late(
-    launch: Launcher,
-) -> None:
+def test_a_stale_rank_records_nothing_when_its_collective_returns_late(launch: Launcher) -> None:
     job = launch(2, "run", ["steps=100000", "checkpoint.durable.everySteps=100000"], TRAINIUM_GENERATION="1")
     job.wait_for_step(3)
     os.kill(job.pids[1], signal.SIGSTOP)
@@ -118,7 +114,7 @@ def test_a_stale_rank_records_nothing_when_its_collective_returns_late(
     job.wait()
 
 
-def test_a_second_job_in_the_folder_ends_with_the_name_of_the_first_which_trains_and_saves_on(launch: Launcher) -> None:
+def test_a_second_job_in_the_folder_is_refused_and_the_first_continues(launch: Launcher) -> None:
     overrides = ["steps=100000", "checkpoint.durable.everySteps=3", "checkpoint.durable.keepLast=50"]
 
     def identity(name: str) -> dict[str, str]:
@@ -131,12 +127,12 @@ def test_a_second_job_in_the_folder_ends_with_the_name_of_the_first_which_trains
     last = [line for line in second.log().splitlines() if "belongs to the job" in line][-1]
     assert "belongs to the job team/one" in last
     assert "checkpoint.storage.takeOver: team/one" in last
-    reached = first.metrics()[-1]["step"]
+    last_step = first.metrics()[-1]["step"]
 
     def newest_commit() -> int:
         return max(int(path.parent.name.split("-")[1]) for path in first.folder.glob("step-*/COMMITTED"))
 
-    until(lambda: newest_commit() > reached, lambda: f"its commits are fenced out: {first.log()}")
+    until(lambda: newest_commit() > last_step, lambda: f"its commits are fenced out: {first.log()}")
     first.request_exit()
     steps = [line["step"] for line in first.metrics()]
     assert steps == list(range(1, len(steps) + 1))
@@ -145,35 +141,33 @@ def test_a_second_job_in_the_folder_ends_with_the_name_of_the_first_which_trains
 RECORDED = ["steps=40", "monitor.recordSamples=true"]
 
 
-def test_a_run_that_yielded_resumes_at_its_step_bit_for_bit(launch: Launcher, reference_run: ReferenceRuns) -> None:
-    whole = reference_run(2, RECORDED)
+def test_a_run_that_left_resumes_at_its_step_bitwise_equal(launch: Launcher, reference_run: ReferenceRuns) -> None:
+    reference = reference_run(2, RECORDED)
     launch(2, "parts", RECORDED, memory=True, exit_step=3).wait_for_exit()
-    again = launch(2, "parts", RECORDED, memory=True).finish()
-    assert curve(again) == curve(whole)
+    restarted = launch(2, "parts", RECORDED, memory=True).finish()
+    assert read_curve(restarted) == read_curve(reference)
 
 
-def test_a_killed_run_resumes_and_its_files_are_the_final_history(
-    launch: Launcher, reference_run: ReferenceRuns
-) -> None:
-    whole = reference_run(2, RECORDED)
+def test_the_files_of_a_killed_and_resumed_run_have_one_history(launch: Launcher, reference_run: ReferenceRuns) -> None:
+    reference = reference_run(2, RECORDED)
     job = launch(2, "parts", RECORDED, memory=True)
     job.wait_for_step(5)
     os.kill(job.pids[1], signal.SIGKILL)
     assert job.wait() == [76, -9], job.log()
     with (job.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step":900,"loss":1}\n{"step":9')  # of a step that the state does not have, and a torn one
-    again = launch(1, "parts", RECORDED, memory=True).finish()  # at another size
-    assert [line["step"] for line in again.metrics()] == list(range(1, 41))
-    for line, expected in zip(again.metrics(), whole.metrics(), strict=True):
+        file.write('{"step":900,"loss":1}\n{"step":9')  # a step beyond the saved state, and a torn line
+    restarted = launch(1, "parts", RECORDED, memory=True).finish()  # at another size
+    assert [line["step"] for line in restarted.metrics()] == list(range(1, 41))
+    for line, expected in zip(restarted.metrics(), reference.metrics(), strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert job.samples() == whole.samples()
+    assert job.samples() == reference.samples()
 
 
 def test_a_finished_run_finishes_again_without_a_step(launch: Launcher) -> None:
     first = launch(1, "run", ["steps=3"]).finish()
-    before = curve(first)
+    before = read_curve(first)
     second = launch(1, "run", ["steps=3"]).finish()
-    assert curve(second) == before
+    assert read_curve(second) == before
 
 
 def test_a_loss_that_is_not_a_number_ends_all_ranks_with_65(launch: Launcher) -> None:
@@ -197,7 +191,7 @@ TENSOR = ["parallelism.tensor=2", "batch.globalSize=8", "batch.microSize=4"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "ranks", "broken", "named"),
+    ("overrides", "ranks", "nan_rank", "reported"),
     [
         (BATCH, 3, 2, "rank 2 alone"),
         ([*BATCH, "dataParallel=FullySharded"], 3, 2, "rank 2 alone"),
@@ -211,17 +205,17 @@ TENSOR = ["parallelism.tensor=2", "batch.globalSize=8", "batch.microSize=4"]
         (TENSOR, 4, 3, "ranks 2, 3, finite on the other 2"),
     ],
 )
-def test_nan_of_one_rank_is_attributed_to_it_wherever_it_began(
-    launch: Launcher, overrides: list[str], ranks: int, broken: int, named: str
+def test_nan_is_attributed_to_the_rank_that_computed_it(
+    launch: Launcher, overrides: list[str], ranks: int, nan_rank: int, reported: str
 ) -> None:
-    nan = {"TEST_NAN_RANK": str(broken), "TEST_NAN_STEPS": '{"forward": 2, "backward": 4}'}
+    nan = {"TEST_NAN_RANK": str(nan_rank), "TEST_NAN_STEPS": '{"forward": 2, "backward": 4}'}
     job = launch(ranks, "run", [*overrides, "nonFiniteTolerance=1", "steps=5"], **nan).finish()
     forward, backward = (line for line in job.log().splitlines() if line.endswith(": skipped"))
     assert "step 2: loss is nan" in forward
     assert "step 4: loss is " in backward
     for line in (forward, backward):
-        assert f"(not finite on {named})" in line
-        assert parse_nonfinite_rank(line) == int(named.split()[1].strip(","))
+        assert f"(not finite on {reported})" in line
+        assert parse_nonfinite_rank(line) == int(reported.split()[1].strip(","))
 
 
 def test_tolerated_steps_are_skipped_and_reported(launch: Launcher, tmp_path: Path) -> None:
@@ -269,14 +263,14 @@ def test_an_alarm_about_the_loss_is_logged_and_left_for_the_agent(launch: Launch
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
-def test_ordinary_training_at_a_tiny_batch_reports_no_alarm_and_no_spike(
+def test_a_normal_run_with_a_tiny_batch_reports_no_alarm_and_no_spike(
     launch: Launcher, tmp_path: Path, seed: int
 ) -> None:
     file = tmp_path / "r0"
     overrides = [f"seed={seed}", "batch.globalSize=1", "batch.microSize=1", "steps=400"]
     job = launch(1, "run", overrides, TRAINIUM_PROGRESS_FILE=str(file)).finish()
     norms = [line["gradNorm"] for line in job.metrics()]
-    assert max(norms) > 3 * min(norms), "it is no quiet run"
+    assert max(norms) > 3 * min(norms), "the gradient norms vary"
     assert not any(line["alarm"] for line in job.metrics())
     assert not alerts_path(file).exists()
 
@@ -284,7 +278,7 @@ def test_ordinary_training_at_a_tiny_batch_reports_no_alarm_and_no_spike(
 @pytest.mark.long
 def test_ranks_that_read_different_text_refuse_to_train(launch: Launcher, tmp_path: Path, text_file: Path) -> None:
     launch(2, "same", ["steps=3"]).finish()
-    # One rank's cache holds other tokens under the same name, as a node with another build of Python would.
+    # The cache of one rank has other tokens under the same name, as with another build of Python.
     (folder,) = (path.parent for path in (text_file.parent / "cache").glob("tokens-*/manifest.json"))
     other = shutil.copytree(folder, tmp_path / "other" / folder.name)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -303,9 +297,9 @@ def test_another_tokenizer_than_the_checkpoints_is_refused_by_name(
     document = json.loads(file.read_text())
     document["added_tokens"][0]["special"] = False
     (tmp_path / "other.json").write_text(json.dumps(document))
-    again = launch(1, "run", [*saved, f"data.tokenizer.path={tmp_path / 'other.json'}"])
-    assert again.wait() == [64]
-    assert re.search(r"tokenizer is \w{12}… there and \w{12}… here", again.log())
+    restarted = launch(1, "run", [*saved, f"data.tokenizer.path={tmp_path / 'other.json'}"])
+    assert restarted.wait() == [64]
+    assert re.search(r"tokenizer is \w{12}… there and \w{12}… here", restarted.log())
 
 
 @pytest.mark.long
@@ -315,12 +309,12 @@ def test_a_run_starts_under_plain_torchrun(tmp_path: Path, launch: Launcher) -> 
     command += ["--rdzv-endpoint", "localhost:0", "-m", "trainium_trainer", "train"]
     command += ["--config", str(tmp_path / "trainer.yaml"), "--set", f"checkpoint.path={tmp_path / 'torchrun'}"]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=one_thread)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, env=one_thread)
+    assert completed.returncode == 0, completed.stderr
     assert len((tmp_path / "torchrun" / "metrics.jsonl").read_text().splitlines()) == 6
 
 
-def test_start_up_reports_where_its_time_went(launch: Launcher) -> None:
+def test_the_start_reports_its_durations(launch: Launcher) -> None:
     job = launch(1, "run", ["steps=3"]).finish()
     line = next(line for line in job.log().splitlines() if "start-up:" in line)
     assert all(part in line for part in ("data ", "process group ", "model ", "state ", "together "))

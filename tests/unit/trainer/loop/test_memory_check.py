@@ -1,4 +1,4 @@
-"""Memory of runs that freeze weights, beside what a store allocates; and the device at the start of a run."""
+"""Estimate the memory of runs with frozen weights, compare with a store, and check the device."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,7 +33,7 @@ LORA = {"method": "LoRA", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]
 PARTS: dict[str, Any] = {"method": "Full", "trainable": ["model.layers.1.*", "norm"]}
 
 
-def settings_of(tuning: dict[str, Any], *, ranks: int = 1, **fields: Any) -> Settings:
+def create_settings(tuning: dict[str, Any], *, ranks: int = 1, **fields: Any) -> Settings:
     """Return the settings of a small untied model, of which a part is trained."""
     model = {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 48, "weights": "/base", "vocabSize": 64}
     config = TrainingConfig.model_validate({"model": model, "tuning": tuning} | fields)
@@ -45,10 +45,14 @@ def settings_of(tuning: dict[str, Any], *, ranks: int = 1, **fields: Any) -> Set
 
 @pytest.mark.parametrize(
     ("tuning", "precision"),
-    [(LORA, "Float32"), (LORA, "BFloat16"), *((PARTS, one) for one in ("Float32", "BFloat16", "BFloat16Stochastic"))],
+    [
+        (LORA, "Float32"),
+        (LORA, "BFloat16"),
+        *((PARTS, precision) for precision in ("Float32", "BFloat16", "BFloat16Stochastic")),
+    ],
 )
 def test_the_state_of_a_tuned_run_is_what_the_store_allocates(tuning: dict[str, Any], precision: str) -> None:
-    settings = settings_of(tuning, precision=precision)
+    settings = create_settings(tuning, precision=precision)
     with torch.device("meta"):
         model = Llama(settings.shape)
     half = settings.config.precision.has_bfloat16_state
@@ -57,52 +61,52 @@ def test_the_state_of_a_tuned_run_is_what_the_store_allocates(tuning: dict[str, 
     narrow = None if precision == "Float32" else torch.bfloat16
     apply_tuning(model, settings.trainable, settings.config.tuning.lora, frozen=narrow)
     store = ReplicatedStore([model], torch.device("cpu"), None, 0, moments=("expAvg", "expAvgSq"), half=half)
-    held = [*store._flat.values(), store._gradients, *store._frozen_locals]
-    assert estimate_run_memory(settings, 1).state == sum(tensor.nbytes for tensor in held)
+    tensors = [*store._flat.values(), store._gradients, *store._frozen_locals]
+    assert estimate_run_memory(settings, 1).state == sum(tensor.nbytes for tensor in tensors)
 
 
-def test_adapters_are_divided_at_the_side_that_their_projection_is() -> None:
-    whole = largest_trained_part(settings_of(LORA))
-    shape = settings_of(LORA).shape
+def test_adapters_are_divided_like_their_projections() -> None:
+    undivided = largest_trained_part(create_settings(LORA))
+    shape = create_settings(LORA).shape
     heads = shape.num_attention_heads * shape.head_dim
-    assert whole == TrainedParameters(0, settings_of(LORA).trainable.trained)
-    by_two = largest_trained_part(settings_of(LORA, ranks=2, parallelism={"tensor": 2}))
-    assert by_two.adapters == 2 * (4 * 32 + 4 * heads // 2 + 4 * 48 // 2 + 4 * 32)
-    stages = largest_trained_part(settings_of(LORA, ranks=2, parallelism={"pipeline": 2}))
-    assert stages.adapters == whole.adapters // 2
+    assert undivided == TrainedParameters(0, create_settings(LORA).trainable.trained)
+    by_tensor = largest_trained_part(create_settings(LORA, ranks=2, parallelism={"tensor": 2}))
+    assert by_tensor.adapters == 2 * (4 * 32 + 4 * heads // 2 + 4 * 48 // 2 + 4 * 32)
+    stages = largest_trained_part(create_settings(LORA, ranks=2, parallelism={"pipeline": 2}))
+    assert stages.adapters == undivided.adapters // 2
 
 
 def test_patterns_count_for_the_stage_that_holds_most_of_them() -> None:
-    settings = settings_of(PARTS, ranks=2, parallelism={"pipeline": 2})
+    settings = create_settings(PARTS, ranks=2, parallelism={"pipeline": 2})
     sizes = parameter_sizes(settings.shape)
     expected = sum(torch.Size(size).numel() for name, size in sizes.items() if name in settings.trainable.weights)
-    assert largest_trained_part(settings) == TrainedParameters(expected, 0), "all of it is in the second stage"
+    assert largest_trained_part(settings) == TrainedParameters(expected, 0), "the second stage has all trained weights"
 
 
-def test_a_device_that_is_too_small_is_refused_before_the_model_is_built_and_a_narrow_one_is_reported(
+def test_a_device_that_is_too_small_is_refused_and_one_that_is_nearly_full_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings, device = settings_of(LORA), torch.device("cuda")
-    found = estimate_run_memory(settings, 1, on_host=False)
-    assert check_device_memory(settings, torch.device("cpu")) == [], "nobody knows how much a CPU may take"
+    settings, device = create_settings(LORA), torch.device("cuda")
+    estimate = estimate_run_memory(settings, 1, on_host=False)
+    assert check_device_memory(settings, torch.device("cpu")) == [], "the memory of a CPU is not checked"
 
     def with_memory(size: int) -> list[str]:
         monkeypatch.setattr(memory_check, "device_memory", lambda _: size)
         return check_device_memory(settings, device)
 
-    assert with_memory(2 * found.device) == []
-    (warning,) = with_memory(found.state + 1)
+    assert with_memory(2 * estimate.device) == []
+    (warning,) = with_memory(estimate.state + 1)
     assert "the device cuda has 0.0 GiB, but a process needs" in warning
     with pytest.raises(UserError, match=r"raise parallelism\.tensor or recompute"):
-        with_memory(found.state - 1)
+        with_memory(estimate.state - 1)
     core: Any = SimpleNamespace(type="neuron")
-    for size, refused in ((found.device * 10 // 9 + 2, False), (found.device * 10 // 9 - 2, True)):
+    for size, refused in ((estimate.device * 10 // 9 + 2, False), (estimate.device * 10 // 9 - 2, True)):
         instance = Instance(devices=1, cores=1, efa=0, core_bytes=size)
         monkeypatch.setattr(memory_check, "device_memory", lambda _, size=size: size)
         with pytest.raises(UserError) if refused else nullcontext():
             check_device_memory(settings, core)
         with pytest.raises(UserError) if refused else nullcontext():
-            refuse_too_small(found, instance, "x")
+            refuse_too_small(estimate, instance, "x")
 
 
 @pytest.mark.parametrize(

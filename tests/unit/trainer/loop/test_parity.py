@@ -1,4 +1,4 @@
-"""The first steps of `make parity`: one rank against `transformers` and torch's AdamW. Other layouts equal one rank."""
+"""Run the first steps of `make parity`: one rank against `transformers` and AdamW of torch."""
 
 import json
 from collections.abc import Callable
@@ -36,21 +36,23 @@ def test_the_curve_is_that_of_transformers_and_the_exported_model_too(
     config = load(tmp_path / "trainer.yaml", overrides)
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        against = reference.train_reference(config)
+        expected = reference.train_reference(config)
     finally:
         torch.use_deterministic_algorithms(deterministic)
     job = launch(1, "run", overrides).finish()
-    assert job.losses() == pytest.approx(against.losses, rel=1e-5)
+    assert job.losses() == pytest.approx(expected.losses, rel=1e-5)
     assert job.losses()[-1] < job.losses()[0] - 0.3
-    (tmp_path / "of").mkdir()
-    (tmp_path / "of" / "run").symlink_to(job.folder)
-    exported, model = export_newest(tmp_path / "of", reference.shape_of(config))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "run").symlink_to(job.folder)
+    exported, model = export_newest(tmp_path / "runs", reference.shape_of(config))
     tokens, _ = next(reference.batches(config))
     with torch.no_grad():
-        own = model(tokens)
-        trained = against.model(tokens).logits
-    torch.testing.assert_close(own, reference.logits_of(reference.load_model(exported), tokens), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(own, trained, rtol=1e-3, atol=1e-4)
+        logits = model(tokens)
+        trained = expected.model(tokens).logits
+    torch.testing.assert_close(
+        logits, reference.logits_of(reference.load_model(exported), tokens), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(logits, trained, rtol=1e-3, atol=1e-4)
     assert json.loads((exported / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 

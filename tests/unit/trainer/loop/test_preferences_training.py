@@ -1,4 +1,4 @@
-"""Preference tuning in real runs: the same curve and rewards in every layout and after a kill, and the reference."""
+"""Tune on preferences in real runs: one curve in every layout and after a kill; compute the reference once."""
 
 import math
 import os
@@ -33,14 +33,14 @@ HELD_OUT = frozenset({"validationLoss", "validationRewardMargin"})
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> list[str]:
-    """Return the settings of a run on 40 pairs, five of which are held back."""
+    """Return the overrides of a run on 40 pairs, five of which are held back."""
     folder = tmp_path_factory.mktemp("pairs")
-    choose = random.Random(0)
+    rng = random.Random(0)
     rows = [
         {
             "prompt": f"say {WORDS[number % 12]} number {number}:",
-            "chosen": " " + " ".join(choose.choices(WORDS[:6], k=choose.randint(1, 6))),
-            "rejected": " " + " ".join(choose.choices(WORDS[6:], k=choose.randint(1, 6))),
+            "chosen": " " + " ".join(rng.choices(WORDS[:6], k=rng.randint(1, 6))),
+            "rejected": " " + " ".join(rng.choices(WORDS[6:], k=rng.randint(1, 6))),
         }
         for number in range(40)
     ]
@@ -59,12 +59,11 @@ def run(launch: Launcher, ranks: int, name: str, overrides: Sequence[str]) -> li
     return launch(ranks, name, overrides).finish().metrics()
 
 
-def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert len(found) == len(expected)
-    for line, wanted in zip(found, expected, strict=True):
-        ties = {"rewardAccuracy"} if wanted["step"] == 1 else set()  # all rewards are zero but for rounding
-        for name in (FIGURES | (HELD_OUT & wanted.keys())) - ties:
-            assert line[name] == pytest.approx(wanted[name], rel=1e-4 if "eward" in name else 1e-5, abs=1e-5)
+def assert_same(metrics: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for line, expected_line in zip(metrics, expected, strict=True):
+        ties = {"rewardAccuracy"} if expected_line["step"] == 1 else set()  # all rewards are zero up to rounding
+        for name in (FIGURES | (HELD_OUT & expected_line.keys())) - ties:
+            assert line[name] == pytest.approx(expected_line[name], rel=1e-4 if "eward" in name else 1e-5, abs=1e-5)
 
 
 LAYOUTS = {
@@ -90,12 +89,12 @@ def test_the_curve_and_the_rewards_do_not_depend_on_the_layout(
     launch: Launcher, reference_run: ReferenceRuns, pairs: list[str], tuning: str, layouts: Iterable[str]
 ) -> None:
     tuning = TUNINGS[tuning]
-    whole = reference_run(1, [*pairs, tuning]).metrics()
-    assert [line["step"] for line in whole if "validationRewardAccuracy" in line] == [3, 6]
-    assert "perplexity" not in whole[0]
+    expected_metrics = reference_run(1, [*pairs, tuning]).metrics()
+    assert [line["step"] for line in expected_metrics if "validationRewardAccuracy" in line] == [3, 6]
+    assert "perplexity" not in expected_metrics[0]
     for name in layouts:
         ranks, overrides = LAYOUTS[name]
-        assert_same(run(launch, ranks, name, [*pairs, tuning, *overrides]), whole)
+        assert_same(run(launch, ranks, name, [*pairs, tuning, *overrides]), expected_metrics)
 
 
 @pytest.mark.parametrize("tuning", [pytest.param("LoRA", marks=pytest.mark.long), "full"])
@@ -104,12 +103,12 @@ def test_columns_that_are_padding_in_all_rows_of_a_micro_batch_are_not_computed(
 ) -> None:
     short = reference_run(1, [*pairs, TUNINGS[tuning]]).metrics()
     long = run(launch, 1, "long", [*pairs, TUNINGS[tuning], "data.sequenceLength=256"])
-    assert [line["loss"] for line in long] == [line["loss"] for line in short], "the same tensors, to the bit"
-    whole = run(launch, 2, "pipeline", [*pairs, TUNINGS[tuning], "data.sequenceLength=256", PP])
-    assert_same(whole, short)
+    assert [line["loss"] for line in long] == [line["loss"] for line in short], "bitwise the same tensors"
+    divided = run(launch, 2, "pipeline", [*pairs, TUNINGS[tuning], "data.sequenceLength=256", PP])
+    assert_same(divided, short)
 
 
-def test_a_run_begins_at_the_reference_and_learns_what_is_preferred(launch: Launcher, pairs: list[str]) -> None:
+def test_a_run_starts_at_the_reference_and_learns_the_preferred_answers(launch: Launcher, pairs: list[str]) -> None:
     lines = run(launch, 1, "one", [*pairs, TUNINGS["LoRA"].replace("0.2", "0.0"), "steps=20"])
     assert lines[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert lines[0]["rewardMargin"] == pytest.approx(0, abs=1e-5)
@@ -120,24 +119,24 @@ def test_a_run_begins_at_the_reference_and_learns_what_is_preferred(launch: Laun
     assert lines[-1]["validationRewardAccuracy"] > 0.5
 
 
-def test_a_resumed_run_is_the_unbroken_one_to_the_bit_and_computes_no_reference_again(
+def test_a_resumed_run_has_the_bitwise_same_losses_and_does_not_repeat_the_reference(
     launch: Launcher, pairs: list[str]
 ) -> None:
-    given = [*pairs, TUNINGS["full"], "schedule.decaySteps=4"]
-    whole = run(launch, 2, "whole", given)
-    job = launch(2, "half", [*given, "checkpoint.durable={everySteps: 2}"])
+    overrides = [*pairs, TUNINGS["full"], "schedule.decaySteps=4"]
+    expected_metrics = run(launch, 2, "whole", overrides)
+    job = launch(2, "half", [*overrides, "checkpoint.durable={everySteps: 2}"])
     job.wait_for_step(3)
     for pid in job.pids:
         os.kill(pid, signal.SIGKILL)
     job.wait()
-    again = launch(2, "half", [*given, "checkpoint.durable={everySteps: 2}"]).finish()
-    assert "reference: " not in again.log()
-    assert [line["loss"] for line in again.metrics()] == [line["loss"] for line in whole]
+    restarted = launch(2, "half", [*overrides, "checkpoint.durable={everySteps: 2}"]).finish()
+    assert "reference: " not in restarted.log()
+    assert [line["loss"] for line in restarted.metrics()] == [line["loss"] for line in expected_metrics]
 
 
-def test_only_pairs_that_no_rank_knows_are_computed(launch: Launcher, pairs: list[str], tmp_path: Path) -> None:
-    given = [*pairs, f"data.cacheDirectory={tmp_path / 'cache'}", TUNINGS["full"]]
-    whole = run(launch, 1, "whole", given)
+def test_only_pairs_without_a_stored_reference_are_computed(launch: Launcher, pairs: list[str], tmp_path: Path) -> None:
+    overrides = [*pairs, f"data.cacheDirectory={tmp_path / 'cache'}", TUNINGS["full"]]
+    expected_metrics = run(launch, 1, "whole", overrides)
     (file,) = (tmp_path / "cache").glob("examples-*/reference-*.f32")
     values = np.fromfile(file, np.float32)
     assert len(values) == 80
@@ -145,12 +144,12 @@ def test_only_pairs_that_no_rank_knows_are_computed(launch: Launcher, pairs: lis
     values[10:30] = np.nan
     for name, layout in {"data": [], "pipeline": [PP]}.items():
         values.tofile(file)
-        job = launch(2, name, [*given, *layout]).finish()
+        job = launch(2, name, [*overrides, *layout]).finish()
         assert "reference: 0 of 10 pairs" in job.log()
-        assert_same(job.metrics(), whole)
+        assert_same(job.metrics(), expected_metrics)
 
 
-def test_a_reference_in_a_folder_is_computed_ahead_as_the_base_is_beside_an_adapter(
+def test_a_reference_in_a_folder_is_computed_ahead_with_the_result_of_the_base(
     launch: Launcher, reference_run: ReferenceRuns, pairs: list[str], base: Path, tmp_path: Path
 ) -> None:
     cache = f"data.cacheDirectory={tmp_path / 'cache'}"
@@ -159,10 +158,10 @@ def test_a_reference_in_a_folder_is_computed_ahead_as_the_base_is_beside_an_adap
         tuning = TUNINGS["LoRA"].replace("beta: 0.5", f"beta: 0.5, reference: {folder}")
         return run(launch, ranks, folder.name, [*pairs, cache, tuning])
 
-    whole = reference_run(1, [*pairs, TUNINGS["LoRA"]]).metrics()
-    assert_same(from_reference(2, shutil.copytree(base, tmp_path / "same")), whole)
+    expected_metrics = reference_run(1, [*pairs, TUNINGS["LoRA"]]).metrics()
+    assert_same(from_reference(2, shutil.copytree(base, tmp_path / "same")), expected_metrics)
     other = from_reference(1, save_variant(tmp_path / "other", base))
-    assert other[0]["rewardMargin"] != pytest.approx(0, abs=1e-2), "the run begins with another model"
+    assert other[0]["rewardMargin"] != pytest.approx(0, abs=1e-2), "the run starts with another model"
 
 
 def save_variant(folder: Path, base: Path, **fields: Any) -> Path:
@@ -179,7 +178,7 @@ def save_variant(folder: Path, base: Path, **fields: Any) -> Path:
         ({"num_hidden_layers": 3}, "describes a model of another shape than the trained one"),
     ],
 )
-def test_a_reference_that_does_not_fit_is_refused_in_one_sentence(
+def test_a_reference_that_does_not_fit_is_refused(
     launch: Launcher, pairs: list[str], base: Path, tmp_path: Path, fields: dict[str, Any], sentence: str
 ) -> None:
     folder = save_variant(tmp_path / "other", base, **fields)
@@ -191,8 +190,8 @@ def test_a_reference_that_does_not_fit_is_refused_in_one_sentence(
 def test_a_resume_with_another_reference_is_refused(
     launch: Launcher, pairs: list[str], base: Path, tmp_path: Path
 ) -> None:
-    given = [*pairs, f"tuning={{objective: {{reference: {save_variant(tmp_path / 'other', base)}}}}}", "steps=2"]
-    run(launch, 1, "run", given)
-    again = launch(1, "run", [*pairs, "tuning={objective: {kind: DPO}}", "steps=3"])
-    assert again.wait() == [64], again.log()
-    assert "reference" in again.log().splitlines()[-1]
+    overrides = [*pairs, f"tuning={{objective: {{reference: {save_variant(tmp_path / 'other', base)}}}}}", "steps=2"]
+    run(launch, 1, "run", overrides)
+    restarted = launch(1, "run", [*pairs, "tuning={objective: {kind: DPO}}", "steps=3"])
+    assert restarted.wait() == [64], restarted.log()
+    assert "reference" in restarted.log().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Traces of steps: recorded on real ranks, by the configuration and on request, and bounded."""
+"""Record traces of steps on real ranks, by configuration and on request, with limits."""
 
 import gzip
 import json
@@ -19,81 +19,79 @@ from trainium_trainer.cli import run
 from trainium_trainer.loop import profile
 
 
-def spans(path: Path) -> list[dict[str, Any]]:
+def read_spans(path: Path) -> list[dict[str, Any]]:
     with gzip.open(path) as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
-def steps_of(found: list[dict[str, Any]]) -> list[str]:
-    return [each["name"] for each in found if each["name"].startswith("step ")]
+def step_names(spans: list[dict[str, Any]]) -> list[str]:
+    return [span["name"] for span in spans if span["name"].startswith("step ")]
 
 
-def asked(memory: Path, *, rank: int, first: int, steps: int) -> subprocess.Popen[str]:
+def start_request(memory: Path, *, rank: int, first: int, steps: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "trainium_agent.request_profile", str(rank), str(first), str(steps)]
     variables = os.environ | {"TRAINIUM_MEMORY_DIR": str(memory)}
     return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
 
 
-def answer(memory: Path, *, rank: int, first: int, steps: int) -> dict[str, Any]:
-    """Request a trace as `kubectl trn profile` does in a pod."""
-    with asked(memory, rank=rank, first=first, steps=steps) as asking:
-        found: dict[str, Any] = json.loads(asking.communicate(timeout=100)[0])
-    return found
+def request_trace(memory: Path, *, rank: int, first: int, steps: int) -> dict[str, Any]:
+    """Request a trace, like `kubectl trn profile` in a pod."""
+    with start_request(memory, rank=rank, first=first, steps=steps) as process:
+        answer: dict[str, Any] = json.loads(process.communicate(timeout=100)[0])
+    return answer
 
 
-def assert_nested(found: list[dict[str, Any]]) -> None:
-    """Check what a viewer of this format requires of a thread: a span ends before the one around it."""
-    around: dict[Any, list[float]] = {}
-    for each in sorted(found, key=lambda each: (each["ts"], -each["dur"])):
-        ends = around.setdefault((each["pid"], each["tid"]), [])
-        while ends and ends[-1] <= each["ts"]:
+def assert_nested(spans: list[dict[str, Any]]) -> None:
+    """Check the requirement of trace viewers: a span ends before the enclosing one."""
+    open_ends: dict[Any, list[float]] = {}
+    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
+        ends = open_ends.setdefault((span["pid"], span["tid"]), [])
+        while ends and ends[-1] <= span["ts"]:
             ends.pop()
-        assert not ends or each["ts"] + each["dur"] <= ends[-1] + 0.01, each["name"]
-        ends.append(each["ts"] + each["dur"])
+        assert not ends or span["ts"] + span["dur"] <= ends[-1] + 0.01, span["name"]
+        ends.append(span["ts"] + span["dur"])
 
 
-def test_the_configured_steps_of_the_named_ranks_are_recorded_and_each_span_lies_within_its_step(
-    launch: Launcher, reference_run: ReferenceRuns
-) -> None:
+def test_the_configured_steps_of_the_named_ranks_are_recorded(launch: Launcher, reference_run: ReferenceRuns) -> None:
     job = launch(2, "run", ["monitor.profile={steps: [3, 4], ranks: [1, 7]}"]).finish()
     (path,) = (job.folder / "profiles").iterdir()
     assert path.name == "steps-3-4-rank-1.json.gz"
     assert "monitor.profile.ranks names 7, which is not there: the ranks are 0 to 1" in job.log()
-    found = spans(path)
-    assert steps_of(found) == ["step 3", "step 4"]
-    for step in (each for each in found if each["name"] in ("step 3", "step 4")):
+    spans = read_spans(path)
+    assert step_names(spans) == ["step 3", "step 4"]
+    for step in (span for span in spans if span["name"] in ("step 3", "step 4")):
         inside = [
-            each["name"] for each in found
-            if each["tid"] == step["tid"] and step["ts"] <= each["ts"]
-            and each["ts"] + each["dur"] <= step["ts"] + step["dur"]
+            span["name"] for span in spans
+            if span["tid"] == step["tid"] and step["ts"] <= span["ts"]
+            and span["ts"] + span["dur"] <= step["ts"] + step["dur"]
         ]  # fmt: skip
         assert {"wait for data", "forward and backward", "sum totals", "reduce gradients and update"} <= set(inside)
         assert "aten::mm" in inside
-    assert "gloo:all_reduce" in {each["name"] for each in found}
-    assert_nested(found)
+    assert "gloo:all_reduce" in {span["name"] for span in spans}
+    assert_nested(spans)
     assert parse_trace(path.read_bytes()).content["trainium"] == {"rank": 1}
     assert job.losses() == reference_run(2).losses()
 
 
-def test_a_trace_is_shown_and_put_beside_another_one_without_a_cluster(
+def test_traces_are_compared_and_merged_without_a_cluster(
     launch: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = launch(2, "run", ["steps=4", "monitor.profile={steps: [3, 4], ranks: [0, 1]}"]).finish()
-    one, other = sorted((job.folder / "profiles").iterdir())
+    first, second = sorted((job.folder / "profiles").iterdir())
     merged = tmp_path / "both.json.gz"
-    assert run(["profile", str(other), str(one), "--merge", str(merged)]) == 0
+    assert run(["profile", str(second), str(first), "--merge", str(merged)]) == 0
     out = capsys.readouterr().out
     assert [line.partition(",")[0] for line in out.splitlines()[:2]] == ["rank 1: steps 3 to 4", "rank 0: steps 3 to 4"]
     assert "DIFFERENCE" in out
     assert "\nreduce gradients and update  " in out
     assert "\naten::" in out
-    both = spans(merged)
-    assert len(both) == len([each for path in (one, other) for each in spans(path) if isinstance(each["pid"], int)])
+    both = read_spans(merged)
+    assert len(both) == sum(isinstance(span["pid"], int) for path in (first, second) for span in read_spans(path))
     assert_nested(both)
     for file, reason in ((tmp_path / "none", "cannot be read"), (job.folder / "metrics.jsonl", "is no trace")):
         assert run(["profile", str(file)]) == ExitCode.USER_ERROR
         assert reason in capsys.readouterr().err
-    assert run(["profile", str(one), "--merge", str(tmp_path)]) == ExitCode.USER_ERROR
+    assert run(["profile", str(first), "--merge", str(tmp_path)]) == ExitCode.USER_ERROR
 
 
 def test_a_running_rank_records_requested_steps_and_answers(launch: Launcher, tmp_path: Path) -> None:
@@ -101,31 +99,32 @@ def test_a_running_rank_records_requested_steps_and_answers(launch: Launcher, tm
     job = launch(1, "run", ["steps=100000"], TRAINIUM_PROGRESS_FILE=str(progress))
     job.wait_for_step(3)
     answers = [
-        answer(tmp_path / "memory", rank=0, first=job.metrics()[-1]["step"] + 20, steps=steps) for steps in (2, 1)
+        request_trace(tmp_path / "memory", rank=0, first=job.metrics()[-1]["step"] + 20, steps=steps)
+        for steps in (2, 1)
     ]
-    for number, found in zip((2, 1), answers, strict=True):
-        first, last = found["first"], found["last"]
+    for number, answer in zip((2, 1), answers, strict=True):
+        first, last = answer["first"], answer["last"]
         assert last - first + 1 == number
-        assert steps_of(spans(Path(found["file"]))) == [f"step {step}" for step in range(first, last + 1)]
-    # Steps that have passed: the next ones are recorded.
-    late = answer(tmp_path / "memory", rank=0, first=1, steps=1)
+        assert step_names(read_spans(Path(answer["file"]))) == [f"step {step}" for step in range(first, last + 1)]
+    # Requested steps have passed, so the next ones are recorded.
+    late = request_trace(tmp_path / "memory", rank=0, first=1, steps=1)
     assert late["first"] > answers[1]["last"]
-    assert answer(tmp_path / "memory", rank=1, first=1, steps=1) == {"problem": "the rank does not run"}
+    assert request_trace(tmp_path / "memory", rank=1, first=1, steps=1) == {"problem": "the rank does not run"}
     job.request_exit()
     assert sorted(progress.parent.glob("*.profile-*")) == []
 
 
-def test_steps_that_a_run_does_not_reach_are_answered_when_it_ends(launch: Launcher, tmp_path: Path) -> None:
+def test_a_request_for_steps_beyond_the_end_is_answered_at_the_end(launch: Launcher, tmp_path: Path) -> None:
     progress = tmp_path / "memory" / "progress" / "g1-r0"
     job = launch(1, "run", ["steps=100000"], TRAINIUM_PROGRESS_FILE=str(progress))
     job.wait_for_step(3)
-    with asked(tmp_path / "memory", rank=0, first=100_001, steps=2) as asking:
+    with start_request(tmp_path / "memory", rank=0, first=100_001, steps=2) as process:
         while not progress.with_name("g1-r0.profile").exists():
             time.sleep(0.02)
         job.request_exit()
-        problem = json.loads(asking.communicate(timeout=60)[0])["problem"]
+        problem = json.loads(process.communicate(timeout=60)[0])["problem"]
     assert "the ranks ended" in problem or "the rank ended" in problem
-    after = answer(tmp_path / "memory", rank=0, first=1, steps=1)["problem"]
+    after = request_trace(tmp_path / "memory", rank=0, first=1, steps=1)["problem"]
     assert after == "the rank makes no steps now (yielded, stage Train)"
 
 
@@ -163,16 +162,16 @@ def test_the_newest_ten_traces_of_a_rank_are_kept(launch: Launcher) -> None:
     other.touch()
     launch(1, "run", ["steps=4", "monitor.profile={steps: [3, 4]}"]).finish()
     assert other.exists()
-    left = sorted(each.name for each in folder.glob("*-rank-0.json.gz"))
-    assert len(left) == 10
-    assert {"steps-3-4-rank-0.json.gz", "steps-2-2-rank-0.json.gz"} <= set(left)
-    assert not {"steps-0-0-rank-0.json.gz", "steps-1-1-rank-0.json.gz"} & set(left)
+    kept = sorted(path.name for path in folder.glob("*-rank-0.json.gz"))
+    assert len(kept) == 10
+    assert {"steps-3-4-rank-0.json.gz", "steps-2-2-rank-0.json.gz"} <= set(kept)
+    assert not {"steps-0-0-rank-0.json.gz", "steps-1-1-rank-0.json.gz"} & set(kept)
 
 
-def test_a_restart_records_what_is_left_of_the_configured_steps(launch: Launcher) -> None:
+def test_a_restart_records_the_remaining_configured_steps(launch: Launcher) -> None:
     launch(1, "run", ["steps=4"]).finish()
     job = launch(1, "run", ["steps=7", "monitor.profile={steps: [4, 6]}"]).finish()
-    assert [each.name for each in (job.folder / "profiles").iterdir()] == ["steps-5-6-rank-0.json.gz"]
+    assert [path.name for path in (job.folder / "profiles").iterdir()] == ["steps-5-6-rank-0.json.gz"]
 
 
 def test_a_trace_above_the_limit_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Runs whose steps differ in their samples: every sample once, the schedule and the end as without the tolerance."""
+"""Use every sample once in runs with a batch tolerance, with the schedule and the end of a run without it."""
 
 from typing import Any
 
@@ -18,16 +18,16 @@ from trainium_trainer.loop.schedule import learning_rate, rate_factor
 START = Position(step=0, samples=0, tokens=0)
 
 
-def course(ranks: int, *, steps: int = 10, micro_size: int = 1, **batch: Any) -> RunProgress:
+def create_progress(ranks: int, *, steps: int = 10, micro_size: int = 1, **batch: Any) -> RunProgress:
     fields = {"batch": {"microSize": micro_size, **batch}, "steps": steps, "schedule": {"warmupSteps": 0}}
     config = TrainingConfig.model_validate(fields)
     launch = read_launch({"RANK": "0", "WORLD_SIZE": str(ranks)})
     return RunProgress.of(resolve_settings(with_steps(config, None), launch, vocabulary=512))
 
 
-def after(position: Position, course: RunProgress) -> Position:
-    taken = course.next_batch(position.samples)
-    return Position(step=position.step + 1, samples=position.samples + taken, tokens=0, batch=taken)
+def make_step(position: Position, progress: RunProgress) -> Position:
+    batch = progress.next_batch(position.samples)
+    return Position(step=position.step + 1, samples=position.samples + batch, tokens=0, batch=batch)
 
 
 @given(
@@ -38,36 +38,38 @@ def after(position: Position, course: RunProgress) -> Position:
     history=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=8),
 )
 @settings(max_examples=trials(200))
-def test_every_sample_is_taken_once_whatever_the_sizes_and_batches_stay_within_the_tolerance(
+def test_every_sample_is_used_once_and_batches_stay_within_the_tolerance(
     global_size: int, micro_size: int, tolerance: float, steps: int, history: list[tuple[int, int]]
 ) -> None:
-    """`history`: data-parallel ranks, and steps at that size; the last size continues to the end."""
-    position, seen = START, []
-    for number, (ranks, most) in enumerate(history):
+    """`history`: data-parallel ranks, and the steps at that size; the last size continues to the end."""
+    position, samples = START, []
+    for number, (ranks, max_steps) in enumerate(history):
         batch = step_batch_size(global_size, micro_size, ranks, tolerance)
-        at = RunProgress(batch=batch, steps=steps, end=steps * global_size)
+        progress = RunProgress(batch=batch, steps=steps, end=steps * global_size)
         shares = [
-            Share(global_size=batch, micro_size=micro_size, dp_rank=rank, dp_size=ranks, end=at.end)
+            Share(global_size=batch, micro_size=micro_size, dp_rank=rank, dp_size=ranks, end=progress.end)
             for rank in range(ranks)
         ]
         (count,) = {share.passes for share in shares}
         assert count == count_micro_batches(batch, micro_size, ranks), (
-            "the last step has as many, so that it needs no other graph"
+            "the last step has equally many, so it uses the same graph"
         )
-        total, last = at.total_steps(position), number == len(history) - 1
-        leaves = position.step + most
-        while not at.is_over(position) and (last or position.step < leaves):
+        total, is_last = progress.total_steps(position), number == len(history) - 1
+        leaves = position.step + max_steps
+        while not progress.is_over(position) and (is_last or position.step < leaves):
             parts = [share.at(position.samples) for share in shares]
-            seen += [sample for part in parts for sample in part]
+            samples += [sample for part in parts for sample in part]
             assert all(len(part) <= count * micro_size for part in parts)
-            new = after(position, at)
-            assert new.samples - position.samples == batch or at.is_over(new), "only the last step has another number"
+            new = make_step(position, progress)
+            assert new.samples - position.samples == batch or progress.is_over(new), (
+                "only the last step has another number"
+            )
             assert abs(batch - global_size) <= (tolerance + 1e-6) * global_size
-            assert at.total_steps(new) == total, "known from the first step at a size"
+            assert progress.total_steps(new) == total, "the total is known from the first step at a size"
             position = new
-        if at.is_over(position):
+        if progress.is_over(position):
             assert position.step == total
-    assert seen == list(range(steps * global_size))
+    assert samples == list(range(steps * global_size))
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 16), st.integers(1, 50), st.integers(0, 60))
@@ -75,32 +77,32 @@ def test_without_a_tolerance_steps_count_global_batches(
     global_size: int, micro_size: int, ranks: int, steps: int, step: int
 ) -> None:
     batch = step_batch_size(global_size, micro_size, ranks)
-    at = RunProgress(batch=batch, steps=steps)
+    progress = RunProgress(batch=batch, steps=steps)
     position = Position(step=step, samples=step * global_size, tokens=0)
-    assert at.next_batch(position.samples) == global_size
-    assert at.is_over(position) == (step >= steps)
-    assert (at.completed_steps(position), at.total_steps(position)) == (step, steps)
-    assert isinstance(at.completed_steps(position), int), "the schedule's arithmetic is that of whole steps"
+    assert progress.next_batch(position.samples) == global_size
+    assert progress.is_over(position) == (step >= steps)
+    assert (progress.completed_steps(position), progress.total_steps(position)) == (step, steps)
+    assert isinstance(progress.completed_steps(position), int), "the schedule computes with integer steps"
     imported = Position(step=step, samples=0, tokens=0)
-    assert at.is_over(imported) == (step >= steps), "a checkpoint that does not know its samples"
+    assert progress.is_over(imported) == (step >= steps), "an imported checkpoint does not record its samples"
 
 
 def test_the_schedule_follows_the_samples() -> None:
-    """8 ranks of 9: batches of 9 in place of 8, so that 8 steps do what 9 would have done."""
-    plain, near = course(9, globalSize=8, steps=9), course(9, globalSize=8, steps=9, tolerance=0.2)
+    """Batches of 9 instead of 8 on 9 ranks, so that 8 steps use the samples of 9."""
+    plain, near = create_progress(9, globalSize=8, steps=9), create_progress(9, globalSize=8, steps=9, tolerance=0.2)
     assert (plain.batch, near.batch) == (8, 9)
     config = TrainingConfig.model_validate(
         {"batch": {"globalSize": 8, "tolerance": 0.2}, "steps": 9, "schedule": {"warmupSteps": 3}}
     )
     position, rates = START, []
     while not near.is_over(position):
-        position = after(position, near)
+        position = make_step(position, near)
         rates.append(learning_rate(config, near.completed_steps(position) - 1))
     assert len(rates) == 8
-    whole = [learning_rate(config, step) for step in range(9)]
-    assert rates[-1] == whole[-1], "the end of the schedule is the end of the run"
+    plain_rates = [learning_rate(config, step) for step in range(9)]
+    assert rates[-1] == plain_rates[-1], "the end of the schedule is the end of the run"
     assert near.completed_steps(position) == near.steps
-    assert rates[0] == pytest.approx(whole[0] * 9 / 8)
+    assert rates[0] == pytest.approx(plain_rates[0] * 9 / 8)
     assert max(rates) <= config.optimizer.learning_rate
 
 
@@ -108,7 +110,7 @@ def test_the_schedule_follows_the_samples() -> None:
 def test_the_factor_between_two_steps_lies_between_theirs(kind: str) -> None:
     config = TrainingConfig.model_validate({"steps": 40, "schedule": {"kind": kind, "warmupSteps": 10}})
     for step in range(39):
-        at = [rate_factor(config.schedule, steps=40, step=step + part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
-        assert at == sorted(at) or at == sorted(at, reverse=True)
-        assert at[0] == rate_factor(config.schedule, steps=40, step=step)
-        assert 0.0 < max(at) <= 1.0
+        factors = [rate_factor(config.schedule, steps=40, step=step + part) for part in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        assert factors == sorted(factors) or factors == sorted(factors, reverse=True)
+        assert factors[0] == rate_factor(config.schedule, steps=40, step=step)
+        assert 0.0 < max(factors) <= 1.0

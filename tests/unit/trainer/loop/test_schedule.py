@@ -1,4 +1,4 @@
-"""Learning rates to the last digit, and the shape that all schedules share."""
+"""Compute learning rates exactly, and check the common shape of all schedules."""
 
 import math
 
@@ -23,20 +23,17 @@ def test_the_cosine_schedule_falls_to_its_floor() -> None:
     assert factors(6, warmup_steps=2) == pytest.approx(expected, rel=1e-15)
 
 
-def test_a_cosine_that_ends_early_stays_at_its_floor() -> None:
-    assert factors(6, warmup_steps=1, decay_steps=2, final_ratio=0.25) == pytest.approx(
-        [1.0, 0.625, 0.25, 0.25, 0.25, 0.25], rel=1e-15
-    )
-
-
-def test_the_linear_schedule_falls_to_its_floor() -> None:
-    assert factors(6, kind="Linear", warmup_steps=2, final_ratio=0.2) == pytest.approx(
-        [0.5, 1.0, 0.8, 0.6, 0.4, 0.2], rel=1e-15
-    )
-
-
-def test_the_constant_schedule_has_no_floor() -> None:
-    assert factors(5, kind="Constant", warmup_steps=4, final_ratio=0.2) == [0.25, 0.5, 0.75, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"warmup_steps": 1, "decay_steps": 2, "final_ratio": 0.25}, [1.0, 0.625, 0.25, 0.25, 0.25, 0.25]),
+        ({"kind": "Linear", "warmup_steps": 2, "final_ratio": 0.2}, [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        ({"kind": "Constant", "warmup_steps": 4, "final_ratio": 0.2}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+    ],
+    ids=["cosine that ends early", "linear", "constant without a floor"],
+)
+def test_schedules_have_these_factors(schedule: dict[str, object], expected: list[float]) -> None:
+    assert factors(len(expected), **schedule) == pytest.approx(expected, rel=1e-15)
 
 
 def test_the_warmup_stable_decay_schedule_decays_in_its_last_steps() -> None:

@@ -1,6 +1,6 @@
-"""A few steps of fine-tuning beside `transformers.Trainer` and peft: curves, trained numbers, what is left behind.
+"""Fine-tune for a few steps and compare curves, weights and artifacts with `transformers.Trainer` and peft.
 
-One rank of two of the rows of `make parity`; that other layouts equal one rank is held by `test_tuning_layouts`.
+These are two rows of `make parity` on one rank; `test_tuning_layouts` compares other layouts with one rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,15 +11,16 @@ import torch
 import yaml
 from tokenizers import Tokenizer
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - the name everybody uses
+from torch.nn import functional as F  # noqa: N812 - the common name
 from transformers.modeling_outputs import CausalLMOutput
 
-from tests.unit.trainer.conftest import Job
+from tests.testing.trainer.base_models import save_base
+from tests.unit.trainer.conftest import BASE_FIELDS, Job
 from trainium_trainer.configuration.config import load
 from trainium_trainer.data.dataset import open_data
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # of transformers and peft
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # from transformers and peft
 ]
 
 LORA = "{method: LoRA, lora: {rank: 4, alpha: 16, rankStabilized: true, targets: ['*_proj']}}"
@@ -31,7 +32,7 @@ COMMON = ("steps=8", "data.sequenceLength=192", "artifacts.precision=Float32")
 
 
 @pytest.fixture(autouse=True)
-def _leaves_torch_as_it_was() -> Iterator[None]:
+def _restore_determinism() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(deterministic)
@@ -39,15 +40,10 @@ def _leaves_torch_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
-    """Save a Hugging Face folder with the tokenizer that is trained on the text of all tests."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    """Save a Hugging Face folder with a tokenizer that is trained on the text of all tests."""
     folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    LlamaForCausalLM(LlamaConfig(vocab_size=320, initializer_range=0.2, **sizes, **heads)).save_pretrained(folder)
-    file = folder / "learn.yaml"
+    save_base(folder, **BASE_FIELDS)
+    file = folder / "tokenizer.yaml"
     source = {"source": str(text_file), "sequenceLength": 32, "tokenizer": {"vocabSize": 320}}
     data = source | {"cacheDirectory": str(text_file.parent / "cache")}
     file.write_text(yaml.safe_dump({"data": data}))
@@ -66,26 +62,26 @@ def test_the_curve_and_the_result_are_those_of_transformers_and_peft(
     records = write_instructions(tmp_path / "instructions.jsonl")
     overrides = [*COMMON, *ROWS[row], f"model.weights={base}", f"data.source={records}"]
     config = load(tmp_path / "trainer.yaml", overrides)
-    against = tuned.reference_run(config, tmp_path / "reference")
-    (tmp_path / "of").mkdir()
-    job = launch(1, "of/run", overrides).finish()
-    assert job.losses() == pytest.approx(against.losses, rel=1e-5)
-    ours = tuned.trained_weights(tmp_path / "of")
-    assert ours.keys() == against.parameters.keys()
-    for name, parameter in against.parameters.items():
-        torch.testing.assert_close(ours[name], parameter, rtol=0.0, atol=1e-4)
-    left = tuned.artifact_folders(tmp_path / "of")
-    own = logits_of(load_model(left["model"]), against.tokens)
-    torch.testing.assert_close(own, against.logits, rtol=1e-3, atol=1e-3)
-    if against.adapter is None:
+    expected = tuned.reference_run(config, tmp_path / "reference")
+    (tmp_path / "runs").mkdir()
+    job = launch(1, "runs/run", overrides).finish()
+    assert job.losses() == pytest.approx(expected.losses, rel=1e-5)
+    weights = tuned.trained_weights(tmp_path / "runs")
+    assert weights.keys() == expected.parameters.keys()
+    for name, parameter in expected.parameters.items():
+        torch.testing.assert_close(weights[name], parameter, rtol=0.0, atol=1e-4)
+    artifacts = tuned.artifact_folders(tmp_path / "runs")
+    logits = logits_of(load_model(artifacts["model"]), expected.tokens)
+    torch.testing.assert_close(logits, expected.logits, rtol=1e-3, atol=1e-3)
+    if expected.adapter is None:
         return
-    theirs = tuned.peft_merged_logits(base, left["adapter"], against.tokens)
-    torch.testing.assert_close(own, theirs, rtol=0.0, atol=1e-5)
-    untouched = logits_of(load_model(base), against.tokens)
-    assert (own - untouched).abs().max() > 0.01, "a merged adapter changes the model"
+    peft_logits = tuned.peft_merged_logits(base, artifacts["adapter"], expected.tokens)
+    torch.testing.assert_close(logits, peft_logits, rtol=0.0, atol=1e-5)
+    base_logits = logits_of(load_model(base), expected.tokens)
+    assert (logits - base_logits).abs().max() > 0.01, "a merged adapter changes the model"
     file = tmp_path / "again.yaml"
     file.write_text(yaml.safe_dump(config.to_wire()))
-    assert tuned.first_loss_difference(file, against, tmp_path / "again") < 1e-5
+    assert tuned.first_loss_difference(file, expected, tmp_path / "again") < 1e-5
 
 
 class ConstantModel(nn.Module):
@@ -118,7 +114,7 @@ def test_accuracy_is_the_share_of_held_out_labels_that_are_likeliest(base: Path,
     file.write_text(yaml.safe_dump({"model": {"weights": str(base)}, "data": data}))
     config = load(file)
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    firsts = {tokenizer.encode(word).ids[0] for word in (" class", " function")}
-    shares = [held_out_accuracy(ConstantModel(token), config) for token in firsts]
-    assert sum(share or 0.0 for share in shares) == pytest.approx(1.0), "each answer begins with one of them"
+    first_tokens = {tokenizer.encode(word).ids[0] for word in (" class", " function")}
+    shares = [held_out_accuracy(ConstantModel(token), config) for token in first_tokens]
+    assert sum(share or 0.0 for share in shares) == pytest.approx(1.0), "each answer starts with one of them"
     assert held_out_accuracy(ConstantModel(0), load(file, ["data.validation=null"])) is None

@@ -1,4 +1,4 @@
-"""Tuning a real Hugging Face folder: the same curve and the same adapter in every layout, and peft's curve."""
+"""Tune a real Hugging Face folder with the same curve and adapter in every layout."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from trainium_trainer.checkpoint.root.selection import choose_checkpoint
 from trainium_trainer.storage import open_storage
 
 LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, targets: ['*_proj']}}"
-DROPS = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.3, targets: ['*_proj']}}"
+WITH_DROPOUT = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.3, targets: ['*_proj']}}"
 DORA = (
     "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dora: true, dropout: 0.2, rankPattern: {down_proj: 2}, "
     "alphaPattern: {q_proj: 2}, targets: ['*_proj']}}"
@@ -30,30 +30,25 @@ def run(launch: Launcher, base: Path, ranks: int, name: str, overrides: Sequence
     return launch(ranks, name, [f"model.weights={base}", *overrides]).finish()
 
 
-def with_tokenizer(folder: Path, base: Path) -> Path:
-    shutil.copy(base / "tokenizer.json", folder)
-    return folder
-
-
 LAYOUTS = [
-    pytest.param(DROPS, 2, [], id="LoRA, dp2", marks=pytest.mark.long),
-    pytest.param(DROPS, 4, [], id="LoRA, dp4", marks=pytest.mark.long),
-    pytest.param(DROPS, 3, ["batch.microSize=1"], id="LoRA, dp3, an empty pass"),
-    pytest.param(DROPS, 2, [TP], id="LoRA, tp2", marks=pytest.mark.long),
-    pytest.param(DROPS, 2, [TP, SP, TWO_PASSES], id="LoRA, tp2, sequence"),
+    pytest.param(WITH_DROPOUT, 2, [], id="LoRA, dp2", marks=pytest.mark.long),
+    pytest.param(WITH_DROPOUT, 4, [], id="LoRA, dp4", marks=pytest.mark.long),
+    pytest.param(WITH_DROPOUT, 3, ["batch.microSize=1"], id="LoRA, dp3, an empty pass"),
+    pytest.param(WITH_DROPOUT, 2, [TP], id="LoRA, tp2", marks=pytest.mark.long),
+    pytest.param(WITH_DROPOUT, 2, [TP, SP, TWO_PASSES], id="LoRA, tp2, sequence"),
     pytest.param(
-        DROPS,
+        WITH_DROPOUT,
         4,
         ["parallelism.tensor=4", SP],
         id="LoRA, tp4, two ranks to a key/value head, sequence",
         marks=pytest.mark.long,
     ),
-    pytest.param(DROPS, 2, [ZERO], id="LoRA, sharded optimizer", marks=pytest.mark.long),
-    pytest.param(DROPS, 4, [SHARDED, TP, SP], id="LoRA, sharded, tp2, sequence", marks=pytest.mark.long),
-    pytest.param(DROPS, 2, [PP], id="LoRA, pp2"),
-    pytest.param(DROPS, 2, [CP], id="LoRA, cp2"),
+    pytest.param(WITH_DROPOUT, 2, [ZERO], id="LoRA, sharded optimizer", marks=pytest.mark.long),
+    pytest.param(WITH_DROPOUT, 4, [SHARDED, TP, SP], id="LoRA, sharded, tp2, sequence", marks=pytest.mark.long),
+    pytest.param(WITH_DROPOUT, 2, [PP], id="LoRA, pp2"),
+    pytest.param(WITH_DROPOUT, 2, [CP], id="LoRA, cp2"),
     pytest.param(
-        DROPS,
+        WITH_DROPOUT,
         4,
         [PP, TP, SP, "recompute=Full"],
         id="LoRA, pp2, tp2, sequence, recompute",
@@ -72,17 +67,17 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("tuning", "ranks", "overrides"), LAYOUTS)
-def test_the_curve_and_what_was_trained_do_not_depend_on_the_layout(
+def test_the_curve_and_the_trained_weights_do_not_depend_on_the_layout(
     launch: Launcher, reference_run: ReferenceRuns, base: Path, tuning: str, ranks: int, overrides: list[str]
 ) -> None:
-    whole = reference_run(1, [f"model.weights={base}", tuning])
+    reference = reference_run(1, [f"model.weights={base}", tuning])
     other = run(launch, base, ranks, "other", [tuning, *overrides])
-    other.assert_same_curve(whole)
-    torch.testing.assert_close(other.weights(), whole.weights(), rtol=1e-3, atol=1e-4)
+    other.assert_same_curve(reference)
+    torch.testing.assert_close(other.weights(), reference.weights(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
-def test_an_adapter_of_pefts_is_where_a_run_begins(launch: Launcher, base: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses an old name of transformers
+def test_a_run_starts_from_an_adapter_of_peft(launch: Launcher, base: Path, tmp_path: Path) -> None:
     adapted = peft.get_peft_model(
         LlamaForCausalLM.from_pretrained(base, dtype=torch.float32),
         peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
@@ -95,8 +90,9 @@ def test_an_adapter_of_pefts_is_where_a_run_begins(launch: Launcher, base: Path,
     started = run(launch, base, 2, "started", [f"tuning={{method: LoRA, lora: {lora}}}", TP, TWO_PASSES])
     merged = adapted.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
-    whole = run(launch, with_tokenizer(tmp_path / "merged", base), 1, "whole", [])
-    assert started.losses()[0] == pytest.approx(whole.losses()[0], rel=1e-5)
+    shutil.copy(base / "tokenizer.json", tmp_path / "merged")
+    reference = run(launch, tmp_path / "merged", 1, "whole", [])
+    assert started.losses()[0] == pytest.approx(reference.losses()[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("rows", [321, 300])
@@ -106,11 +102,11 @@ def test_a_vocabulary_is_grown_to_the_tokenizer_and_padded_for_the_ranks(
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.resize_token_embeddings(rows, mean_resizing=False)
     model.save_pretrained(tmp_path / "resized")
-    with_tokenizer(tmp_path / "resized", base)
+    shutil.copy(base / "tokenizer.json", tmp_path / "resized")
     overrides = [f"model.weights={tmp_path / 'resized'}"]
-    whole = run(launch, base, 1, "whole", overrides)
+    reference = run(launch, base, 1, "whole", overrides)
     divided = run(launch, base, 2, "divided", [*overrides, TP, TWO_PASSES])
-    assert divided.losses() == pytest.approx(whole.losses(), rel=1e-5)
+    assert divided.losses() == pytest.approx(reference.losses(), rel=1e-5)
     embedding = divided.weights()["model.model.embed_tokens.weight"]
     tokens = Tokenizer.from_file(str(base / "tokenizer.json")).get_vocab_size()
     assert embedding.shape[0] == (384 if rows == 321 else tokens), "321 rows are odd; 300 are fewer than the tokens"
@@ -126,49 +122,49 @@ def test_a_vocabulary_is_grown_to_the_tokenizer_and_padded_for_the_ranks(
         pytest.param(4, [TP, SP], id="pp2, tp2, sequence", marks=pytest.mark.long),
     ],
 )
-def test_adapters_on_a_tied_model_in_two_stages_leave_the_shared_weight_alone(
+def test_adapters_on_a_tied_model_in_two_stages_do_not_change_the_shared_weight(
     launch: Launcher, base: Path, tmp_path: Path, ranks: int, overrides: list[str]
 ) -> None:
     config = LlamaConfig.from_pretrained(base, tie_word_embeddings=True)
     torch.manual_seed(1)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "tied")
-    with_tokenizer(tmp_path / "tied", base)
-    whole = run(launch, tmp_path / "tied", 1, "whole", [LORA])
+    shutil.copy(base / "tokenizer.json", tmp_path / "tied")
+    reference = run(launch, tmp_path / "tied", 1, "whole", [LORA])
     staged = run(launch, tmp_path / "tied", ranks, "staged", [LORA, PP, *overrides])
-    assert staged.losses() == pytest.approx(whole.losses(), rel=1e-5)
-    assert staged.weights().keys() == whole.weights().keys()
+    assert staged.losses() == pytest.approx(reference.losses(), rel=1e-5)
+    assert staged.weights().keys() == reference.weights().keys()
 
 
 def test_dropout_changes_the_curve_from_the_second_step_on(reference_run: ReferenceRuns, base: Path) -> None:
     plain = reference_run(1, [f"model.weights={base}", LORA]).losses()
-    drops = reference_run(1, [f"model.weights={base}", DROPS]).losses()
-    assert drops[0] == plain[0], "an adapter starts without effect"
-    assert drops[2] != plain[2]
+    with_dropout = reference_run(1, [f"model.weights={base}", WITH_DROPOUT]).losses()
+    assert with_dropout[0] == plain[0], "an adapter has no effect at first"
+    assert with_dropout[2] != plain[2]
 
 
-def test_a_resumed_run_with_dropout_is_the_unbroken_one_to_the_bit(
+def test_a_resumed_run_with_dropout_is_bitwise_equal(
     launch: Launcher, reference_run: ReferenceRuns, base: Path
 ) -> None:
-    whole = reference_run(2, [f"model.weights={base}", DROPS])
-    every = "checkpoint.durable={everySteps: 2}"
-    half = launch(2, "half", [f"model.weights={base}", DROPS, every, "schedule.decaySteps=4", "steps=6"])
+    reference = reference_run(2, [f"model.weights={base}", WITH_DROPOUT])
+    durable = "checkpoint.durable={everySteps: 2}"
+    half = launch(2, "half", [f"model.weights={base}", WITH_DROPOUT, durable, "schedule.decaySteps=4", "steps=6"])
     half.wait_for_step(3)
     for pid in half.pids:
         os.kill(pid, signal.SIGKILL)
     half.wait()
-    again = run(launch, base, 2, "half", [DROPS, every, "schedule.decaySteps=4"])
-    assert again.losses() == whole.losses()
-    torch.testing.assert_close(again.weights(), whole.weights(), rtol=0, atol=0)
+    resumed = run(launch, base, 2, "half", [WITH_DROPOUT, durable, "schedule.decaySteps=4"])
+    assert resumed.losses() == reference.losses()
+    torch.testing.assert_close(resumed.weights(), reference.weights(), rtol=0, atol=0)
 
 
-def test_a_checkpoint_holds_only_what_is_trained(reference_run: ReferenceRuns, base: Path) -> None:
+def test_a_checkpoint_has_only_trained_weights(reference_run: ReferenceRuns, base: Path) -> None:
     job = reference_run(1, [f"model.weights={base}", LORA])
     assert all(".lora_" in name for name in job.weights())
     storage = open_storage(str(job.folder))
     committed = choose_checkpoint(storage, str(job.folder), None, milestones=False)
-    numbers = sum(tensor.numel() for tensor in job.weights().values())
+    values = sum(tensor.numel() for tensor in job.weights().values())
     files = sum(file.size for file in committed.manifest.files if file.name.endswith(".safetensors"))
-    assert files <= 1.25 * 3 * 4 * numbers, "weights and two moments, in float32; headers weigh here"
+    assert files <= 1.25 * 3 * 4 * values, "weights and two moments in float32, and headers"
     assert committed.manifest.settings["tuning"]["method"] == "LoRA"
     assert len(committed.manifest.settings["weights"]) == 64
 
@@ -177,9 +173,9 @@ def test_a_resume_on_another_base_is_refused(launch: Launcher, base: Path, tmp_p
     run(launch, base, 1, "lora", [LORA, "steps=2"])
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(base))
-    model.save_pretrained(tmp_path / "else")
-    with_tokenizer(tmp_path / "else", base)
-    job = launch(1, "lora", [f"model.weights={tmp_path / 'else'}", LORA])
+    model.save_pretrained(tmp_path / "other")
+    shutil.copy(base / "tokenizer.json", tmp_path / "other")
+    job = launch(1, "lora", [f"model.weights={tmp_path / 'other'}", LORA])
     assert job.wait() == [64], job.log()
     assert "weights is " in job.log().splitlines()[-1]
 
@@ -192,17 +188,15 @@ def test_a_resume_on_another_base_is_refused(launch: Launcher, base: Path, tmp_p
         ([LORA.replace("*_proj", "q_prj")], "matches none of the model's linear layers"),
     ],
 )
-def test_an_invalid_tuning_is_refused_in_one_sentence(
-    launch: Launcher, base: Path, overrides: list[str], sentence: str
-) -> None:
+def test_an_invalid_tuning_is_refused(launch: Launcher, base: Path, overrides: list[str], sentence: str) -> None:
     job = launch(1, "refused", [f"model.weights={base}", *overrides])
     assert job.wait() == [64], job.log()
     assert sentence in job.log().splitlines()[-1]
 
 
 def test_bfloat16_tuning_stays_close_to_float32(launch: Launcher, reference_run: ReferenceRuns, base: Path) -> None:
-    whole = reference_run(1, [f"model.weights={base}", LORA]).losses()
+    reference = reference_run(1, [f"model.weights={base}", LORA]).losses()
     for name, overrides in (("replicated", []), ("sharded", [SHARDED])):
         half = run(launch, base, 2, name, [LORA, "precision=BFloat16", *overrides]).losses()
-        assert half[-1] == pytest.approx(whole[-1], rel=0.02)
-        assert half[-1] != whole[-1]
+        assert half[-1] == pytest.approx(reference[-1], rel=0.02)
+        assert half[-1] != reference[-1]

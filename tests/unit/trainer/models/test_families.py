@@ -1,4 +1,4 @@
-"""Families of models beside `transformers`' own classes, from the same folder of random weights."""
+"""Compute models of each family, and compare with `transformers` on the same random weights."""
 
 import json
 from pathlib import Path
@@ -100,11 +100,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def folder_of(case: dict[str, Any], path: Path) -> Path:
-    return save_family(path, **TINY | case)
-
-
-def network(folder: Path) -> Llama:
+def load_network(folder: Path) -> Llama:
     weights = BaseWeights.open(str(folder))
     model = Llama(weights.shape)
     with torch.no_grad():
@@ -113,40 +109,40 @@ def network(folder: Path) -> Llama:
     return model
 
 
-def tokens() -> torch.Tensor:
+def draw_tokens() -> torch.Tensor:
     return torch.randint(0, TINY["vocab_size"], (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    folder = folder_of(CASES[case], tmp_path / "base")
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ours = network(folder)
-    expected = theirs(tokens()).logits
-    assert (ours(tokens()) - expected).abs().max() <= 1e-5 * max(1.0, float(expected.std()))
+    folder = save_family(tmp_path / "base", **TINY | CASES[case])
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_network(folder)
+    expected = reference(draw_tokens()).logits
+    assert (model(draw_tokens()) - expected).abs().max() <= 1e-5 * max(1.0, float(expected.std()))
     positions = torch.arange(LENGTH).repeat(2, 1)
     positions[:, 10:] -= 10
-    packed = torch.cat([ours(tokens()[:, :10]), ours(tokens()[:, 10:])], dim=1)
-    if "dynamic" not in case:  # there a table is that of the whole sequence
-        together = ours(tokens(), positions=positions)
+    packed = torch.cat([model(draw_tokens()[:, :10]), model(draw_tokens()[:, 10:])], dim=1)
+    if "dynamic" not in case:  # its table depends on the length of the sequence
+        together = model(draw_tokens(), positions=positions)
         assert (together - packed).abs().max() <= 1e-5 * max(1.0, float(expected.std())), "documents are masked"
 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_an_exported_model_gives_the_same_logits_in_transformers(case: str, tmp_path: Path) -> None:
-    folder = folder_of(CASES[case], tmp_path / "base")
-    ours = network(folder)
+    folder = save_family(tmp_path / "base", **TINY | CASES[case])
+    model = load_network(folder)
     written = tmp_path / "written"
     written.mkdir()
     (written / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    (written / "config.json").write_text(json.dumps(SPECIAL_TOKENS | to_config(ours.shape)))
-    theirs = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
-    expected = theirs(tokens()).logits
-    assert type(theirs).__name__ == FAMILIES[ours.shape.family].architecture
-    assert (ours(tokens()) - expected).abs().max() <= 1e-5 * max(1.0, float(expected.std()))
-    assert shape_of_document(to_config(ours.shape), "x") == ours.shape
+    (written / "config.json").write_text(json.dumps(SPECIAL_TOKENS | to_config(model.shape)))
+    reference = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
+    expected = reference(draw_tokens()).logits
+    assert type(reference).__name__ == FAMILIES[model.shape.family].architecture
+    assert (model(draw_tokens()) - expected).abs().max() <= 1e-5 * max(1.0, float(expected.std()))
+    assert shape_of_document(to_config(model.shape), "x") == model.shape
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -226,7 +222,7 @@ def test_a_published_shape_has_the_published_size(preset: str, parameters: int) 
         ),
     ],
 )
-def test_a_configuration_that_is_another_model_here_is_refused(fields: dict[str, Any], sentence: str) -> None:
+def test_a_configuration_of_another_model_is_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=f"^config.json: {sentence}") as refused:
         shape_of_document(TINY | fields, "config.json")
     assert "\n" not in str(refused.value)
@@ -241,5 +237,5 @@ def test_fields_of_other_families_that_change_nothing_are_accepted(name: str) ->
         "layer_types": None,
         "residual_multiplier": 1.0,
     }
-    given = {field: value for field, value in without.items() if field not in FAMILIES[name].defaults}
-    assert shape_of_document(TINY | {"model_type": name} | given, "x").family == name
+    neutral = {field: value for field, value in without.items() if field not in FAMILIES[name].defaults}
+    assert shape_of_document(TINY | {"model_type": name} | neutral, "x").family == name

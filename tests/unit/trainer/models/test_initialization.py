@@ -1,4 +1,4 @@
-"""Initial weights: any box of them is that part of the whole, at its own cost, and no two tiles are the same."""
+"""Draw any box of the initial weights at the cost of its size, with distinct seeds for all tiles."""
 
 from dataclasses import replace
 
@@ -22,13 +22,13 @@ EXPECTED_SEEDS = [3316028686, 2151683157, 211354043]
 
 @settings(max_examples=trials(40))
 @given(st.data())
-def test_a_box_holds_the_values_of_the_whole_tensor_at_its_place(data: st.DataObject) -> None:
+def test_a_box_has_the_values_of_the_whole_tensor_at_its_offsets(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([name for name, size in parameter_sizes(SHAPE).items() if len(size) == 2]))
     size = parameter_sizes(SHAPE)[name]
     offsets = [data.draw(st.integers(0, length)) for length in size]
     sizes = [data.draw(st.integers(0, length - first)) for length, first in zip(size, offsets, strict=True)]
-    whole = initial_tensor(name, size, seed=5, shape=SHAPE)
-    part = whole[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]]
+    full = initial_tensor(name, size, seed=5, shape=SHAPE)
+    part = full[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]]
     assert torch.equal(initial_slice(name, offsets, sizes, seed=5, shape=SHAPE), part)
 
 
@@ -55,26 +55,26 @@ def test_initial_weights_have_the_scale_of_hlat_and_follow_the_seed() -> None:
 def test_no_two_tiles_of_the_largest_model_have_one_seed() -> None:
     shape = PRESETS["Llama2-70B"]
     rows, columns = initialization.TILE
-    made = set()
-    number = 0
+    seeds = set()
+    count = 0
     for name, size in parameter_sizes(shape).items():
         if len(size) == 2 and name.startswith(("model.layers.7.", "model.layers.79.", "model.embed", "lm_head")):
             tiles = -(-size[0] // rows) * -(-size[1] // columns)
-            made |= {
+            seeds |= {
                 initialization._tile_seed(3, initialization._parameter_index(name, shape), tile)
                 for tile in range(tiles)
             }
-            number += tiles
-    assert len(made) == number > 100_000
+            count += tiles
+    assert len(seeds) == count > 100_000
 
 
-def test_the_numbers_of_version_2_stay_what_they_are() -> None:
-    # A run that failed before its first checkpoint begins again with them, perhaps under a newer image.
-    whole = initial_tensor(DOWN, parameter_sizes(SHAPE)[DOWN], seed=7, shape=SHAPE)
+def test_the_initial_weights_of_version_2_do_not_change() -> None:
+    # A run that failed before its first checkpoint restarts with them, perhaps in a newer image.
+    full = initial_tensor(DOWN, parameter_sizes(SHAPE)[DOWN], seed=7, shape=SHAPE)
     seeds = [initialization._tile_seed(7, initialization._parameter_index(DOWN, SHAPE), tile) for tile in range(3)]
     assert seeds == EXPECTED_SEEDS
-    assert whole.shape == (288, 520)
-    assert whole[:64, :256].equal(
+    assert full.shape == (288, 520)
+    assert full[:64, :256].equal(
         torch.empty(64, 256).normal_(
             0.0, 0.02 / (2 * 3) ** 0.5, generator=torch.Generator().manual_seed(EXPECTED_SEEDS[0])
         )
@@ -82,16 +82,16 @@ def test_the_numbers_of_version_2_stay_what_they_are() -> None:
 
 
 def test_a_rank_draws_only_the_tiles_of_its_box(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    seed_of = initialization._tile_seed
+    drawn_tiles = []
+    tile_seed = initialization._tile_seed
 
-    def counted(*numbers: int) -> int:
-        drawn.append(numbers)
-        return seed_of(*numbers)
+    def record_tile(*numbers: int) -> int:
+        drawn_tiles.append(numbers)
+        return tile_seed(*numbers)
 
-    monkeypatch.setattr(initialization, "_tile_seed", counted)
+    monkeypatch.setattr(initialization, "_tile_seed", record_tile)
     shape = PRESETS["Llama2-70B"]
     name, share = "model.layers.3.mlp.down_proj.weight", 28672 // 32
     initial_slice(name, (0, 31 * share), (256, share), seed=0, shape=shape)
-    numbers = len(drawn) * initialization.TILE[0] * initialization.TILE[1]
+    numbers = len(drawn_tiles) * initialization.TILE[0] * initialization.TILE[1]
     assert numbers <= 256 * (share + initialization.TILE[1])

@@ -1,8 +1,8 @@
-"""The product of a projection: the same by either library, with only those gradients that are wanted."""
+"""Multiply by a projection with either library, and compute only the required gradients."""
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812 - the name everybody uses
+from torch.nn import functional as F  # noqa: N812 - the common name
 
 from trainium_trainer.models import linear as linear_module
 from trainium_trainer.models.linear import linear
@@ -17,30 +17,31 @@ def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     return bool(request.param)
 
 
-def wide(*size: int) -> torch.Tensor:
+def random_float64(*size: int) -> torch.Tensor:
     return torch.randn(size, dtype=torch.float64)
 
 
 def test_values_and_gradients_are_those_of_float64_rounded(*, onednn: bool) -> None:
     torch.manual_seed(0)
-    x, weight, gradient = wide(4, 64, 96), wide(160, 96), wide(4, 64, 160)
-    wanted = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    expected = F.linear(*wanted)
+    x, weight, gradient = random_float64(4, 64, 96), random_float64(160, 96), random_float64(4, 64, 160)
+    exact = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    expected = F.linear(*exact)
     expected.backward(gradient)
-    found = [x.float().requires_grad_(), weight.float().requires_grad_()]
-    out = linear(*found)
+    inputs = [x.float().requires_grad_(), weight.float().requires_grad_()]
+    out = linear(*inputs)
     assert ("_Product" in type(out.grad_fn).__name__) is onednn
     assert not out._is_view(), "FSDP registers hooks on the outputs of modules"
     out.backward(gradient.float())
-    for ours, theirs in ((out, expected), *((a.grad, b.grad) for a, b in zip(found, wanted, strict=True))):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+    gradients = [(single.grad, double.grad) for single, double in zip(inputs, exact, strict=True)]
+    for value, expected_value in ((out, expected), *gradients):
+        torch.testing.assert_close(value.double(), expected_value, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.usefixtures("onednn")
 @pytest.mark.parametrize("trained", ["x", "weight", "neither"])
 def test_frozen_inputs_get_no_gradient(trained: str) -> None:
-    x = wide(2, 128, 128).float().requires_grad_(trained == "x")
-    weight = wide(96, 128).float().requires_grad_(trained == "weight")
+    x = random_float64(2, 128, 128).float().requires_grad_(trained == "x")
+    weight = random_float64(96, 128).float().requires_grad_(trained == "weight")
     out = linear(x, weight)
     assert out.requires_grad is (trained != "neither")
     if out.requires_grad:
@@ -51,8 +52,8 @@ def test_frozen_inputs_get_no_gradient(trained: str) -> None:
 
 @pytest.mark.usefixtures("onednn")
 def test_non_contiguous_inputs_are_supported() -> None:
-    x = wide(2, 160, 128).float().transpose(1, 2)  # [2, 128, 160]
-    weight = wide(160, 96).float().t()
+    x = random_float64(2, 160, 128).float().transpose(1, 2)  # [2, 128, 160]
+    weight = random_float64(160, 96).float().t()
     torch.testing.assert_close(linear(x, weight), torch.matmul(x, weight.t()), rtol=1e-4, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""DPO and ORPO against formulas written down from the papers, one pair at a time in double precision."""
+"""Compare DPO and ORPO with the formulas of the papers, for each pair in double precision."""
 
 import math
 
@@ -29,7 +29,9 @@ def pairs_with_references() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def log_probs(logits: Tensor, labels: Tensor, first: int) -> list[float]:
     """Return the log-probabilities of the tokens from position `first` on."""
     table = torch.log_softmax(logits.double(), -1)
-    return [float(table[at, int(label)]) for at, label in enumerate(labels) if at >= first and label >= 0]
+    return [
+        float(table[position, int(label)]) for position, label in enumerate(labels) if position >= first and label >= 0
+    ]
 
 
 def dpo(objective: ObjectiveConfig, rows: list[list[float]], references: list[float]) -> tuple[float, list[float]]:
@@ -41,7 +43,7 @@ def dpo(objective: ObjectiveConfig, rows: list[list[float]], references: list[fl
 
 
 def orpo(objective: ObjectiveConfig, rows: list[list[float]], chosen: list[float]) -> tuple[float, list[float]]:
-    """Compute equations 3 to 7 of arXiv 2403.07691: an answer's likelihood is the geometric mean of its tokens'."""
+    """Compute equations 3 to 7 of arXiv 2403.07691: an answer's likelihood is the geometric mean over its tokens."""
     means = [math.exp(sum(row) / len(row)) for row in rows]
     odds = [mean / (1 - mean) for mean in means]
     ratio = math.log(1 / (1 + odds[1] / odds[0]))
@@ -55,13 +57,13 @@ OBJECTIVES = [
 ]
 
 
-def found(objective: ObjectiveConfig, logits: Tensor, rows: slice = slice(None)) -> PairLoss:
+def compute_loss(objective: ObjectiveConfig, logits: Tensor, rows: slice = slice(None)) -> PairLoss:
     _, labels, answers, references = pairs_with_references()
     losses = token_losses(logits[rows], labels[rows])
     return preference_loss(objective, losses, labels[rows], answers=answers[rows], references=references[rows])
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: f"{one.kind}-{one.label_smoothing}")
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: f"{objective.kind}-{objective.label_smoothing}")
 def test_loss_and_rewards_are_those_of_the_papers(objective: ObjectiveConfig) -> None:
     logits, labels, answers, references = pairs_with_references()
     total, sums = 0.0, [0.0, 0.0, 0.0]
@@ -73,22 +75,22 @@ def test_loss_and_rewards_are_those_of_the_papers(objective: ObjectiveConfig) ->
         else:
             loss, rewards = orpo(objective, rows, log_probs(logits[both[0]], labels[both[0]], 0))
         total += loss
-        for place, value in enumerate((*rewards, float(rewards[0] > rewards[1]))):
-            sums[place] += value
-    result = found(objective, logits)
+        for index, value in enumerate((*rewards, float(rewards[0] > rewards[1]))):
+            sums[index] += value
+    result = compute_loss(objective, logits)
     assert float(result.loss) == pytest.approx(total, rel=1e-5)
     assert result.rewards.tolist() == pytest.approx(sums, rel=1e-4)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: f"{one.kind}-{one.label_smoothing}")
-def test_the_loss_of_pairs_together_is_the_sum_of_each_alone_and_padding_has_no_gradient(
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: f"{objective.kind}-{objective.label_smoothing}")
+def test_the_loss_of_a_batch_is_the_sum_over_pairs_and_padding_has_no_gradient(
     objective: ObjectiveConfig,
 ) -> None:
     logits = pairs_with_references()[0].requires_grad_()
-    whole = found(objective, logits)
-    parts = [found(objective, logits, slice(start, start + 2)) for start in range(0, 2 * PAIRS, 2)]
-    assert whole.loss.item() == pytest.approx(sum(part.loss.item() for part in parts), rel=1e-6)
-    whole.loss.backward()
+    batch = compute_loss(objective, logits)
+    parts = [compute_loss(objective, logits, slice(start, start + 2)) for start in range(0, 2 * PAIRS, 2)]
+    assert batch.loss.item() == pytest.approx(sum(part.loss.item() for part in parts), rel=1e-6)
+    batch.loss.backward()
     assert logits.grad.isfinite().all()
     assert not logits.grad[-2:].any()
     assert logits.grad[:-2].any()
@@ -96,15 +98,15 @@ def test_the_loss_of_pairs_together_is_the_sum_of_each_alone_and_padding_has_no_
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
     logits, labels, answers, references = pairs_with_references()
-    wide = logits.double().requires_grad_()
+    exact_logits = logits.double().requires_grad_()
     for objective in OBJECTIVES:
 
-        def loss(given: Tensor, objective: ObjectiveConfig = objective) -> Tensor:
-            table = -torch.log_softmax(given, -1)
-            each = table.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels >= 0)
-            return preference_loss(objective, each, labels, answers=answers, references=references.double()).loss
+        def loss(logits: Tensor, objective: ObjectiveConfig = objective) -> Tensor:
+            table = -torch.log_softmax(logits, -1)
+            losses = table.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels >= 0)
+            return preference_loss(objective, losses, labels, answers=answers, references=references.double()).loss
 
-        assert torch.autograd.gradcheck(loss, (wide,))
+        assert torch.autograd.gradcheck(loss, (exact_logits,))
 
 
 def test_an_answer_that_is_certain_has_finite_odds() -> None:

@@ -1,7 +1,7 @@
-"""Records curves.json.gz: losses and gradient norms of real runs at tiny batches, ordinary ones and broken ones.
+"""Record curves.json.gz: losses and gradient norms of ordinary and diverging real runs at tiny batches.
 
-`python tests/unit/trainer/monitor/record_curves.py` takes some minutes. Ordinary: a small model on Python's own
-documentation, batches of 1, 2 and 4 samples, three seeds each; and one run whose learning rate falls at the end.
+`python tests/unit/trainer/monitor/record_curves.py` takes some minutes. Ordinary: a small model on the documentation
+of Python, batches of 1, 2 and 4 samples, three seeds each; and one run whose learning rate falls at the end.
 Broken: after 500 ordinary steps at batch 4 the run continues with a learning rate 50 or 150 times as high.
 """
 
@@ -46,12 +46,12 @@ def config(folder: Path, *, batch: int, seed: int, steps: int, schedule: dict[st
 
 
 def train(folder: Path, name: str, settings: dict[str, Any]) -> list[list[float]]:
-    """Return loss and gradient norm of each step so far; the same name again resumes."""
+    """Return the loss and gradient norm of each step; a second run of the same name resumes."""
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(settings | {"checkpoint": settings["checkpoint"] | {"path": str(folder / name)}}))
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611"}
     command = [sys.executable, "-m", "trainium_trainer", "train", "--config", str(file)]
-    subprocess.run(command, env=os.environ | world, check=True, stderr=subprocess.DEVNULL)
+    subprocess.run(command, env=os.environ | variables, check=True, stderr=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [[float(f"{line[key]:.5g}") for key in ("loss", "gradNorm")] for line in lines]
 
@@ -64,12 +64,14 @@ def main() -> None:
             for batch in (1, 2, 4):
                 settings = config(folder, batch=batch, seed=seed, steps=1500, schedule={})
                 curves[f"ordinary, batch {batch}, seed {seed}"] = train(folder, f"b{batch}-s{seed}", settings)
-        fall = {"kind": "WarmupStableDecay", "warmupSteps": 100, "decaySteps": 1200, "finalRatio": 0.02}
-        settings = config(folder, batch=4, seed=1, steps=3000, schedule=fall) | {"optimizer": {"learningRate": 2.5e-3}}
+        falling_rate = {"kind": "WarmupStableDecay", "warmupSteps": 100, "decaySteps": 1200, "finalRatio": 0.02}
+        settings = config(folder, batch=4, seed=1, steps=3000, schedule=falling_rate) | {
+            "optimizer": {"learningRate": 2.5e-3}
+        }
         curves["ordinary, batch 4, rate falls"] = train(folder, "fall", settings)
         for times in (50, 150):
-            steady = {"kind": "WarmupStableDecay", "decaySteps": 1}
-            settings = config(folder, batch=4, seed=1, steps=500, schedule=steady)
+            constant_rate = {"kind": "WarmupStableDecay", "decaySteps": 1}
+            settings = config(folder, batch=4, seed=1, steps=500, schedule=constant_rate)
             train(folder, f"broken-{times}", settings)
             settings |= {"steps": 900, "optimizer": {"learningRate": times * _RATE}}
             curves[f"broken, rate x {times}"] = train(folder, f"broken-{times}", settings)

@@ -1,4 +1,4 @@
-"""Model FLOPs by hand, peaks of known devices, and memory."""
+"""Compute FLOPs, peaks of known devices, utilisation and memory."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from trainium_trainer.monitor.efficiency import (
 )
 
 
-def test_flops_of_llama_2_7b_are_six_per_weight_that_multiplies_and_the_attention() -> None:
+def test_flops_of_llama_2_7b_are_six_per_multiplied_weight_and_those_of_attention() -> None:
     shape = resolve_shape(ModelConfig(preset=ModelPreset.LLAMA2_7B), 32_000)
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11_008 + 2 * 4096
     products = 32 * layer + 4096 + 32_000 * 4096  # the output projection, without the embedding
@@ -67,11 +67,11 @@ def test_neuron_cores_are_known_by_the_instance_type(instance: str, logical: str
     assert neuron_peak(instance, logical) == (None if tera is None else pytest.approx(tera * 1e12))
 
 
-def test_utilisation_is_the_work_done_over_the_work_possible() -> None:
+def test_utilisation_is_the_share_of_the_peak() -> None:
     # HLAT 7B: 26,000 tokens/s on 32 cores of 95 TFLOP/s at 6 x 6.6e9 + 12 x 32 x 4096 x 4096 FLOPs per token.
     shape = resolve_shape(ModelConfig(preset=ModelPreset.LLAMA2_7B), 32_000)
-    share = compute_utilisation(26_000, flops_per_token(shape, 4096), devices=32, peak=95e12)
-    assert share == pytest.approx(0.3942, abs=1e-3)
+    utilisation = compute_utilisation(26_000, flops_per_token(shape, 4096), devices=32, peak=95e12)
+    assert utilisation == pytest.approx(0.3942, abs=1e-3)
     assert compute_utilisation(26_000, 1e9, devices=32, peak=None) is None
 
 
@@ -81,8 +81,7 @@ def test_a_cpu_has_no_peak_and_no_device_memory() -> None:
 
 
 def test_resident_memory_is_that_of_the_process(tmp_path: Path) -> None:
-    found = host_bytes()
-    assert 50e6 < found < 50e9  # torch alone is more than the one, and no test machine has the other
+    assert 50e6 < host_bytes() < 50e9  # more than torch needs, less than any test machine has
     (tmp_path / "statm").write_text("nonsense")
     assert host_bytes(tmp_path / "statm") is None
     assert host_bytes(tmp_path / "none") is None

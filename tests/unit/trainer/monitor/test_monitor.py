@@ -1,4 +1,4 @@
-"""Progress record, metrics and TensorBoard files."""
+"""Write and read the progress record, metrics and TensorBoard files."""
 
 import json
 import pathlib
@@ -25,7 +25,7 @@ from trainium_worker.progress_record import ProgressPhase, read_alerts, read_not
 from trainium_worker.pulse import Activity, Waiting
 
 
-def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
+def record_step(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
     figures = StepMetrics(
         step=step,
         loss=1.5,
@@ -46,21 +46,21 @@ def step_done(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None:
     writer.record_step(figures, seconds=seconds)
 
 
-def test_a_reader_sees_what_the_writer_wrote(tmp_path: Path) -> None:
+def test_a_reader_reads_the_record_of_the_writer(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "r0"
     writer = ProgressWriter(path, generation=3, attempt=1)
     fresh = read_progress(path)
     assert (fresh.generation, fresh.attempt, fresh.phase, fresh.step) == (3, 1, ProgressPhase.LOADING, -1)
     writer.record_resume(4, tokens=400, samples=32)
-    step_done(writer, 5)
+    record_step(writer, 5)
     writer.record_checkpoints(memory_step=5, durable_step=-1)
     assert read_progress(path) == writer.record
     assert writer.record.productive_seconds == 2.0
     assert (writer.record.spikes, writer.record.validation_loss) == (3, 1.25)
     assert (writer.record.tokens_per_second, writer.record.samples_per_second) == (50.0, 4.0)
     assert (writer.record.reward_margin, writer.record.reward_accuracy) == (0.375, 0.75)
-    step_done(writer, 6)
-    assert writer.record.validation_loss == 1.25, "the newest one remains until the next"
+    record_step(writer, 6)
+    assert writer.record.validation_loss == 1.25, "the newest validation loss remains"
     writer.close()
 
 
@@ -70,7 +70,7 @@ def test_a_missing_or_foreign_progress_file_is_read_as_none(tmp_path: Path) -> N
     assert read_progress(tmp_path / "other") is None
 
 
-def test_a_torn_record_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
+def test_a_torn_record_is_read_as_none(tmp_path: Path) -> None:
     path = tmp_path / "r0"
     writer = ProgressWriter(path)
     data = bytearray(path.read_bytes())
@@ -85,7 +85,7 @@ def test_productive_seconds_are_carried_over_restarts_without_the_lost_steps(tmp
     first = ProgressWriter(path, generation=2, attempt=0)
     first.record_resume(0, tokens=0, samples=0)
     for step in range(1, 6):
-        step_done(first, step)
+        record_step(first, step)
     first.close()
     second = ProgressWriter(path, generation=2, attempt=1)
     second.record_resume(4, tokens=0, samples=0)
@@ -101,18 +101,18 @@ def test_stages_after_the_last_step_are_recorded_and_a_step_ends_them(tmp_path: 
     writer = ProgressWriter(tmp_path / "r0")
     writer.record_resume(10, tokens=0, samples=0)
     writer.set_total_steps(11)
-    step_done(writer, 11)
+    record_step(writer, 11)
     writer.set_stage(RunStage.EXPORT, 0.0)
-    began = writer.record.stage_since
+    stage_start = writer.record.stage_since
     writer.set_stage(RunStage.EXPORT, 0.25)
-    found = read_progress(tmp_path / "r0")
-    assert found == writer.record
-    assert (found.total_steps, found.stage, found.stage_progress) == (11, RunStage.EXPORT, 0.25)
-    assert found.stage_since == began > 0, "the stage began once"
-    for odd, recorded in ((float("nan"), 0.0), (-1.0, 0.0), (7.0, 1.0)):
-        writer.set_stage(RunStage.EVALUATE, odd)
+    record = read_progress(tmp_path / "r0")
+    assert record == writer.record
+    assert (record.total_steps, record.stage, record.stage_progress) == (11, RunStage.EXPORT, 0.25)
+    assert record.stage_since == stage_start > 0, "the stage has one start"
+    for invalid, recorded in ((float("nan"), 0.0), (-1.0, 0.0), (7.0, 1.0)):
+        writer.set_stage(RunStage.EVALUATE, invalid)
         assert writer.record.stage_progress == recorded
-    step_done(writer, 13)
+    record_step(writer, 13)
     assert (writer.record.stage, writer.record.stage_progress, writer.record.stage_since) == (RunStage.TRAIN, 0.0, 0.0)
     writer.close()
 
@@ -124,15 +124,15 @@ def test_each_report_of_a_stage_is_a_sign_of_life_within_the_limit_of_a_save(tmp
     for done in (0.0, 0.0, 0.5):
         writer.set_stage(RunStage.EXPORT, done)
         readings.append(read_with_pulse(tmp_path / "r0").pulse)
-    assert len({each.beats for each in readings}) == 3
-    assert {(each.activity, each.waiting) for each in readings} == {(Activity.SAVE, Waiting.MAYBE)}
-    step_done(writer, 1)
-    pulse = read_with_pulse(tmp_path / "r0").pulse
-    assert (pulse.activity, pulse.waiting) == (Activity.STEP, Waiting.NO)
+    assert len({reading.beats for reading in readings}) == 3
+    assert {(reading.activity, reading.waiting) for reading in readings} == {(Activity.SAVE, Waiting.MAYBE)}
+    record_step(writer, 1)
+    reading = read_with_pulse(tmp_path / "r0").pulse
+    assert (reading.activity, reading.waiting) == (Activity.STEP, Waiting.NO)
     writer.close()
 
 
-def test_results_lie_beside_the_record_and_outlive_a_restart_in_place(tmp_path: Path) -> None:
+def test_results_survive_a_restart_in_place(tmp_path: Path) -> None:
     path = tmp_path / "r0"
     writer = ProgressWriter(path, generation=2)
     assert read_results(path).artifacts == ()
@@ -140,21 +140,19 @@ def test_results_lie_beside_the_record_and_outlive_a_restart_in_place(tmp_path: 
     writer.record_artifact(adapter)
     writer.record_artifact(adapter.model_copy(update={"digest": "cd"}))
     writer.close()
-    again = ProgressWriter(path, generation=2, attempt=1)
+    restarted = ProgressWriter(path, generation=2, attempt=1)
     figures = (EvaluationFigure(name="perplexity", before=9.0, after=float("nan")),)
-    again.record_evaluation(figures)
-    found = read_results(path)
-    assert [(each.kind, each.digest) for each in found.artifacts] == [("Adapter", "cd")], "reported twice, kept once"
-    assert found.evaluation == (EvaluationFigure(name="perplexity", before=9.0),), (
-        "a value that is no number is reported as none"
-    )
+    restarted.record_evaluation(figures)
+    results = read_results(path)
+    assert [(report.kind, report.digest) for report in results.artifacts] == [("Adapter", "cd")], "kept once"
+    assert results.evaluation == (EvaluationFigure(name="perplexity", before=9.0),), "NaN is left out"
     for step in range(20, 20 + MAX_ARTIFACTS):
-        again.record_artifact(adapter.model_copy(update={"step": step}))
-    assert [each.step for each in read_results(path).artifacts] == list(range(20, 20 + MAX_ARTIFACTS))
-    again.close()
+        restarted.record_artifact(adapter.model_copy(update={"step": step}))
+    assert [report.step for report in read_results(path).artifacts] == list(range(20, 20 + MAX_ARTIFACTS))
+    restarted.close()
     other = ProgressWriter(path, generation=3)
     other.record_evaluation(figures)
-    assert read_results(path).artifacts == (), "those of an earlier generation are not this one's"
+    assert read_results(path).artifacts == (), "results of an earlier generation are not used"
     other.close()
 
 
@@ -164,19 +162,19 @@ def test_results_that_cannot_be_read_are_none(tmp_path: Path) -> None:
         assert read_results(tmp_path / "r0").artifacts == ()
 
 
-def test_user_messages_during_a_background_artifact_report_end_in_their_own_file(
+def test_messages_during_a_background_artifact_report_are_in_their_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, written, alerted = tmp_path / "r0", threading.Event(), threading.Event()
     replace = pathlib.Path.replace
 
-    def in_the_background(draft: Path, target: Path) -> Path:
+    def replace_after_alert(draft: Path, target: Path) -> Path:
         if threading.current_thread() is background:
             written.set()
             alerted.wait(10)
         return replace(draft, target)
 
-    monkeypatch.setattr(pathlib.Path, "replace", in_the_background)
+    monkeypatch.setattr(pathlib.Path, "replace", replace_after_alert)
     writer = ProgressWriter(path)
     failures: list[OSError] = []
 
@@ -195,7 +193,7 @@ def test_user_messages_during_a_background_artifact_report_end_in_their_own_file
     background.join()
     writer.close()
     assert failures == []
-    assert [each.digest for each in read_results(path).artifacts] == ["ab"]
+    assert [report.digest for report in read_results(path).artifacts] == ["ab"]
     assert read_alerts(path) == {"LossSpike": {"step": 7, "message": "the loss rises"}}
     assert read_notice(path) == "room is short"
 
@@ -205,7 +203,7 @@ def test_the_progress_record_is_read_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def lines(path: Path) -> list[int]:
+def read_steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
@@ -223,7 +221,7 @@ def test_a_resume_keeps_exactly_the_lines_up_to_its_step(
         with path.open("a") as file:
             file.write('{"step": 1')
     truncate_after(path, step)
-    assert lines(path) == list(range(1, min(count, step) + 1))
+    assert read_steps(path) == list(range(1, min(count, step) + 1))
 
 
 def test_a_resume_without_a_metrics_file_creates_none(tmp_path: Path) -> None:
@@ -256,8 +254,10 @@ def test_tensorboard_reads_the_final_history(tmp_path: Path) -> None:
         "events = EventAccumulator(sys.argv[1]).Reload()\n"
         "print([(event.step, event.value) for event in events.Scalars('train/loss')])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == str([(1, 0.5), (2, 1.0), (3, 1.5), (4, 40.0), (5, 50.0), (6, 60.0), (7, 70.0)])
+    completed = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    assert completed.stdout.strip() == str([(1, 0.5), (2, 1.0), (3, 1.5), (4, 40.0), (5, 50.0), (6, 60.0), (7, 70.0)])
 
 
 def test_throughput_is_that_of_the_newest_steps() -> None:

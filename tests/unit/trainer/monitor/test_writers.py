@@ -1,4 +1,4 @@
-"""A resume leaves one whole history, also when a rank was lost between a step's end and the writing of its line."""
+"""Write one complete history over resumes, also when a rank failed before it wrote the line of a step."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def write(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -35,22 +35,24 @@ def test_a_resumed_step_that_rank_0_did_not_record_is_recorded_at_the_resume(tmp
     assert Recorder.is_missing_line(tmp_path, 3)
     Recorder.append_missing_line(tmp_path, figures(3))
 
-    assert [line["step"] for line in lines(tmp_path / METRICS_NAME)] == [1, 2, 3]
+    assert [line["step"] for line in read_lines(tmp_path / METRICS_NAME)] == [1, 2, 3]
     assert not Recorder.is_missing_line(tmp_path, 3)
 
 
 @pytest.mark.parametrize(
-    ("written", "taken", "added"),
+    ("written", "used", "added"),
     [
         pytest.param([(0, 3, [4, 5])], (4, 5), [], id="recorded samples are left alone"),
         pytest.param([(0, 2, [1, 2]), (1, 2, [8, 9]), (1, 3, [7])], (6, 7), [6], id="unrecorded samples are added"),
         pytest.param([(0, 3, [4, 5]), (1, 2, [2, 3])], (4, 5, 6, 7), [6, 7], id="samples of a lost rank are added"),
-        # Where one pass over the data ends and the next begins, a batch may hold a sample of both.
-        pytest.param([(0, 3, [6, 1]), (1, 2, [2, 3])], (7, 6, 6, 1), [7, 6], id="a sample taken twice is there twice"),
+        # A batch between two passes over the data may have a sample twice.
+        pytest.param(
+            [(0, 3, [6, 1]), (1, 2, [2, 3])], (7, 6, 6, 1), [7, 6], id="a sample used twice is recorded twice"
+        ),
     ],
 )
-def test_a_resume_adds_the_samples_of_its_step_that_nobody_recorded_once(
-    tmp_path: Path, written: list[tuple[int, int, list[int]]], taken: tuple[int, ...], added: list[int]
+def test_a_resume_adds_the_samples_of_its_step_that_no_rank_recorded(
+    tmp_path: Path, written: list[tuple[int, int, list[int]]], used: tuple[int, ...], added: list[int]
 ) -> None:
     ranks: dict[int, list[dict[str, Any]]] = {}
     for rank, step, samples in written:
@@ -58,13 +60,13 @@ def test_a_resume_adds_the_samples_of_its_step_that_nobody_recorded_once(
         write(tmp_path / f"samples-{rank}.jsonl", ranks[rank])
 
     for _ in range(3):
-        Recorder.append_missing_samples(tmp_path, 3, taken)
+        Recorder.append_missing_samples(tmp_path, 3, used)
 
     ranks[0] += [{"step": 3, "samples": added, "mended": True}] if added else []
-    assert {rank: lines(tmp_path / f"samples-{rank}.jsonl") for rank in ranks} == ranks
+    assert {rank: read_lines(tmp_path / f"samples-{rank}.jsonl") for rank in ranks} == ranks
 
 
-def test_a_run_without_files_gets_no_history_that_it_does_not_have(tmp_path: Path) -> None:
+def test_a_run_without_files_has_no_history(tmp_path: Path) -> None:
     assert not Recorder.is_missing_line(tmp_path, 3)
     assert (newest_lines(tmp_path / METRICS_NAME, 5), first_line(tmp_path / METRICS_NAME)) == ([], None)
 
@@ -77,7 +79,7 @@ def test_the_newest_lines_come_oldest_first(tmp_path: Path, count: int) -> None:
     assert first_line(tmp_path / METRICS_NAME)["step"] == 1
 
 
-def recorder(root: Path, dp_rank: int, step: int, fallback: Path) -> Recorder:
+def create_recorder(root: Path, dp_rank: int, step: int, fallback: Path) -> Recorder:
     return Recorder(
         root,
         rank=dp_rank,
@@ -89,12 +91,12 @@ def recorder(root: Path, dp_rank: int, step: int, fallback: Path) -> Recorder:
     )
 
 
-def recorded(root: Path, step: int) -> list[int]:
-    records = [line for path in root.glob("samples-*.jsonl") for line in lines(path) if line["step"] == step]
-    return sorted(one for line in records for one in line["samples"])
+def recorded_samples(root: Path, step: int) -> list[int]:
+    records = [line for path in root.glob("samples-*.jsonl") for line in read_lines(path) if line["step"] == step]
+    return sorted(sample for line in records for sample in line["samples"])
 
 
-def aside_of_rank_1(tmp_path: Path) -> Path:
+def write_fallback_of_rank_1(tmp_path: Path) -> Path:
     folder = tmp_path / "node-1"
     folder.mkdir()
     write(folder / "samples-1.jsonl", [{"step": 3, "samples": [6, 7]}])
@@ -103,43 +105,45 @@ def aside_of_rank_1(tmp_path: Path) -> Path:
 
 
 def test_samples_that_wait_on_the_node_of_another_rank_are_not_added(tmp_path: Path) -> None:
-    theirs, mine = aside_of_rank_1(tmp_path), tmp_path / "node-0"
-    Recorder.append_missing_samples(tmp_path, 3, (4, 5, 6, 7), mine, Recorder.read_fallback_samples(3, theirs))
-    recorder(tmp_path, 1, 3, theirs).close()
-    assert recorded(tmp_path, 3) == [4, 5, 6, 7]
+    fallback_1, fallback_0 = write_fallback_of_rank_1(tmp_path), tmp_path / "node-0"
+    Recorder.append_missing_samples(
+        tmp_path, 3, (4, 5, 6, 7), fallback_0, Recorder.read_fallback_samples(3, fallback_1)
+    )
+    create_recorder(tmp_path, 1, 3, fallback_1).close()
+    assert recorded_samples(tmp_path, 3) == [4, 5, 6, 7]
 
 
 def test_samples_added_while_a_node_was_away_are_not_written_again_when_it_returns(tmp_path: Path) -> None:
-    theirs, mine = aside_of_rank_1(tmp_path), tmp_path / "node-0"
-    Recorder.append_missing_samples(tmp_path, 3, (4, 5, 6, 7), mine, {})
-    recorder(tmp_path, 1, 5, theirs).close()
-    assert recorded(tmp_path, 3) == [4, 5, 6, 7]
-    assert not list(theirs.iterdir())
+    fallback_1, fallback_0 = write_fallback_of_rank_1(tmp_path), tmp_path / "node-0"
+    Recorder.append_missing_samples(tmp_path, 3, (4, 5, 6, 7), fallback_0, {})
+    create_recorder(tmp_path, 1, 5, fallback_1).close()
+    assert recorded_samples(tmp_path, 3) == [4, 5, 6, 7]
+    assert not list(fallback_1.iterdir())
 
 
 def test_samples_of_a_node_that_is_back_are_put_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    theirs = aside_of_rank_1(tmp_path)
+    fallback_1 = write_fallback_of_rank_1(tmp_path)
     write(tmp_path / "samples-1.jsonl", [{"step": step, "samples": [2 * step]} for step in (1, 2, 4, 5)])
-    opened = recorder(tmp_path, 1, 5, theirs)
-    opened.samples(6, [12])
-    opened.close()
-    records = lines(tmp_path / "samples-1.jsonl")
+    restarted = create_recorder(tmp_path, 1, 5, fallback_1)
+    restarted.samples(6, [12])
+    restarted.close()
+    records = read_lines(tmp_path / "samples-1.jsonl")
     assert [(line["step"], line["samples"]) for line in records] == [
         (1, [2]), (2, [4]), (3, [6, 7]), (4, [8]), (5, [10]), (6, [12]),
     ]  # fmt: skip
-    assert not list(theirs.iterdir())
+    assert not list(fallback_1.iterdir())
 
 
 @pytest.mark.parametrize("file", ["samples-1.jsonl", "samples-0.jsonl"])
 def test_samples_of_a_step_that_was_repeated_while_a_node_was_away_are_not_recorded_twice(
     tmp_path: Path, file: str
 ) -> None:
-    """By the rank in its place, or by fewer ranks."""
-    theirs = aside_of_rank_1(tmp_path)
+    """The step was repeated by a replacement of the rank, or by fewer ranks."""
+    fallback_1 = write_fallback_of_rank_1(tmp_path)
     repeated = [{"step": 3, "samples": [4, 5]}, {"step": 3, "samples": [6, 7]}]
     write(tmp_path / file, repeated[1:] if file == "samples-1.jsonl" else repeated)
-    recorder(tmp_path, 1, 5, theirs).close()
-    assert recorded(tmp_path, 3) == [4, 5, 6, 7]
+    create_recorder(tmp_path, 1, 5, fallback_1).close()
+    assert recorded_samples(tmp_path, 3) == [4, 5, 6, 7]
 
 
 def test_metrics_that_another_node_has_written_since_are_not_written_again(tmp_path: Path) -> None:
@@ -147,8 +151,8 @@ def test_metrics_that_another_node_has_written_since_are_not_written_again(tmp_p
     fallback.mkdir()
     write(fallback / METRICS_NAME, [record(2), record(3), record(4)])
     write(tmp_path / METRICS_NAME, [record(1), record(2), record(3) | {"seconds": 9.0}])
-    recorder(tmp_path, 0, 5, fallback).close()
-    assert [line["step"] for line in lines(tmp_path / METRICS_NAME)] == [1, 2, 3, 4]
+    create_recorder(tmp_path, 0, 5, fallback).close()
+    assert [line["step"] for line in read_lines(tmp_path / METRICS_NAME)] == [1, 2, 3, 4]
 
 
 def test_a_curve_has_each_step_once_after_a_kill_before_the_first_checkpoint(tmp_path: Path) -> None:

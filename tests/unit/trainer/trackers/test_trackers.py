@@ -1,6 +1,6 @@
-"""Runs in trackers: each step once over restarts, and a tracker that is away stops nothing.
+"""Send runs to trackers: each step once over restarts, without a stop when a tracker is unavailable.
 
-Tests of a tracker need its package and are skipped without: `make test-trackers`.
+Tests of a tracker need its package (`make test-trackers`) and are skipped without it.
 """
 
 import importlib.util
@@ -34,16 +34,16 @@ from trainium_trainer.trackers.services import Step
 RUN_ID = "0b5ae7a2-5d7f-4d53-9d0c-3f1c0f9f7a11"
 
 
-def needs(package: str) -> pytest.MarkDecorator:
+def needs_package(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-def line(step: int, **changes: Any) -> str:
+def metrics_line(step: int, **changes: Any) -> str:
     return json.dumps({"step": step, "time": 1000.0 + step, "loss": 9.0 / step, "tokens": step * 10} | changes) + "\n"
 
 
 class SenderProcess:
-    """Start the process of the trackers as rank 0 does."""
+    """The process of the trackers, started like on rank 0."""
 
     def __init__(self, root: Path, tracker: Tracker, start: str = "after step 0 on 1 node", **environment: str) -> None:
         run = {
@@ -83,15 +83,15 @@ def sent_steps(root: Path, tracker: Tracker) -> int:
 
 
 def run_with_restart(root: Path, tracker: Tracker, **environment: str) -> None:
-    """Send a run that is killed after step 8, resumed after step 5, and ends with step 20."""
+    """Send a run that is killed after step 8, resumes after step 5 and ends at step 20."""
     root.mkdir()
     metrics = root / "metrics.jsonl"
-    metrics.write_text("".join(line(step) for step in range(1, 9)))
+    metrics.write_text("".join(metrics_line(step) for step in range(1, 9)))
     first = SenderProcess(root, tracker, **environment)
     until(lambda: sent_steps(root, tracker) == 8, (root / "log").read_text)
     first.kill_rank_0()
-    again = [line(step, loss=7.0, **{"resumed": True} if step == 6 else {}) for step in range(6, 21)]
-    metrics.write_text("".join([*(line(step) for step in range(1, 6)), *again]))
+    repeated = [metrics_line(step, loss=7.0, **{"resumed": True} if step == 6 else {}) for step in range(6, 21)]
+    metrics.write_text("".join([*(metrics_line(step) for step in range(1, 6)), *repeated]))
     second = SenderProcess(root, tracker, "after step 5 on 2 nodes", **environment)
     second.send({"artifact": {"kind": "Model", "step": 20, "path": "/models/llama", "digest": "d1", "bytes": 3}})
     second.finish()
@@ -103,7 +103,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
         yield server.address
 
 
-@needs("mlflow")
+@needs_package("mlflow")
 def test_mlflow_has_each_step_once_over_a_restart_and_shows_starts_and_artifacts(
     tmp_path: Path, mlflow_server: str
 ) -> None:
@@ -116,9 +116,9 @@ def test_mlflow_has_each_step_once_over_a_restart_and_shows_starts_and_artifacts
     (run,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(run.info.run_id, "loss")
 
-    assert [each.step for each in history] == list(range(1, 21))
-    assert [each.value for each in history[:8]] == [9.0 / step for step in range(1, 9)], "sent_steps before the restart"
-    assert [each.timestamp for each in history] == [1000 * (1000 + step) for step in range(1, 21)]
+    assert [metric.step for metric in history] == list(range(1, 21))
+    assert [metric.value for metric in history[:8]] == [9.0 / step for step in range(1, 9)], "sent before the restart"
+    assert [metric.timestamp for metric in history] == [1000 * (1000 + step) for step in range(1, 21)]
     assert run.info.status == "FINISHED"
     assert run.data.params == {"steps": "20", "batch.globalSize": "8", "data": "abc123"}
     text = run.data.tags["mlflow.note.content"]
@@ -126,38 +126,38 @@ def test_mlflow_has_each_step_once_over_a_restart_and_shows_starts_and_artifacts
     assert "Model of step 20: `/models/llama` (digest `d1`)" in text
 
 
-@needs("mlflow")
-def test_a_server_that_was_away_gets_the_steps_that_it_has_missed(tmp_path: Path, mlflow_server: str) -> None:
+@needs_package("mlflow")
+def test_a_server_that_was_unavailable_receives_missed_steps(tmp_path: Path, mlflow_server: str) -> None:
     from mlflow import MlflowClient
 
     proxy = RefusingProxy(mlflow_server)
     root = tmp_path / "run"
     root.mkdir()
-    (root / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 201)))
-    sending = SenderProcess(root, Tracker.MLFLOW, MLFLOW_TRACKING_URI=proxy.address)
+    (root / "metrics.jsonl").write_text("".join(metrics_line(step) for step in range(1, 201)))
+    sender = SenderProcess(root, Tracker.MLFLOW, MLFLOW_TRACKING_URI=proxy.address)
     until((root / "r0.notice").exists, "the refusal is reported")
     notice = (root / "r0.notice").read_text()
     assert notice.startswith("monitor.trackers: MLflow does not take this run (")
     assert "training goes on" in notice
-    proxy.open = True
+    proxy.is_open = True
     until(lambda: sent_steps(root, Tracker.MLFLOW) == 200, (root / "log").read_text, 90)
-    sending.finish()
+    sender.finish()
     proxy.close()
     client = MlflowClient(mlflow_server)
     (run,) = client.search_runs([client.get_experiment_by_name("team").experiment_id])
-    assert [each.step for each in client.get_metric_history(run.info.run_id, "loss")] == list(range(1, 201))
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] == list(range(1, 201))
 
 
-@needs("mlflow")
-def test_the_end_of_a_run_waits_for_a_slow_tracker_while_it_takes_steps(
+@needs_package("mlflow")
+def test_the_end_of_a_run_waits_for_a_slow_tracker_that_receives_steps(
     tmp_path: Path, mlflow_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
 
-    proxy = RefusingProxy(mlflow_server, open_=True, seconds=3.0)
+    proxy = RefusingProxy(mlflow_server, is_open=True, seconds=3.0)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.address)
     monkeypatch.setattr(process, "_FINISH_SECONDS", scaled(12))
-    (tmp_path / "metrics.jsonl").write_text("".join(line(step) for step in range(1, 301)))
+    (tmp_path / "metrics.jsonl").write_text("".join(metrics_line(step) for step in range(1, 301)))
     monitor = {"trackers": ["MLflow"], "trackerProject": "team"}
     config = TrainingConfig.model_validate({"monitor": monitor, "checkpoint": {"path": str(tmp_path)}})
     settings = resolve_settings(config, read_launch({}), vocabulary=300)
@@ -171,7 +171,7 @@ def test_the_end_of_a_run_waits_for_a_slow_tracker_while_it_takes_steps(
 
 
 class SlowTracker:
-    """A tracker; while it takes a step, the next one is made."""
+    """A tracker that receives the next step while it records a step."""
 
     def __init__(self, metrics: Path) -> None:
         self._metrics = metrics
@@ -184,7 +184,7 @@ class SlowTracker:
     def send(self, steps: Sequence[Step]) -> None:
         self.steps += [step.number for step in steps]
         with self._metrics.open("a") as file:
-            file.write(line(self.steps[-1] + 1))
+            file.write(metrics_line(self.steps[-1] + 1))
 
     def describe(self, text: str) -> None:
         self.text = text
@@ -195,34 +195,34 @@ class SlowTracker:
     leave = close
 
 
-def test_the_description_is_sent_while_steps_are_made_as_fast_as_they_are_taken(tmp_path: Path) -> None:
+def test_the_description_is_sent_while_steps_arrive_continuously(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(line(1))
+    metrics.write_text(metrics_line(1))
     run = TrackedRun(
         trackers=("SlowTracker",), project="team", name="llama", run_id=RUN_ID, metrics=str(metrics), notice="",
         config={}, facts={}, start="after step 0 on 1 node",
     )  # fmt: skip
-    busy, notes = SlowTracker(metrics), Notes(run)
-    sender = Sender("SlowTracker", busy, run, notes)
+    tracker, notes = SlowTracker(metrics), Notes(run)
+    sender = Sender("SlowTracker", tracker, run, notes)
     sender.start()
     until(
-        lambda: "start 1: after step 0 on 1 node" in busy.text and busy.steps,
+        lambda: "start 1: after step 0 on 1 node" in tracker.text and tracker.steps,
         "the first step and the description are sent",
     )
     notes.add_artifact({"kind": "Model", "step": 20, "path": "/models/llama", "digest": "d1"})
-    until(lambda: "/models/llama" in busy.text, "the artifact is shown")
+    until(lambda: "/models/llama" in tracker.text, "the artifact is shown")
     sender.finish()
     sender.join(scaled(30))
-    assert busy.steps == list(range(1, busy.steps[-1] + 1))
+    assert tracker.steps == list(range(1, tracker.steps[-1] + 1))
 
 
 class RefusingProxy:
-    """A proxy that refuses everything with 403 until it is opened: a server to which the key has no rights."""
+    """A proxy that answers 403 until it is opened, like a server without permission for the key."""
 
-    def __init__(self, behind: str, *, open_: bool = False, seconds: float = 0.0) -> None:
-        """`seconds`: delay of a request that adds to a run."""
-        gate = self
-        self.open = open_
+    def __init__(self, server: str, *, is_open: bool = False, seconds: float = 0.0) -> None:
+        """`seconds`: the delay of a request that adds to a run."""
+        proxy = self
+        self.is_open = is_open
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -230,9 +230,9 @@ class RefusingProxy:
                 status, content = 403, b'{"error_code": "PERMISSION_DENIED", "message": "Permission denied"}'
                 if self.path.endswith("log-batch"):
                     time.sleep(seconds)
-                if gate.open:
+                if proxy.is_open:
                     headers = {"Content-Type": self.headers.get("Content-Type") or "application/json"}
-                    request = urllib.request.Request(behind + self.path, body, headers, method=self.command)
+                    request = urllib.request.Request(server + self.path, body, headers, method=self.command)
                     try:
                         with urllib.request.urlopen(request, timeout=30) as answer:
                             status, content = answer.status, answer.read()
@@ -256,36 +256,36 @@ class RefusingProxy:
         self._running.__exit__(None, None, None)
 
 
-@needs("trackio")
+@needs_package("trackio")
 def test_trackio_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "run"
     run_with_restart(root, Tracker.TRACKIO)
     monkeypatch.setenv("TRACKIO_DIR", str(root / "trackio"))
     script = (
         "import json\nfrom trackio.sqlite_storage import SQLiteStorage as S\n"
-        "(run,) = S.get_runs('team')\nprint(json.dumps([run, [each['step'] for each in S.get_logs('team', run)]]))\n"
+        "(run,) = S.get_runs('team')\nprint(json.dumps([run, [line['step'] for line in S.get_logs('team', run)]]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [f"llama-{RUN_ID[:8]}", list(range(1, 21))]
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(completed.stdout) == [f"llama-{RUN_ID[:8]}", list(range(1, 21))]
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
     """Yield the records of an offline run: a header, then blocks of LevelDB's log format."""
-    place, record = 7, b""
-    while place + 7 <= len(data):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
+    offset, record = 7, b""
+    while offset + 7 <= len(data):
+        block_rest = 32768 - offset % 32768
+        if block_rest < 7:
+            offset += block_rest
             continue
-        length, kind = struct.unpack_from("<HB", data, place + 4)
-        record += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or its last part
+        length, kind = struct.unpack_from("<HB", data, offset + 4)
+        record += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # a complete record, or its last part
             yield record
             record = b""
 
 
-@needs("wandb")
+@needs_package("wandb")
 def test_wandb_has_each_step_once_over_a_restart(tmp_path: Path) -> None:
     from wandb.proto import wandb_internal_pb2
 
@@ -302,7 +302,7 @@ def test_wandb_has_each_step_once_over_a_restart(tmp_path: Path) -> None:
     assert steps == list(range(1, 21))
 
 
-def test_a_start_that_ended_before_its_process_began_is_shown(tmp_path: Path) -> None:
+def test_a_start_that_ended_before_its_tracker_process_is_shown(tmp_path: Path) -> None:
     record_start(tmp_path, "another", "of another run")
     record_start(tmp_path, RUN_ID, "because of Hang")
     record_start(tmp_path, RUN_ID, "because of Resize")
@@ -316,7 +316,7 @@ def test_a_start_that_ended_before_its_process_began_is_shown(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("tracker", Tracker)
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_touched(
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run_starts(
     tmp_path: Path, tracker: Tracker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb", Tracker.TRACKIO: "trackio"}[tracker]

@@ -1,7 +1,9 @@
-"""NxD's own checkpoints in and out: cut here by hand as NxD cuts them, and put together again by the converter."""
+"""Convert checkpoints to and from NxD; the test divides a state like NxD, and the converter joins it."""
 
 import pickle
 import shutil
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.testing.trainer import base_models
 from tests.testing.trainer.base_models import flip_bit
+from trainium_contract.models.parameters import parameter_sizes
 from trainium_contract.models.shape import ModelShape
 from trainium_contract.trainer.optimizer import OptimizerConfig
+from trainium_trainer import cli
 from trainium_trainer.backends.nxd.conversion.from_nxd import NxdSource
 from trainium_trainer.backends.nxd.conversion.tag_files import TensorReference, rank_file_name
 from trainium_trainer.backends.nxd.conversion.to_nxd import NxdTarget, write_tag
@@ -33,43 +39,21 @@ RETRY = Retry(())
 POSITION = Position(step=7, samples=56, tokens=1234)
 
 
-def sizes(shape: ModelShape = SHAPE) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of parameters by Hugging Face's names."""
-    hidden, heads = shape.hidden_size, shape.head_dim
-    query, key_value, inner = shape.num_attention_heads * heads, shape.num_key_value_heads * heads, 24
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
-    for number in range(shape.num_layers):
-        layer = f"model.layers.{number}"
-        found |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (query, hidden),
-            f"{layer}.self_attn.k_proj.weight": (key_value, hidden),
-            f"{layer}.self_attn.v_proj.weight": (key_value, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, query),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-            f"{layer}.mlp.up_proj.weight": (inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
-        }
-    found["model.norm.weight"] = (hidden,)
-    return found if shape.tie_embeddings else found | {"lm_head.weight": (shape.vocab_size, hidden)}
-
-
 PARTS = (WEIGHT, moment("expAvg"), moment("expAvgSq"))
 
 
-def state(shape: ModelShape = SHAPE) -> dict[str, torch.Tensor]:
+def create_state(shape: ModelShape = SHAPE) -> dict[str, torch.Tensor]:
     """Return a whole training state whose values all differ."""
     generator = torch.Generator().manual_seed(3)
-    found = {
+    tensors = {
         state_name(part, name): torch.randn(size, generator=generator)
         for part in PARTS
-        for name, size in sizes(shape).items()
+        for name, size in parameter_sizes(shape).items()
     }
-    return found | {OPTIMIZER_STEP: torch.tensor(7)}
+    return tensors | {OPTIMIZER_STEP: torch.tensor(7)}
 
 
-def written(folder: Path, tensors: dict[str, torch.Tensor]) -> CheckpointReader:
+def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> CheckpointReader:
     """Write a checkpoint of this trainer and open it."""
     storage = PosixStorage(folder)
     sources = [
@@ -81,13 +65,13 @@ def written(folder: Path, tensors: dict[str, torch.Tensor]) -> CheckpointReader:
     return CheckpointReader(storage, checkpoint, RETRY)
 
 
-def read_back(source: NxdSource) -> dict[str, torch.Tensor]:
-    return {each.name: each.load() for each in source.sources()}
+def load_all(source: NxdSource) -> dict[str, torch.Tensor]:
+    return {tensor.name: tensor.load() for tensor in source.sources()}
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
+def assert_same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(tensors[name], value)] == []
 
 
 @pytest.mark.parametrize(
@@ -100,21 +84,30 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
         (8, None, Projections.FUSED, KeyValueOrder.INTERLEAVED, False),
     ],
 )
-def test_a_state_survives_the_way_to_nxd_and_back(
+def test_a_state_converted_to_nxd_and_back_is_the_same(
     tmp_path: Path, tensor: int, zero1: int | None, projections: Projections, order: KeyValueOrder, tied: bool
 ) -> None:
     shape = replace(SHAPE, tie_embeddings=tied)
-    wanted = state(shape)
+    expected = create_state(shape)
     target = NxdTarget(tensor, zero1, torch.bfloat16 if zero1 else torch.float32, projections, order)
-    write_tag(tmp_path / "tag", written(tmp_path / "root", wanted), shape, target, OptimizerConfig(), POSITION)
+    write_tag(
+        tmp_path / "tag", write_checkpoint(tmp_path / "root", expected), shape, target, OptimizerConfig(), POSITION
+    )
     source = NxdSource(tmp_path / "tag", shape, order)
-    assert_same(read_back(source), wanted)
+    assert_same(load_all(source), expected)
     assert source.position(step=None, samples=None, tokens=None) == POSITION
 
 
-def test_a_tag_has_the_files_and_the_keys_that_nxd_gives_them(tmp_path: Path) -> None:
+def test_a_tag_has_the_files_and_keys_of_nxd(tmp_path: Path) -> None:
     target = NxdTarget(2, 2, torch.bfloat16, Projections.FUSED, KeyValueOrder.REPEATED)
-    write_tag(tmp_path / "a" / "tag", written(tmp_path / "b", state()), SHAPE, target, OptimizerConfig(), POSITION)
+    write_tag(
+        tmp_path / "a" / "tag",
+        write_checkpoint(tmp_path / "b", create_state()),
+        SHAPE,
+        target,
+        OptimizerConfig(),
+        POSITION,
+    )
     tag = tmp_path / "a" / "tag"
     assert sorted(str(path.relative_to(tag)) for path in tag.rglob("*") if path.is_file()) == [
         "checkpoint",
@@ -139,24 +132,24 @@ def test_a_tag_has_the_files_and_the_keys_that_nxd_gives_them(tmp_path: Path) ->
     assert set(optimizer["base_state"][norm]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser: bool = False) -> None:
-    """Write what NxD writes for a Llama of plain column- and row-parallel layers at tp 2, pp 2, by its description.
+def write_nxd_tag(tag: Path, expected: dict[str, torch.Tensor], *, zero1: int, xser: bool = False) -> None:
+    """Write the tag of NxD for a Llama of column- and row-parallel layers at tp 2, pp 2.
 
-    The optimizer has two groups, of which norms do not decay, as NxD's example has them.
+    As in the example of NxD, the optimizer has two groups, and norms do not decay.
     """
     for kind in ("model", "optim"):
         (tag / kind).mkdir(parents=True)
     (tag / "checkpoint").write_text("1")
-    hf = sizes()
+    sizes = parameter_sizes(SHAPE)
     stages = [
-        [name for name in hf if ".layers.1." not in name and name not in ("model.norm.weight", "lm_head.weight")],
-        [name for name in hf if ".layers.1." in name or name in ("model.norm.weight", "lm_head.weight")],
+        [name for name in sizes if ".layers.1." not in name and name not in ("model.norm.weight", "lm_head.weight")],
+        [name for name in sizes if ".layers.1." in name or name in ("model.norm.weight", "lm_head.weight")],
     ]
     for tp in range(2):
         for pp, names in enumerate(stages):
 
             def cut(name: str, part: str, tp: int = tp) -> torch.Tensor:
-                value = wanted[state_name(part, name)]
+                value = expected[state_name(part, name)]
                 if value.dim() == 1:
                     return value
                 return value.chunk(2, 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[tp].contiguous()
@@ -164,8 +157,10 @@ def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser:
             weights: dict[str, Any] = {name: cut(name, WEIGHT).bfloat16() for name in names}
             weights["model.rotary.inv_freq"] = torch.ones(2)
             save(tag / "model" / rank_file_name(0, tp, pp), weights, xser=xser)
-            order = [name for name in names if len(hf[name]) == 2] + [name for name in names if len(hf[name]) == 1]
-            matrices = sum(len(hf[name]) == 2 for name in names)
+            order = [name for name in names if len(sizes[name]) == 2] + [
+                name for name in names if len(sizes[name]) == 1
+            ]
+            matrices = sum(len(sizes[name]) == 2 for name in names)
             groups = [
                 {"lr": 0.1, "weight_decay": 0.1, "params": list(range(matrices))},
                 {"lr": 0.1, "weight_decay": 0.0, "params": list(range(matrices, len(order)))},
@@ -191,7 +186,7 @@ def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser:
                     "state": {},
                     "param_groups": groups,
                     "base_state": base,
-                    "shape_info": {number: torch.Size(hf[name]) for number, name in enumerate(order)},
+                    "shape_info": {number: torch.Size(sizes[name]) for number, name in enumerate(order)},
                     "sharded_master_weights": shards[WEIGHT],
                 }
                 save(tag / "optim" / rank_file_name(dp, tp, pp), content, xser=xser)
@@ -200,38 +195,35 @@ def cut_by_hand(tag: Path, wanted: dict[str, torch.Tensor], *, zero1: int, xser:
 
 
 def save(path: Path, content: dict[str, Any], *, xser: bool) -> None:
-    """Save as `torch.save` does, or as NxD with `use_xser`: references in the file, each tensor in a separate file."""
+    """Save with `torch.save`, or like NxD with `use_xser`: a file of references, and a file of each tensor."""
     if not xser:
         torch.save(content, path)
         return
     folder = path.with_name(f"{path.name}.tensors")
     folder.mkdir()
-    count, about = 0, {}
+    count, metadata = 0, {}
 
-    def referenced(value: Any) -> Any:
+    def replace_tensors(value: Any) -> Any:
         nonlocal count
         if isinstance(value, torch.Tensor):
             reference = TensorReference()
             reference.tid = count
             torch.save(value, folder / f"tensor_{count}.pt")
-            about[count] = {"dtype": value.dtype, "shape": value.shape, "expert_model_parallel": False}
+            metadata[count] = {"dtype": value.dtype, "shape": value.shape, "expert_model_parallel": False}
             count += 1
             return reference
         if isinstance(value, dict):
-            return {key: referenced(each) for key, each in value.items()}
+            return {key: replace_tensors(item) for key, item in value.items()}
         return value
 
-    data = referenced(content)
+    data = replace_tensors(content)
     torch.save(data, path)
-    torch.save(about, path.with_name(f"{path.name}.info.pt"))
+    torch.save(metadata, path.with_name(f"{path.name}.info.pt"))
 
 
 @pytest.fixture
 def _references_of_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pickle references under the name of torch_xla's class."""
-    import sys
-    import types
-
     module: Any = types.ModuleType("torch_xla.utils.serialization")
     module.TensorReference = TensorReference
     for name in ("torch_xla", "torch_xla.utils"):
@@ -242,47 +234,47 @@ def _references_of_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_references_of_torch_xla")
 @pytest.mark.parametrize(("zero1", "xser"), [(1, False), (3, False), (2, True)])
-def test_a_tag_cut_by_tensor_pipeline_and_zero_1_is_put_together(tmp_path: Path, zero1: int, xser: bool) -> None:
-    wanted = state()
-    cut_by_hand(tmp_path / "tag", wanted, zero1=zero1, xser=xser)
+def test_a_tag_divided_by_tensor_pipeline_and_zero_1_is_joined(tmp_path: Path, zero1: int, xser: bool) -> None:
+    expected = create_state()
+    write_nxd_tag(tmp_path / "tag", expected, zero1=zero1, xser=xser)
     source = NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED)
     # The weights are the master weights, not the bfloat16 ones.
-    assert_same(read_back(source), wanted)
+    assert_same(load_all(source), expected)
     assert source.position(step=None, samples=5, tokens=None) == Position(step=7, samples=5, tokens=0)
 
 
 @pytest.mark.usefixtures("_references_of_torch_xla")
 def test_weights_that_nxd_left_out_come_from_the_optimizer(tmp_path: Path) -> None:
-    wanted = state()
-    cut_by_hand(tmp_path / "tag", wanted, zero1=2, xser=True)
+    expected = create_state()
+    write_nxd_tag(tmp_path / "tag", expected, zero1=2, xser=True)
     for folder in (tmp_path / "tag" / "model").glob("*.tensors"):
         shutil.rmtree(folder)
-    assert_same(read_back(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED)), wanted)
+    assert_same(load_all(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED)), expected)
     with pytest.raises(UserError, match="has no weights, and the optimizer is left out: convert it with"):
-        read_back(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED, weights_only=True))
+        load_all(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED, weights_only=True))
     (tmp_path / "tag" / "optim" / f"{rank_file_name(1, 0, 0)}.tensors" / "tensor_3.pt").unlink()
     with pytest.raises(UserError, match=r"optim/.*tensor_3.pt is missing"):
-        read_back(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED))
+        load_all(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED))
 
 
 def test_weights_alone_begin_with_moments_of_zero(tmp_path: Path) -> None:
-    wanted = state()
-    cut_by_hand(tmp_path / "tag", wanted, zero1=1)
-    found = read_back(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED, weights_only=True))
-    assert int(found[OPTIMIZER_STEP]) == 0
-    for name in sizes():
-        weight = wanted[state_name(WEIGHT, name)]
-        assert torch.equal(found[state_name(WEIGHT, name)], weight.bfloat16().float())
-        assert not found[state_name(moment("expAvg"), name)].any()
+    expected = create_state()
+    write_nxd_tag(tmp_path / "tag", expected, zero1=1)
+    converted = load_all(NxdSource(tmp_path / "tag", SHAPE, KeyValueOrder.REPEATED, weights_only=True))
+    assert int(converted[OPTIMIZER_STEP]) == 0
+    for name in parameter_sizes(SHAPE):
+        weight = expected[state_name(WEIGHT, name)]
+        assert torch.equal(converted[state_name(WEIGHT, name)], weight.bfloat16().float())
+        assert not converted[state_name(moment("expAvg"), name)].any()
 
 
 def test_tags_that_cannot_be_converted_are_refused_by_name(tmp_path: Path) -> None:
     tag = tmp_path / "tag"
-    cut_by_hand(tag, state(), zero1=2)
+    write_nxd_tag(tag, create_state(), zero1=2)
 
     def refusal(folder: Path = tag, shape: ModelShape = SHAPE) -> str:
         with pytest.raises(UserError) as caught:
-            read_back(NxdSource(folder, shape, KeyValueOrder.REPEATED))
+            load_all(NxdSource(folder, shape, KeyValueOrder.REPEATED))
         return str(caught.value)
 
     assert "is not a tag of an NxD checkpoint" in refusal(tmp_path / "none")
@@ -302,7 +294,7 @@ def test_tags_that_cannot_be_converted_are_refused_by_name(tmp_path: Path) -> No
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
-    reader = written(tmp_path / "root", state())
+    reader = write_checkpoint(tmp_path / "root", create_state())
     for tensor, sentence in ((5, "numAttentionHeads 8"), (16, "numAttentionHeads 8")):
         target = NxdTarget(tensor, None, torch.float32, Projections.FUSED, KeyValueOrder.REPEATED)
         with pytest.raises(UserError, match=f"--tensor {tensor} does not divide the model's {sentence}"):
@@ -314,20 +306,16 @@ def test_a_checkpoint_of_a_tuning_which_is_no_whole_model_is_refused(tmp_path: P
     name = "model.layers.0.self_attn.q_proj"
     kept = {f"{name}.lora_A.weight": torch.ones(2, 20), f"{name}.lora_B.weight": torch.ones(32, 2)}
     parts = {state_name(part, key): value for part in PARTS for key, value in kept.items()}
-    reader = written(tmp_path / "ours", parts | {OPTIMIZER_STEP: torch.tensor(7)})
+    reader = write_checkpoint(tmp_path / "ours", parts | {OPTIMIZER_STEP: torch.tensor(7)})
     target = NxdTarget(1, None, torch.float32, Projections.FUSED, KeyValueOrder.REPEATED)
     with pytest.raises(UserError, match=r"what a tuning trained and not model\.embed_tokens"):
         write_tag(tmp_path / "tag", reader, SHAPE, target, OptimizerConfig(), POSITION)
     assert not (tmp_path / "tag").exists()
 
 
-def test_the_commands_report_what_they_did_and_what_they_cannot_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from trainium_trainer import cli
-
-    wanted = state()
-    written(tmp_path / "root", wanted)
+def test_the_commands_report_results_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = create_state()
+    write_checkpoint(tmp_path / "root", expected)
     model = {
         "vocabSize": 48,
         "hiddenSize": 20,
@@ -339,9 +327,6 @@ def test_the_commands_report_what_they_did_and_what_they_cannot_do(
         "tieEmbeddings": False,
     }
     tokenizer = Path(tmp_path / "tokenizer.json")
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
     Tokenizer(WordLevel({str(number): number for number in range(48)}, unk_token="0")).save(str(tokenizer))
     config = tmp_path / "trainer.yaml"
     config.write_text(yaml.safe_dump({"model": model, "data": {"tokenizer": {"path": str(tokenizer)}}}))
@@ -352,7 +337,7 @@ def test_the_commands_report_what_they_did_and_what_they_cannot_do(
     assert "step-7: step 7" in capsys.readouterr().out
     storage = PosixStorage(Path(back))
     reader = CheckpointReader(storage, survey(storage).committed[0], RETRY)
-    assert_same({name: reader.read(name) for name in reader.tensors}, wanted)
+    assert_same({name: reader.read(name) for name in reader.tensors}, expected)
     assert cli.run(["convert", "from-nxd", tag, back, "--config", str(config)]) == 64
     assert "holds checkpoints already" in capsys.readouterr().err
     assert cli.run(["convert", "to-nxd", root, tag, "--tensor", "2"]) == 64
@@ -364,9 +349,7 @@ def test_the_commands_report_what_they_did_and_what_they_cannot_do(
 def test_a_damaged_checkpoint_ends_export_and_conversion_with_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trainium_trainer import cli
-
-    written(tmp_path / "root", state())
+    write_checkpoint(tmp_path / "root", create_state())
     shard = next((tmp_path / "root").rglob("shard-00000.safetensors"))
     flip_bit(shard, -9)
     data = shard.read_bytes()

@@ -20,7 +20,7 @@ def test_the_boxes_are_those_of_nxds_layers_and_zero1(
     size: int, order: KeyValueOrder, data: int, sharded: bool
 ) -> None:
     grid = Grid(1, data, size)
-    found: dict[int, CheckpointLayout] = {}
+    layouts: dict[int, CheckpointLayout] = {}
     for tensor_rank, data_rank in itertools.product(range(size), range(data)):
         rank = TensorRank(SHAPE, tensor_rank, size, order)
         tensors: list[TensorMetadata] = []
@@ -28,13 +28,13 @@ def test_the_boxes_are_those_of_nxds_layers_and_zero1(
             pieces, divided = rank.pieces(name), divisions(rank, name)
             rows = -(-sum(piece.sizes[0] for piece in pieces) // data)
             stored = zero1_rows(pieces, divided, data_rank, rows) if sharded else replicated_rows(pieces, divided)
-            for each in stored:
-                box = box_at(each.piece.whole, each.division, grid, data_rank, tensor_rank)
-                assert (box.volume == 0 and each.piece.sizes[0] == 0) or (
-                    (box.offsets, box.sizes) == (each.piece.offsets, each.piece.sizes)
+            for row in stored:
+                box = box_at(row.piece.whole, row.division, grid, data_rank, tensor_rank)
+                assert (box.volume == 0 and row.piece.sizes[0] == 0) or (
+                    (box.offsets, box.sizes) == (row.piece.offsets, row.piece.sizes)
                 )
-                tensors.append(TensorMetadata(each.piece.name, "F32", each.piece.whole, 0, each.division))
-        found[grid.rank(0, data_rank, tensor_rank)] = CheckpointLayout(grid, tensors)
-    assert len({scheme.digest for scheme in found.values()}) == 1
-    assert found[0].find_problem() == ""
-    assert_written_once(found[0])
+                tensors.append(TensorMetadata(row.piece.name, "F32", row.piece.whole, 0, row.division))
+        layouts[grid.rank(0, data_rank, tensor_rank)] = CheckpointLayout(grid, tensors)
+    assert len({layout.digest for layout in layouts.values()}) == 1
+    assert layouts[0].find_problem() == ""
+    assert_written_once(layouts[0])

@@ -1,4 +1,4 @@
-"""Choose the ranks of backend Nxd that have separate graphs, so that all are compiled ahead and none twice."""
+"""Choose the ranks of backend Nxd that have distinct graphs, to compile each graph once."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from trainium_trainer.tuning.trainable import select_trainable
 
 def nxd_settings(tensor: int, data: int, **fields: Any) -> Settings:
     """Return settings of Llama 2 70B, with 8 key/value heads, divided by NxD."""
-    given = {"backend": "Nxd", "dataParallel": "FullySharded", "batch": {"globalSize": data}} | fields
-    config = TrainingConfig.model_validate({"parallelism": {"tensor": tensor}} | given)
+    settings = {"backend": "Nxd", "dataParallel": "FullySharded", "batch": {"globalSize": data}} | fields
+    config = TrainingConfig.model_validate({"parallelism": {"tensor": tensor}} | settings)
     shape = PRESETS["Llama2-70B"]
     return Settings(
         config=config, shape=shape, launch=launch_at(0, tensor * data), trainable=select_trainable(shape, config.tuning)
@@ -22,20 +22,18 @@ def nxd_settings(tensor: int, data: int, **fields: Any) -> Settings:
 
 
 def test_data_ranks_with_a_different_layout_of_repeated_heads_are_compiled_too() -> None:
-    # Of 512 rows of query, key and value the first half is on one rank, the other half on four each.
+    # The first half of 512 rows is on one rank, the other half on four ranks each.
     assert ranks_with_distinct_graphs(nxd_settings(32, 128)) == (0, 64)
-    assert ranks_with_distinct_graphs(nxd_settings(32, 5)) == (0, 2, 3), (
-        "the third has rows of both kinds, so it needs a separate graph"
-    )
+    assert ranks_with_distinct_graphs(nxd_settings(32, 5)) == (0, 2, 3), "the third rank has rows of both kinds"
     stochastic = nxd_settings(32, 5, precision="BFloat16Stochastic")
     assert ranks_with_distinct_graphs(stochastic) == (0, 2, 3, 4), (
-        "there keys and values are also made equal, in runs of rows"
+        "keys and values are also synchronized, in runs of rows"
     )
-    found = [
+    ranks = [
         first_rank_at(place, stochastic.config, 160)
         for place in mesh_coordinates(stochastic.config, ranks_with_distinct_graphs(stochastic))
     ]
-    assert found == [data * 32 + part for part in range(32) for data in (0, 2, 3, 4)]
+    assert ranks == [data * 32 + part for part in range(32) for data in (0, 2, 3, 4)]
 
 
 def test_one_rank_represents_its_replicas_without_repeated_heads_or_divisions() -> None:
@@ -46,19 +44,17 @@ def test_one_rank_represents_its_replicas_without_repeated_heads_or_divisions() 
 
 def test_an_adapter_of_fewer_rows_than_replicas_has_ranks_without_any_of_it() -> None:
     tuned = nxd_settings(2, 8, tuning={"method": "LoRA", "lora": {"rank": 4, "targets": ["gate_proj"]}})
-    assert ranks_with_distinct_graphs(tuned) == (0, 4), (
-        "its first matrix is whole on both, and has a row for four of the eight"
-    )
+    assert ranks_with_distinct_graphs(tuned) == (0, 4), "four of the eight ranks have a row of the first matrix"
 
 
-def test_an_entry_that_was_made_for_one_kind_of_rank_is_not_taken_for_all() -> None:
+def test_the_key_of_graphs_names_the_ranks_with_distinct_graphs() -> None:
     with_more, with_one = nxd_settings(32, 128), nxd_settings(8, 16)
-    found = [describe_graphs(each, image="i", flags=()).compute for each in (with_more, with_one)]
-    assert found[0]["dataRanks"] == (0, 64)
-    assert "dataRanks" not in found[1], "what needs no more places keeps its key"
+    inputs = [describe_graphs(settings, image="i", flags=()).compute for settings in (with_more, with_one)]
+    assert inputs[0]["dataRanks"] == (0, 64)
+    assert "dataRanks" not in inputs[1]
 
 
-def test_a_rank_of_another_kind_is_found_where_groups_lie_in_each_other() -> None:
+def test_the_first_rank_of_a_coordinate_is_found_in_nested_groups() -> None:
     config = nxd_settings(4, 16).config
     ranks = [
         first_rank_at(MeshCoordinate(0, part, data), config, 64, tensor_stride=8)

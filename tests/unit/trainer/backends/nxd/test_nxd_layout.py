@@ -1,18 +1,18 @@
-"""Find what NxD's layers stack, repeat and pad under Hugging Face's names: every value once, where it was."""
+"""Map stacked, repeated and padded weights of NxD to the names of Hugging Face: each value once."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from trainium_contract.models.shape import ModelShape, QueryKeyNorm
+from trainium_contract.models.parameters import parameter_sizes
+from trainium_contract.models.shape import QueryKeyNorm
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.backends.nxd.layout.parameter_names import Projections, list_parameters, list_pieces
 from trainium_trainer.backends.nxd.layout.pieces import KeyValueOrder, Piece, TensorRank
 from trainium_trainer.configuration.model_shape import resolve_shape
-from trainium_trainer.models.llama import Llama
 
-# Each number differs, so that none can stand in for another.
+# All numbers differ, so that a test cannot confuse them.
 SHAPE = replace(
     resolve_shape(ModelConfig(), 320),
     hidden_size=24,
@@ -44,14 +44,9 @@ def ranks(size: int, order: str) -> list[TensorRank]:
     return [TensorRank(SHAPE, rank, size, KeyValueOrder(order)) for rank in range(size)]
 
 
-def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in Llama(shape).named_parameters()}
-
-
-def counted(pieces: list[Piece]) -> dict[str, torch.Tensor]:
+def count_pieces(pieces: list[Piece]) -> dict[str, torch.Tensor]:
     """Count how often each value of each whole tensor is held."""
-    counts = {name: torch.zeros(size, dtype=torch.int64) for name, size in whole_sizes(SHAPE).items()}
+    counts = {name: torch.zeros(size, dtype=torch.int64) for name, size in parameter_sizes(SHAPE).items()}
     for piece in pieces:
         assert counts[piece.name].shape == piece.whole
         box = tuple(slice(begin, begin + size) for begin, size in zip(piece.offsets, piece.sizes, strict=True))
@@ -61,10 +56,10 @@ def counted(pieces: list[Piece]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("size", "order"), DIVISIONS)
-def test_the_ranks_hold_every_value_of_every_tensor_as_often_as_they_report(size: int, order: str) -> None:
+def test_the_ranks_hold_every_value_as_often_as_they_report(size: int, order: str) -> None:
     pieces = [piece for rank in ranks(size, order) for name in PARAMETERS for piece in rank.pieces(name)]
     replicas = {piece.name: piece.replicas for piece in pieces}
-    for name, counts in counted(pieces).items():
+    for name, counts in count_pieces(pieces).items():
         assert bool((counts == replicas[name]).all()), name
     copies = max(1, size // SHAPE.num_key_value_heads)
     assert replicas["model.layers.0.self_attn.k_proj.weight"] == copies
@@ -78,14 +73,14 @@ def test_division_into_equal_runs_of_rows_loses_nothing(size: int, order: str, s
     pieces = []
     for rank in ranks(size, order):
         for name in PARAMETERS:
-            own = rank.pieces(name)
-            rows = -(-own[-1].end // shares)
+            pieces_of_rank = rank.pieces(name)
+            rows = -(-pieces_of_rank[-1].end // shares)
             for share in range(shares):
-                found = [piece.within(share * rows, (share + 1) * rows) for piece in own]
-                assert all(piece.start >= 0 and piece.end <= rows for piece in found if piece)
-                pieces += [piece for piece in found if piece]
+                parts = [piece.within(share * rows, (share + 1) * rows) for piece in pieces_of_rank]
+                assert all(part.start >= 0 and part.end <= rows for part in parts if part)
+                pieces += [part for part in parts if part]
     replicas = {piece.name: piece.replicas for piece in pieces}
-    assert all(bool((counts == replicas[name]).all()) for name, counts in counted(pieces).items())
+    assert all(bool((counts == replicas[name]).all()) for name, counts in count_pieces(pieces).items())
 
 
 @pytest.mark.parametrize(("size", "order"), DIVISIONS)
@@ -94,23 +89,25 @@ def test_each_rank_has_the_query_heads_that_attend_to_its_key_and_value_heads(si
     for rank in ranks(size, order):
         query, key, value = rank.pieces("model.layers.1.self_attn.qkv_proj.weight_qkv")
         heads = range(query.offsets[0] // SHAPE.head_dim, (query.offsets[0] + query.sizes[0]) // SHAPE.head_dim)
-        held = range(key.offsets[0] // SHAPE.head_dim, (key.offsets[0] + key.sizes[0]) // SHAPE.head_dim)
-        assert [head // group for head in heads] == [one for one in held for _ in range(len(heads) // len(held))]
+        key_heads = range(key.offsets[0] // SHAPE.head_dim, (key.offsets[0] + key.sizes[0]) // SHAPE.head_dim)
+        assert [head // group for head in heads] == [
+            key_head for key_head in key_heads for _ in range(len(heads) // len(key_heads))
+        ]
         assert key.offsets == value.offsets
         (output,) = rank.pieces("model.layers.1.self_attn.o_proj.weight")
         assert output.offsets[1] == query.offsets[0], "the output projection has the columns of the same heads"
 
 
-ADAPTED = (
-    *(f"self_attn.{which}_proj" for which in "qkvo"),
-    *(f"mlp.{which}_proj" for which in ("gate", "up", "down")),
+ADAPTED_MODULES = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
 
 
 @pytest.mark.parametrize(("size", "order"), DIVISIONS)
-@pytest.mark.parametrize("module", [*(f"model.layers.1.{name}" for name in ADAPTED), "lm_head"])
-def test_an_adapter_is_divided_on_the_side_on_which_its_projection_is(size: int, order: str, module: str) -> None:
-    outputs, width = whole_sizes(SHAPE)[f"{module}.weight"]
+@pytest.mark.parametrize("module", [*(f"model.layers.1.{name}" for name in ADAPTED_MODULES), "lm_head"])
+def test_an_adapter_is_divided_like_its_projection(size: int, order: str, module: str) -> None:
+    outputs, width = parameter_sizes(SHAPE)[f"{module}.weight"]
     sizes = {f"{module}.lora_A.weight": (4, width), f"{module}.lora_B.weight": (outputs, 4)}
     counts = {name: torch.zeros(whole, dtype=torch.int64) for name, whole in sizes.items()}
     for rank in ranks(size, order):
@@ -132,24 +129,24 @@ def test_biases_and_norms_of_heads_are_held_as_often_as_reported(
     size: int, order: str, projections: Projections
 ) -> None:
     shape = replace(SHAPE, family="qwen3", attention_bias=True, query_key_norm=QueryKeyNorm.EACH_HEAD)
-    counts = {name: torch.zeros(whole, dtype=torch.int64) for name, whole in whole_sizes(shape).items()}
+    counts = {name: torch.zeros(whole, dtype=torch.int64) for name, whole in parameter_sizes(shape).items()}
     replicas: dict[str, int] = {}
     for number in range(size):
         rank = TensorRank(shape, number, size, KeyValueOrder(order))
         for name in list_parameters(shape, projections):
             rows = 0
             for piece in list_pieces(rank, name):
-                assert piece.start == rows, "one below the other"
+                assert piece.start == rows, "pieces are stacked"
                 rows = piece.end
                 piece.of(counts[piece.name]).add_(1)
                 replicas[piece.name] = piece.replicas
     assert replicas.keys() == counts.keys()
-    for name, found in counts.items():
-        assert bool((found == replicas[name]).all()), name
+    for name, values in counts.items():
+        assert bool((values == replicas[name]).all()), name
 
 
 @pytest.mark.parametrize(("size", "order"), DIVISIONS)
-def test_a_projection_has_the_pieces_that_it_has_within_the_stack(size: int, order: str) -> None:
+def test_a_projection_has_the_same_pieces_within_a_stack(size: int, order: str) -> None:
     for rank in ranks(size, order):
         for stack in ("self_attn.qkv_proj.weight_qkv", "mlp.gate_up_proj.weight"):
             for piece in rank.pieces(f"model.layers.0.{stack}"):

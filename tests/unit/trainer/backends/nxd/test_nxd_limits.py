@@ -1,4 +1,4 @@
-"""Refuse what backend Nxd cannot do: by the configuration, by the node, and without its packages."""
+"""Refuse settings, nodes and installations that backend Nxd does not support."""
 
 import importlib.util
 import sys
@@ -24,7 +24,7 @@ TEXT = {"sequenceLength": 32}
 PACKED = TEXT | {"format": "Instruction", "source": "/data/examples.jsonl", "examples": {"packing": True}}
 
 
-def settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: Any) -> Settings:
+def create_settings(ranks: int = 1, *, node: int = 1, alone: bool = False, **fields: Any) -> Settings:
     document = {"backend": "Nxd", "model": MODEL, "batch": {"globalSize": 8}, "data": TEXT} | fields
     launch = replace(launch_at(0, ranks, node), alone=alone)
     return resolve_settings(TrainingConfig.model_validate(document), launch, vocabulary=320)
@@ -48,13 +48,13 @@ def test_unsupported_settings_are_refused_by_the_configuration(
     ranks: int, fields: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        refuse_unsupported(settings(ranks, **fields))
+        refuse_unsupported(create_settings(ranks, **fields))
     assert sentence in str(refused.value)
 
 
 @pytest.mark.parametrize("data", [PACKED, TEXT | {"maskDocuments": True}])
 def test_packed_examples_and_masked_documents_need_no_other_backend(data: dict[str, Any]) -> None:
-    refuse_unsupported(settings(data=data))
+    refuse_unsupported(create_settings(data=data))
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_packed_examples_and_masked_documents_need_no_other_backend(data: dict[s
 )
 def test_a_family_that_it_cannot_compute_is_refused_by_name(preset: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        refuse_unsupported(settings(1, model={"preset": preset, "vocabSize": 320}))
-    refuse_unsupported(settings(1, model={"preset": "Qwen3-0.6B", "vocabSize": 320}))
+        refuse_unsupported(create_settings(1, model={"preset": preset, "vocabSize": 320}))
+    refuse_unsupported(create_settings(1, model={"preset": "Qwen3-0.6B", "vocabSize": 320}))
 
 
 def test_settings_that_only_replicas_break_are_allowed_without_replicas() -> None:
-    refuse_unsupported(settings(1, precision="BFloat16Stochastic"))
-    refuse_unsupported(settings(2, precision="BFloat16Stochastic", dataParallel="ShardedOptimizer"))
-    refuse_unsupported(settings(2, precision="BFloat16"))
+    refuse_unsupported(create_settings(1, precision="BFloat16Stochastic"))
+    refuse_unsupported(create_settings(2, precision="BFloat16Stochastic", dataParallel="ShardedOptimizer"))
+    refuse_unsupported(create_settings(2, precision="BFloat16"))
 
 
 @pytest.mark.parametrize("command", [("check", "--ranks", "2"), ("train",), ("precompile", "--sizes", "1")])
@@ -102,26 +102,26 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_node_without_neuron_devices_is_refused(packages: Path) -> None:
     with pytest.raises(UserError, match=r"this node has no Neuron device: give the worker aws.amazon.com/neuron"):
-        find_backend(settings(), devices=packages)
+        find_backend(create_settings(), devices=packages)
     (packages / "neuron0").touch()
-    assert find_backend(settings(), devices=packages) is BackendChoice.NXD
+    assert find_backend(create_settings(), devices=packages) is BackendChoice.NXD
 
 
-def test_graphs_are_compiled_on_a_node_without_devices_but_not_in_the_mode_that_makes_none(
+def test_graphs_are_compiled_on_a_node_without_devices_but_not_in_the_mode_without_graphs(
     packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert find_backend(settings(alone=True), devices=packages) is BackendChoice.NXD
+    assert find_backend(create_settings(alone=True), devices=packages) is BackendChoice.NXD
     monkeypatch.setenv("NXD_CPU_MODE", "1")
     with pytest.raises(UserError, match="NXD_CPU_MODE is set, with which NxD makes no graphs to compile: unset it"):
-        find_backend(settings(alone=True), devices=packages)
+        find_backend(create_settings(alone=True), devices=packages)
 
 
 def test_a_node_that_cannot_be_divided_by_four_is_refused(packages: Path) -> None:
     (packages / "neuron0").touch()
     four = {"parallelism": {"tensor": 4}}
-    assert find_backend(settings(8, node=8, **four), devices=packages) is BackendChoice.NXD
+    assert find_backend(create_settings(8, node=8, **four), devices=packages) is BackendChoice.NXD
     with pytest.raises(UserError, match="a node has 2 processes: backend Nxd divides a node into groups of 4; start"):
-        find_backend(settings(8, node=2, **four), devices=packages)
+        find_backend(create_settings(8, node=2, **four), devices=packages)
 
 
 def test_auto_does_not_choose_nxd_where_another_device_is_configured(packages: Path) -> None:
@@ -130,8 +130,8 @@ def test_auto_does_not_choose_nxd_where_another_device_is_configured(packages: P
     assert choose_backend(BackendChoice.AUTO, DeviceChoice.CPU) is BackendChoice.NATIVE
 
 
-def test_the_places_of_four_ranks_are_spread_over_a_node_of_trn1() -> None:
-    config = settings(64, node=32, parallelism={"tensor": 4}, batch={"globalSize": 16}).config
+def test_four_ranks_are_spread_over_a_trn1_node() -> None:
+    config = create_settings(64, node=32, parallelism={"tensor": 4}, batch={"globalSize": 16}).config
     assert [first_rank_at(place, config, 64, tensor_stride=8) for place in mesh_coordinates(config)] == [0, 8, 16, 24]
 
 
@@ -142,7 +142,7 @@ def first_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     for name in (*PACKAGES, "trainium_trainer.backends.nxd.backend"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield tmp_path
-    for name in PACKAGES:  # transformers takes what it finds there for the real ones
+    for name in PACKAGES:  # transformers would use the empty modules
         sys.modules.pop(name, None)
 
 
@@ -153,7 +153,7 @@ def missing_package() -> UserError:
 
 
 @pytest.mark.skipif(any(map(importlib.util.find_spec, PACKAGES)), reason="packages of backend Nxd are installed")
-def test_importing_the_backend_names_what_is_missing_and_where_it_is(first_on_path: Path) -> None:
+def test_importing_the_backend_names_the_missing_package_and_its_source(first_on_path: Path) -> None:
     error = missing_package()
     assert "backend is Nxd, but torch_xla cannot be imported" in str(error)
     assert "Neuron SDK 2.30" in str(error)
