@@ -47,6 +47,7 @@ _LINE_BYTES = 2048
 _LINES = 256
 """Number of a rank's newest lines that wait for a search."""
 _SEARCH_SECONDS = 0.05
+"""Processor time of one search."""
 _SLOW_SEARCHES = 20
 _UNMATCHED_SECONDS = 60.0
 _SHOWN_CHARACTERS = 200
@@ -222,7 +223,7 @@ class ProgramMonitor(Workload):
 
     def _search(self, pattern: re.Pattern[bytes], rank: _Rank, at: float, line: bytes) -> None:
         try:
-            with _time_limit(_SEARCH_SECONDS):
+            with cpu_time_limit(_SEARCH_SECONDS):
                 match = pattern.search(line)
         except TimeoutError:
             self._slow += 1
@@ -276,8 +277,8 @@ class ProgramMonitor(Workload):
         pattern = self._pattern.pattern.decode()
         if self._slow >= _SLOW_SEARCHES:
             return (
-                f"program.progress.pattern {pattern} takes more than {_SEARCH_SECONDS * 1000:.0f} ms a line and is no "
-                "longer searched for: simplify it (no repetition inside a repetition)"
+                f"program.progress.pattern {pattern} takes more than {_SEARCH_SECONDS * 1000:.0f} ms of CPU time a "
+                "line and is no longer searched for: simplify it (no repetition inside a repetition)"
             )
         waited = [rank for rank in self._ranks.values() if rank.unmatched and rank.node_rank == 0]
         if not waited or self.has_steps:
@@ -382,19 +383,22 @@ def _parse_number(match: re.Match[bytes], group: str) -> float:
 
 
 @contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError when the block takes longer; only a signal ends the search of an expression."""
+def cpu_time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError when the block takes more processor time; only a signal ends the search of an expression.
+
+    A busy node may suspend the agent for longer: that is not the expression's time.
+    """
     is_armed = True
 
     def expire(_number: int, _frame: FrameType | None) -> None:
         if is_armed:
             raise TimeoutError
 
-    previous = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    previous = signal.signal(signal.SIGVTALRM, expire)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         is_armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)

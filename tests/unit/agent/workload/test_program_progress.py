@@ -1,5 +1,6 @@
 """Progress of a program from its output, its processor time and its checkpoints."""
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -198,7 +199,14 @@ def test_a_slow_expression_is_interrupted_and_then_disabled(tmp_path: Path) -> N
     started_at = time.monotonic()
     monitored.print_lines(*["a" * 64 + "1"] * 30)
     assert time.monotonic() - started_at < 10
-    assert "takes more than 50 ms a line and is no longer searched for" in monitored.monitor.problem
+    assert "takes more than 50 ms of CPU time a line and is no longer searched for" in monitored.monitor.problem
+
+
+def test_a_search_is_limited_by_processor_time_not_by_time_in_which_the_agent_is_suspended() -> None:
+    with program_progress.cpu_time_limit(0.05):
+        time.sleep(0.2)
+    with pytest.raises(TimeoutError), program_progress.cpu_time_limit(0.05):
+        all(number >= 0 for number in itertools.count())
 
 
 def test_a_fast_search_leaves_no_timer(monitored: MonitoredProgram) -> None:
