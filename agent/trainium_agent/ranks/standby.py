@@ -1,17 +1,19 @@
 """Run the standby: one process per pod that has imported the ranks' modules, and forks each rank.
 
 The standby forks twice to start a rank. The intermediate process ends at once, so the agent (a child subreaper) becomes
-the rank's parent and collects its exit code; the standby can end without harming a rank. A rank calls a function or
-executes a command. A command that starts Python may run in the fork, with the modules that the standby has imported.
-The module also runs in the interpreter of a program's image, so it imports only the standard library and `linux`, and
-needs Python 3.10.
+the rank's parent and collects its exit code; the standby can end without harming a rank. A rank waits until the agent
+has received its pid, then calls a function or executes a command. A command that starts Python may run in the fork,
+with the modules that the standby has imported. The module also runs in the interpreter of a program's image, so it
+imports only the standard library and `linux`, and needs Python 3.10.
 
 Guarantees:
 - The standby has one thread when it forks; the thread that imports at a low priority has ended by then.
 - It never uses an accelerator, and it ends with the agent.
+- A rank whose pid the agent has not received runs nothing, so a start that the agent repeats runs once.
 
 Protocol: one JSON object per packet of a SOCK_SEQPACKET pair; a request includes the write end of the rank's output
-pipe. See docs/decisions/0010-forked-standby.md for the measurements behind the fork.
+pipe, and the read end of a pipe to which the agent writes a byte when the rank may run. See
+docs/decisions/0010-forked-standby.md for the measurements behind the fork.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ ENV_PROGRAM = "TRAINIUM_PROGRAM"
 _USER_ERROR = 64
 """A value of `ExitCode`."""
 _VALUED_OPTIONS = ("-X", "-W")
-_REPARENT_POLL_SECONDS = 0.0002
+_THREAD_POLL_SECONDS = 0.0002
 _THREAD_END_SECONDS = 1.0
 # jemalloc stops this thread itself around a fork.
 _HARMLESS_THREADS = frozenset({"jemalloc_bg_thd"})
@@ -139,7 +141,8 @@ def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:
         pid = _fork_rank()
         if pid == 0:
             channel.close()
-            return _run_rank(request, descriptors[0], agent_pid, plan)
+            output, permission = descriptors
+            return _run_rank(request, output, permission, agent_pid, plan)
         for descriptor in descriptors:
             os.close(descriptor)
         _send(channel, {"pid": pid})
@@ -177,7 +180,7 @@ def _foreign_threads() -> list[str]:
         threads = [name for name in kernel.thread_names() if name not in _HARMLESS_THREADS]
         if not threads or time.monotonic() > deadline:
             return threads
-        time.sleep(_REPARENT_POLL_SECONDS)
+        time.sleep(_THREAD_POLL_SECONDS)
 
 
 def _warm_up(channel: socket.socket, plan: StandbyPlan) -> None:
@@ -238,9 +241,10 @@ def _fork_rank() -> int:
     return int(text)
 
 
-def _run_rank(request: StartRequest, output: int, agent_pid: int, plan: StandbyPlan) -> Any:
-    while os.getppid() != agent_pid:  # the intermediate process is about to end
-        time.sleep(_REPARENT_POLL_SECONDS)
+def _run_rank(request: StartRequest, output: int, permission: int, agent_pid: int, plan: StandbyPlan) -> Any:
+    if not os.read(permission, 1):  # the agent gave up this start, or ended
+        os._exit(0)
+    os.close(permission)
     kernel.die_with_parent()
     if os.getppid() != agent_pid:
         os._exit(1)

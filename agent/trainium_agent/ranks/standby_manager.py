@@ -4,6 +4,7 @@ Guarantees:
 - Only the main thread creates a standby, because the kernel ends it with the thread that created it.
 - A failed standby is replaced; a start waits until the new one is warm, which is a cold start.
 - No exit is missed, whichever threads start processes.
+- A start that is repeated on a new standby runs once: what the lost standby had forked ends before it runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,24 @@ def _interpreter(plan: StandbyPlan) -> list[str]:
     return [*prefix, "-m", standby.__name__]
 
 
+@dataclass(frozen=True, slots=True)
+class ForkedRank:
+    """A rank that runs nothing before `run`, and ends without it when the agent closes the pipe."""
+
+    pid: int
+    permission: int
+    """The write end of the pipe from which the rank reads."""
+
+    def run(self) -> None:
+        """Let the rank run; it may have been killed already."""
+        try:
+            os.write(self.permission, b"1")
+        except BrokenPipeError:
+            pass
+        finally:
+            os.close(self.permission)
+
+
 class Standby:
     """One standby process and the channel to it."""
 
@@ -106,17 +126,24 @@ class Standby:
                 self._lock.release()
         return self._warm.is_set() and not self._lost.is_set()
 
-    def start(self, request: standby.StartRequest, output: int) -> int:
-        """Fork a rank and return its pid. Raises StandbyLostError if the standby ended or does not answer in time."""
-        with self._lock:
-            try:
-                # Also before it is warm: a waiting request ends the low priority of the imports.
-                socket.send_fds(self._channel, [request.encode()], [output])
-            except OSError as error:
-                self._lost.set()
-                raise StandbyLostError(f"the standby process is gone ({error})") from error
-            self._await_ready(_WARM_UP_SECONDS)
-            return int(self._receive(_START_SECONDS)["pid"])
+    def start(self, request: standby.StartRequest, output: int) -> ForkedRank:
+        """Fork a rank. Raises StandbyLostError if the standby ended or does not answer in time."""
+        read_end, permission = os.pipe()
+        try:
+            with self._lock:
+                try:
+                    # Also before it is warm: a waiting request ends the low priority of the imports.
+                    socket.send_fds(self._channel, [request.encode()], [output, read_end])
+                except OSError as error:
+                    self._lost.set()
+                    raise StandbyLostError(f"the standby process has ended ({error})") from error
+                self._await_ready(_WARM_UP_SECONDS)
+                return ForkedRank(int(self._receive(_START_SECONDS)["pid"]), permission)
+        except BaseException:
+            os.close(permission)  # a rank that was forked nevertheless ends
+            raise
+        finally:
+            os.close(read_end)
 
     def kill(self) -> None:
         """Kill the standby, unless its exit was collected: then the pid may belong to another process."""
@@ -202,10 +229,10 @@ class StandbyManager:
         with self._starting:
             try:
                 self._reaper.clear_unclaimed()
-                pid = self._start_on_any(request, write_end)
+                forked = self._start_on_any(request, write_end)
             finally:
                 os.close(write_end)
-            process = RankProcess(local_rank, rank, attempt, pid, tail)
+            process = RankProcess(local_rank, rank, attempt, forked.pid, tail)
 
             def ended(code: int) -> None:
                 if code == 0:
@@ -213,7 +240,8 @@ class StandbyManager:
                 process.record_exit(code)
                 on_exit(process)
 
-            self._reaper.watch(pid, ended)
+            self._reaper.watch(forked.pid, ended)
+            forked.run()
         return process
 
     def close(self) -> None:
@@ -221,7 +249,7 @@ class StandbyManager:
         self._closed.set()
         self._current().kill()
 
-    def _start_on_any(self, request: standby.StartRequest, write_end: int) -> int:
+    def _start_on_any(self, request: standby.StartRequest, write_end: int) -> ForkedRank:
         first = self._current()
         try:
             return first.start(request, write_end)

@@ -17,7 +17,7 @@ from trainium_agent.background_compile import BackgroundCompiler
 from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess, Reaper
 from trainium_agent.ranks.standby import StartRequest
-from trainium_agent.ranks.standby_manager import Standby, StandbyLostError, StandbyManager
+from trainium_agent.ranks.standby_manager import ForkedRank, Standby, StandbyLostError, StandbyManager
 from trainium_contract.exit_codes import exit_code_from_returncode
 
 
@@ -61,13 +61,13 @@ def test_the_exit_of_a_process_that_ends_during_its_start_is_reported() -> None:
         pid = 100
         lost = False
 
-        def start(self, request: StartRequest, _: int) -> int:
+        def start(self, request: StartRequest, _: int) -> ForkedRank:
             pid = 101 if request.title == "short" else 102
             if pid == 101:
                 reaper._unclaimed[pid] = 7  # as `reap` leaves the exit of a child that is not watched yet
                 thread.start()
                 thread.join(0.2)
-            return pid
+            return ForkedRank(pid, os.open(os.devnull, os.O_WRONLY))
 
     def start(title: str) -> RankProcess:
         request = StartRequest((), {}, title)

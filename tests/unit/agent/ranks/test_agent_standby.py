@@ -77,21 +77,27 @@ def test_threads_that_a_fork_loses_are_logged(
 ) -> None:
     fake.report(ready=True, threads=["pool-1"])
     fake.report(pid=7)
-    assert fake.standby.start(REQUEST, dev_null) == 7
+    fake.standby.start(REQUEST, dev_null).run()
     assert "left with threads pool-1" in caplog.text
 
 
-def test_a_start_sends_arguments_environment_and_output_descriptor(fake: FakeStandby, dev_null: int) -> None:
+def test_a_start_sends_arguments_environment_output_and_permission_to_run(fake: FakeStandby, dev_null: int) -> None:
     fake.report(ready=True, threads=[])
     for pid in (7, 8):
         fake.report(pid=pid)
-    assert [fake.standby.start(REQUEST, dev_null) for _ in range(2)] == [7, 8]
+    forked = [fake.standby.start(REQUEST, dev_null) for _ in range(2)]
+    assert [rank.pid for rank in forked] == [7, 8]
     packet, descriptors = standby_process.receive(fake.channel)
     received = StartRequest.decode(packet)
     assert ([*received.argv], received.environment) == (["--step", "1"], {"RANK": "0"})
-    assert os.fstat(descriptors[0]).st_rdev == Path(os.devnull).stat().st_rdev
+    output, permission = descriptors
+    assert os.fstat(output).st_rdev == Path(os.devnull).stat().st_rdev
+    forked[0].run()
+    assert os.read(permission, 2) == b"1"
+    assert os.read(permission, 2) == b"", "the agent holds no end of it any more"
     for descriptor in descriptors:
         os.close(descriptor)
+    forked[1].run()
 
 
 def test_an_ended_standby_starts_no_rank(fake: FakeStandby, dev_null: int) -> None:
@@ -168,6 +174,27 @@ def test_a_closed_manager_spawns_no_standby(monkeypatch: pytest.MonkeyPatch) -> 
     pod.reaper._watched[101](0)
     assert len(pod.peers) == 1
     pod.close()
+
+
+TWO_STARTS = """
+import os, sys
+from trainium_agent.linux import kernel
+from trainium_agent.ranks import standby
+from trainium_agent.ranks.standby_manager import Standby
+kernel.adopt_orphans()
+process = Standby(*standby.fork(standby.StandbyPlan()))
+output = os.open(os.devnull, os.O_WRONLY)
+for name, runs in (("given-up", False), ("run", True)):
+    rank = process.start(standby.StartRequest(("touch", os.path.join(sys.argv[1], name)), {}, "rank"), output)
+    rank.run() if runs else os.close(rank.permission)
+    os.waitpid(rank.pid, 0)
+process.kill()
+"""
+
+
+def test_a_rank_whose_start_was_given_up_runs_nothing(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", TWO_STARTS, str(tmp_path)], check=True, timeout=60)
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
 
 ORPHAN = """
