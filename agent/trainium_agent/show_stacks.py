@@ -25,7 +25,7 @@ def main() -> None:
             "phase": record.phase.name,
             "step": record.step,
             "stack": answer.text,
-            "whyNot": answer.problem,
+            "error": answer.problem,
             "kernelPlace": answer.kernel_location,
         }
         sys.stdout.write(json.dumps(fields) + "\n")

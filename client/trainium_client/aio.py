@@ -87,9 +87,9 @@ class TrainingJob:
 
     async def wait(
         self,
-        until: str = "Completed",
+        phase: str = "Completed",
         *,
-        seconds: float = 24 * 3600.0,
+        timeout_seconds: float = 24 * 3600.0,
         on_view: Callable[[JobView], Awaitable[None] | None] | None = None,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> JobView:
@@ -97,7 +97,7 @@ class TrainingJob:
 
         Raises JobFailedError if it fails instead, ClientError if it ends otherwise or after the timeout.
         """
-        target = sync.WaitTarget(self.blocking.name, until, seconds, time.monotonic())
+        target = sync.WaitTarget(self.blocking.name, phase, timeout_seconds, time.monotonic())
         while True:
             view = await self.status()
             result = None if on_view is None else on_view(view)
@@ -108,14 +108,14 @@ class TrainingJob:
             await pause(sync.POLL_SECONDS)
 
     async def watch(
-        self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self, *, timeout_seconds: float = 24 * 3600.0, pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> JobView:
         """Show the job live until it has ended or the timeout; several at once have separate outputs."""
         from trainium_client.live import WatchState, open_display, read_curve_if_possible  # noqa: PLC0415 - only watching needs it
 
         view = await self.status()
         with open_display() as display:
-            watch_state = WatchState(display, time.monotonic() + seconds)
+            watch_state = WatchState(display, time.monotonic() + timeout_seconds)
             while True:
                 if watch_state.needs_curve(view):
                     watch_state.set_curve(await asyncio.to_thread(read_curve_if_possible, self.blocking.metrics))

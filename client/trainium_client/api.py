@@ -1,7 +1,7 @@
 """Read and write the objects of one job in the API server, as raw JSON: one list call per kind.
 
-Invariants: nothing here decides or formats. Every refusal is one sentence that names the verb and the resource. Objects
-that are only shown may be `Unreadable`, so that a person without all rights still sees the rest.
+Invariants: every refusal is one sentence that names the verb and the resource. Objects that are only shown may be
+`Unreadable`, so that a person without all rights still sees the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 APPLY = "application/apply-patch+yaml"
 """JSON is YAML, in the form that `json.dumps` writes by default."""
-_FORBIDDEN, _MISSING, _CONFLICT, _UNAUTHORIZED = 403, 404, 409, 401
+_FORBIDDEN, _NOT_FOUND, _CONFLICT, _UNAUTHORIZED = 403, 404, 409, 401
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,13 @@ class Unreadable:
     """Why an object could not be read."""
 
     reason: str
+    forbidden: bool
+    not_found: bool
+
+    @classmethod
+    def from_error(cls, error: ClientError) -> Unreadable:
+        """Build it from a refusal of the API server."""
+        return cls(str(error), isinstance(error, ForbiddenError), isinstance(error, NotFoundError))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,26 +155,26 @@ class Api:
         """Return a pod's log, with timestamps if the query asks for them."""
         request = Request("get", "pods/log", self.namespace, pod)
         chosen = {"container": container} if container else {}
-        answer = self.connection.request("GET", request.path, query={**chosen, **query}, accept="*/*")
-        if answer.status >= 400:
-            return Unreadable(str(_refusal(request, answer)))
-        return answer.body.decode(errors="replace")
+        response = self.connection.request("GET", request.path, query={**chosen, **query}, accept="*/*")
+        if response.status >= 400:
+            return Unreadable.from_error(_refusal(request, response))
+        return response.body.decode(errors="replace")
 
     # --- any object ----------------------------------------------------------------------------------------------
 
     def call(self, request: Request, **more: Any) -> Json:
         """Send a request; raises a ClientError with a sentence."""
-        answer = self.connection.request(request.method, request.path, **more)
-        if answer.status >= 400:
-            raise _refusal(request, answer)
-        return _object(request, answer)
+        response = self.connection.request(request.method, request.path, **more)
+        if response.status >= 400:
+            raise _refusal(request, response)
+        return _object(request, response)
 
     def _read(self, request: Request, **more: Any) -> Json | Unreadable:
         """Send a request whose refusal is returned instead of raised."""
         try:
             return self.call(request, **more)
         except (ForbiddenError, NotFoundError) as error:
-            return Unreadable(str(error))
+            return Unreadable.from_error(error)
 
     def _list(self, request: Request, query: Mapping[str, str]) -> list[Json] | Unreadable:
         response = self._read(request, query=query)
@@ -175,23 +182,23 @@ class Api:
 
     def _call_jobs(self, verb: str, name: str = "", *, resource: str = PLURAL, **more: Any) -> Json:
         request = Request(verb, resource, self.namespace, name)
-        answer = self.connection.request(request.method, request.path, **more)
-        if answer.status == _MISSING:
-            # An unknown resource is answered by plain text, an unknown object by a Status.
-            status = _status(answer)
+        response = self.connection.request(request.method, request.path, **more)
+        if response.status == _NOT_FOUND:
+            # The server responds to an unknown resource with plain text, to an unknown object with a Status.
+            status = _status(response)
             sentence = self._explain_unknown_job(name) if name else str(status.get("message") or "not found")
             raise NotFoundError(sentence if status else self._explain_missing_definition())
-        if answer.status >= 400:
-            raise _refusal(request, answer)
-        return _object(request, answer)
+        if response.status >= 400:
+            raise _refusal(request, response)
+        return _object(request, response)
 
     def _explain_missing_definition(self) -> str:
         """Return why the cluster does not serve TrainingJobs in this version."""
-        answer = self.connection.request("GET", f"/apis/{GROUP}")
-        served = [str(version.get("version")) for version in _status(answer).get("versions") or ()]
-        if answer.status == 200 and served:
+        response = self.connection.request("GET", f"/apis/{GROUP}")
+        served = [str(version.get("version")) for version in _status(response).get("versions") or ()]
+        if response.status == 200 and served:
             return (
-                f"the cluster serves TrainingJobs as {GROUP}/{', '.join(served)} and this command speaks {VERSION}: "
+                f"the cluster serves TrainingJobs as {GROUP}/{', '.join(served)} and this command uses {VERSION}: "
                 "install the kubectl-trn of the operator's version"
             )
         return (
@@ -236,32 +243,32 @@ def _items(response: Json) -> list[Json]:
     return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
-def _object(request: Request, answer: HttpResponse) -> Json:
+def _object(request: Request, response: HttpResponse) -> Json:
     try:
-        body = read_json(answer.body)
+        body = read_json(response.body)
     except ValueError as error:
-        raise ClientError(f"{request.text}: the answer is no JSON ({error}): is this an API server?") from None
+        raise ClientError(f"{request.text}: the response is not JSON ({error}): is this an API server?") from None
     return body if isinstance(body, dict) else {}
 
 
-def _status(answer: HttpResponse) -> Json:
+def _status(response: HttpResponse) -> Json:
     try:
-        body = read_json(answer.body)
+        body = read_json(response.body)
     except ValueError:
         return {}
     return body if isinstance(body, dict) else {}
 
 
-def _refusal(request: Request, answer: HttpResponse) -> ClientError:
-    sentence = " ".join(str(_status(answer).get("message") or answer.body[:200].decode(errors="replace")).split())
-    if answer.status == _FORBIDDEN:
+def _refusal(request: Request, response: HttpResponse) -> ClientError:
+    sentence = " ".join(str(_status(response).get("message") or response.body[:200].decode(errors="replace")).split())
+    if response.status == _FORBIDDEN:
         return ForbiddenError(
             f"you may not {request.text}; ask for a Role with verb {request.verb!r} on {request.resource!r}"
         )
-    if answer.status == _UNAUTHORIZED:
+    if response.status == _UNAUTHORIZED:
         return ForbiddenError("the API server does not know you (401): log in again, or check the kubeconfig's user")
-    if answer.status == _MISSING:
+    if response.status == _NOT_FOUND:
         return NotFoundError(sentence or f"{request.text}: not found")
-    if answer.status == _CONFLICT:
+    if response.status == _CONFLICT:
         return ConflictError(f"{request.text}: {sentence}")
-    return ClientError(f"{request.text}: the API server answered {answer.status}: {sentence}")
+    return ClientError(f"{request.text}: the API server answered {response.status}: {sentence}")

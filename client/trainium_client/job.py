@@ -49,7 +49,7 @@ class WaitTarget:
 
     name: str
     phase: str
-    seconds: float
+    timeout_seconds: float
     started_at: float
 
     def is_met(self, view: JobView, now: float) -> bool:
@@ -63,9 +63,9 @@ class WaitTarget:
             raise JobFailedError(view.verdict or f"{self.name} failed")
         if view.ended:
             raise ClientError(f"{self.name} has {view.phase.lower()}, and cannot be {self.phase} any more")
-        if now - self.started_at >= self.seconds:
-            phase = view.phase or "not answered"
-            raise ClientError(f"{self.name} is {phase} after {self.seconds:.0f} s, not {self.phase}")
+        if now - self.started_at >= self.timeout_seconds:
+            phase = view.phase or "without a status"
+            raise ClientError(f"{self.name} is {phase} after {self.timeout_seconds:.0f} s, not {self.phase}")
         return False
 
 
@@ -154,9 +154,9 @@ class TrainingJob:
 
     def wait(
         self,
-        until: str = "Completed",
+        phase: str = "Completed",
         *,
-        seconds: float = 24 * 3600.0,
+        timeout_seconds: float = 24 * 3600.0,
         on_view: Callable[[JobView], None] | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> JobView:
@@ -164,7 +164,7 @@ class TrainingJob:
 
         Raises JobFailedError if it fails instead, ClientError if it ends otherwise or after the timeout.
         """
-        target = WaitTarget(self.name, until, seconds, time.monotonic())
+        target = WaitTarget(self.name, phase, timeout_seconds, time.monotonic())
         while True:
             view = self.status()
             if on_view is not None:
@@ -173,7 +173,7 @@ class TrainingJob:
                 return view
             pause(POLL_SECONDS)
 
-    def watch(self, *, seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobView:
+    def watch(self, *, timeout_seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobView:
         """Show the job live until it has ended or the timeout: in a notebook with its curve, else as text.
 
         An interrupt (Ctrl-C, or the notebook's stop button) only ends watching. Returns the last view.
@@ -182,7 +182,7 @@ class TrainingJob:
 
         view = self.status()
         with open_display() as display:
-            watch_state = WatchState(display, time.monotonic() + seconds)
+            watch_state = WatchState(display, time.monotonic() + timeout_seconds)
             try:
                 while True:
                     if watch_state.needs_curve(view):

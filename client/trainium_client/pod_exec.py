@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PROTOCOL = "v4.channel.k8s.io"
 _OUT, _ERROR, _STATUS = 1, 2, 3
 MAX_OUTPUT_BYTES = 256 * 2**20
-MAX_CONCURRENT_PODS = 16
+MAX_CONCURRENT_CALLS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +85,24 @@ def read_curve_in_pod(api: Api, pod: str, path: str) -> tuple[CurvePoint, ...]:
     return read_curve(run_in_pod(api, pod, ("cat", path)).out.decode(errors="replace").splitlines())
 
 
-def for_each_pod(pods: Sequence[str], call: Callable[[str], Any]) -> dict[str, Any]:
-    """Call a function for each pod, several at once; a failure becomes its sentence."""
+def call_concurrently(keys: Sequence[str], call: Callable[[str], Any]) -> dict[str, Any]:
+    """Call a function for each key, several at once; a failure becomes its sentence, but a ForbiddenError is raised."""
 
-    def call_or_describe(pod: str) -> Any:
+    def call_or_describe(key: str) -> Any:
         try:
-            return call(pod)
+            return call(key)
         except ForbiddenError:
             raise
         except ClientError as error:
             return str(error)
 
-    with ThreadPoolExecutor(MAX_CONCURRENT_PODS) as pool:
-        return dict(zip(pods, pool.map(call_or_describe, pods), strict=True))
+    with ThreadPoolExecutor(MAX_CONCURRENT_CALLS) as pool:
+        return dict(zip(keys, pool.map(call_or_describe, keys), strict=True))
 
 
 def query_pods(api: Api, pods: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
     """Run a program in each pod and return the objects that it printed, or the sentence of a failure."""
-    return for_each_pod(pods, lambda pod: parse_json_lines(run_in_pod(api, pod, command)))
+    return call_concurrently(pods, lambda pod: parse_json_lines(run_in_pod(api, pod, command)))
 
 
 def parse_json_lines(output: ExecOutput) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Read several objects of a page at once, so that a distant API server costs one round trip instead of five."""
+"""Read several objects of a page at once, so that a distant API server costs one round trip instead of four."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_job_snapshot(api: Api, name: str, now: float) -> JobSnapshot:
     not_shown = [f"workers: {pod_table.reason}"] if isinstance(pod_table, Unreadable) else []
     not_shown += [f"events: {raw_events.reason}"] if isinstance(raw_events, Unreadable) else []
     # A job that never started has no membership, which is no missing information.
-    if isinstance(record, Unreadable) and record.reason.startswith("you may not"):
+    if isinstance(record, Unreadable) and record.forbidden:
         not_shown.append(f"which pods are members: {record.reason}")
     view = build_job_view(job, now=now, workers=workers, events=event_views, not_shown=tuple(not_shown))
     return JobSnapshot(view, job, members, pods)
@@ -63,7 +63,7 @@ def read_members(api: Api, name: str) -> Members:
     if members is not None and members.rows:
         return members
     api.job(name)  # for an unknown job, its error is more precise
-    if isinstance(record, Unreadable) and record.reason.startswith("you may not"):
+    if isinstance(record, Unreadable) and record.forbidden:
         raise ClientError(f"which pod has which rank cannot be read: {record.reason}")
     raise ClientError(
         f"the workers of {name} have not started together yet, so there are no ranks; see: kubectl trn status {name}"
@@ -110,6 +110,6 @@ def _read_worker_log(api: Api, entry: InterruptionView | None) -> tuple[str, str
     log = api.log(entry.pod, query={"timestamps": "true", "tailLines": str(_LOG_LINES)})
     if not isinstance(log, Unreadable):
         return log, ""
-    if "not found" in log.reason:
+    if log.not_found:
         return "", f"{entry.pod} is deleted, and its log with it; `Seen` has its last output"
     return "", f"the log cannot be read: {log.reason}"

@@ -30,7 +30,7 @@ def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: flo
     """Delete a failed job and recreate it from `manifest`, or unchanged. Raises ClientError if that is impossible."""
     name, phase = text(mapping(job, "metadata"), "name"), public_status(job).text("phase")
     if phase != "Failed":
-        raise ClientError(f"only a failed job can be retried, and {name} is {phase or 'not answered yet'}")
+        raise ClientError(f"only a failed job can be retried, and {name} is {phase or 'without a status'}")
     unchanged = manifest is None
     manifest = user_manifest(job) if manifest is None else manifest
     probe = copy.deepcopy(manifest)

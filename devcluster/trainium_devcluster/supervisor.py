@@ -172,7 +172,7 @@ class ClusterSupervisor:
 
     async def _shut_down(self) -> None:
         self._stopped.update(Component)
-        await self._nodes.end(_GRACE_SECONDS)
+        await self._nodes.stop_all(_GRACE_SECONDS)
         everything = [*self._components.values(), *self._programs.values()]
         for child in everything:
             child.identity.signal(signal.SIGKILL)  # its data is removed with the folder
@@ -294,7 +294,7 @@ class ClusterSupervisor:
             "components": components,
             "fleet": self._program_status("kwok"),
             "kueue": self._program_status("kueue"),
-            "nodes": self._nodes.rows(),
+            "nodes": self._nodes.status_by_node(),
         }
 
 

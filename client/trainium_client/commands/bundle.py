@@ -27,7 +27,7 @@ from trainium_client.commands.inspect import (
     Quarantine,
 )
 from trainium_client.commands.options import JobName, Session
-from trainium_client.pod_exec import for_each_pod
+from trainium_client.pod_exec import call_concurrently
 from trainium_client.read import decode_members
 from trainium_client.render.json_output import as_json
 from trainium_contract.api_server.errors import ClientError
@@ -61,7 +61,7 @@ def support_bundle(
     operator_namespace: OperatorNamespace = DEFAULT_NAMESPACE,
     quarantine: Quarantine = DEFAULT_QUARANTINE,
 ) -> None:
-    """Everything for a bug report, in one archive; secrets are left out."""
+    """Collect everything for a bug report in one archive, without secrets."""
     api = session.open()
     operator = Api(api.connection, operator_namespace)
     job = api.job(name)  # an unknown job creates no archive
@@ -141,7 +141,7 @@ def _add_logs(
     api: Api, pods: list[str], container: str, files: dict[str, str], missing: list[str], folder: str = "logs"
 ) -> None:
     query = {"timestamps": "true", "tailLines": _LOG_LINES}
-    logs = for_each_pod(pods, lambda pod: api.log(pod, query=query, container=container))
+    logs = call_concurrently(pods, lambda pod: api.log(pod, query=query, container=container))
     for pod, log in logs.items():
         if isinstance(log, Unreadable):
             missing.append(f"log of {pod}: {log.reason}")

@@ -26,9 +26,9 @@ from trainium_contract.views.workers import build_rank_rows, metadata_name, pars
 from trainium_contract.wire.worker_env import AGENT_INTERPRETER
 
 MAX_POLLED_WORKERS = 64
-"""Number of workers whose steps are queried by default; more would load the API server."""
+"""Number of workers whose steps are queried at once by default; more would load the API server."""
 _RANKS_SHOWN = 40
-_SHOW_RANKS = ("-m", "trainium_agent.show_ranks")
+SHOW_RANKS = ("-m", "trainium_agent.show_ranks")
 _SHOW_STACKS = ("-m", "trainium_agent.show_stacks")
 _LIST_SECONDS, _VERIFY_SECONDS = 60.0, 3600.0
 
@@ -49,7 +49,7 @@ def ranks(
     ] = None,
     all_ranks: Annotated[bool, typer.Option("--all", help=f"Show all ranks, not the {_RANKS_SHOWN} slowest.")] = False,
 ) -> None:
-    """Rank -> pod -> node -> step, the slowest first."""
+    """List the ranks with their pods, nodes and steps, the slowest first."""
     api = session.open()
     members = read_members(api, name)
     job = api.job(name)
@@ -57,7 +57,7 @@ def ranks(
     ended = public_status(job).text("phase") in {"Completed", "Failed"}
     queries_steps = steps if steps is not None else len(members.rows) <= MAX_POLLED_WORKERS and not ended
     if queries_steps:
-        responses = query_pods(api, [row.pod for row in members.rows], (*_interpreter(job), *_SHOW_RANKS))
+        responses = query_pods(api, [row.pod for row in members.rows], (*_interpreter(job), *SHOW_RANKS))
     rows = build_rank_rows(members, responses, public_status(job), time.time())
     limit = None if all_ranks else _RANKS_SHOWN
     session.print_result(rows, lambda value, _now, width: render.tables.ranks_page(value, width, limit=limit))
@@ -80,7 +80,7 @@ def stacks(
     for row in selected:
         response = responses[row.pod]
         if isinstance(response, str):
-            stack_records.append({"pod": row.pod, "node": row.node, "rank": None, "stack": "", "whyNot": response})
+            stack_records.append({"pod": row.pod, "node": row.node, "rank": None, "stack": "", "error": response})
             continue
         for record in response:
             number = row.rank * members.processes_per_node + int(record.get("localRank", 0))
@@ -91,7 +91,7 @@ def stacks(
         return
     for stack_record in stack_records:
         head = f"rank {stack_record['rank']}" if stack_record["rank"] is not None else "no rank"
-        stack = _put_current_thread_first(str(stack_record["stack"])) or stack_record["whyNot"]
+        stack = _put_current_thread_first(str(stack_record["stack"])) or stack_record["error"]
         sys.stdout.write(f"--- {head} in {stack_record['pod']} on {stack_record['node']}\n{stack}\n")
 
 
@@ -111,7 +111,7 @@ def checkpoints(
     name: JobName,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its digest.")] = False,
 ) -> None:
-    """Checkpoints that a resume could use; with a running worker also those on storage."""
+    """List the checkpoints that a resume could use; with a running worker also those on storage."""
     api = session.open()
     job = api.job(name)
     view = build_job_view(job, now=time.time())
@@ -163,7 +163,7 @@ def nodes(
     operator_namespace: OperatorNamespace = DEFAULT_NAMESPACE,
     quarantine: Quarantine = DEFAULT_QUARANTINE,
 ) -> None:
-    """Machines that faults were attributed to: state, how long, and the evidence."""
+    """List the machines that faults were attributed to: state, duration and evidence."""
     api = session.open(operator_namespace)
     machines = read_machines(api, quarantine)
     session.print_result(machines, lambda value, now, width: render.tables.machines_page(value, width, now=now))
@@ -194,7 +194,7 @@ def read_machines(api: Api, quarantine: str) -> tuple[MachineView, ...]:
     """Return the machines that the operator records; none before the first failure."""
     quarantine_map = api.config_map(quarantine)
     if isinstance(quarantine_map, Unreadable):
-        if quarantine_map.reason.startswith("you may not"):
+        if quarantine_map.forbidden:
             raise ClientError(quarantine_map.reason)
         notify(f"there is no ConfigMap {quarantine} in namespace {api.namespace} (--operator-namespace, --quarantine)")
         return ()

@@ -12,7 +12,7 @@ import typer
 
 from trainium_client.api import Api, Request, Unreadable
 from trainium_client.commands.options import Format, JobName, Session, notify
-from trainium_client.pod_exec import for_each_pod
+from trainium_client.pod_exec import call_concurrently
 from trainium_client.read import decode_members, find_member, read_members
 from trainium_client.views.log_lines import parse_log_line
 from trainium_contract.api_server.errors import ClientError
@@ -109,16 +109,24 @@ def _explain_missing_log(status: int, member: MemberRow, namespace: str) -> str:
     if status == 403:
         return f"you may not get pods/log in namespace {namespace}; ask for a Role with verb 'get' on 'pods/log'"
     if status == 404:
-        return f"{member.pod} is gone, and its log with it; its last output is in `kubectl trn why`"
+        return f"{member.pod} was deleted, and its log with it; its last output is in `kubectl trn why`"
     where = f" on node {member.node}" if member.node else ""
-    return f"the log of {member.pod}{where} cannot be read (the API server answered {status}): its node may be gone"
+    return (
+        f"the log of {member.pod}{where} cannot be read (the API server answered {status}): "
+        "its node may be down or deleted"
+    )
 
 
 def previous_pods_of_rank(entries: Sequence[InterruptionView], rank: int, members: Members) -> list[str]:
-    """Pods that had the rank when they were interrupted and are no members any more, the newest first."""
-    there, per = {row.pod for row in members.rows}, members.processes_per_node
-    had = [entry.pod for entry in entries if entry.rank is not None and entry.rank <= rank < entry.rank + per]
-    return [pod for pod in dict.fromkeys(reversed(had)) if pod and pod not in there]
+    """Return former pods of the rank that are no longer members, newest first."""
+    member_pods = {row.pod for row in members.rows}
+    processes_per_node = members.processes_per_node
+    pods = [
+        entry.pod
+        for entry in entries
+        if entry.rank is not None and entry.rank <= rank < entry.rank + processes_per_node
+    ]
+    return [pod for pod in dict.fromkeys(reversed(pods)) if pod and pod not in member_pods]
 
 
 def _print_previous(api: Api, name: str, rank: int, members: Members, printer: _RankLogPrinter) -> None:
@@ -126,8 +134,8 @@ def _print_previous(api: Api, name: str, rank: int, members: Members, printer: _
     table = api.pod_table(name)
     if isinstance(table, Unreadable):
         raise ClientError(table.reason)
-    there = {row.pod for row in members.rows}
-    former_pods = [row.name for row in parse_pod_table(table) if row.name not in there]
+    member_pods = {row.pod for row in members.rows}
+    former_pods = [row.name for row in parse_pod_table(table) if row.name not in member_pods]
     former_pods.sort(
         key=lambda pod: int(pod.rpartition("-")[2]) if pod.rpartition("-")[2].isdigit() else -1, reverse=True
     )
@@ -136,7 +144,7 @@ def _print_previous(api: Api, name: str, rank: int, members: Members, printer: _
     former_pods = (
         [pod for pod in pods_of_rank if pod in former_pods] + [pod for pod in former_pods if pod not in pods_of_rank]
     )[:_MAX_FORMER_PODS]
-    logs_by_pod = for_each_pod(former_pods, lambda pod: api.log(pod, query={"timestamps": "true"}))
+    logs_by_pod = call_concurrently(former_pods, lambda pod: api.log(pod, query={"timestamps": "true"}))
     for pod in former_pods:
         log = logs_by_pod[pod]
         lines = [] if not isinstance(log, str) else [split_line(line.encode()) for line in log.splitlines()]
@@ -145,12 +153,13 @@ def _print_previous(api: Api, name: str, rank: int, members: Members, printer: _
             return
     if pods_of_rank:
         raise ClientError(
-            f"rank {rank} was in {pods_of_rank[0]} before, which is gone with its log: its last output is in "
+            f"rank {rank} was in {pods_of_rank[0]} before, which was deleted with its log: its last output is in "
             f"`kubectl trn why {name}` (`kubectl trn history {name}` has its number for --entry)"
         )
     raise ClientError(
         "no pod is left that had this rank before: earlier attempts in the same pod are in its log "
-        f"(`kubectl trn logs {name}` without --previous), the last output of a lost pod is in `kubectl trn why {name}`"
+        f"(`kubectl trn logs {name}` without --previous), the last output of a deleted pod is in `kubectl trn why "
+        f"{name}`"
     )
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainium_client.commands.inspect import MAX_POLLED_WORKERS, SHOW_RANKS
 from trainium_client.commands.options import JobName, Session, notify
-from trainium_client.pod_exec import for_each_pod, parse_json_lines, query_pods, run_in_pod
+from trainium_client.pod_exec import call_concurrently, parse_json_lines, query_pods, run_in_pod
 from trainium_client.read import read_members
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.raw import integer, mapping, strip_control_characters, text
@@ -32,14 +33,11 @@ if TYPE_CHECKING:
     from trainium_client.api import Api
     from trainium_contract.views.workers import Members, RankRow
 
-_SHOW_RANKS = ("python", "-m", "trainium_agent.show_ranks")
 _REQUEST_PROFILE = ("python", "-m", "trainium_agent.request_profile")
 _START_DELAY_SECONDS = 3.0
 """Delay of the first recorded step, so that the request reaches all ranks in time."""
 _TIMEOUT_SECONDS = 180.0
 _MAX_RANKS = 16
-_MAX_POLLED_WORKERS = 64
-"""Number of workers among which the slowest rank is searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +80,10 @@ def profile(
         raise ClientError(f"{name} is {phase}: only the steps of a job that trains can be recorded")
     members = read_members(api, name)
     requested = _parse_ranks(ranks, members, name) if ranks else None
-    pods = [row.pod for row in members.rows[:_MAX_POLLED_WORKERS]]
+    pods = [row.pod for row in members.rows[:MAX_POLLED_WORKERS]]
     if requested is not None:
         pods = list(dict.fromkeys(_pod_of(members, rank) for rank in requested))
-    responses = query_pods(api, pods, _SHOW_RANKS)
+    responses = query_pods(api, pods, ("python", *SHOW_RANKS))
     rows = [row for row in build_rank_rows(members, responses, public_status(job), time.time()) if row.pod in responses]
     selected = [row for row in rows if row.rank in requested] if requested is not None else _slowest_and_another(rows)
     for row in selected:
@@ -169,7 +167,7 @@ def _record(
         except ValueError as error:
             raise ClientError(f"the trace {path} cannot be read: {error}") from error
 
-    results = for_each_pod(list(rows_by_rank), record_rank)
+    results = call_concurrently(list(rows_by_rank), record_rank)
     problems = {rank: result for rank, result in results.items() if isinstance(result, str)}
     sentences = [
         f"rank {rank} in {rows_by_rank[rank].pod}: {strip_control_characters(problem)}"

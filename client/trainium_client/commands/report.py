@@ -38,7 +38,7 @@ def report(
         Path | None, typer.Option("--metrics", help="metrics.jsonl of the run; default: read in the worker of rank 0.")
     ] = None,
 ) -> None:
-    """One self-contained page: loss, interruptions, where the time went, workers, checkpoints, artifacts."""
+    """Write one self-contained page: loss, interruptions, where the time went, workers, checkpoints, artifacts."""
     api, now = session.open(), time.time()
     snapshot = read_job_snapshot(api, name, now)
     curve, curve_note = read_run_curve(api, snapshot, metrics)

@@ -18,7 +18,7 @@ from trainium_contract.views.status_reader import public_status
 
 
 def status(session: Session, name: JobName) -> None:
-    """One screen: phase, progress, size, workers, checkpoints, goodput, the last events, what to do."""
+    """Show one screen: phase, progress, size, workers, checkpoints, goodput, the last events, what to do."""
 
     def page(view: Any, now: float, width: int) -> Any:
         from trainium_client.render.status import status_page  # noqa: PLC0415 - JSON does not pay for rich
@@ -35,7 +35,7 @@ def why(
         int | None, typer.Option("--entry", min=1, help="Which interruption, as `history` numbers them.")
     ] = None,
 ) -> None:
-    """Explain the last interruption, or why the job failed: worker, signs, answer, seconds, steps, log lines."""
+    """Explain the last interruption, or why the job failed: worker, signs, response, seconds, steps, log lines."""
 
     def page(report: Any, _now: float, _width: int) -> Any:
         from trainium_client.render.interruption import interruption_page  # noqa: PLC0415 - as above

@@ -23,7 +23,7 @@ def ui(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port on this machine; 0: any.")] = 0,
     show: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the browser.")] = True,
 ) -> None:
-    """Jobs in the browser, live and read-only, with your own rights; until Ctrl-C."""
+    """Show jobs in the browser, live and read-only, with your own rights, until Ctrl-C."""
     # Imported here, so that other commands start faster.
     import webbrowser  # noqa: PLC0415
 

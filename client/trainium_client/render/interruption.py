@@ -27,7 +27,7 @@ def interruption_page(report: InterruptionReport) -> RenderableType:
     entry = report.entry
     if entry is None:
         sentence = report.verdict or "nothing has interrupted this job"
-        state = f"{report.namespace}/{report.name} is {report.phase or 'not answered yet'}: {sentence}"
+        state = f"{report.namespace}/{report.name} is {report.phase or 'without a status'}: {sentence}"
         return vertical_group(Text(state), bullet_list(report.advice))
     seconds = {name: value for name, value in entry.stages.items() if value}
     stages = ", ".join(f"{describe_stage(name)} {format_duration(value)}" for name, value in seconds.items())
@@ -43,13 +43,13 @@ def interruption_page(report: InterruptionReport) -> RenderableType:
     return vertical_group(
         Text(_format_title(report), "bold"),
         label_grid([
-            ("When", f"{format_utc(entry.at)} UTC" + (f", known {format_duration(entry.detected_seconds)} later"
+            ("When", f"{format_utc(entry.at)} UTC" + (f", detected {format_duration(entry.detected_seconds)} later"
                                                    if entry.detected_seconds is not None else "")),
-            ("Who", _format_worker(entry)),
+            ("Worker", _format_worker(entry)),
             ("Cause", entry.cause),
             ("Seen", _format_evidence(report, entry)),
-            ("Answer", ", ".join([entry.answer, *joined])),
-            ("Trained on", "" if entry.stopped else end),
+            ("Response", ", ".join([entry.answer, *joined])),
+            ("Recovered", "" if entry.stopped else end),
             ("Seconds", stages),
             ("Steps", steps),
         ]),
@@ -63,7 +63,7 @@ def _format_title(report: InterruptionReport) -> str:
     assert entry is not None
     attempt = f"generation {entry.generation}.{entry.attempt}"
     if entry.stopped:
-        return f"{report.namespace}/{report.name} stopped for good in {attempt}"
+        return f"{report.namespace}/{report.name} failed permanently in {attempt}"
     return (
         f"{report.namespace}/{report.name} was interrupted in {attempt} (entry {report.number} of {report.entry_count})"
     )
@@ -83,7 +83,7 @@ def _format_worker(entry: InterruptionView) -> str:
 
 def _format_steps(before: int | None, resumed: int | None, lost: int | None) -> str:
     parts = [] if before is None else [f"{before} was the last one before"]
-    parts += [] if resumed is None else [f"went on from {resumed}"]
+    parts += [] if resumed is None else [f"resumed from {resumed}"]
     parts += [] if lost is None else [f"{lost} computed again"]
     return ", ".join(parts)
 

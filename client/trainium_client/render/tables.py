@@ -43,7 +43,7 @@ def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableT
     if not entries:
         return Text("nothing has interrupted this job")
     columns = (
-        Column("#", 9, right=True), Column("TIME", 6), Column("CAUSE", 9), Column("ANSWER", 8), Column("WORKER", 5),
+        Column("#", 9, right=True), Column("TIME", 6), Column("CAUSE", 9), Column("RESPONSE", 8), Column("WORKER", 5),
         Column("NODE", 3), Column("SECONDS", 7, right=True), Column("LOST", 6, right=True),
         Column("SEEN", 2, fold=True),
     )  # fmt: skip
@@ -111,7 +111,7 @@ def _cause_table(goodput: GoodputView, width: int) -> RenderableType:
     amounts = (cost.productive, *(cost.lost[name] for name in goodput.lost_seconds), cost.idle)
     priced = [
         (*row[:3], f"{amount:,.2f}", row[3])
-        for row, amount in zip([*rows, ("nodes beside it", "", "", "")], amounts, strict=True)
+        for row, amount in zip([*rows, ("idle nodes", "", "", "")], amounts, strict=True)
     ]
     return table((*columns[:3], Column("COST", 8, right=True), columns[3]), priced, width)
 
@@ -147,11 +147,11 @@ def sizes_page(rows: Sequence[SizeRow], width: int) -> RenderableType:
         Column("STEP TIME", 4, right=True), Column("GRAPHS", 1), Column("", 5),
     )  # fmt: skip
     cells = [
-        (str(row.fewest) if row.fewest == row.most else f"{row.fewest}-{row.most}", str(row.trains),
-         str(row.passes), f"{row.batch:,}", format_percent(row.speed), format_percent(row.filled),
+        (str(row.min_nodes) if row.min_nodes == row.max_nodes else f"{row.min_nodes}-{row.max_nodes}", str(row.trains),
+         str(row.micro_batches), f"{row.batch:,}", format_percent(row.speed), format_percent(row.fill_ratio),
          format_duration(row.step_seconds),
          {True: "ready", False: "none", None: "-"}[row.compiled],
-         " ".join(["now"] * row.current + ["idle nodes"] * row.idle))
+         " ".join(["now"] * row.current + ["idle nodes"] * row.uses_idle_nodes))
         for row in rows
     ]  # fmt: skip
     size_table = table(columns, cells, width)
@@ -220,7 +220,7 @@ def checkpoints_page(
 def _node_name(machine: MachineView) -> str:
     if machine.renamed:
         return f"{machine.renamed} (was {machine.node})"
-    return machine.node + (" (gone)" if machine.present is False else "") or machine.key
+    return machine.node + (" (deleted)" if machine.present is False else "") or machine.key
 
 
 def machines_page(machines: Sequence[MachineView], width: int, *, now: float) -> RenderableType:

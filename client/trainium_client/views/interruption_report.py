@@ -77,7 +77,7 @@ def explain_interruption(
 
 
 def select_log_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
-    """Select the log lines about the interruption, from lines with time stamps: near its time, errors first."""
+    """Select lines of a log with time stamps that are near the interruption, in log order; errors are preferred."""
     if entry.at is None:
         return ()
     until = max(entry.at, entry.detected_at or entry.at) + _AFTER_SECONDS

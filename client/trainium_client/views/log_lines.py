@@ -18,13 +18,13 @@ class PodLogLine:
     """One line of the log; `text` has several if a traceback belongs to it."""
 
     rank: int | None
-    """None for the agent's own, and for other programs of the pod."""
+    """None for lines of the agent and of other programs."""
     text: str
     """The text without the rank's prefix."""
     shown: str
     """The line as in a text log."""
     record: dict[str, Any] | None = None
-    """The line itself, if it is of the schema."""
+    """The line itself, if it is a JSON log record."""
 
 
 def parse_log_line(line: str) -> PodLogLine:

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 class SizeRow:
     """A range of node counts at which the same number of them trains."""
 
-    fewest: int
-    most: int
-    """Available nodes, from `fewest` to `most`."""
+    min_nodes: int
+    max_nodes: int
+    """Available nodes, from `min_nodes` to `max_nodes`."""
     trains: int
     """Number of nodes that train; the others wait in reserve."""
-    passes: int
+    micro_batches: int
     """Micro-batches of a step on each data-parallel rank."""
     batch: int
     """Samples of a step over all ranks."""
     speed: float
-    """Speed relative to the requested size, by the samples of a pass."""
-    filled: float
+    """Speed relative to the requested size, by the samples of a micro-batch."""
+    fill_ratio: float
     """Fraction of a step's rows that have a sample."""
     idle_ranks: int
     """Data-parallel ranks that never have a sample, because the batch is smaller than their number."""
@@ -42,7 +42,7 @@ class SizeRow:
     step_seconds: float | None
     """Measured at this size; None if the job has not trained at it."""
     current: bool
-    idle: bool
+    uses_idle_nodes: bool
     """Whether it is beyond the requested nodes, so that the job uses it only if other nodes are idle."""
     compiled: bool | None
     """Whether its graphs are compiled; None if unknown, without `precompile`."""
@@ -109,10 +109,10 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
     """
     status, spec = public_status(job), _parse_spec(job)
     workers, shape = spec.workers, spec.batch_shape()
-    most = max(workers.replicas, workers.max_replicas or 0)
+    max_nodes = max(workers.replicas, workers.max_replicas or 0)
     full = shape.best(workers.replicas, workers.min_replicas or 1)
-    least = spec.min_size(full) if full and workers.min_replicas else workers.min_replicas or 1
-    useful = shape.useful_sizes(least, most)
+    min_nodes = spec.min_size(full) if full and workers.min_replicas else workers.min_replicas or 1
+    useful = shape.useful_sizes(min_nodes, max_nodes)
     current_size = status.part("membership").integer("size")
     measured = {
         account.integer("size"): account.number("stepSeconds") for account in status.part("goodput").parts("sizes")
@@ -120,20 +120,20 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
     compiled = {*status.part("compiled").integers("sizes"), *spec.sizes_to_compile()}
     rows = [
         SizeRow(
-            fewest=size,
-            most=max(size, following - 1),
+            min_nodes=size,
+            max_nodes=max(size, following - 1),
             trains=size,
-            passes=shape.micro_batches(size),
+            micro_batches=shape.micro_batches(size),
             batch=shape.batch(size),
             speed=shape.speed(size, full) if full else 0.0,
-            filled=shape.fill_ratio(size),
+            fill_ratio=shape.fill_ratio(size),
             idle_ranks=shape.idle_ranks(size),
             data_parallel=shape.data_parallel(size),
             step_seconds=measured.get(size),
             current=size == current_size,
-            idle=size > workers.replicas and spec.elasticity.idle_nodes is IdleNodes.TAKE,
+            uses_idle_nodes=size > workers.replicas and spec.elasticity.idle_nodes is IdleNodes.TAKE,
             compiled=size in compiled if spec.precompile.enabled else None,
         )
-        for size, following in pairwise((*useful, most + 1))
+        for size, following in pairwise((*useful, max_nodes + 1))
     ]
     return tuple(reversed(rows))

@@ -81,7 +81,7 @@ def format_bar(part: float, width: int) -> str:
 
 
 def _phase_fact(view: JobView, *, ages: bool) -> Fact:
-    parts = [view.phase or "not answered yet"]
+    parts = [view.phase or "no status yet"]
     if view.stage and view.stage != "Train":
         parts.append(f"{view.stage} {format_percent(view.stage_share)}")
     if view.phase == "Pending" and (wait := _pending_reason(view)):

@@ -182,7 +182,7 @@ def _history_section(report: JobReport, now: float) -> str:
          shorten(drop_noise(entry.message), _MAX_MESSAGE_CHARACTERS))
         for entry in report.entries
     ]  # fmt: skip
-    head = ("Time (UTC)", "Cause", "Answer", "Worker", "Node", "Took", "Steps lost", "Seen")
+    head = ("Time (UTC)", "Cause", "Response", "Worker", "Node", "Took", "Steps lost", "Seen")
     times = [time for row in spans.values() for span in row for time in (span.since, span.until)] or [now]
     margin = max(30.0, (max(times) - min(times)) * 0.05)
     drawn = draw_timeline(min(times) - margin, max(times) + margin, tuple(spans.items()), "Interruptions by time")

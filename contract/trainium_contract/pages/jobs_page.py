@@ -62,7 +62,7 @@ def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str)
     ordered = sorted(rows, key=lambda row: (row.phase in _ENDED, row.namespace, row.name))
     head = ("Namespace", "Job", "Phase", "Step", "Loss", "Nodes", "Goodput", "Interrupted", "")
     cells = [
-        (job.namespace, Link(job.name, f"{root}/{job.namespace}/{job.name}"), job.phase or "not answered yet",
+        (job.namespace, Link(job.name, f"{root}/{job.namespace}/{job.name}"), job.phase or "no status yet",
          f"{job.step} of {job.total_steps}" if job.total_steps else "-", format_number(job.loss),
          f"{job.training} of {job.desired}", format_percent(job.goodput), str(job.restarts), job.note)
         for job in ordered[:MAX_JOBS]

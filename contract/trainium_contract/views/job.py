@@ -434,18 +434,15 @@ def advise(view: JobView) -> tuple[str, ...]:
 def advise_retry(view: JobView) -> str:
     """Explain how to run a failed job again, unchanged or corrected, and what was already changed."""
     saved = view.checkpoints.durable_step
-    start = "from the beginning, no checkpoint is on storage" if saved is None else f"from step {saved}"
+    start = "from the beginning (storage has no checkpoint)" if saved is None else f"from step {saved}"
     file = f"kubectl trn retry {view.name} -f FILE"
     if view.changes:
         return (
-            f"Changed since it failed: {_format_changes(view.changes)}. That counts when it runs again, {start}: "
-            f"kubectl trn retry {view.name}. To change more: correct its file, {file}"
+            f"Changed since the failure: {_format_changes(view.changes)}. The change applies at the next run. To run "
+            f"it again {start}: kubectl trn retry {view.name}. To change more, correct its file: {file}"
         )
-    same = "" if view.changes is None else "Nothing in it has changed since it failed. "
-    return (
-        f"{same}Run it again as it is, {start}: kubectl trn retry {view.name}. To change the job itself: "
-        f"correct its file, {file}"
-    )
+    same = "" if view.changes is None else "Nothing has changed since the failure. "
+    return f"{same}To run it again {start}: kubectl trn retry {view.name}. To change the job, correct its file: {file}"
 
 
 def _format_changes(changes: tuple[ChangeView, ...]) -> str:

@@ -122,9 +122,9 @@ def module_root() -> Path:
 
 
 def build_all(
-    sources: Sequence[Source], wanted: frozenset[Program], target: Path, tools: Path, progress: ProgressLines
+    sources: Sequence[Source], programs: frozenset[Program], target: Path, tools: Path, progress: ProgressLines
 ) -> None:
-    """Build the modules in order and link the wanted programs into `target`; raises ClusterError with Go's message.
+    """Build the modules in order and link those in `programs` into `target`; raises ClusterError with Go's message.
 
     Built modules remain when a later one fails.
     """
@@ -142,7 +142,7 @@ def build_all(
                 _compile(go, source, staging, progress, packages, following)
                 _copy_files(go, source, target)
                 staging.replace(target / source.file)
-            _link(source, wanted, target)
+            _link(source, programs, target)
 
 
 def _fetch(go: Go, source: Source, running: contextlib.ExitStack) -> GoCommand:
@@ -194,8 +194,8 @@ def _staging_file(target: Path, source: Source) -> Iterator[Path]:
         staging.unlink(missing_ok=True)
 
 
-def _link(source: Source, wanted: frozenset[Program], target: Path) -> None:
-    for program in sorted(wanted & set(source.programs)):
+def _link(source: Source, programs: frozenset[Program], target: Path) -> None:
+    for program in sorted(programs & set(source.programs)):
         if program.value != source.file:
             link = target / f".{program}.{os.getpid()}.link"
             link.unlink(missing_ok=True)

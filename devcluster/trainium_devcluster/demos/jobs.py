@@ -216,8 +216,8 @@ class Demo(ABC):
         inject()
 
         def newest_entry() -> dict[str, Any] | None:
-            fresh = [item for item in run.history() if (item["generation"], item.get("attempt", 0)) not in before]
-            return fresh[-1] if fresh else None
+            new_items = [item for item in run.history() if (item["generation"], item.get("attempt", 0)) not in before]
+            return new_items[-1] if new_items else None
 
         def is_recovered() -> bool:
             entry = newest_entry()

@@ -46,13 +46,13 @@ class StepLog:
 
     def refresh(self) -> None:
         """Read the file again."""
-        fresh = read_steps(self.path)
-        for step, record in fresh.items():
+        records = read_steps(self.path)
+        for step, record in records.items():
             self.first_times.setdefault(step, float(record["time"]))
             former = self.steps.get(step)
             if former is not None and former["time"] != record["time"]:
                 self.recomputed.append((step, record["time"]))
-        self.steps.update(fresh)
+        self.steps.update(records)
 
     def losses(self) -> dict[int, float]:
         """Return the loss of each step."""

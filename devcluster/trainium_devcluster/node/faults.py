@@ -68,14 +68,14 @@ class NodeFaults:
             await _cancel(task)
 
     def _find(self, request: Json) -> Container:
-        space, pod_name = request["namespace"], request["pod"]
+        pod_namespace, pod_name = request["namespace"], request["pod"]
         for runner in self.runners():
-            if namespace(runner.pod) == space and name(runner.pod) == pod_name:
+            if namespace(runner.pod) == pod_namespace and name(runner.pod) == pod_name:
                 container = runner.container(request.get("container"))
                 if container is None:
-                    raise ClusterError(f"Pod {space}/{pod_name} has no container {request['container']!r}.")
+                    raise ClusterError(f"Pod {pod_namespace}/{pod_name} has no container {request['container']!r}.")
                 return container
-        raise ClusterError(f"Pod {space}/{pod_name} is not on this node.")
+        raise ClusterError(f"Pod {pod_namespace}/{pod_name} is not on this node.")
 
     def _matching_pids(self, request: Json) -> list[int]:
         """Return the processes of a container whose command line matches, parents before children."""

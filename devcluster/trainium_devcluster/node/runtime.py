@@ -160,8 +160,8 @@ class NodeRuntime:
             if entry.name not in self.runners:
                 remove_tree(entry)
 
-    def _find(self, space: str, pod_name: str) -> PodRunner | None:
-        runners = [r for r in self.runners.values() if namespace(r.pod) == space and name(r.pod) == pod_name]
+    def _find(self, pod_namespace: str, pod_name: str) -> PodRunner | None:
+        runners = [r for r in self.runners.values() if namespace(r.pod) == pod_namespace and name(r.pod) == pod_name]
         return runners[-1] if runners else None
 
     def _pod_changed(self, pod: Json, deleted: bool) -> None:
@@ -187,4 +187,4 @@ class NodeRuntime:
         self.addresses.release(key)
         with contextlib.suppress(asyncio.CancelledError):
             if (error := task.exception()) is not None:
-                _log.error("%s ended badly", task.get_name(), exc_info=error)
+                _log.error("%s failed", task.get_name(), exc_info=error)

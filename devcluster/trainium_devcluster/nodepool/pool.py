@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from trainium_devcluster.processes.children import Child, Children
     from trainium_devcluster.state import ClusterPaths
 
-_HOLD_TRIES = 50
-_HOLD_SECONDS = 0.02
-"""Interval of tries to hold the ports of a killed node, because its pods' last processes may still be ending."""
+_PORT_HOLD_ATTEMPTS = 50
+_PORT_HOLD_INTERVAL_SECONDS = 0.02
+"""Interval of attempts to hold the ports of a killed node, because its pods' last processes may still be ending."""
 logger = logging.getLogger(__name__)
 
 
@@ -99,10 +99,10 @@ class NodePool:
         self._kill(node)
         await node.child.ended.wait()
         node.unresponsive_ports = node.unresponsive_ports or UnresponsivePorts(ports)
-        for _ in range(_HOLD_TRIES):
+        for _ in range(_PORT_HOLD_ATTEMPTS):
             if not node.unresponsive_ports.missing:
                 break
-            await asyncio.sleep(_HOLD_SECONDS)
+            await asyncio.sleep(_PORT_HOLD_INTERVAL_SECONDS)
             node.unresponsive_ports.retry()
 
     async def stop(self, name: str, seconds: float) -> None:
@@ -133,7 +133,7 @@ class NodePool:
         """Let a frozen node continue; no effect on one that is not frozen."""
         self._thaw(self._get(name))
 
-    async def end(self, seconds: float) -> None:
+    async def stop_all(self, seconds: float) -> None:
         """Stop all nodes, gracefully (they unmount and clean up) for up to `seconds`."""
         for node in self._nodes.values():
             self._request_stop(node)
@@ -141,7 +141,7 @@ class NodePool:
         for node in self._nodes.values():
             self._kill(node)
 
-    def rows(self) -> dict[str, dict[str, object]]:
+    def status_by_node(self) -> dict[str, dict[str, object]]:
         """Return the part of `status` about the nodes."""
         return {name: node.child.status_row(node.state) for name, node in self._nodes.items()}
 

@@ -63,7 +63,7 @@ def base_model(texts: Iterable[str], report: Callable[[str], None], *, root: Pat
     started_at = time.monotonic()
     corpus = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     cache = (cache_root() if root is None else root) / "tune"
-    folder = cache / f"base-{digest_of(corpus, CONFIGURATION)}"
+    folder = cache / f"base-{compute_digest(corpus, CONFIGURATION)}"
     if folder.is_dir():
         return BaseFolder(folder, cached=True, seconds=time.monotonic() - started_at)
     try:
@@ -79,7 +79,7 @@ def base_model(texts: Iterable[str], report: Callable[[str], None], *, root: Pat
     return BaseFolder(folder, cached=False, seconds=time.monotonic() - started_at)
 
 
-def digest_of(corpus: str, configuration: dict[str, Any]) -> str:
+def compute_digest(corpus: str, configuration: dict[str, Any]) -> str:
     """Return the digest of all inputs of the base model."""
     content = json.dumps(configuration, sort_keys=True) + "\0" + corpus
     return hashlib.sha256(content.encode()).hexdigest()[:16]

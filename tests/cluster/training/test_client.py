@@ -220,7 +220,7 @@ def test_a_failed_job_is_explained_and_retried(new_job: Callable[..., Job], trn:
     job.until("the change is seen", lambda status: status["observedGeneration"] == generation)
     assert job.status()["phase"] == "Failed", "nothing starts before it is asked for"
     output = " ".join(trn(job, "status", as_json=False).split())
-    assert 'Changed since it failed: trainer.data.source (was "/elsewhere.parquet", is' in output
+    assert 'Changed since the failure: trainer.data.source (was "/elsewhere.parquet", is' in output
     assert trn(job, "why")["entry"]["rank"] == 0
     trn(job, "retry", as_json=False)
     assert job.until_phase("Completed")["progress"]["step"] == 6

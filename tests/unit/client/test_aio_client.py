@@ -69,7 +69,7 @@ async def test_wait_returns_at_a_final_phase_without_blocking_the_event_loop(ser
 
 async def test_waiting_has_a_limit_and_can_be_cancelled(server: ApiServer) -> None:
     with pytest.raises(ClientError, match="is Running after 0 s, not Completed"):
-        await open_async_job(server).wait(seconds=0)
+        await open_async_job(server).wait(timeout_seconds=0)
 
     is_read = asyncio.Event()
     waiting = asyncio.create_task(open_async_job(server).wait(on_view=lambda view: is_read.set()))

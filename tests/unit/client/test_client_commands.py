@@ -48,7 +48,7 @@ def test_sizes_shows_passes_and_speed_of_each_size_and_marks_the_current_one(trn
     rows = json.loads(out)
 
     assert code == 0
-    assert [(row["fewest"], row["most"], row["trains"], row["passes"], row["speed"]) for row in rows] == [
+    assert [(row["minNodes"], row["maxNodes"], row["trains"], row["microBatches"], row["speed"]) for row in rows] == [
         (2, 2, 2, 6, 1.0),
         (1, 1, 1, 12, 0.5),
     ]
@@ -125,7 +125,7 @@ def test_a_cluster_without_the_definition_is_reported(trn: Command, server: ApiS
 
     assert "does not know TrainingJobs" in trn("status", "llama").err
     server.answers["/apis/trainium.dev"] = {"versions": [{"version": "v2"}]}
-    assert "serves TrainingJobs as trainium.dev/v2 and this command speaks v1alpha1" in trn("status", "llama").err
+    assert "serves TrainingJobs as trainium.dev/v2 and this command uses v1alpha1" in trn("status", "llama").err
 
 
 def test_a_job_without_a_status_is_shown(trn: Command, server: ApiServer) -> None:
@@ -171,7 +171,7 @@ def test_a_response_that_is_not_json_is_reported(trn: Command, server: ApiServer
 
     code, out, err = trn("status", "llama")
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "the answer is no JSON" in err
+    assert "the response is not JSON" in err
 
 
 def test_wrong_usage_exits_with_code_1(trn: Command) -> None:
@@ -214,7 +214,7 @@ def test_json_output_of_logs_has_the_original_json_records(trn: Command, server:
 
 
 def test_logs_of_a_deleted_pod_are_one_sentence(trn: Command) -> None:
-    assert "llama-w-2 is gone, and its log with it" in trn("logs", "llama", "--rank", "1").err
+    assert "llama-w-2 was deleted, and its log with it" in trn("logs", "llama", "--rank", "1").err
     assert "there is no rank 2: llama has ranks 0 to 1" in trn("logs", "llama", "--rank", "2").err
     assert "no pod is left that had this rank before" in trn("logs", "llama", "--rank", "1", "--previous").err
 
@@ -223,7 +223,7 @@ def test_previous_logs_come_from_the_pod_that_had_the_rank_in_the_history(trn: C
     entry = server.answers[f"{JOBS}/llama"]["status"]["history"][-1]
     entry |= {"pod": "llama-w-7", "rank": 1}
     _, _, err = trn("logs", "llama", "--rank", "1", "--previous")
-    assert "rank 1 was in llama-w-7 before, which is gone" in err
+    assert "rank 1 was in llama-w-7 before, which was deleted" in err
     assert "no pod is left" in trn("logs", "llama", "--rank", "0", "--previous").err
     assert "llama-w-7" in trn("why", "llama").out
     assert "whose first rank was 1" in " ".join(trn("why", "llama").out.split())
@@ -411,9 +411,9 @@ def test_a_machine_whose_node_was_renamed_is_shown_and_released_by_the_new_name(
         server.answers["/api/v1/nodes"] = {"items": items}
 
     set_nodes(other="aws:///a/i-1")
-    assert "node-3 (gone)" in trn("nodes").out
+    assert "node-3 (deleted)" in trn("nodes").out
     set_nodes(**{"node-3": "aws:///a/i-1"})
-    assert "node-3 (gone)" in trn("nodes").out, "another machine has its name"
+    assert "node-3 (deleted)" in trn("nodes").out, "another machine has its name"
     set_nodes(**{"node-9": "aws:///a/i-0", "node-3": "aws:///a/i-1"})
     assert "node-9 (was node-3)" in trn("nodes").out
     code, _, err = trn("release", "node-9")

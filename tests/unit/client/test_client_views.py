@@ -94,7 +94,7 @@ def test_a_failed_job_shows_its_verdict_and_how_to_retry() -> None:
 
     assert "there is no such file or folder" in view.advice[0]
     assert view.advice[1] == "What led to it: kubectl trn why broken"
-    assert "as it is, from the beginning, no checkpoint is on storage: kubectl trn retry broken" in view.advice[2]
+    assert "run it again from the beginning (storage has no checkpoint): kubectl trn retry broken" in view.advice[2]
     assert "kubectl trn retry broken -f FILE" in view.advice[2]
     assert view.eta_seconds is None
     assert view.checkpoints.durable_step is None
@@ -120,7 +120,7 @@ def test_a_job_without_a_status_asks_for_the_operator() -> None:
     view = build_job_view(job, now=NOW)
     assert view.phase == ""
     assert "No operator has answered" in view.advice[0]
-    assert "not answered yet" in status_text(view)
+    assert "no status yet" in status_text(view)
 
 
 def test_a_status_that_is_no_longer_updated_is_stale() -> None:
@@ -201,17 +201,17 @@ def test_a_failed_job_lists_its_changed_fields_and_the_retry_command() -> None:
         return build_job_view(job, now=NOW).advice[-1]
 
     name = job["metadata"]["name"]
-    assert advice(changes=[]).startswith("Nothing in it has changed since it failed. Run it again as it is, ")
+    assert advice(changes=[]).startswith("Nothing has changed since the failure. To run it again from ")
     source = {"field": "trainer.data.source", "was": '"/a"', "now": '"/b"'}
     changes = [source, {"field": "trainer.seed", "was": "", "now": "7"}, {"field": "x", "was": "#1", "now": "#2"}]
     output = advice(changes=changes)
     assert output.startswith(
-        'Changed since it failed: trainer.data.source (was "/a", is "/b"), trainer.seed (was not set, is 7), x. '
+        'Changed since the failure: trainer.data.source (was "/a", is "/b"), trainer.seed (was not set, is 7), x. '
     )
     assert f"kubectl trn retry {name}." in output
     assert "and 4 more" in advice(changes=[source] * 10)
     for unknown in (advice(), advice(generation=2, changes=[])):
-        assert unknown.startswith("Run it again as it is, "), "the specs were not compared"
+        assert unknown.startswith("To run it again from "), "the specs were not compared"
     assert "kubectl trn retry" in status_text(build_job_view(job, now=NOW))
 
 
@@ -306,7 +306,7 @@ def test_why_cuts_long_messages_at_words_and_drops_step_lines() -> None:
     output = report_of(f"rank 0 crashed; killed by signal 9 | {steps}", rung="InPlace", log=recorded_log())
     assert "rank 0 crashed; killed by signal 9 | …\n" in output
     words = " ".join(f"word{number}" for number in range(100))
-    seen = report_of(words, rung="InPlace", log=recorded_log()).partition("Seen")[2].partition("Answer")[0].split()
+    seen = report_of(words, rung="InPlace", log=recorded_log()).partition("Seen")[2].partition("Response")[0].split()
     assert seen[-1] == "…"
     assert seen[:-1] == words.split()[: len(seen) - 1]
 
@@ -358,7 +358,7 @@ def test_the_ledger_shows_the_cost_of_each_part_where_a_price_is_given() -> None
     assert re.search(r"Cost +633\.81 so far, [\d,.]+ more until the last step", page)
     assert re.search(r"CAUSE +SECONDS +SHARE +COST", page)
     assert re.search(r"productive +79\.6 +65\.8 % +159\.15", page)
-    assert re.search(r"nodes beside it +\d", page)
+    assert re.search(r"idle nodes +\d", page)
     assert "COST" not in rendered(goodput_page(view.goodput, 120))
 
 
@@ -415,12 +415,14 @@ def test_the_stage_decide_is_labelled_as_the_wait_for_a_worker() -> None:
 
 
 def test_the_report_of_an_earlier_interruption_is_chosen_by_its_number() -> None:
-    report = explain_interruption(recorded_object("job"), number=2, log_note="llama-w-1 is gone, and its log with it")
+    report = explain_interruption(
+        recorded_object("job"), number=2, log_note="llama-w-1 was deleted, and its log with it"
+    )
 
     assert report.entry is not None
     assert report.entry.cause == "Preempted"
     assert report.log_lines == ()
-    assert "gone" in report.log_note
+    assert "was deleted" in report.log_note
 
 
 def test_the_report_of_a_failed_job_is_its_verdict() -> None:
@@ -475,18 +477,18 @@ def test_nodes_that_save_no_pass_are_one_row() -> None:
         }
     }
     rows = size_rows(job)
-    assert [(row.fewest, row.most, row.trains, row.passes) for row in rows] == [
+    assert [(row.min_nodes, row.max_nodes, row.trains, row.micro_batches) for row in rows] == [
         (128, 128, 128, 2),
         (86, 127, 86, 3),
         (64, 85, 64, 4),
     ]
     assert rows[1].speed == pytest.approx(2 / 3)
-    assert rows[1].filled == pytest.approx(1024 / (3 * 344))
+    assert rows[1].fill_ratio == pytest.approx(1024 / (3 * 344))
     assert {row.compiled for row in rows} == {None}
     job["spec"]["trainer"]["batch"]["tolerance"] = 0.01
     job["spec"]["precompile"] = {"enabled": True, "sizes": "Background"}
     job["status"] = {"compiled": {"sizes": [86, "many", [3]]}}
-    assert [(row.fewest, row.trains, row.batch, row.compiled) for row in size_rows(job)] == [
+    assert [(row.min_nodes, row.trains, row.batch, row.compiled) for row in size_rows(job)] == [
         (128, 128, 1024, True),
         (127, 127, 1016, False),
         (86, 86, 1032, True),
@@ -504,7 +506,7 @@ def test_sizes_above_the_requested_one_are_marked_as_idle_nodes() -> None:
         }
     }
     rows = size_rows(job)
-    assert [(row.trains, row.speed, row.idle) for row in rows] == [
+    assert [(row.trains, row.speed, row.uses_idle_nodes) for row in rows] == [
         (4, 2.0, True),
         (3, 1.5, True),
         (2, 1.0, False),

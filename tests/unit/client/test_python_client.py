@@ -79,7 +79,7 @@ def test_waiting_ends_with_the_phase_the_verdict_or_the_time(server: ApiServer) 
 
 def test_waiting_has_a_limit(server: ApiServer) -> None:
     with pytest.raises(ClientError, match="is Running after 0 s, not Completed"):
-        open_job(server).wait(seconds=0)
+        open_job(server).wait(timeout_seconds=0)
 
 
 def test_delete_sends_the_uid_and_accepts_a_missing_job(server: ApiServer) -> None:

@@ -83,7 +83,7 @@ def test_the_page_of_a_failed_job_shows_what_was_changed_since() -> None:
     change = {"field": "trainer.data.source", "was": '"/a<b>"', "now": '"/c"'}
     job["status"]["failedSpec"] = {"changes": [change]}
     html = page_of_job(job)
-    assert "Changed since it failed: trainer.data.source (was &quot;/a&lt;b&gt;&quot;, is &quot;/c&quot;)" in html
+    assert "Changed since the failure: trainer.data.source (was &quot;/a&lt;b&gt;&quot;, is &quot;/c&quot;)" in html
 
 
 def test_a_job_without_a_status_has_a_page() -> None:
@@ -92,7 +92,7 @@ def test_a_job_without_a_status_has_a_page() -> None:
     page = Page(page_of_job(job))
 
     assert page.open == []
-    assert "not answered yet" in page.text
+    assert "no status yet" in page.text
 
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False), st.integers(2, 8))

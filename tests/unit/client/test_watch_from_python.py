@@ -55,7 +55,7 @@ def test_an_interrupted_or_timed_out_watch_leaves_the_job_alone(server: ApiServe
         raise KeyboardInterrupt
 
     assert open_job(server).watch(pause=interrupted).phase == "Running"
-    assert open_job(server).watch(seconds=0.0).phase == "Running"
+    assert open_job(server).watch(timeout_seconds=0.0).phase == "Running"
     assert {method for method, _, _ in server.requests} == {"GET"}
 
 
@@ -102,7 +102,7 @@ def test_in_a_real_kernel_each_cell_shows_the_last_state_alone(server: ApiServer
 from trainium_client import TrainingJob, aio
 kubeconfig = {str(server.kubeconfig)!r}
 """
-    watch = "TrainingJob('llama', kubeconfig=kubeconfig).watch(seconds=5)"
+    watch = "TrainingJob('llama', kubeconfig=kubeconfig).watch(timeout_seconds=5)"
     cells = [setup, f"view = {watch}\nview.step", f"view = await aio.{watch}\nview.step"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     server.answers[f"{JOBS}/llama"]["status"]["progress"]["step"] = 500

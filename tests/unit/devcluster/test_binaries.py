@@ -176,11 +176,11 @@ def replace_build(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[
     """Replace the build by one that writes the requested programs."""
     built: list[tuple[str, frozenset[Program]]] = []
 
-    def build(sources: list[Source], wanted: frozenset[Program], target: Path, *_: object) -> None:
+    def build(sources: list[Source], programs: frozenset[Program], target: Path, *_: object) -> None:
         for source in sources:
-            programs = wanted & set(source.programs)
-            built.append((source.label, programs))
-            for program in programs:
+            built_programs = programs & set(source.programs)
+            built.append((source.label, built_programs))
+            for program in built_programs:
                 (target / program).write_bytes(CONTENT)
                 (target / program).chmod(0o755)
 

@@ -84,9 +84,9 @@ class EventSink:
                 _log.debug("event %s lost: %s", event["reason"], error)
 
     async def _send(self, event: Json) -> None:
-        name, space = event["metadata"]["name"], event["metadata"]["namespace"]
-        path = f"/api/v1/namespaces/{space}/events"
-        key = f"{space}/{name}"
+        name, namespace = event["metadata"]["name"], event["metadata"]["namespace"]
+        path = f"/api/v1/namespaces/{namespace}/events"
+        key = f"{namespace}/{name}"
         count = self._counts.pop(key, 0) + 1
         self._counts[key] = count
         if len(self._counts) > _MAX_KNOWN:

@@ -1,8 +1,8 @@
 """List and watch objects, to keep a local copy of them.
 
 Guarantees:
-- `on_change` is called with every object after each list and at each later change, and with `deleted` when an object is
-  deleted (also if only a new list shows that).
+- `on_change` is called with each new or changed object after a list and at each watch event, and with `deleted` when an
+  object is deleted, also if only a new list shows that.
 - A broken connection is retried for ever with a pause of at most two seconds.
 """
 
@@ -61,10 +61,10 @@ class Reflector:
     async def _list(self) -> str:
         answer = await self._api.get(self._path, self._params)
         # Items of a list have neither kind nor apiVersion; nothing here needs them.
-        fresh = {uid(item): item for item in answer.get("items") or []}
-        for key in [key for key in self.objects if key not in fresh]:
+        items = {uid(item): item for item in answer.get("items") or []}
+        for key in [key for key in self.objects if key not in items]:
             self._on_change(self.objects.pop(key), True)
-        for key, item in fresh.items():
+        for key, item in items.items():
             known = self.objects.get(key)
             self.objects[key] = item
             if known is None or known["metadata"]["resourceVersion"] != item["metadata"]["resourceVersion"]:
@@ -125,8 +125,10 @@ class ObjectCache:
         self._api = api
         self._objects: dict[tuple[str, str, str], WatchedObject] = {}
 
-    async def use(self, plural: str, namespace: str, name: str, user: str, listener: Callable[[], None]) -> Json | None:
-        """Return the object or None; `listener` is called on its changes until `user` releases it.
+    async def acquire(
+        self, plural: str, namespace: str, name: str, consumer: str, listener: Callable[[], None]
+    ) -> Json | None:
+        """Return the object or None; `listener` is called on its changes until `consumer` releases it.
 
         Raises:
             UnreachableError: when the API server does not answer within some seconds.
@@ -135,15 +137,15 @@ class ObjectCache:
         watched = self._objects.get(key)
         if watched is None:
             watched = self._objects[key] = WatchedObject(self._api, *key)
-        watched.listeners[user] = listener
+        watched.listeners[consumer] = listener
         if not await wait_for_event(watched.synced, _SYNC_TIMEOUT):
             raise UnreachableError(f"{plural} {namespace}/{name} could not be read from the API server")
         return watched.value
 
-    def release(self, user: str) -> None:
-        """Remove a user; an object without users is no longer watched."""
+    def release(self, consumer: str) -> None:
+        """Remove a consumer; an object without consumers is no longer watched."""
         for key, watched in list(self._objects.items()):
-            watched.listeners.pop(user, None)
+            watched.listeners.pop(consumer, None)
             if not watched.listeners:
                 watched.close()
                 del self._objects[key]

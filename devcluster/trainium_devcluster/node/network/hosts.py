@@ -34,7 +34,7 @@ class ServiceNames:
     endpoints: tuple[Endpoint, ...]
 
 
-def endpoints(service: Json, pods: Iterable[Json]) -> tuple[Endpoint, ...]:
+def select_endpoints(service: Json, pods: Iterable[Json]) -> tuple[Endpoint, ...]:
     """Return the pods behind `service`, sorted by address."""
     selector = service["spec"].get("selector")
     if not selector:
@@ -49,12 +49,12 @@ def endpoints(service: Json, pods: Iterable[Json]) -> tuple[Endpoint, ...]:
         if not address or any(labels.get(key) != value for key, value in selector.items()):
             continue
         if unready_too or (is_ready(pod) and "deletionTimestamp" not in pod["metadata"]):
-            own_name = pod["spec"].get("subdomain") == name(service)
-            found.append(Endpoint(address, pod["spec"].get("hostname", "") if own_name else ""))
+            has_hostname = pod["spec"].get("subdomain") == name(service)
+            found.append(Endpoint(address, pod["spec"].get("hostname", "") if has_hostname else ""))
     return tuple(sorted(found, key=lambda e: tuple(int(part) for part in e.address.split("."))))
 
 
-def service_environment(service: Json, behind: tuple[Endpoint, ...]) -> ServiceVariables | None:
+def service_environment(service: Json, endpoints: tuple[Endpoint, ...]) -> ServiceVariables | None:
     """Return the environment of pods of the same namespace for `service`; None for a headless one."""
     if service["spec"].get("clusterIP") in {None, "", "None"}:
         return None
@@ -63,7 +63,7 @@ def service_environment(service: Json, behind: tuple[Endpoint, ...]) -> ServiceV
         for port in service["spec"].get("ports") or []
     )
     # Without a proxy nothing answers at the cluster address, so the first pod's address replaces it.
-    return ServiceVariables(name(service), behind[0].address if behind else service["spec"]["clusterIP"], ports)
+    return ServiceVariables(name(service), endpoints[0].address if endpoints else service["spec"]["clusterIP"], ports)
 
 
 def unreachable_ports(service: Json) -> list[str]:
@@ -80,11 +80,11 @@ def unreachable_ports(service: Json) -> list[str]:
 
 def render(pod_address: str, hostname: str, pod: Json, services: Iterable[ServiceNames]) -> str:
     """Return the text of the hosts file of `pod`."""
-    space = namespace(pod)
+    pod_namespace = namespace(pod)
     own = [hostname]
     subdomain = pod["spec"].get("subdomain")
     if subdomain:
-        own.insert(0, f"{hostname}.{subdomain}.{space}.svc.{DOMAIN}")
+        own.insert(0, f"{hostname}.{subdomain}.{pod_namespace}.svc.{DOMAIN}")
     lines = [
         "# Written by the process node; Service names follow the pods behind them.",
         "127.0.0.1\tlocalhost",
@@ -94,7 +94,7 @@ def render(pod_address: str, hostname: str, pod: Json, services: Iterable[Servic
     aliases = pod["spec"].get("hostAliases") or []
     lines += [f"{alias['ip']}\t{' '.join(alias.get('hostnames') or [])}" for alias in aliases]
     for service in sorted(services, key=lambda s: (s.namespace, s.name)):
-        names = _names(service.name, service.namespace, space)
+        names = _service_dns_names(service.name, service.namespace, pod_namespace)
         lines += [f"{endpoint.address}\t{' '.join(names)}" for endpoint in service.endpoints]
         for endpoint in service.endpoints:
             if endpoint.hostname:
@@ -116,9 +116,10 @@ def write(path: Path, text: str) -> None:
         os.close(fd)
 
 
-def _names(service: str, space: str, own_space: str) -> list[str]:
-    names = [f"{service}.{space}.svc.{DOMAIN}", f"{service}.{space}.svc", f"{service}.{space}"]
-    return [*names, service] if space == own_space else names
+def _service_dns_names(service: str, service_namespace: str, pod_namespace: str) -> list[str]:
+    short_name = f"{service}.{service_namespace}"
+    names = [f"{short_name}.svc.{DOMAIN}", f"{short_name}.svc", short_name]
+    return [*names, service] if service_namespace == pod_namespace else names
 
 
 def is_ready(pod: Json) -> bool:

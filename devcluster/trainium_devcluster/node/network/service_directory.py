@@ -64,12 +64,14 @@ class ServiceDirectory:
         """Stop updating a hosts file, because its directory is about to be removed."""
         self._files.pop(key, None)
 
-    def views(self, space: str) -> list[ServiceVariables]:
+    def views(self, pod_namespace: str) -> list[ServiceVariables]:
         """Return the Services of a namespace for the environment of its pods."""
         views = []
         for service in self._services.objects.values():
-            if namespace(service) == space and not (space == "default" and name(service) == "kubernetes"):
-                view = hosts.service_environment(service, hosts.endpoints(service, self._pods.objects.values()))
+            if namespace(service) == pod_namespace and not (
+                pod_namespace == "default" and name(service) == "kubernetes"
+            ):
+                view = hosts.service_environment(service, hosts.select_endpoints(service, self._pods.objects.values()))
                 if view is not None:
                     views.append(view)
         return sorted(views, key=lambda view: view.name)
@@ -88,10 +90,10 @@ class ServiceDirectory:
         names = []
         for service in self._services.objects.values():
             if namespace(service) == "default" and name(service) == "kubernetes":
-                behind: tuple[hosts.Endpoint, ...] = (hosts.Endpoint(self._api_server[0]),)
+                endpoints: tuple[hosts.Endpoint, ...] = (hosts.Endpoint(self._api_server[0]),)
             else:
-                behind = hosts.endpoints(service, pods)
-            names.append(hosts.ServiceNames(namespace(service), name(service), behind))
+                endpoints = hosts.select_endpoints(service, pods)
+            names.append(hosts.ServiceNames(namespace(service), name(service), endpoints))
         return names
 
     def _write(self, file: HostsFile, names: list[hosts.ServiceNames]) -> None:

@@ -10,7 +10,6 @@ Guarantees:
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import time
@@ -37,8 +36,6 @@ from trainium_devcluster.node.processes.command import ContainerCommand
 from trainium_devcluster.node.processes.launcher_client import ExitStatus, Launcher, LaunchError, Process
 from trainium_devcluster.processes.cleanup import remove_tree
 
-_log = logging.getLogger(__name__)
-
 _MAX_TERMINATION_MESSAGE = 4096
 _MIN_GRACE = 2.0  # seconds for a container whose preStop hook used up the grace period
 _START_ERROR = 128
@@ -64,7 +61,7 @@ class Backoff:
             return 0.0
         return max(0.0, finished_at + self.delay - now)
 
-    def restarted(self, now: float) -> None:
+    def record_restart(self, now: float) -> None:
         """Record a restart of the container."""
         self.delay = _FIRST_DELAY if self._expired(now) else min(_LONGEST_DELAY, self.delay * 2)
         self._updated = now
@@ -85,7 +82,7 @@ class Container:
     emit: Emit
     create_probe_target: Callable[[Json, probe_actions.Execute], probe_actions.ProbeTarget]
     state: State = field(default_factory=lambda: Waiting("ContainerCreating"))
-    last: Terminated | None = None
+    last_termination: Terminated | None = None
     default_grace: float = 30.0
     restart_count: int = 0
     ready: bool = False
@@ -96,7 +93,6 @@ class Container:
     _started_once: bool = False
     _reported_backoff: float = 0.0
     _command: ContainerCommand | None = None
-    _log: LogWriter | None = None
     _id: str = ""
     _watcher: asyncio.Task[None] | None = None
     _prober: asyncio.Task[None] | None = None
@@ -130,8 +126,8 @@ class Container:
             for m in self.spec.get("volumeMounts") or []
         )
         return ContainerSnapshot(
-            self.name, self.spec.get("image", ""), self.kind, self.state, self.last, self.restart_count, self.ready,
-            self.started, self._id, mounted,
+            self.name, self.spec.get("image", ""), self.kind, self.state, self.last_termination,
+            self.restart_count, self.ready, self.started, self._id, mounted,
         )  # fmt: skip
 
     def restore(self, status: Json, *, rebooted_at: float) -> None:
@@ -152,7 +148,7 @@ class Container:
         elif before:
             self._started_once = True
         if before:
-            self.last = _parse_terminated(before)
+            self.last_termination = _parse_terminated(before)
 
     def log_path(self, *, previous: bool = False) -> Path | None:
         """Return the log of the current run or of the previous one; None if there is none."""
@@ -163,7 +159,7 @@ class Container:
     def set_waiting(self, reason: str, message: str = "") -> None:
         """Set the reason why the container does not run."""
         if isinstance(self.state, Terminated):
-            self.last = self.state
+            self.last_termination = self.state
         waiting = Waiting(reason, message)
         if self.state != waiting:
             self.state = waiting
@@ -177,7 +173,7 @@ class Container:
     async def start(self, command: ContainerCommand, termination_log: str) -> None:
         """Start the container; return when the command runs and its postStart hook, if any, has ended."""
         if isinstance(self.state, Terminated):
-            self.last = self.state
+            self.last_termination = self.state
         if self._started_once:
             self.restart_count += 1
         self._started_once = True
@@ -186,7 +182,7 @@ class Container:
         self._remove_old_logs()
         self._command = command
         self.ready = self.started = False
-        log = self._log = LogWriter(self.folder / f"{self._attempt}.log")
+        log = LogWriter(self.folder / f"{self._attempt}.log")
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         out, err = log.pipe("stdout"), log.pipe("stderr")
         self.emit(EventSeverity.NORMAL, "Created", "Container created", self.name)
@@ -255,21 +251,23 @@ class Container:
         return text
 
     def _callbacks(self) -> probes.ProbeCallbacks:
-        return probes.ProbeCallbacks(self._has_started, self._set_ready, self._unhealthy, self._failed)
+        return probes.ProbeCallbacks(
+            self._on_startup_succeeded, self._on_ready_changed, self._on_unhealthy, self._on_probe_failed
+        )
 
-    def _has_started(self) -> None:
+    def _on_startup_succeeded(self) -> None:
         self.started = True
         self.changed()
 
-    def _set_ready(self, ready: bool) -> None:
+    def _on_ready_changed(self, ready: bool) -> None:
         if self.kind is not ContainerKind.INIT:
             self.ready = ready
             self.changed()
 
-    def _unhealthy(self, kind: probes.ProbeKind, message: str) -> None:
+    def _on_unhealthy(self, kind: probes.ProbeKind, message: str) -> None:
         self.emit(EventSeverity.WARNING, "Unhealthy", f"{kind.value.capitalize()} probe failed: {message}", self.name)
 
-    def _failed(self, kind: probes.ProbeKind, probe: Json) -> None:
+    def _on_probe_failed(self, kind: probes.ProbeKind, probe: Json) -> None:
         message = f"Container {self.name} failed {kind.value} probe, will be restarted"
         self.emit(EventSeverity.NORMAL, "Killing", message, self.name)
         grace = probe.get("terminationGracePeriodSeconds")
@@ -294,10 +292,10 @@ class Container:
             return None
         return container_exec.exec_command(self.process, argv, self._command)
 
-    def stop_in_background(self, grace: float | None, why: str) -> None:
+    def stop_in_background(self, grace: float | None, reason: str) -> None:
         """Start to stop the container in the background, by default with the pod's grace period."""
         seconds = self.default_grace if grace is None else grace
-        self._begin_stop(time.monotonic() + seconds, why)
+        self._begin_stop(time.monotonic() + seconds, reason)
 
     async def stop(self, deadline: float) -> None:
         """Stop the container by `deadline` (monotonic seconds) and wait for its end; joins a stop in progress."""
@@ -310,12 +308,12 @@ class Container:
             self._deadline = deadline
             self._deadline_changed.set()
 
-    def _begin_stop(self, deadline: float, why: str) -> asyncio.Task[None]:
+    def _begin_stop(self, deadline: float, reason: str) -> asyncio.Task[None]:
         if self._stopping is not None and not self._stopping.done():
             self.shorten_deadline(deadline)
         else:
             self._deadline = deadline
-            self._stopping = asyncio.create_task(self._stop(), name=f"stop {self.name}: {why}")
+            self._stopping = asyncio.create_task(self._stop(), name=f"stop {self.name}: {reason}")
         return self._stopping
 
     async def _stop(self) -> None:
@@ -371,8 +369,8 @@ class Container:
         """End the container with its pod; report one that never started as a kubelet does."""
         if not isinstance(self.state, Waiting):
             return
-        if self.last is not None:
-            self.state = self.last
+        if self.last_termination is not None:
+            self.state = self.last_termination
         else:
             message = "The container could not be located when the pod was terminated"
             self.state = Terminated(137, "ContainerStatusUnknown", message, 0.0, 0.0, "")

@@ -136,13 +136,13 @@ async def _entries(path: Path, query: LogOptions, ended: Callable[[], bool]) -> 
             yield backlog.popleft()
         while query.follow:
             is_last_read = ended()  # checked before the read, so that no line before the end is missed
-            fresh = source.lines()
-            for line in fresh:
+            new_lines = source.lines()
+            for line in new_lines:
                 if _matches(line, query):
                     yield line
-            if is_last_read and not fresh:
+            if is_last_read and not new_lines:
                 return
-            if not fresh:
+            if not new_lines:
                 await asyncio.sleep(_FOLLOW_POLL)
     finally:
         source.close()

@@ -66,7 +66,8 @@ class NodeServices:
             "KUBERNETES_SERVICE_PORT_HTTPS": str(port),
             "KUBERNETES_PORT": f"tcp://{host}:{port}",
         }
-        if MARKER in os.environ:  # the cluster finds the processes of its nodes by it
+        # The supervisor finds a node's processes by this marker.
+        if MARKER in os.environ:
             env[MARKER] = os.environ[MARKER]
         return env
 
@@ -86,11 +87,11 @@ class NodeServices:
 
     def report_unenforced(self, pod: Json) -> None:
         """Report once per node and field that a field is accepted without effect."""
-        fresh = [text for text in unsupported_fields.unenforced_fields(pod) if text not in self._reported]
-        if fresh:
-            self._reported.update(fresh)
+        new_fields = [text for text in unsupported_fields.unenforced_fields(pod) if text not in self._reported]
+        if new_fields:
+            self._reported.update(new_fields)
             message = (
-                f"accepted without effect on a process node: {', '.join(fresh)} "
+                f"accepted without effect on a process node: {', '.join(new_fields)} "
                 f"(first seen in pod {namespace(pod)}/{name(pod)}; reported once per node)"
             )
             self.events.emit(self.node(), "Node", EventSeverity.NORMAL, "NotEnforced", message)

@@ -1,8 +1,9 @@
 """Run one pod on this node: from its binding until it is deleted from the API server.
 
-One task per pod compares, after every change, the desired with the current state and takes the next step: create
-volumes, run init containers in order, start the main containers, restart ended ones, end the pod. One event notifies it
-of changes (a process ended, a probe reported, the pod was edited or deleted); it does not poll.
+Each pod has three tasks. The lifecycle task waits for the deletion of the pod. The sync task compares, after every
+change, the desired with the current state and takes the next step: create volumes, run init containers in order, start
+the main containers, restart ended ones, end the pod. The status writer writes the status. Each change (a process ended,
+a probe reported, the pod was edited or deleted) sets the event of each task.
 
 Guarantees:
 - Containers start only after all volumes exist.
@@ -53,7 +54,7 @@ from trainium_devcluster.node.volumes.volumes import VolumeError
 _log = logging.getLogger(__name__)
 _VOLUME_RETRY = 1.0  # seconds; a change of a missing object ends the wait earlier
 _DELETE_RETRY = 0.5
-_TOO_LONG = "Pod was active on the node longer than the specified deadline"
+_DEADLINE_MESSAGE = "Pod was active on the node longer than the specified deadline"
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +67,8 @@ class PodRunner:
     containers: list[Container] = field(default_factory=list)
     setup: PodSetup = field(init=False)
     writer: StatusWriter = field(init=False)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the pod's task
-    _wake_up: asyncio.Event = field(default_factory=asyncio.Event)  # wakes its supervision
+    _lifecycle_event: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the lifecycle task
+    _sync_event: asyncio.Event = field(default_factory=asyncio.Event)  # wakes the sync task
     _failure: tuple[str, str] | None = None  # reason and message
     _sandbox_ready: bool = False
     _ended: bool = False
@@ -119,10 +120,10 @@ class PodRunner:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the pod's task after a change."""
-        self._changed.set()
-        self._wake_up.set()
-        self.writer.changed()
+        """Wake the tasks of the pod after a change."""
+        self._lifecycle_event.set()
+        self._sync_event.set()
+        self.writer.mark_dirty()
 
     @property
     def active(self) -> bool:
@@ -142,12 +143,12 @@ class PodRunner:
         writer = asyncio.create_task(self.writer.run())
         self.wake()
         try:
-            running_pod = asyncio.create_task(self._run_until_end())
+            sync_task = asyncio.create_task(self._run_until_end())
             while not (self._deleted or "deletionTimestamp" in self.pod["metadata"]):
                 await self._wait_for_change()
-            running_pod.cancel()
+            sync_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await running_pod
+                await sync_task
             await self._terminate()
             await self._delete()
         finally:
@@ -189,8 +190,8 @@ class PodRunner:
                 await check_claims(self.services.api, self.pod)
                 await self.setup.prepare()
             except (ClaimError, VolumeError) as error:
-                devices = isinstance(error, ClaimError)
-                reason = "FailedPrepareDynamicResources" if devices else "FailedMount"
+                is_claim_error = isinstance(error, ClaimError)
+                reason = "FailedPrepareDynamicResources" if is_claim_error else "FailedMount"
                 self._emit(EventSeverity.WARNING, reason, str(error), "")
                 await wait_for_event(self.setup.volumes.changed, _VOLUME_RETRY)
                 self.setup.volumes.changed.clear()
@@ -204,34 +205,34 @@ class PodRunner:
         started = parse_time(self._start_time)
         limit = self.pod["spec"].get("activeDeadlineSeconds")
         while True:
-            self._wake_up.clear()
-            pauses: list[float] = []
+            self._sync_event.clear()
+            requeue_delays: list[float] = []
             if limit is not None:
-                pauses.append(started + limit - time.time())
-                if pauses[-1] <= 0:
-                    self._failure = ("DeadlineExceeded", _TOO_LONG)
-                    await self._kill_all(grace_seconds(self.pod), _TOO_LONG)
+                requeue_delays.append(started + limit - time.time())
+                if requeue_delays[-1] <= 0:
+                    self._failure = ("DeadlineExceeded", _DEADLINE_MESSAGE)
+                    await self._kill_all(grace_seconds(self.pod), _DEADLINE_MESSAGE)
                     self._finish()
                     return
-            if await self._initialize(pauses):
+            if await self._initialize(requeue_delays):
                 for container in (c for c in self.containers if c.kind is ContainerKind.MAIN):
-                    await self._sync_container(container, pauses)
+                    await self._sync_container(container, requeue_delays)
             if self._is_finished():
                 await self._stop_sidecars(time.monotonic() + grace_seconds(self.pod))
                 self._finish()
                 return
-            await wait_for_event(self._wake_up, min(pauses, default=None))
+            await wait_for_event(self._sync_event, min(requeue_delays, default=None))
 
-    async def _initialize(self, pauses: list[float]) -> bool:
+    async def _initialize(self, requeue_delays: list[float]) -> bool:
         """Run init containers and sidecars in order; return whether all are complete."""
         has_started = any(c.has_started for c in self.containers if c.kind is ContainerKind.MAIN)
         for container in (c for c in self.containers if c.kind is not ContainerKind.MAIN):
             if container.kind is ContainerKind.SIDECAR:
-                await self._sync_container(container, pauses)
+                await self._sync_container(container, requeue_delays)
                 if not has_started and not container.started:
                     return False
             elif not has_started and not container.ready:
-                await self._sync_container(container, pauses)
+                await self._sync_container(container, requeue_delays)
                 if not container.ready:
                     return False
         return True
@@ -241,25 +242,25 @@ class PodRunner:
         inits = [c for c in self.containers if c.kind is not ContainerKind.MAIN]
         return all(c.ready if c.kind is ContainerKind.INIT else c.started for c in inits)
 
-    async def _sync_container(self, container: Container, pauses: list[float]) -> None:
-        """Start `container` if it should run and does not; add a backoff to `pauses`."""
+    async def _sync_container(self, container: Container, requeue_delays: list[float]) -> None:
+        """Start `container` if it should run and does not; append a backoff to `requeue_delays`."""
         if container.running:
             return
-        state = container.state if isinstance(container.state, Terminated) else container.last
+        state = container.state if isinstance(container.state, Terminated) else container.last_termination
         if state is not None and isinstance(container.state, Terminated | Waiting) and container.has_started:
             if not should_restart(self.pod, container.spec, state.exit_code):
                 return
             remaining = container.backoff.remaining(state.finished_at, time.time())
             if remaining > 0:
-                pauses.append(self._back_off(container, remaining))
+                requeue_delays.append(self._back_off(container, remaining))
                 return
-            container.backoff.restarted(time.time())
-        pause_after = await self.setup.start(container)
-        if pause_after is not None:
-            pauses.append(pause_after)
+            container.backoff.record_restart(time.time())
+        requeue_delay = await self.setup.start(container)
+        if requeue_delay is not None:
+            requeue_delays.append(requeue_delay)
 
     def _back_off(self, container: Container, seconds: float) -> float:
-        """Set `container` to wait `left` more seconds; return the time of the next check."""
+        """Set `container` to waiting in CrashLoopBackOff; return `seconds`."""
         where = f"{name(self.pod)}_{namespace(self.pod)}({uid(self.pod)})"
         if container.is_new_backoff(container.backoff.delay):
             message = f"Back-off restarting failed container {container.name} in pod {where}"
@@ -365,5 +366,5 @@ class PodRunner:
         self.services.events.emit(self.pod, "Pod", severity, reason, message, field_path=path)
 
     async def _wait_for_change(self) -> None:
-        await self._changed.wait()
-        self._changed.clear()
+        await self._lifecycle_event.wait()
+        self._lifecycle_event.clear()

@@ -97,14 +97,16 @@ class PodSetup:
             raise ConfigError(problem)
         image = images.read_image(self.services.options.paths.images, spec.get("image", ""))
         objects: dict[tuple[str, str], Json | None] = {}
-        for plural, object_name in environment.references(spec):
+        for plural, object_name in environment.find_references(spec):
             # A change of the object does not affect a running container; the volumes' listener wakes without effect.
-            objects[plural, object_name] = await self.services.cache.use(
+            objects[plural, object_name] = await self.services.cache.acquire(
                 plural, namespace(pod), object_name, uid(pod), self.volumes.changed.set
             )
         links = pod["spec"].get("enableServiceLinks", True)
         views = self.services.directory.views(namespace(pod)) if links else []
-        variables = environment.build(spec, self._facts(), lambda plural, key: objects.get((plural, key)), views)
+        variables = environment.build_environment(
+            spec, self._facts(), lambda plural, key: objects.get((plural, key)), views
+        )
         env = self.services.base_environment(self.hostname) | image.environment() | variables
         run_folder = container.folder / f"run-{container.restart_count}-{int(container.has_started)}"
         run_folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +121,7 @@ class PodSetup:
         context = spec.get("securityContext") or {}
         return (
             ContainerCommand(
-                argv=environment.command(spec, env),
+                argv=environment.expand_command(spec, env),
                 env=env,
                 cwd=spec.get("workingDir") or "/",
                 hostname=self.hostname,

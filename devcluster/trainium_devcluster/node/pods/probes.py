@@ -27,13 +27,13 @@ class ProbeKind(StrEnum):
 class ProbeCallbacks:
     """Callbacks for the results of probes.
 
-    `started` and `ready` change the status, `unhealthy` reports each failure, `failed` requests a restart.
+    The first two change the status, `on_unhealthy` reports each failure, `on_probe_failed` requests a restart.
     """
 
-    started: Callable[[], None]
-    ready: Callable[[bool], None]
-    unhealthy: Callable[[ProbeKind, str], None]
-    failed: Callable[[ProbeKind, Json], None]
+    on_startup_succeeded: Callable[[], None]
+    on_ready_changed: Callable[[bool], None]
+    on_unhealthy: Callable[[ProbeKind, str], None]
+    on_probe_failed: Callable[[ProbeKind, Json], None]
 
 
 Check = Callable[[Json, float], Awaitable[ProbeResult]]
@@ -44,10 +44,10 @@ async def run_probes(container: Json, check: Check, callbacks: ProbeCallbacks) -
     startup = container.get("startupProbe")
     if startup and not await _until_started(startup, check, callbacks):
         return
-    callbacks.started()
+    callbacks.on_startup_succeeded()
     readiness, liveness = container.get("readinessProbe"), container.get("livenessProbe")
     if not readiness:
-        callbacks.ready(True)
+        callbacks.on_ready_changed(True)
     async with asyncio.TaskGroup() as group:
         if readiness:
             group.create_task(_watch_readiness(readiness, check, callbacks))
@@ -63,9 +63,9 @@ async def _until_started(probe: Json, check: Check, callbacks: ProbeCallbacks) -
         if outcome.success:
             return True
         failures += 1
-        callbacks.unhealthy(ProbeKind.STARTUP, outcome.message)
+        callbacks.on_unhealthy(ProbeKind.STARTUP, outcome.message)
         if failures >= (probe.get("failureThreshold") or 3):
-            callbacks.failed(ProbeKind.STARTUP, probe)
+            callbacks.on_probe_failed(ProbeKind.STARTUP, probe)
             return False
         await asyncio.sleep(_period(probe))
 
@@ -79,13 +79,13 @@ async def _watch_readiness(probe: Json, check: Check, callbacks: ProbeCallbacks)
             successes, failures = successes + 1, 0
             if not ready and successes >= (probe.get("successThreshold") or 1):
                 ready = True
-                callbacks.ready(True)
+                callbacks.on_ready_changed(True)
         else:
             successes, failures = 0, failures + 1
-            callbacks.unhealthy(ProbeKind.READINESS, outcome.message)
+            callbacks.on_unhealthy(ProbeKind.READINESS, outcome.message)
             if ready and failures >= (probe.get("failureThreshold") or 3):
                 ready = False
-                callbacks.ready(False)
+                callbacks.on_ready_changed(False)
         await asyncio.sleep(_period(probe))
 
 
@@ -96,9 +96,9 @@ async def _watch_liveness(probe: Json, check: Check, callbacks: ProbeCallbacks) 
         outcome = await _once(probe, check)
         failures = 0 if outcome.success else failures + 1
         if not outcome.success:
-            callbacks.unhealthy(ProbeKind.LIVENESS, outcome.message)
+            callbacks.on_unhealthy(ProbeKind.LIVENESS, outcome.message)
             if failures >= (probe.get("failureThreshold") or 3):
-                callbacks.failed(ProbeKind.LIVENESS, probe)
+                callbacks.on_probe_failed(ProbeKind.LIVENESS, probe)
                 return
         await asyncio.sleep(_period(probe))
 

@@ -61,7 +61,7 @@ class ContainerSnapshot:
     image: str
     kind: ContainerKind
     state: State
-    last: Terminated | None = None
+    last_termination: Terminated | None = None
     restart_count: int = 0
     ready: bool = False
     started: bool = False
@@ -130,11 +130,11 @@ def phase(pod: Json, views: Sequence[ContainerSnapshot], *, terminal: bool) -> s
     if init_failed:
         return "Failed"
     main = [by_name[c["name"]] for c in containers(pod) if c["name"] in by_name]
-    has_started = [v for v in main if not isinstance(v.state, Waiting) or v.last is not None]
+    has_started = [v for v in main if not isinstance(v.state, Waiting) or v.last_termination is not None]
     if not terminal:
         if (init_pending or _sidecars_pending(by_name)) and not has_started:
             return "Pending"
-        if any(isinstance(v.state, Waiting) and v.last is None for v in main):
+        if any(isinstance(v.state, Waiting) and v.last_termination is None for v in main):
             return "Pending"
         if any(isinstance(v.state, Running) for v in by_name.values() if v.kind is not ContainerKind.INIT):
             return "Running"
@@ -188,12 +188,15 @@ def _generation(pod: Json) -> int | None:
 def _end_of(view: ContainerSnapshot) -> Terminated | None:
     if isinstance(view.state, Terminated):
         return view.state
-    return view.last if isinstance(view.state, Waiting) else None
+    return view.last_termination if isinstance(view.state, Waiting) else None
 
 
 def _sidecars_pending(by_name: dict[str, ContainerSnapshot]) -> bool:
     return any(
-        v.kind is ContainerKind.SIDECAR and not v.started and not isinstance(v.state, Terminated) and v.last is None
+        v.kind is ContainerKind.SIDECAR
+        and not v.started
+        and not isinstance(v.state, Terminated)
+        and v.last_termination is None
         for v in by_name.values()
     )
 
@@ -207,7 +210,7 @@ def _status(view: ContainerSnapshot) -> Json:
         "ready": view.ready,
         "started": view.started,
         "state": _state(view.state),
-        "lastState": {} if view.last is None else _state(view.last),
+        "lastState": {} if view.last_termination is None else _state(view.last_termination),
     }
     if view.container_id:
         status["containerID"] = view.container_id
@@ -280,7 +283,7 @@ def _initialized(view: PodSnapshot, chosen: str) -> tuple[str, str, str]:
     if chosen == "Succeeded":
         return "True", "PodCompleted", ""
     if any(
-        v.kind is ContainerKind.MAIN and (not isinstance(v.state, Waiting) or v.last is not None)
+        v.kind is ContainerKind.MAIN and (not isinstance(v.state, Waiting) or v.last_termination is not None)
         for v in view.containers
     ):
         return "True", "", ""

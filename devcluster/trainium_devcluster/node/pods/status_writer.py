@@ -26,22 +26,22 @@ class StatusWriter:
     """Writes the status of a pod; `render` returns the current status, for a time given as text."""
 
     api: Api
-    pod: Callable[[], Json]
+    get_pod: Callable[[], Json]
     render: Callable[[str], Json]
-    written: Callable[[Json], None]
+    on_written: Callable[[Json], None]
     deleted: bool = False
     _dirty: asyncio.Event = field(default_factory=asyncio.Event)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _last: Json | None = None
 
-    def changed(self) -> None:
+    def mark_dirty(self) -> None:
         """Request a write of the status."""
         self._dirty.set()
         self._idle.clear()
 
     async def flush(self) -> None:
         """Wait until the current status is written or the pod is deleted from the API server."""
-        self.changed()
+        self.mark_dirty()
         await self._idle.wait()
 
     async def run(self) -> None:
@@ -52,12 +52,12 @@ class StatusWriter:
             await self._dirty.wait()
             self._dirty.clear()
             status = self.render(timestamp(time.time()))
-            if self.deleted or _same(status, self._last):
+            if self.deleted or _equal_ignoring_times(status, self._last):
                 continue
             await self._write(status)
 
     async def _write(self, status: Json) -> None:
-        pod = self.pod()
+        pod = self.get_pod()
         path = f"/api/v1/namespaces/{namespace(pod)}/pods/{name(pod)}/status"
         pause = _FIRST_PAUSE
         while True:
@@ -74,14 +74,14 @@ class StatusWriter:
                 pass
             else:
                 self._last = status
-                self.written(answer)
+                self.on_written(answer)
                 return
             await asyncio.sleep(pause)
             pause = min(_MAX_PAUSE, pause * 2)
             status = self.render(timestamp(time.time()))
 
 
-def _same(one: Json, other: Json | None) -> bool:
+def _equal_ignoring_times(one: Json, other: Json | None) -> bool:
     return other is not None and _without_times(one) == _without_times(other)
 
 

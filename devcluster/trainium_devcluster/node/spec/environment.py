@@ -43,7 +43,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
     return _REFERENCE.sub(replace, text)
 
 
-def references(container: Json) -> list[tuple[str, str]]:
+def find_references(container: Json) -> list[tuple[str, str]]:
     """Return the ConfigMaps and Secrets, as (plural, name), in the environment of a container."""
     objects: list[tuple[str, str]] = []
     for source in container.get("envFrom") or []:
@@ -58,7 +58,7 @@ def references(container: Json) -> list[tuple[str, str]]:
     return list(dict.fromkeys(objects))
 
 
-def build(
+def build_environment(
     container: Json, facts: downward_api.PodFacts, lookup: Lookup, services: Iterable[ServiceVariables]
 ) -> dict[str, str]:
     """Return the variables of a container from the pod's spec.
@@ -81,7 +81,7 @@ def build(
     return env
 
 
-def command(container: Json, env: Mapping[str, str]) -> list[str]:
+def expand_command(container: Json, env: Mapping[str, str]) -> list[str]:
     """Return the command line of a container with $(NAME) replaced."""
     return [expand(part, env) for part in [*(container.get("command") or []), *(container.get("args") or [])]]
 

@@ -24,16 +24,16 @@ def write(folder: Path, files: Mapping[str, ProjectedFile]) -> bool:
     if current.is_symlink() and _read(current) == dict(files):
         return False
     old = os.readlink(current) if current.is_symlink() else None  # noqa: PTH115 - the text of the link, not what it leads to
-    fresh = folder / f"..{time.strftime('%Y_%m_%d_%H_%M_%S')}.{time.time_ns() % 10**9:09d}"
-    fresh.mkdir()
+    new_folder = folder / f"..{time.strftime('%Y_%m_%d_%H_%M_%S')}.{time.time_ns() % 10**9:09d}"
+    new_folder.mkdir()
     for path, content in files.items():
-        target = fresh / path
+        target = new_folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content.data)
         target.chmod(content.mode)
     link = folder / _NEW_DATA
     link.unlink(missing_ok=True)
-    link.symlink_to(fresh.name)
+    link.symlink_to(new_folder.name)
     link.replace(current)
     _update_links(folder, {path.split("/", 1)[0] for path in files})
     if old is not None:

@@ -23,14 +23,14 @@ _PROVISIONED_BY = "pv.kubernetes.io/provisioned-by"
 _CONFLICT = 409
 
 
-async def backing_host_path(api: Api, space: str, claim_name: str) -> Json:
+async def resolve_host_path(api: Api, claim_namespace: str, claim_name: str) -> Json:
     """Return the host path source behind a claim.
 
     Raises:
         OSError: when the claim is not bound, or its volume is of a kind that this node cannot show.
         ApiError, UnreachableError: when it cannot be read.
     """
-    claim = await api.get(f"/api/v1/namespaces/{space}/persistentvolumeclaims/{claim_name}")
+    claim = await api.get(f"/api/v1/namespaces/{claim_namespace}/persistentvolumeclaims/{claim_name}")
     volume_name = claim["spec"].get("volumeName")
     if claim.get("status", {}).get("phase") != "Bound" or not volume_name:
         raise OSError(f'persistentvolumeclaim "{claim_name}" is not bound')
@@ -45,7 +45,7 @@ async def backing_host_path(api: Api, space: str, claim_name: str) -> Json:
 
 
 class Provisioner:
-    """Creates volumes for claims of our storage classes that wait for a pod on this node, and removes released ones."""
+    """Creates volumes of the cluster's storage class for claims of pods on this node; removes released ones."""
 
     def __init__(self, api: Api, node: str, folder: Path) -> None:
         self._api = api
@@ -71,22 +71,22 @@ class Provisioner:
         async with asyncio.TaskGroup() as group:
             for reflector in (self._classes, self._claims, self._volumes):
                 group.create_task(reflector.run())
-            group.create_task(self._serve())
+            group.create_task(self._reconcile())
 
-    async def _serve(self) -> None:
+    async def _reconcile(self) -> None:
         while True:
             await self._changed.wait()
             self._changed.clear()
             try:
                 for claim in list(self._claims.objects.values()):
-                    if self._is_ours(claim):
+                    if self._should_provision(claim):
                         await self._provision(claim)
                 for volume in list(self._volumes.objects.values()):
                     await self._reclaim(volume)
             except (ApiError, UnreachableError) as error:
                 _log.warning("provisioner: %s", error)
 
-    def _is_ours(self, claim: Json) -> bool:
+    def _should_provision(self, claim: Json) -> bool:
         annotations = claim["metadata"].get("annotations") or {}
         storage_class = claim["spec"].get("storageClassName")
         served = {name(c) for c in self._classes.objects.values() if c.get("provisioner") == PROVISIONER}

@@ -109,7 +109,7 @@ class PodVolumes:
         if "persistentVolumeClaim" in volume:
             claim = volume["persistentVolumeClaim"]["claimName"]
             return check_host_path(
-                await persistent_volume_claims.backing_host_path(self.api, namespace(self._pod), claim)
+                await persistent_volume_claims.resolve_host_path(self.api, namespace(self._pod), claim)
             )
         atomic_writer.write(path, await self._files(volume))
         return path
@@ -162,15 +162,17 @@ class PodVolumes:
             if key in source:
                 reference = source[key]
                 object_name, optional = reference["name"], bool(reference.get("optional"))
-                space = namespace(self._pod)
-                data_object = await self.cache.use(plural, space, object_name, uid(self._pod), self.changed.set)
+                pod_namespace = namespace(self._pod)
+                data_object = await self.cache.acquire(
+                    plural, pod_namespace, object_name, uid(self._pod), self.changed.set
+                )
                 if data_object is None:
                     if optional:
                         return {}
                     raise VolumeError(
                         f'MountVolume.SetUp failed for volume "{volume}" : {kind} "{object_name}" not found'
                     )
-                what = f"{kind} {space}/{object_name}"
+                what = f"{kind} {pod_namespace}/{object_name}"
                 return config_data.project_keys(
                     config_data.decode_data(data_object, plural), reference.get("items"), mode, optional, what
                 )

@@ -14,7 +14,7 @@ from trainium_contract.trainer.tuning import TuningMethod
 from trainium_devcluster import tune
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.tune import base
-from trainium_devcluster.tune.base import CONFIGURATION, digest_of
+from trainium_devcluster.tune.base import CONFIGURATION, compute_digest
 from trainium_devcluster.tune.demo import with_pairs
 from trainium_devcluster.tune.library import Function, Module, standard_library
 from trainium_devcluster.tune.texts import examples, first_sentence, is_held_out, preference_pairs, read_documentation
@@ -250,7 +250,7 @@ def test_the_configuration_of_the_base_is_valid() -> None:
 
 
 def test_a_changed_text_or_setting_changes_the_identity_of_the_base() -> None:
-    known = digest_of("text", CONFIGURATION)
-    assert digest_of("text", CONFIGURATION) == known
-    assert digest_of("texts", CONFIGURATION) != known
-    assert digest_of("text", {**CONFIGURATION, "steps": 1}) != known
+    known = compute_digest("text", CONFIGURATION)
+    assert compute_digest("text", CONFIGURATION) == known
+    assert compute_digest("texts", CONFIGURATION) != known
+    assert compute_digest("text", {**CONFIGURATION, "steps": 1}) != known

@@ -34,7 +34,7 @@ def lookup(plural: str, name: str) -> dict[str, Any] | None:
 
 
 def build_environment(**container: Any) -> dict[str, str]:
-    return environment.build({"name": "c", **container}, FACTS, lookup, ())
+    return environment.build_environment({"name": "c", **container}, FACTS, lookup, ())
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_references_are_listed_once() -> None:
             {"name": "B", "valueFrom": {"secretKeyRef": {"name": "sec", "key": "s"}}},
         ],
     }
-    assert environment.references(container) == [("configmaps", "cm"), ("secrets", "sec")]
+    assert environment.find_references(container) == [("configmaps", "cm"), ("secrets", "sec")]
 
 
 def test_services_become_variables() -> None:

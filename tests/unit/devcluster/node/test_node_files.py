@@ -81,15 +81,15 @@ def test_endpoints_of_a_service_are_its_ready_pods_by_address() -> None:
         service_pod("127.1.0.12", phase="Failed"),
     ]
     pods[0]["metadata"]["deletionTimestamp"] = None
-    assert [endpoint.address for endpoint in hosts.endpoints(build_service(), pods)] == ["127.1.0.9"]
-    all_endpoints = hosts.endpoints(build_service(publishNotReadyAddresses=True), pods)
+    assert [endpoint.address for endpoint in hosts.select_endpoints(build_service(), pods)] == ["127.1.0.9"]
+    all_endpoints = hosts.select_endpoints(build_service(publishNotReadyAddresses=True), pods)
     assert [endpoint.address for endpoint in all_endpoints] == ["127.1.0.9", "127.1.0.10", "127.1.0.11"]
-    assert hosts.endpoints(build_service(selector=None), pods) == ()
+    assert hosts.select_endpoints(build_service(selector=None), pods) == ()
 
 
 def test_short_names_resolve_only_in_their_namespace() -> None:
     named = service_pod("127.1.0.9", hostname="h", subdomain="s")
-    names = [hosts.ServiceNames("n", "s", hosts.endpoints(build_service(), [named, service_pod("127.1.0.10")]))]
+    names = [hosts.ServiceNames("n", "s", hosts.select_endpoints(build_service(), [named, service_pod("127.1.0.10")]))]
     text = hosts.render("127.1.0.2", "me", {"metadata": {"namespace": "n"}, "spec": {}}, names)
     assert "127.1.0.2\tme\n" in text
     assert "127.1.0.9\ts.n.svc.cluster.local s.n.svc s.n s\n127.1.0.10\ts.n" in text

@@ -90,12 +90,12 @@ async def test_a_reflector_waits_for_an_unreachable_api_server(api: Any) -> None
 async def test_an_object_is_watched_while_it_is_used(api: Any) -> None:
     api.lists = [object_list(item("cm")), object_list()]
     cache, woken = ObjectCache(api), asyncio.Event()
-    assert await cache.use("configmaps", "n", "cm", "pod-1", woken.set) == item("cm")
-    assert await cache.use("configmaps", "n", "cm", "pod-2", woken.set) == item("cm")
+    assert await cache.acquire("configmaps", "n", "cm", "pod-1", woken.set) == item("cm")
+    assert await cache.acquire("configmaps", "n", "cm", "pod-2", woken.set) == item("cm")
     cache.release("pod-1")
-    assert await cache.use("configmaps", "n", "cm", "pod-2", woken.set) == item("cm")
+    assert await cache.acquire("configmaps", "n", "cm", "pod-2", woken.set) == item("cm")
     cache.release("pod-2")
-    assert await cache.use("configmaps", "n", "cm", "pod-3", woken.set) is None
+    assert await cache.acquire("configmaps", "n", "cm", "pod-3", woken.set) is None
     cache.release("pod-3")
 
 
@@ -103,11 +103,11 @@ async def test_pending_status_writes_are_merged(api: Any) -> None:
     state = {"phase": "Pending"}
     writer = StatusWriter(api, lambda: item("u"), lambda _: dict(state), lambda _: None)
     task = asyncio.create_task(writer.run())
-    writer.changed()
+    writer.mark_dirty()
     await asyncio.sleep(0.005)
     for phase in ("Running", "Failed", "Succeeded"):
         state["phase"] = phase
-        writer.changed()
+        writer.mark_dirty()
     await writer.flush()
     await writer.flush()
     assert [body["status"]["phase"] for _, _, body in api.calls] == ["Pending", "Succeeded"]
@@ -180,10 +180,10 @@ class ProbeRecorder:
 
     def callbacks(self) -> probes.ProbeCallbacks:
         return probes.ProbeCallbacks(
-            started=lambda: self.log.append("started"),
-            ready=lambda ready: self.log.append(f"ready={ready}"),
-            unhealthy=lambda kind, _: self.log.append(f"{kind.value} unhealthy"),
-            failed=lambda kind, _: self.log.append(f"{kind.value} failed"),
+            on_startup_succeeded=lambda: self.log.append("started"),
+            on_ready_changed=lambda ready: self.log.append(f"ready={ready}"),
+            on_unhealthy=lambda kind, _: self.log.append(f"{kind.value} unhealthy"),
+            on_probe_failed=lambda kind, _: self.log.append(f"{kind.value} failed"),
         )
 
 

@@ -63,7 +63,7 @@ def test_the_phase_is_computed_from_the_main_containers(policy: str, states: lis
 
 
 def test_a_container_in_back_off_counts_as_having_run() -> None:
-    waiting = container("m0", Waiting("CrashLoopBackOff"), last=ended(1))
+    waiting = container("m0", Waiting("CrashLoopBackOff"), last_termination=ended(1))
     assert phase(pod("Always"), [waiting], terminal=False) == "Running"
 
 
@@ -154,7 +154,7 @@ def test_the_first_restart_is_immediate_and_later_ones_wait_twice_as_long() -> N
     for _ in range(8):
         delays.append(backoff.remaining(now, now))
         now += delays[-1]
-        backoff.restarted(now)
+        backoff.record_restart(now)
     assert delays == [0, 10, 20, 40, 80, 160, 300, 300]
     assert backoff.remaining(now + 700, now + 700) == 0
 
@@ -162,7 +162,7 @@ def test_the_first_restart_is_immediate_and_later_ones_wait_twice_as_long() -> N
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_a_back_off_is_never_negative_nor_longer_than_five_minutes(finished: float, later: float) -> None:
     backoff = Backoff()
-    backoff.restarted(finished)
+    backoff.record_restart(finished)
     assert 0 <= backoff.remaining(finished, finished + later) <= 300
 
 
