@@ -78,10 +78,10 @@ class LineDisplay:
 class WatchState:
     """The state of one watch; displays belong to the thread that opened them."""
 
-    def __init__(self, display: Display, until: float) -> None:
-        """`until`: monotonic time at which the watch ends."""
+    def __init__(self, display: Display, deadline: float) -> None:
+        """`deadline`: monotonic time at which the watch ends."""
         self._display = display
-        self._until = until
+        self._deadline = deadline
         self._curve: LiveCurve | None = None
 
     def needs_curve(self, view: JobView) -> bool:
@@ -101,7 +101,7 @@ class WatchState:
 
     def has_ended(self, view: JobView, now: float) -> bool:
         """Return whether the job or the time of the watch has ended."""
-        return view.ended or now >= self._until
+        return view.ended or now >= self._deadline
 
 
 def read_curve_if_possible(metrics: Callable[[], Sequence[CurvePoint]]) -> Sequence[CurvePoint]:

@@ -42,7 +42,7 @@ def run_in_pod(
     pod: str,
     command: Sequence[str],
     *,
-    seconds: float = 60.0,
+    timeout_seconds: float = 60.0,
     accepted_codes: tuple[int, ...] = (0,),
 ) -> ExecOutput:
     """Run a program in the container `worker`.
@@ -66,7 +66,7 @@ def run_in_pod(
         options["server_hostname"] = connection.access.server_name
     try:
         socket = client.create_connection(
-            url, timeout=seconds, sslopt=options, subprotocols=[_PROTOCOL], enable_multithread=False,
+            url, timeout=timeout_seconds, sslopt=options, subprotocols=[_PROTOCOL], enable_multithread=False,
             header=[f"{name}: {value}" for name, value in connection.access.headers], suppress_origin=True,
             **_proxy(find_proxy(connection.access, "https" if connection.tls else "http", host)),
         )  # fmt: skip
@@ -132,7 +132,7 @@ def _read_output(socket: Any, client: Any, pod: str, accepted_codes: tuple[int, 
     except (client.WebSocketConnectionClosedException, ConnectionError):
         pass  # the server closes the connection without a close frame once the program has ended
     except (client.WebSocketException, OSError) as error:
-        raise ClientError(f"the program in {pod} gave no answer in time: {error}") from error
+        raise ClientError(f"the program in {pod} did not respond in time: {error}") from error
     output = ExecOutput(bytes(channels[_OUT]), bytes(channels[_ERROR]))
     _check_exit(bytes(channels[_STATUS]), output, pod, accepted_codes)
     return output

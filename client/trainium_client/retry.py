@@ -19,14 +19,14 @@ from trainium_contract.views.status_reader import public_status
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
 
-_DELETION_SECONDS = 120.0
+_DELETION_TIMEOUT_SECONDS = 120.0
 _POLL_SECONDS = 0.5
 _AUTHOR_METADATA = ("name", "namespace", "labels", "annotations", "ownerReferences")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """Annotation by which `kubectl apply` detects removed fields."""
 
 
-def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: float = _DELETION_SECONDS) -> Json:
+def retry_job(api: Api, job: Json, manifest: Json | None = None) -> Json:
     """Delete a failed job and recreate it from `manifest`, or unchanged. Raises ClientError if that is impossible."""
     name, phase = text(mapping(job, "metadata"), "name"), public_status(job).text("phase")
     if phase != "Failed":
@@ -38,12 +38,12 @@ def retry_job(api: Api, job: Json, manifest: Json | None = None, *, seconds: flo
     api.create_job(probe, dry_run=True)  # a quota or a policy refuses it before anything is deleted
     uid = str(job["metadata"]["uid"])
     api.delete_job(name, uid, foreground=True)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + _DELETION_TIMEOUT_SECONDS
     while _job_exists(api, name, uid):
         if time.monotonic() > deadline:
             raise ClientError(
-                f"{name} is deleted, but its pods still exist after {seconds:.0f} s (is a node down?); when they are "
-                f"deleted, recreate it with kubectl apply"
+                f"{name} is deleted, but its pods still exist after {_DELETION_TIMEOUT_SECONDS:.0f} s (is a node "
+                f"down?); when they are deleted, recreate it with kubectl apply"
             )
         time.sleep(_POLL_SECONDS)
     try:

@@ -30,7 +30,7 @@ MAX_POLLED_WORKERS = 64
 _RANKS_SHOWN = 40
 SHOW_RANKS = ("-m", "trainium_agent.show_ranks")
 _SHOW_STACKS = ("-m", "trainium_agent.show_stacks")
-_LIST_SECONDS, _VERIFY_SECONDS = 60.0, 3600.0
+_LIST_TIMEOUT_SECONDS, _VERIFY_TIMEOUT_SECONDS = 60.0, 3600.0
 
 OperatorNamespace = Annotated[
     str,
@@ -150,8 +150,13 @@ def list_stored_checkpoints(api: Api, job: Json, *, verify: bool) -> tuple[Any, 
     command = ["python", "-m", "trainium_trainer", "inspect", checkpoint_root(job), "--json"]
     command += ["--verify"] if verify else []
     try:
-        seconds = _VERIFY_SECONDS if verify else _LIST_SECONDS
-        output = run_in_pod(api, running[0], command, seconds=seconds, accepted_codes=(0, ExitCode.USER_ERROR))
+        output = run_in_pod(
+            api,
+            running[0],
+            command,
+            timeout_seconds=_VERIFY_TIMEOUT_SECONDS if verify else _LIST_TIMEOUT_SECONDS,
+            accepted_codes=(0, ExitCode.USER_ERROR),
+        )
     except ClientError as error:
         return None, str(error)
     rows = parse_checkpoint_rows(output.out.decode(errors="replace"))

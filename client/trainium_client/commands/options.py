@@ -47,7 +47,8 @@ def complete_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def job_names(namespace: str | None, context: str | None, kubeconfig: str | None) -> list[str]:
     """Return the names of the jobs for a completion, which must be fast."""
-    return [str(job["metadata"]["name"]) for job in open_api(namespace, context, kubeconfig, seconds=3.0).jobs()]
+    jobs = open_api(namespace, context, kubeconfig, timeout_seconds=3.0).jobs()
+    return [str(job["metadata"]["name"]) for job in jobs]
 
 
 JobName = Annotated[str, typer.Argument(metavar="NAME", help="The TrainingJob.", autocompletion=complete_jobs)]
@@ -126,10 +127,12 @@ def with_session(
     return run
 
 
-def open_api(namespace: str | None, context: str | None, kubeconfig: str | None, *, seconds: float = 30.0) -> Api:
+def open_api(
+    namespace: str | None, context: str | None, kubeconfig: str | None, *, timeout_seconds: float = 30.0
+) -> Api:
     """Connect to the API server that the options name."""
     access = find_access(kubeconfig, context, os.environ)
-    connection = Connection(access, timeout=seconds)
+    connection = Connection(access, timeout=timeout_seconds)
     _connections.append(connection)
     return Api(connection, namespace or access.namespace)
 

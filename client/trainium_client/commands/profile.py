@@ -94,7 +94,7 @@ def profile(
     label = f"steps {first} to {first + steps - 1}" if steps > 1 else f"step {first}"
     notify(f"recording {label} of rank{'s' * (len(selected) > 1)} {', '.join(str(row.rank) for row in selected)}")
     recorded, traces = _record(
-        api, selected, members, first, steps, seconds=_TIMEOUT_SECONDS + 8 * steps * step_seconds
+        api, selected, members, first, steps, timeout_seconds=_TIMEOUT_SECONDS + 8 * steps * step_seconds
     )
     path = file or Path(f"{name}-steps-{first}-{first + steps - 1}.json.gz")
     try:
@@ -150,7 +150,7 @@ def _first_step(rows: Sequence[RankRow], responses: Mapping[str, Any], steps: in
 
 
 def _record(
-    api: Api, rows: Sequence[RankRow], members: Members, first: int, steps: int, *, seconds: float
+    api: Api, rows: Sequence[RankRow], members: Members, first: int, steps: int, *, timeout_seconds: float
 ) -> tuple[list[RecordedRank], list[Trace]]:
     """Record on all ranks at once and fetch the traces. Raises ClientError if no rank recorded."""
     rows_by_rank = {str(row.rank): row for row in rows}
@@ -158,7 +158,7 @@ def _record(
     def record_rank(rank: str) -> tuple[str, Trace]:
         pod, local = rows_by_rank[rank].pod, int(rank) % members.processes_per_node
         command = (*_REQUEST_PROFILE, str(local), str(first), str(steps))
-        response = next(iter(parse_json_lines(run_in_pod(api, pod, command, seconds=seconds))), {})
+        response = next(iter(parse_json_lines(run_in_pod(api, pod, command, timeout_seconds=timeout_seconds))), {})
         path = text(response, "file")
         if not path:
             raise ClientError(text(response, "problem") or "it did not respond")

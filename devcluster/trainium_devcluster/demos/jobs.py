@@ -229,7 +229,7 @@ class Demo(ABC):
         run.log.refresh()
         # The trainer saves the steps after the decision to resize; a program repeats them.
         last = max(step, entry["stepBefore"], entry.get("resumeStep", 0))
-        resumed = run.log.time_of(last + 1)
+        resumed = run.log.step_time(last + 1)
         ended = run.log.first_times.get(last)
         fault = Fault(
             kind=kind,

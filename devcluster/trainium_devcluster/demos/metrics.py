@@ -67,7 +67,7 @@ class StepLog:
         """Return the number of steps that were completed before `moment` and computed again after it."""
         return len({step for step, time in self.recomputed if time > moment})
 
-    def time_of(self, step: int) -> float | None:
+    def step_time(self, step: int) -> float | None:
         """Return when `step` ended; None if it has not."""
         record = self.steps.get(step)
         return None if record is None else float(record["time"])

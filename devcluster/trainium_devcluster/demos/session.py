@@ -68,7 +68,7 @@ class DemoSession:
             self.console.print(table)
         self.console.print(outcome.text, highlight=False, soft_wrap=True)
         if self._keep:
-            self.console.print(_usage_of(str(self._name)), highlight=False, soft_wrap=True)
+            self.console.print(_format_usage(str(self._name)), highlight=False, soft_wrap=True)
         for problem in outcome.problems:
             self.console.print(problem, style="red", markup=False)
         if outcome.problems:
@@ -87,7 +87,7 @@ class DemoSession:
                 started.stop()
 
 
-def _usage_of(name: str) -> str:
+def _format_usage(name: str) -> str:
     """Return the commands for a cluster that was kept."""
     return (
         f"\nThe cluster {name!r} is still up:\n"

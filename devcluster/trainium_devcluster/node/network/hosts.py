@@ -54,7 +54,7 @@ def select_endpoints(service: Json, pods: Iterable[Json]) -> tuple[Endpoint, ...
     return tuple(sorted(found, key=lambda e: tuple(int(part) for part in e.address.split("."))))
 
 
-def service_environment(service: Json, endpoints: tuple[Endpoint, ...]) -> ServiceVariables | None:
+def build_service_variables(service: Json, endpoints: tuple[Endpoint, ...]) -> ServiceVariables | None:
     """Return the environment of pods of the same namespace for `service`; None for a headless one."""
     if service["spec"].get("clusterIP") in {None, "", "None"}:
         return None
@@ -66,7 +66,7 @@ def service_environment(service: Json, endpoints: tuple[Endpoint, ...]) -> Servi
     return ServiceVariables(name(service), endpoints[0].address if endpoints else service["spec"]["clusterIP"], ports)
 
 
-def unreachable_ports(service: Json) -> list[str]:
+def find_unreachable_ports(service: Json) -> list[str]:
     """Return the Service ports that differ from the pods' ports, which a hosts file cannot translate."""
     if service["spec"].get("clusterIP") == "None":
         return []

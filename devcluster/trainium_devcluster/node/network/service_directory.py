@@ -64,17 +64,18 @@ class ServiceDirectory:
         """Stop updating a hosts file, because its directory is about to be removed."""
         self._files.pop(key, None)
 
-    def views(self, pod_namespace: str) -> list[ServiceVariables]:
+    def list_service_variables(self, pod_namespace: str) -> list[ServiceVariables]:
         """Return the Services of a namespace for the environment of its pods."""
-        views = []
+        services = []
         for service in self._services.objects.values():
             if namespace(service) == pod_namespace and not (
                 pod_namespace == "default" and name(service) == "kubernetes"
             ):
-                view = hosts.service_environment(service, hosts.select_endpoints(service, self._pods.objects.values()))
-                if view is not None:
-                    views.append(view)
-        return sorted(views, key=lambda view: view.name)
+                endpoints = hosts.select_endpoints(service, self._pods.objects.values())
+                variables = hosts.build_service_variables(service, endpoints)
+                if variables is not None:
+                    services.append(variables)
+        return sorted(services, key=lambda variables: variables.name)
 
     async def _update_files(self) -> None:
         while True:
@@ -102,7 +103,7 @@ class ServiceDirectory:
 
     def _service_changed(self, service: Json, deleted: bool) -> None:
         self._changed.set()
-        ports = [] if deleted or name(service) == "kubernetes" else hosts.unreachable_ports(service)
+        ports = [] if deleted or name(service) == "kubernetes" else hosts.find_unreachable_ports(service)
         if ports and uid(service) not in self._reported:
             self._reported.add(uid(service))
             self._events.emit(

@@ -21,7 +21,7 @@ from typing import Any
 from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import Json, parse_time
 from trainium_devcluster.node.pods import probe_actions, probes
-from trainium_devcluster.node.pods.logs import LogWriter, last_lines
+from trainium_devcluster.node.pods.logs import LogWriter, read_last_lines
 from trainium_devcluster.node.pods.status import (
     ContainerKind,
     ContainerSnapshot,
@@ -247,7 +247,7 @@ class Container:
         except OSError:
             text = ""
         if not text and ended.code != 0 and self.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
-            text = last_lines(log.path)
+            text = read_last_lines(log.path)
         return text
 
     def _callbacks(self) -> probes.ProbeCallbacks:

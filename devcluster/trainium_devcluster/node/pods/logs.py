@@ -190,7 +190,7 @@ def _render(line: bytes, query: LogOptions) -> bytes | None:
     return time_text + b" " + text if query.timestamps else text
 
 
-def last_lines(path: Path, max_bytes: int = 2048, max_lines: int = 80) -> str:
+def read_last_lines(path: Path, max_bytes: int = 2048, max_lines: int = 80) -> str:
     """Return the end of a log for a status with FallbackToLogsOnError."""
     try:
         with path.open("rb") as file:

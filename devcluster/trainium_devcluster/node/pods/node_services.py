@@ -54,7 +54,7 @@ class NodeServices:
         """Contents of the agent's image."""
         return self.options.state_dir / "agent"
 
-    def base_environment(self, hostname: str) -> dict[str, str]:
+    def build_base_environment(self, hostname: str) -> dict[str, str]:
         """Return the variables that every container has."""
         host, port = self.options.api_server
         env = {
@@ -71,7 +71,7 @@ class NodeServices:
             env[MARKER] = os.environ[MARKER]
         return env
 
-    def insufficient_resource(self, pod: Json) -> tuple[str, str] | None:
+    def find_insufficient_resource(self, pod: Json) -> tuple[str, str] | None:
         """Return the first resource that the node lacks for `pod`, with the message of a kubelet."""
         others = [p for p in self.active_pods() if uid(p) != uid(pod)]
         for resource, requested in quantities.pod_requests(pod).items():

@@ -176,7 +176,7 @@ class PodRunner:
                 self._emit(EventSeverity.WARNING, "NotSupported", sentence, "")
             self._fail("NotSupported", "; ".join(sentences))
             return False
-        if insufficient := self.services.insufficient_resource(self.pod):
+        if insufficient := self.services.find_insufficient_resource(self.pod):
             resource, message = insufficient
             self._emit(EventSeverity.WARNING, f"OutOf{resource}", message, "")
             self._fail(f"OutOf{resource}", f"Pod was rejected: {message}")

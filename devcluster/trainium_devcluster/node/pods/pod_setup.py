@@ -103,11 +103,11 @@ class PodSetup:
                 plural, namespace(pod), object_name, uid(pod), self.volumes.changed.set
             )
         links = pod["spec"].get("enableServiceLinks", True)
-        views = self.services.directory.views(namespace(pod)) if links else []
+        services = self.services.directory.list_service_variables(namespace(pod)) if links else []
         variables = environment.build_environment(
-            spec, self._facts(), lambda plural, key: objects.get((plural, key)), views
+            spec, self._facts(), lambda plural, key: objects.get((plural, key)), services
         )
-        env = self.services.base_environment(self.hostname) | image.environment() | variables
+        env = self.services.build_base_environment(self.hostname) | image.environment() | variables
         run_folder = container.folder / f"run-{container.restart_count}-{int(container.has_started)}"
         run_folder.mkdir(parents=True, exist_ok=True)
         termination_log = run_folder / "termination-log"

@@ -68,7 +68,7 @@ def build_environment(
     """
     env: dict[str, str] = {}
     for service in services:
-        env.update(service_variables(service))
+        env.update(format_service_variables(service))
     for source in container.get("envFrom") or []:
         env.update(_env_from(source, facts.pod, lookup))
     for variable in container.get("env") or []:
@@ -86,7 +86,7 @@ def expand_command(container: Json, env: Mapping[str, str]) -> list[str]:
     return [expand(part, env) for part in [*(container.get("command") or []), *(container.get("args") or [])]]
 
 
-def service_variables(service: ServiceVariables) -> dict[str, str]:
+def format_service_variables(service: ServiceVariables) -> dict[str, str]:
     """Return the variables that a kubelet sets for a Service of the same namespace."""
     prefix = service.name.upper().replace("-", "_")
     env: dict[str, str] = {}

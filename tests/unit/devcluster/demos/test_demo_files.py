@@ -102,5 +102,5 @@ def test_a_repeated_step_counts_as_lost_and_its_first_end_is_kept(tmp_path: Path
     write({1: 10.0, 2: 11.0, 3: 12.0})
     write({1: 10.0, 2: 20.0, 3: 21.0, 4: 22.0})  # resumed after step 1
     assert log.steps_lost_after(12.5) == 2
-    assert (log.time_of(3), log.first_times[3]) == (21.0, 12.0)
-    assert log.first_times[4] == log.time_of(4) == 22.0
+    assert (log.step_time(3), log.first_times[3]) == (21.0, 12.0)
+    assert log.first_times[4] == log.step_time(4) == 22.0

@@ -96,7 +96,9 @@ def test_references_are_listed_once() -> None:
 
 
 def test_services_become_variables() -> None:
-    env = environment.service_variables(ServiceVariables("my-svc", "127.1.2.3", (("web", 80, "TCP"), ("", 53, "UDP"))))
+    env = environment.format_service_variables(
+        ServiceVariables("my-svc", "127.1.2.3", (("web", 80, "TCP"), ("", 53, "UDP")))
+    )
     assert env["MY_SVC_SERVICE_HOST"] == "127.1.2.3"
     assert env["MY_SVC_SERVICE_PORT"] == env["MY_SVC_SERVICE_PORT_WEB"] == "80"
     assert env["MY_SVC_PORT"] == env["MY_SVC_PORT_80_TCP"] == "tcp://127.1.2.3:80"

@@ -108,8 +108,8 @@ def test_a_hosts_file_keeps_its_inode_when_it_changes(tmp_path: Path) -> None:
 
 def test_a_target_port_that_differs_is_unreachable() -> None:
     ports = [{"port": 80, "targetPort": 8080}, {"port": 443, "targetPort": "web"}, {"port": 5}]
-    assert hosts.unreachable_ports(build_service(ports=ports)) == ["80 -> 8080"]
-    assert hosts.unreachable_ports(build_service(ports=ports, clusterIP="None")) == []
+    assert hosts.find_unreachable_ports(build_service(ports=ports)) == ["80 -> 8080"]
+    assert hosts.find_unreachable_ports(build_service(ports=ports, clusterIP="None")) == []
 
 
 def test_addresses_are_allocated_in_turn_and_kept_by_their_owner() -> None:
@@ -211,7 +211,7 @@ async def test_a_log_is_read_by_stream_tail_limit_and_time(tmp_path: Path) -> No
     assert await read_log(path, stream="Stdout", limit=5) == "one\nt"
     assert await read_log(path, since=4e9) == ""
     assert (await read_log(path, stream="Stdout", timestamps=True)).startswith("20")
-    assert logs.last_lines(path, max_lines=1) in {"half", "bad\n"}
+    assert logs.read_last_lines(path, max_lines=1) in {"half", "bad\n"}
 
 
 async def test_following_a_log_continues_after_its_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
