@@ -32,7 +32,7 @@ help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
 
 setup:  ## Virtual environment with pinned packages
-	@scripts/setup.sh $(VENV) $(AHEAD) $(ALSO)
+	@scripts/setup.sh $(VENV) $(WITH_BINARIES) $(ALSO)
 
 binaries: setup  ## Control-plane programs, kubectl and helm (download, else build; cached)
 	@$(BIN)/trainium-devcluster binaries
@@ -141,11 +141,11 @@ clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
 	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) $(TRACKERS_VENV) $(TASKS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# Programs of the cluster that are prepared during the installation of packages: `ahead` and options of
+# Programs of the cluster that are prepared during the installation of packages: `with-binaries` and options of
 # `trainium-devcluster binaries`, for the targets below and their prerequisites.
-AHEAD =
+WITH_BINARIES =
 ALSO =
-binaries: AHEAD = ahead
-check generate: AHEAD = ahead --helm
+binaries: WITH_BINARIES = with-binaries
+check generate: WITH_BINARIES = with-binaries --helm
 test: ALSO = --fleet
 test-long: ALSO = --kueue

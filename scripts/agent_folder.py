@@ -8,6 +8,8 @@ a C library nor a shell of that image:
 
     FOLDER/lib/ld.so --library-path FOLDER/lib FOLDER/bin/python -I -m trainium_agent
 
+FOLDER/site has `trainium_worker` alone, which programs in that image import.
+
 Guarantees:
 - FOLDER/lib has every shared library that a copied file needs.
 - All modules of FOLDER/lib are compiled: a pod mounts the folder read-only, so each start would compile them again.
@@ -44,10 +46,10 @@ def main(folder: Path, site: Path) -> None:
     if folder.exists():
         sys.exit(f"{folder} exists already; remove it, or name another folder")
     python = Path(sys.executable).resolve()
-    standard = Path(sysconfig.get_path("stdlib"))
-    library = folder / "lib" / standard.name
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    library = folder / "lib" / stdlib.name
     ignored = shutil.ignore_patterns(*UNUSED_PARTS)
-    shutil.copytree(standard, library, ignore=ignored)
+    shutil.copytree(stdlib, library, ignore=ignored)
     shutil.copytree(site, library / "site-packages", ignore=ignored)
     worker = library / "site-packages" / "trainium_worker"
     if worker.exists():
@@ -57,7 +59,7 @@ def main(folder: Path, site: Path) -> None:
     for path in shared_libraries(python).union(*(shared_libraries(file) for file in library.rglob("*.so"))):
         is_loader = path.name.startswith("ld-")
         shutil.copy2(path.resolve(), folder / "lib" / ("ld.so" if is_loader else path.name))
-    # Image layers and copies change the times of files, so Python would consider compiled files with times stale.
+    # Image layers and copies change the times of files, so Python would consider timestamp-based .pyc files stale.
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
     if not compileall.compile_dir(library, quiet=1, invalidation_mode=mode):
         sys.exit("a module above cannot be compiled; leave it out, or use a version for this Python")

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from trainium_contract.faults.signs import Sign
 
 _RESPONSE_TEXTS = {
-    Response.COMPLETE: "complete when all have",
+    Response.COMPLETE: "complete when all workers have",
     Response.STOP: "stop",
     Response.RESTART_IN_PLACE: "restart in place",
-    Response.RESTART_UNCOUNTED: "start again",
+    Response.RESTART_UNCOUNTED: "restart, not counted",
     Response.REPLACE_WORKER: "replace the worker",
     Response.REPLACE_NODE: "replace the worker, avoid the node",
-    Response.RETRY_WITH_BACKOFF: "restart in place with pauses",
+    Response.RETRY_WITH_BACKOFF: "restart in place with backoff",
 }
 
 _POD_AND_NODE_SIGNS = (
@@ -83,8 +83,8 @@ def reference_text(header: str) -> str:
         + "\n\nAny other code is a crash (128 + signal for a killed process), unless one of the next three tables "
         "explains it.",
         "## Status of the Neuron runtime\n\nRead from the last output of a process. When several are named, the first "
-        "of these counts. A status explains a crash; to a lost peer (76) only one of a device or the network adds "
-        "anything.\n\n" + _sign_table(RUNTIME_STATUSES),
+        "of these counts. A status explains a crash. For exit code 76 (lost peer), only a status of a device or the "
+        "network changes the cause.\n\n" + _sign_table(RUNTIME_STATUSES),
         "## Lines of output\n\nRead from the newest error in the output of a process that ended by itself with a code "
         "outside the contract. A line below means that another process ended before.\n\n" + _sign_table(OUTPUT_LINES),
         "## Kernel lines\n\nRead from `/dev/kmsg` (or `TRAINIUM_KERNEL_LOG`) where the pod may. The "

@@ -35,15 +35,15 @@ def main(arguments: list[str]) -> int:
     for name in PAGES:
         page = ROOT / name
         text = page.read_text(encoding="utf-8")
-        current = update_blocks(text, output, leave=SLOW if check else frozenset())
-        if current == text:
+        updated = update_blocks(text, output, leave=SLOW if check else frozenset())
+        if updated == text:
             continue
         if check:
             sys.stderr.write(f"{name} is stale; run `python scripts/doc_outputs.py`\n")
-            sys.stderr.writelines(difflib.unified_diff(text.splitlines(True), current.splitlines(True), name, "now"))
+            sys.stderr.writelines(difflib.unified_diff(text.splitlines(True), updated.splitlines(True), name, "now"))
             exit_code = 1
         else:
-            page.write_text(current, encoding="utf-8")
+            page.write_text(updated, encoding="utf-8")
     return exit_code
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ("coordinator", "cluster", "spec")
-LONGEST_INPUT = 8 << 10
+MAX_INPUT_BYTES = 8 << 10
 TIMEOUT_SECONDS, MEMORY_MIB = 300, 2048
 
 
@@ -27,7 +27,7 @@ def fuzz(target: str, inputs: int, seed: int) -> None:
         from tests.unit.fuzz.test_targets import hostile_test  # noqa: PLC0415 - instrumented
     corpus = ROOT / "out/fuzz" / target
     corpus.mkdir(parents=True, exist_ok=True)
-    options = {"runs": inputs, "seed": seed, "max_len": LONGEST_INPUT, "len_control": 0, "timeout": TIMEOUT_SECONDS}
+    options = {"runs": inputs, "seed": seed, "max_len": MAX_INPUT_BYTES, "len_control": 0, "timeout": TIMEOUT_SECONDS}
     options |= {"rss_limit_mb": MEMORY_MIB, "print_final_stats": 1}
     arguments = [sys.argv[0], *(f"-{key}={value}" for key, value in options.items()), str(corpus)]
     atheris.Setup(arguments, hostile_test(target).hypothesis.fuzz_one_input)
@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=30_000, help="for each target")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--targets", default=",".join(TARGETS), help="some of them, separated by commas")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="targets, separated by commas")
     parser.add_argument("--target", choices=TARGETS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.target:

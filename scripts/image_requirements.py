@@ -2,9 +2,9 @@
 
 Usage, from the repository's root: python scripts/image_requirements.py agent|operator|trainer|client|build|dev
 
-`agent`, `operator` and `client` are the requirements of these distributions by their pyproject.toml, `trainer` those
-with extra s3, `build` those of building wheels, `dev` those of the tests (without the group docs, whose pins are in
-docs_requirements.txt).
+`agent`, `operator` and `client` are the requirements of these distributions by their pyproject.toml, `trainer` the
+trainer's with extra s3, `build` those of building wheels, `dev` those of the tests (without the group docs, whose pins
+are in docs_requirements.txt).
 
 Guarantees:
 - An installed torch is kept (a vendor's image includes one), and packages that only the pinned torch needs are omitted.
@@ -71,7 +71,7 @@ def third_party_requirements(requirement: str, projects: Mapping[str, dict[str, 
     if match is None:
         return {requirement}
     if match[1] not in projects:
-        sys.exit(f"no pyproject.toml here is of {match[1]}, which {requirement} requires; add it")
+        sys.exit(f"{requirement} requires {match[1]}, but {match[1]}'s pyproject.toml is not here; add it")
     project = projects[match[1]]["project"]
     direct = list(project["dependencies"])
     for extra in filter(None, (match[2] or "").split(",")):

@@ -4,10 +4,11 @@ Usage, from the repository's root, with a Python that has the requirements of tr
 
     python scripts/krew_plugin.py --uri BASE --homepage URL [--out FOLDER] [--all-platforms]
 
-krew unpacks an archive and links one file of it as `kubectl-trn`; it installs no Python. So an archive contains a
-starter and all packages. One of them is compiled, pydantic-core; its file names include system and Python, so the files
-for all Pythons are in one folder. Without --all-platforms: only this machine and this Python, no network. The same
-sources and packages give the same bytes, so the digests in the manifest are reproducible.
+krew unpacks an archive and links one file of it as `kubectl-trn`; it installs no Python. So an archive contains
+launchers and all packages. One of them is compiled, pydantic-core; its file names include system and Python, so the
+files for all Pythons are in one folder. PyYAML's optional extension is left out. Without --all-platforms:
+only this machine and this Python, no network. The same sources and packages give the same bytes, so the digests in the
+manifest are reproducible.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import yaml
 from image_requirements import normalize_name, parse_constraints, part_requirements, read_projects
 
 PACKAGE_FOLDERS = (Path("client/trainium_client"), Path("contract/trainium_contract"))
-COMPILED = "pydantic-core"
+COMPILED_PACKAGE = "pydantic-core"
 SUPPORTED_PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PIP_PLATFORMS = {
     "linux-amd64": "manylinux_2_17_x86_64",
@@ -38,12 +39,12 @@ PIP_PLATFORMS = {
     "darwin-amd64": "macosx_10_12_x86_64",
     "darwin-arm64": "macosx_11_0_arm64",
 }
-"""Name by pip of each platform of krew."""
-STARTERS = {
+"""pip's platform tag by krew platform."""
+LAUNCHERS = {
     "kubectl-trn": "trainium_client.commands.main",
     "kubectl_complete-trn": "trainium_client.commands.complete",
 }
-_STARTER = '''#!/usr/bin/env python3
+_LAUNCHER = '''#!/usr/bin/env python3
 """Start {name} with the packages beside this file."""
 
 import os
@@ -93,7 +94,7 @@ def library_files() -> dict[str, bytes]:
     for name in transitive_distributions(part_requirements("client")):
         for entry in importlib.metadata.files(name) or ():
             path = str(entry)
-            if path.endswith((".so", ".pyd")) and name not in {COMPILED, "pyyaml"}:
+            if path.endswith((".so", ".pyd")) and name not in {COMPILED_PACKAGE, "pyyaml"}:
                 raise ValueError(f"{name} has {path}, which is compiled: it needs a wheel for each platform")
             is_text = path.endswith((".py", "/METADATA")) or "/licenses/" in path or ".dist-info/LICENSE" in path
             if is_text and not path.startswith(("..", "/")):
@@ -103,7 +104,7 @@ def library_files() -> dict[str, bytes]:
 
 def local_extensions() -> dict[str, bytes]:
     """Return the compiled files of this machine and Python."""
-    entries = (entry for entry in importlib.metadata.files(COMPILED) or () if str(entry).endswith(".so"))
+    entries = (entry for entry in importlib.metadata.files(COMPILED_PACKAGE) or () if str(entry).endswith(".so"))
     return {str(entry): Path(str(entry.locate())).read_bytes() for entry in entries}
 
 
@@ -113,7 +114,7 @@ def download_extensions(tag: str) -> dict[str, bytes]:
     files = {}
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder) / "requirements.txt"
-        requirements.write_text(pins[COMPILED] + "\n", encoding="utf-8")
+        requirements.write_text(pins[COMPILED_PACKAGE] + "\n", encoding="utf-8")
         for python in SUPPORTED_PYTHONS:
             options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--platform", tag]
             options += ["--python-version", python, "--dest", folder, "--quiet", "--disable-pip-version-check"]
@@ -122,16 +123,18 @@ def download_extensions(tag: str) -> dict[str, bytes]:
             with zipfile.ZipFile(wheel) as archive:
                 files.update({name: archive.read(name) for name in archive.namelist() if name.endswith(".so")})
     if len(files) != len(SUPPORTED_PYTHONS):
-        raise ValueError(f"{COMPILED} for {tag}: {len(files)} compiled files for {len(SUPPORTED_PYTHONS)} Pythons")
+        raise ValueError(
+            f"{COMPILED_PACKAGE} for {tag}: {len(files)} compiled files for {len(SUPPORTED_PYTHONS)} Pythons"
+        )
     return files
 
 
-def starter_files() -> dict[str, bytes]:
-    """Return the programs of the archive."""
+def launcher_files() -> dict[str, bytes]:
+    """Return the launchers of the archive."""
     oldest, newest = SUPPORTED_PYTHONS[0], SUPPORTED_PYTHONS[-1]
     versions = {"oldest": oldest, "newest": newest}
     versions |= {"oldest_tuple": oldest.replace(".", ", "), "newest_tuple": newest.replace(".", ", ")}
-    return {name: _STARTER.format(name=name, module=module, **versions).encode() for name, module in STARTERS.items()}
+    return {name: _LAUNCHER.format(name=name, module=module, **versions).encode() for name, module in LAUNCHERS.items()}
 
 
 def build_archive(files: dict[str, bytes]) -> bytes:
@@ -141,7 +144,7 @@ def build_archive(files: dict[str, bytes]) -> bytes:
         for path, content in sorted(files.items()):
             info = tarfile.TarInfo(path)
             info.size = len(content)
-            info.mode = 0o755 if path in STARTERS else 0o644
+            info.mode = 0o755 if path in LAUNCHERS else 0o644
             tar.addfile(info, io.BytesIO(content))
     return archive.getvalue()
 
@@ -166,7 +169,7 @@ def render_manifest(release: str, homepage: str, archives: dict[str, tuple[str, 
 
 
 def current_platform() -> str:
-    """Return the name by krew of this machine's platform."""
+    """Return krew's name of this machine's platform."""
     processor = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     return f"{platform.system().lower()}-{processor}"
 
@@ -175,7 +178,7 @@ def build_plugin(base: str, homepage: str, out: Path, *, all_platforms: bool) ->
     """Write the archives and return the path of the manifest."""
     release = read_projects()["trainium-client"]["project"]["version"]
     common = {f"lib/{path}": content for path, content in library_files().items()}
-    common |= starter_files() | {"LICENSE": Path("LICENSE").read_bytes()}
+    common |= launcher_files() | {"LICENSE": Path("LICENSE").read_bytes()}
     out.mkdir(parents=True, exist_ok=True)
     archives = {}
     for name in PIP_PLATFORMS if all_platforms else (current_platform(),):

@@ -27,7 +27,7 @@ def _code_spans(values: Iterable[str]) -> str:
 
 _RECOVERY_STAGES = (
     f"parts of a recovery: {_code_spans(('Detect', 'Decide', 'Restart', 'Load', 'Replay'))} "
-    "(`Decide` is the wait for a worker), of lost time others besides ([definitions](goodput.md#lost-time))"
+    "(`Decide` is the wait for a worker); lost time has further stages ([definitions](goodput.md#lost-time))"
 )
 _LABELS = {
     "cause": "what an interruption was attributed to ([causes](causes.md))",
@@ -57,9 +57,9 @@ _LABELS = {
 _INTRODUCTION = """# Metrics
 
 The operator exposes these metrics at `http://POD:8080/metrics`, or [over HTTPS](watch.md#over-https). [Watch a
-job](watch.md#metrics) describes scraping, alerts and dashboards. Only the leader's counters move. No label is a pod, a
-node or a rank, so the number of time series does not grow with them. Times are in seconds; sums of them are those of
-the ledgers of existing jobs, and survive restarts of the operator."""
+job](watch.md#metrics) describes scraping, alerts and dashboards. Only the leader's counters increase. No label is a
+pod, a node or a rank, so the number of time series does not grow with them. Times are in seconds. Totals come from the
+status of existing jobs, so they survive restarts of the operator."""
 
 
 _PER_JOB_INTRODUCTION = """With `metrics.namedJobs` ([setup](watch.md#of-single-jobs)). Names start with the same

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Test the tests of the plan by mutation, for `make mutants`: mutmut changes the code of a copy below out/mutants.
+# Run mutation tests of the plan, for `make mutants`: mutmut changes the code of a copy below out/mutants.
 # Usage: scripts/mutants.sh VENV [PATTERN...], for instance 'trainium_operator.plan.view*'; by default the whole plan
 # An interrupted run continues. Results: cd out/mutants && ../../.venv-mutants/bin/mutmut results
 set -eu

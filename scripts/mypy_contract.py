@@ -5,7 +5,7 @@
 - `reader.text("field")` of a `StatusReader[Model]` takes only wire names of the model's fields; `reader.part("field")`
   and `reader.parts("field")` return readers of the field's model.
 
-Without the plugin mypy only checks less. `[tool.mypy]` names it.
+Without the plugin, mypy skips these checks. It is enabled in `[tool.mypy]`.
 """
 
 from __future__ import annotations

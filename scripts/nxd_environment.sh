@@ -16,8 +16,8 @@ if [ -z "$python" ]; then
 fi
 [ -n "$python" ] || { echo "nxd: torch_xla 2.9 needs Python 3.11 to 3.13 and none is on PATH; install it or set PYTHON=/path/to/python" >&2; exit 1; }
 
-want=$(cat pyproject.toml ./*/pyproject.toml constraints.txt scripts/nxd_environment.sh | cksum)
-[ "$(cat "$venv/.complete" 2>/dev/null)" = "$want" ] && exit 0
+fingerprint=$(cat pyproject.toml ./*/pyproject.toml constraints.txt scripts/nxd_environment.sh | cksum)
+[ "$(cat "$venv/.complete" 2>/dev/null)" = "$fingerprint" ] && exit 0
 
 log() { echo "nxd: $*"; }
 
@@ -31,5 +31,5 @@ log "the other packages at pinned versions and hashes"
 set --
 for folder in ./*/pyproject.toml; do set -- "$@" -e "${folder%/*}"; done
 "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation "$@"
-echo "$want" >"$venv/.complete"
+echo "$fingerprint" >"$venv/.complete"
 log "done"

@@ -1,8 +1,9 @@
 #!/bin/sh
 # Create the virtual environment that every make target uses, from hash-pinned versions; safe to repeat and to interrupt.
-# Usage: scripts/setup.sh [VENV [ahead [OPTION]...]]; PYTHON selects the interpreter (3.11 or newer). With `ahead`, the
-# binaries of the development cluster are built meanwhile, as `trainium-devcluster binaries OPTION...` does: pip uses one
-# processor, and the compiler uses the others. If the build fails, the next command that needs a binary reports why.
+# Usage: scripts/setup.sh [VENV [with-binaries [OPTION]...]]; PYTHON selects the interpreter (3.11 or newer).
+# With `with-binaries`, the binaries of the development cluster are built meanwhile, as `trainium-devcluster binaries
+# OPTION...` does: pip uses one processor, and the compiler uses the others. If the build fails, the next command that
+# needs a binary reports why.
 set -eu
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
@@ -17,8 +18,8 @@ if [ -z "$python" ]; then
 fi
 [ -n "$python" ] || { echo "setup: Python 3.11 or newer is needed and none is on PATH; install it or set PYTHON=/path/to/python" >&2; exit 1; }
 
-want=$(cat pyproject.toml ./*/pyproject.toml constraints.txt | cksum)
-[ "$(cat "$venv/.complete" 2>/dev/null)" = "$want" ] && exit 0
+fingerprint=$(cat pyproject.toml ./*/pyproject.toml constraints.txt | cksum)
+[ "$(cat "$venv/.complete" 2>/dev/null)" = "$fingerprint" ] && exit 0
 
 started=$(date +%s)
 log() { echo "[$(($(date +%s) - started)) s] setup: $*"; }
@@ -56,7 +57,7 @@ stop_children() {
 trap stop_children EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
-if [ "${2:-}" = ahead ]; then
+if [ "${2:-}" = with-binaries ]; then
     shift 2
     PYTHONPATH=devcluster "$venv/bin/python" -m trainium_devcluster.binaries "$@" >/dev/null &
     binaries_pid=$!
@@ -77,7 +78,7 @@ for folder in ./*/pyproject.toml; do set -- "$@" -e "${folder%/*}"; done
 # Pods of the development cluster have these files in a separate overlay each, so what a pod compiles is lost. pip would
 # compile on one processor.
 "$venv/bin/python" -m compileall -q -j 0 agent client contract operator simulator trainer_image devcluster worker "$venv/lib" >/dev/null || true
-echo "$want" >"$venv/.complete"
+echo "$fingerprint" >"$venv/.complete"
 if [ -n "$binaries_pid" ]; then
     log "packages installed; waiting for the binaries of the development cluster"
     wait "$binaries_pid" || log "some binaries of the development cluster failed (see above); the build is retried when needed"

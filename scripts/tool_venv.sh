@@ -7,8 +7,8 @@ venv=$1
 python=$2
 requirements=$3
 
-want=$("$python" -VV && cat "$0" "$requirements" | cksum)
-[ "$(cat "$venv/.complete" 2>/dev/null)" != "$want" ] || exit 0
+fingerprint=$("$python" -VV && cat "$0" "$requirements" | cksum)
+[ "$(cat "$venv/.complete" 2>/dev/null)" != "$fingerprint" ] || exit 0
 echo "virtual environment in $venv"
 rm -rf "$venv"
 "$python" -m venv "$venv"
@@ -21,4 +21,4 @@ for program in "${python%/*}"/trainium-*; do
     sed "1s|.*|#!$PWD/$venv/bin/python|" "$program" >"$venv/bin/${program##*/}"
     chmod +x "$venv/bin/${program##*/}"
 done
-echo "$want" >"$venv/.complete"
+echo "$fingerprint" >"$venv/.complete"

@@ -100,7 +100,7 @@ class GenerationRunner:
     # In the event loop.
 
     def _handle(self, event: events.Event) -> None:
-        assert threading.current_thread() is threading.main_thread(), "threads post, they do not take"
+        assert threading.current_thread() is threading.main_thread(), "only the main thread handles events"
         previous_stage = self._local.stage
         self._local, requested = step(self._local, event, time.monotonic())
         for action in requested:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.01
 _RECONNECT_SECONDS = 0.2
-_LONGEST_BEGIN_SECONDS = 0.5
+_MAX_BEGIN_PAUSE_SECONDS = 0.5
 _TURN_TIMEOUT_SECONDS = 1.5 * MAX_PUBLISH_INTERVAL_SECONDS
 _MISSING_SECONDS = 0.5
 _LISTED_NODES = 64
@@ -114,7 +114,7 @@ class GenerationRendezvous:
             self._watcher.raise_if_interrupted()
             self._waiting_for((0,))
             self._watcher.next_observation(observations, pause)
-            pause = min(2 * pause, _LONGEST_BEGIN_SECONDS)
+            pause = min(2 * pause, _MAX_BEGIN_PAUSE_SECONDS)
 
     def _join(self, state: GenerationState) -> tuple[GenerationState, int] | None:
         """Join one attempt; None when a newer attempt began meanwhile."""

@@ -35,7 +35,7 @@ def profile_request_path(progress: Path) -> Path:
     return progress.with_name(f"{progress.name}.profile")
 
 
-def request(local_rank: int, first: int, steps: int) -> dict[str, Any]:
+def request_profile(local_rank: int, first: int, steps: int) -> dict[str, Any]:
     """Request the trace and return the rank's answer, or the problem."""
     newest = newest_records(found_in_output=False).get(local_rank)
     if newest is None:
@@ -63,7 +63,7 @@ def request(local_rank: int, first: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     """Print the answer for the command line's local rank, first step and number of steps."""
     local_rank, first, steps = (int(word) for word in sys.argv[1:])
-    sys.stdout.write(json.dumps(request(local_rank, first, steps)) + "\n")
+    sys.stdout.write(json.dumps(request_profile(local_rank, first, steps)) + "\n")
 
 
 if __name__ == "__main__":

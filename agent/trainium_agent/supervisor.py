@@ -221,7 +221,7 @@ class AgentSupervisor:
         self._exit_with(_INTERNAL_ERROR)
 
     async def _observe(self) -> None:
-        """Read the ranks' progress often until a restart has resumed; end if no coordinator takes the verdict."""
+        """Read the ranks' progress often until a restart has resumed; end if nobody acknowledges the verdict."""
         while True:
             self._workload.observe()
             self._report.observe()
@@ -229,13 +229,15 @@ class AgentSupervisor:
             await asyncio.sleep(_RECOVERING_SECONDS if is_recovering else _TRAINING_SECONDS)
             is_unacknowledged = time.monotonic() - self._client.answered_at > _UNACKNOWLEDGED_SECONDS
             if is_unacknowledged and self._report.phase is WorkerPhase.FAILED:
-                _log.error("no coordinator has taken the verdict for %.0f s; leaving with it", _UNACKNOWLEDGED_SECONDS)
+                _log.error(
+                    "no coordinator acknowledged the verdict for %.0f s; exiting with its code", _UNACKNOWLEDGED_SECONDS
+                )
                 self._exit_with(self._report.verdict_code or ExitCode.YIELDING)
 
     # Actions, performed in the event loop.
 
     def _handle(self, event: pod.Event) -> None:
-        assert threading.current_thread() is threading.main_thread(), "threads post events, this one handles them"
+        assert threading.current_thread() is threading.main_thread(), "only the main thread handles events"
         if self._exit.done():
             return
         self._pod, actions = pod.step(self._pod, event, time.monotonic())
@@ -275,7 +277,7 @@ class AgentSupervisor:
         node_rank = membership.find_node_rank(self._settings.pod_uid)
         assert node_rank is not None, "only a member takes part"
         self._report.start_generation(membership.generation, WorkerPhase.JOINING)
-        self._report.progress_files = _fresh_progress_files(self._settings, membership)
+        self._report.progress_files = _prepare_progress_files(self._settings, membership)
         self._runner = GenerationRunner(self._services, membership, node_rank, self._on_end)
         self._runner.start()
 
@@ -298,7 +300,7 @@ class AgentSupervisor:
         return self._pod.checked and not self._pod.unfit and self._standby_manager.warm
 
 
-def _fresh_progress_files(settings: AgentSettings, membership: Membership) -> tuple[Path, ...]:
+def _prepare_progress_files(settings: AgentSettings, membership: Membership) -> tuple[Path, ...]:
     """Return the paths of this generation's progress records; remove those of older generations."""
     directory = settings.progress_directory
     directory.mkdir(parents=True, exist_ok=True)

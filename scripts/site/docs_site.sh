@@ -19,19 +19,19 @@ fetch_script() {
     command -v npm >/dev/null 2>&1 || { echo "docs: npm is needed once, to download $1; install it (apt-get install npm)" >&2; exit 1; }
     log "$1 $2"
     mkdir -p "$scripts"
-    draft=$(mktemp -d)
-    (cd "$draft" && npm pack --silent "$1@$2" >/dev/null && tar xzf ./*.tgz "package/$3")
-    echo "$4  $draft/package/$3" | sha256sum --check --status || { echo "docs: $1 $2 has another digest than the pinned one" >&2; exit 1; }
-    mv "$draft/package/$3" "$cached"
-    rm -rf "$draft"
+    download_dir=$(mktemp -d)
+    (cd "$download_dir" && npm pack --silent "$1@$2" >/dev/null && tar xzf ./*.tgz "package/$3")
+    echo "$4  $download_dir/package/$3" | sha256sum --check --status || { echo "docs: $1 $2 has another digest than the pinned one" >&2; exit 1; }
+    mv "$download_dir/package/$3" "$cached"
+    rm -rf "$download_dir"
 }
 
-want=$(cat scripts/site/docs_requirements.txt | cksum)
-if [ "$(cat "$venv/.complete" 2>/dev/null)" != "$want" ]; then
+fingerprint=$(cat scripts/site/docs_requirements.txt | cksum)
+if [ "$(cat "$venv/.complete" 2>/dev/null)" != "$fingerprint" ]; then
     log "virtual environment in $venv"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install -q --disable-pip-version-check --require-hashes -r scripts/site/docs_requirements.txt
-    echo "$want" >"$venv/.complete"
+    echo "$fingerprint" >"$venv/.complete"
 fi
 fetch_script mermaid 11.17.2 dist/mermaid.min.js 581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8
 fetch_script iframe-worker 1.0.4 shim/index.js e8e412dbcfea9b7e31b5ffa288d7b6035915e714c542f4176a0cdbe262fc9609

@@ -94,7 +94,7 @@ def resolve_link(root: Path, page: str, target: str) -> tuple[str, str]:
 def rewrite_links(root: Path, page: str, text: str) -> tuple[str, set[str]]:
     """Rewrite the links of a page for the site; return its text and its targets that are not pages."""
     site_folder = str(PurePosixPath(site_path(root, page)).parent)
-    outside = set()
+    non_page_targets = set()
 
     def rewrite(match: re.Match[str]) -> str:
         target = match["target"]
@@ -102,11 +102,11 @@ def rewrite_links(root: Path, page: str, text: str) -> tuple[str, set[str]]:
             return match[0]
         path, anchor = resolve_link(root, page, target)
         if not path.startswith(f"{DOCS}/") and path not in ROOT_PAGES:
-            outside.add(path)
+            non_page_targets.add(path)
         return f"]({relpath(site_path(root, path), site_folder)}{'#' + anchor if anchor else ''})"
 
     lines = [_LINK.sub(rewrite, line) if is_prose else line for line, is_prose in classify_lines(text)]
-    return "".join(lines), outside
+    return "".join(lines), non_page_targets
 
 
 def render_file(root: Path, path: str) -> str:
@@ -132,13 +132,13 @@ def write_site(root: Path, folder: Path) -> None:
     """Write the source of the site; remove the previous content of the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(root / DOCS, folder, ignore=shutil.ignore_patterns("*.md"))
-    outside: set[str] = set()
+    non_page_targets: set[str] = set()
     for page in (*ROOT_PAGES, *(str(file.relative_to(root)) for file in (root / DOCS).rglob("*.md"))):
         text, targets = rewrite_links(root, page, (root / page).read_text(encoding="utf-8"))
-        outside |= targets
+        non_page_targets |= targets
         _write(folder / site_path(root, page), text)
     _write(folder / "decisions/index.md", render_decisions(root))
-    for path in sorted(outside):
+    for path in sorted(non_page_targets):
         children = sorted((root / path).iterdir()) if (root / path).is_dir() else []
         files = [f"{path}/{child.name}" for child in children if child.is_file()]
         for shown in (path, *files):

@@ -47,7 +47,7 @@ ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
 ENV_GENERATION = "TRAINIUM_GENERATION"
 ENV_ATTEMPT = "TRAINIUM_ATTEMPT"
 MEMORY = "memory"
-"""`where` of `saved` for a snapshot in the memory of the nodes."""
+"""`location` of `saved` for a snapshot in the memory of the nodes."""
 STOPPED = 75
 """The exit code of a program that saved and exited because of `should_stop`: it is not complete."""
 
@@ -98,9 +98,9 @@ class _Reporter:
             writer.complete_step({"step": number, **figures}, seconds=seconds)
             writer.pulse.enter(Activity.STEP, Waiting.MAYBE)
 
-    def saved(self, number: int, *, memory: bool) -> None:
+    def saved(self, step: int, *, memory: bool) -> None:
         with self._lock:
-            self._writer.publish(**{"memory_step" if memory else "durable_step": number})
+            self._writer.publish(**{"memory_step" if memory else "durable_step": step})
 
     def stage(self, name: str, done: float) -> None:
         writer = self._writer
@@ -123,7 +123,7 @@ class _Reporter:
             with writer.pulse.waiting_for_peers:
                 while answer == STOP_PENDING and time.monotonic() < deadline:
                     time.sleep(_STOP_POLL_SECONDS)
-                    answer = writer.stop_answer()
+                    answer = writer.read_stop_answer()
         return 0 < answer <= check
 
 
@@ -186,9 +186,9 @@ def step(
     _current_reporter().step(completed, figures, consumed)
 
 
-def saved(number: SupportsIndex, where: str | os.PathLike[str]) -> None:
+def saved(step: SupportsIndex, location: str | os.PathLike[str]) -> None:
     """Report that the checkpoint of a step is complete: in a folder or bucket, or in `MEMORY`."""
-    _current_reporter().saved(index(number), memory=os.fspath(where) == MEMORY)
+    _current_reporter().saved(index(step), memory=os.fspath(location) == MEMORY)
 
 
 def stage(name: str, done: float = 0.0) -> None:
@@ -206,7 +206,7 @@ def notice(sentence: str) -> None:
 
 
 def should_stop() -> bool:
-    """Return whether to save and leave now, with exit code `STOPPED`.
+    """Return whether to save and exit now, with exit code `STOPPED`.
 
     Call it on every rank, once after each step: it is True on all ranks after the same step, without a collective.
     """

@@ -81,16 +81,16 @@ class ProgressRecord:
     """The rate of the whole job over the newest steps."""
     updated: float = 0.0
     """Unix seconds when the newest step ended; 0 before the first."""
-    monotonic: float = 0.0
+    updated_monotonic: float = 0.0
     """The same by the machine's monotonic clock."""
     step_seconds: float = 0.0
     """The length of the newest step."""
     productive_seconds: float = 0.0
     """The time of steps in the history, over all attempts of the generation."""
     validation_loss: float = math.nan
-    """The newest one."""
+    """Loss of the newest validation."""
     parameter_norm: float = math.nan
-    """The newest one."""
+    """Norm of all parameters after the newest measurement."""
     utilisation: float = math.nan
     """Model FLOPs utilisation (MFU), 0 to 1; NaN where the device's peak is not known."""
     goodput: float = math.nan
@@ -135,7 +135,7 @@ class ProgressWriter:
         self._previous = read_progress(path) if path else None
         self._map = _map_file(path) if path else mmap.mmap(-1, _FILE_BYTES)
         self._path = path
-        self._sent_alerts: dict[str, dict[str, object]] = {}
+        self._alerts: dict[str, dict[str, object]] = {}
         self._sequence = 0
         self._map[_STOP_OFFSET:] = _STOP.pack(_NO_STOP)  # remove a request to an earlier attempt
         self.pulse = Pulse(memoryview(self._map)[_PULSE_OFFSET:_STOP_OFFSET])
@@ -169,7 +169,7 @@ class ProgressWriter:
         self.publish(
             **figures,
             updated=time.time(),
-            monotonic=time.monotonic(),
+            updated_monotonic=time.monotonic(),
             step_seconds=seconds,
             productive_seconds=self.record.productive_seconds + seconds,
             stage=TRAIN,
@@ -191,16 +191,16 @@ class ProgressWriter:
     def write_alert(self, kind: str, step: int, sentence: str) -> None:
         """Write an alert next to the record, in place of the last one of its kind."""
         if self._path is not None:
-            self._sent_alerts[kind] = {"step": step, "message": sentence}
-            _write_user_file(alerts_path(self._path), json.dumps(self._sent_alerts))
+            self._alerts[kind] = {"step": step, "message": sentence}
+            _write_user_file(alerts_path(self._path), json.dumps(self._alerts))
 
     def set_total_steps(self, steps: int) -> None:
         """Record the number of steps of the whole run, once it is known."""
         if steps != self.record.total_steps:
             self.publish(total_steps=steps)
 
-    def set_stage(self, stage: str, done: float = 0.0) -> None:
-        """Record the stage of the run and its completed fraction (0 to 1), with a heartbeat.
+    def enter_stage(self, stage: str, done: float = 0.0) -> None:
+        """Record the stage of the run and its completed fraction (0 to 1), and send a heartbeat.
 
         Call it often after the last step: a process without a heartbeat for longer than a save may take counts as hung.
         A step returns the run to `Train`.
@@ -212,7 +212,7 @@ class ProgressWriter:
             self.pulse.enter(Activity.SAVE, Waiting.MAYBE)
 
     def record_stage(self, stage: str, done: float = 0.0) -> None:
-        """Record the stage as `set_stage` does, without an activity."""
+        """Record the stage without a heartbeat."""
         record = self.record
         self.publish(
             stage=stage,
@@ -232,9 +232,9 @@ class ProgressWriter:
     def check_stop(self) -> int:
         """Count a check whether to stop, then return the agent's answer (see `stop_at`)."""
         self.publish(stop_checks=self.record.stop_checks + 1)
-        return self.stop_answer()
+        return self.read_stop_answer()
 
-    def stop_answer(self) -> int:
+    def read_stop_answer(self) -> int:
         """Return the number of the check after which all ranks stop; 0 for none, -1 while the agents choose it."""
         return int(_STOP.unpack_from(self._map, _STOP_OFFSET)[0])
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RING_STEPS = 128
-_WORD_COUNT = 2  # the word, and the number of steps written to the ring
+_WORD_COUNT = 2  # the state word (beats, activity, waiting) and the ring's step count
 _NUMBER_COUNT = 1 + 2 * RING_STEPS  # length of the first step, then pairs of length and time without waits
 PULSE_BYTES = 8 * (_WORD_COUNT + _NUMBER_COUNT)
 _PULSE = struct.Struct(f"<{_WORD_COUNT}Q{_NUMBER_COUNT}d")

@@ -187,7 +187,9 @@ def receive_copy(
     finalize: Callable[[], bool],
     timeout: timedelta | None = None,
 ) -> bool:
-    """Receive a copy from `send_copy`; return False after a page without a snapshot, which ends the copies.
+    """Receive a copy from `send_copy`.
+
+    Return False if the sender sent an empty page, which means that no more copies follow.
 
     allocate: returns the memory for the payload, given the header; finalize: finalizes the copy and returns whether it
     is intact. timeout: the time limit of the page. Raises RuntimeError if the sender failed or sends a

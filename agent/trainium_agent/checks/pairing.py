@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 UNEXPLAINED = 2
 """Number of collective failures without a known culprit that triggers the test."""
-FEWEST_NODES = 3
+MIN_NODES = 3
 """With two nodes a failed exchange blames neither."""
 _SLOW_FACTOR = 4.0
 _SLOW_SECONDS = 0.5
-_MOST_ROUND_ROBIN = 8
+_MAX_ROUND_ROBIN_NODES = 8
 
 Group = tuple[int, ...]
 """Node ranks that exchange with each other; the first one hosts the store."""
@@ -70,7 +70,7 @@ class WaveResults:
 
 def should_test_pairs(state: GenerationState, nodes: int) -> bool:
     """Return whether the test should run before the next attempt."""
-    return nodes >= FEWEST_NODES and state.unexplained_failures >= UNEXPLAINED
+    return nodes >= MIN_NODES and state.unexplained_failures >= UNEXPLAINED
 
 
 def count_unexplained(previous: GenerationState, current: GenerationState) -> GenerationState:
@@ -150,7 +150,7 @@ def _plan_waves(nodes: int, results: Sequence[WaveResults], minimum: float | Non
     if good:
         batches = [suspects[start : start + len(good)] for start in range(0, len(suspects), len(good))]
         return [first, *(tuple(zip(good, batch, strict=False)) for batch in batches)]
-    return [first, *_round_robin(suspects)] if nodes <= _MOST_ROUND_ROBIN else [first]
+    return [first, *_round_robin(suspects)] if nodes <= _MAX_ROUND_ROBIN_NODES else [first]
 
 
 def _round_robin(nodes: list[int]) -> list[Wave]:

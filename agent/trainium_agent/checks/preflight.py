@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from trainium_agent.settings import AgentSettings
 
-_MINIMUM_FREE_BYTES = 1 << 20
+_MIN_FREE_BYTES = 1 << 20
 _SCRATCH_BYTES = 64 << 20
 _PROCESS_BYTES = 128 << 20
 """A training process cannot start in less memory."""
@@ -109,7 +109,7 @@ def _memory_directory(directory: Path) -> Iterator[PreflightFinding]:
         )
         return
     free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < _MINIMUM_FREE_BYTES:
+    if free_bytes < _MIN_FREE_BYTES:
         yield PreflightFinding(
             ExitCode.USER_ERROR,
             f"The memory directory {directory} has {free_bytes} bytes left; give its emptyDir a larger sizeLimit.",
@@ -224,7 +224,7 @@ def _coordinator(settings: AgentSettings) -> Iterator[PreflightFinding]:
 DRIVER = Path("/sys/module/neuron/version")
 PACKAGES = Path("/var/lib/dpkg/status")
 _RUNTIME = "aws-neuronx-runtime-lib"
-_LONGEST_FILE_BYTES = 16 << 20
+_MAX_FILE_BYTES = 16 << 20
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 _STANZA = re.compile(rf"^Package: {_RUNTIME}\n(?:.+\n)*?Version: (\S+)$", re.MULTILINE)
 
@@ -262,7 +262,7 @@ def _version(text: str) -> Version | None:
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return file.read(_LONGEST_FILE_BYTES).decode(errors="replace")
+            return file.read(_MAX_FILE_BYTES).decode(errors="replace")
     except OSError:
         return ""
 

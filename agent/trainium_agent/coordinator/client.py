@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from trainium_agent.coordinator.connection import (
     REQUEST_SECONDS,
+    CertificateError,
     Connector,
     CoordinatorUnavailableError,
     JobDeletedError,
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 _STREAM_SECONDS = (240.0, 300.0)
 """Age at which a stream is replaced, so that its token is renewed; the coordinator closes it at 600 s."""
 _FIRST_BACKOFF_SECONDS = 0.1
-_LONGEST_BACKOFF_SECONDS = 3.0
+_MAX_BACKOFF_SECONDS = 3.0
 _STABLE_SECONDS = 5.0
 _LOG_INTERVAL_SECONDS = 30.0
 CLOCK_CHECK_SECONDS = 60.0
@@ -87,7 +88,7 @@ class CoordinatorClient:
         self._on_acknowledged = on_acknowledged
         self._on_job_deleted = on_job_deleted
         self._on_coordinator_time = on_coordinator_time
-        self._register = RegisterRequest(
+        self._registration_request = RegisterRequest(
             namespace=settings.namespace,
             job=settings.job,
             pod_name=settings.pod_name,
@@ -128,7 +129,7 @@ class CoordinatorClient:
             if time.monotonic() - started > _STABLE_SECONDS:
                 backoff = _FIRST_BACKOFF_SECONDS
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries
-            backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
+            backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
 
     async def flush(self, seconds: float) -> None:
         """Send a last heartbeat over the open stream, if any, and wait up to `seconds` for its answer."""
@@ -152,32 +153,32 @@ class CoordinatorClient:
             for _ in range(2):
                 sent_at = time.time()
                 try:
-                    stream, welcome = await self._open(address)
+                    stream, registration = await self._open(address)
                 except CoordinatorUnavailableError as error:
                     sentence = str(error)
-                    if "does not verify" not in sentence:
+                    if not isinstance(error, CertificateError):
                         break
                 else:
                     self._record_answer()
-                    self._on_coordinator_time(welcome.time, sent_at, time.time())
+                    self._on_coordinator_time(registration.time, sent_at, time.time())
                     if address != self._preferred:
                         _log.info("registered with the coordinator at %s:%d", address.ip, address.port)
                     self._preferred = address
-                    return stream, welcome
+                    return stream, registration
         raise CoordinatorUnavailableError(sentence)
 
     async def _open(self, address: Address) -> tuple[Stream, RegisterResponse]:
         after = 0 if self._needs_whole_membership else self._generation
         stream = await self._connector.open_stream(address, {"podUid": self._settings.pod_uid, "after": str(after)})
         try:
-            return stream, await stream.register(self._register, REQUEST_SECONDS)
+            return stream, await stream.register(self._registration_request, REQUEST_SECONDS)
         except StreamEndedError as error:
             raise CoordinatorUnavailableError(f"{address}: {error}") from error
 
-    async def _serve(self, stream: Stream, welcome: RegisterResponse) -> None:
+    async def _serve(self, stream: Stream, registration: RegisterResponse) -> None:
         """Exchange messages until the stream fails or expires. Raises CoordinatorUnavailableError."""
-        if welcome.membership is not None:
-            self._receive_membership(welcome.membership)
+        if registration.membership is not None:
+            self._receive_membership(registration.membership)
         self._session = StreamSession(
             stream,
             self._heartbeat,
@@ -190,7 +191,7 @@ class CoordinatorClient:
         try:
             async with asyncio.timeout(random.uniform(*_STREAM_SECONDS)):  # noqa: S311 - spreads load
                 await _run_until_one_ends(
-                    self._session.send_heartbeats(welcome.heartbeat_seconds), self._session.receive_frames()
+                    self._session.send_heartbeats(registration.heartbeat_seconds), self._session.receive_frames()
                 )
         except TimeoutError:
             return
@@ -292,7 +293,7 @@ class StreamSession:
         self._on_change = on_change
         self._on_answer = on_answer
         self._unanswered: deque[_Sent] = deque()
-        self._detail_seconds = 0.0
+        self._full_heartbeat_seconds = 0.0
         self._flush: asyncio.Future[None] | None = None
 
     async def flush(self) -> None:
@@ -314,7 +315,7 @@ class StreamSession:
             try:
                 async with asyncio.timeout(REQUEST_SECONDS):
                     changed = must_send_now(last, message)
-                    if changed or self._flush is not None or now - last_at >= self._detail_seconds * share:
+                    if changed or self._flush is not None or now - last_at >= self._full_heartbeat_seconds * share:
                         self._unanswered.append(_Sent(message, now, time.time(), self._flush))
                         last, last_at, self._flush = message, now, None
                         share = jitter_fraction(random.random(), after_news=changed)  # noqa: S311
@@ -345,7 +346,7 @@ class StreamSession:
             self._on_change(MembershipChange.model_validate_json(payload))
         elif kind == FrameKind.HEARTBEAT_ACK:
             answer = HeartbeatResponse.model_validate_json(payload)
-            self._detail_seconds = answer.full_heartbeat_seconds
+            self._full_heartbeat_seconds = answer.full_heartbeat_seconds
             if (sent := self._pop_answered()) is not None:
                 self._on_acknowledged(sent.message, answer, sent.wall_time)
         elif kind == FrameKind.ERROR:

@@ -39,9 +39,9 @@ LOOKUP_SECONDS = 1.5
 search domain.
 """
 _SWITCHING = 101
-_LONGEST_HEAD = 16 * 1024
-_LONGEST_REFUSAL = 64 * 1024
-_LONGEST_FRAME = 64 * 1024 * 1024
+_MAX_HEAD_BYTES = 16 * 1024
+_MAX_REFUSAL_BYTES = 64 * 1024
+_MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Enough for a membership of 100,000 workers."""
 _TLS_SHUTDOWN_SECONDS = 2.0
 
@@ -60,6 +60,10 @@ class Address:
 
 class CoordinatorUnavailableError(ConnectionError):
     """One address did not answer as the leader; the text is one sentence."""
+
+
+class CertificateError(CoordinatorUnavailableError):
+    """The certificate of one address does not verify, maybe because its authority was rotated."""
 
 
 class JobDeletedError(Exception):
@@ -106,7 +110,7 @@ class Connector:
             ) from error
         except ssl.SSLError as error:
             self._tls = None  # read the certificate authority again: it may have been rotated
-            raise CoordinatorUnavailableError(
+            raise CertificateError(
                 f"the certificate of {address.host} does not verify against {self._settings.ca_path} ({error})"
             ) from error
         except (OSError, ValueError, TimeoutError) as error:
@@ -194,7 +198,11 @@ class Stream:
     async def open(cls, address: tuple[str, int], context: ssl.SSLContext, name: str, request: str) -> Stream:
         """Connect and send the request. Raises StreamRefusedError, OSError, ValueError."""
         reader, writer = await asyncio.open_connection(
-            *address, ssl=context, server_hostname=name, limit=_LONGEST_HEAD, ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS
+            *address,
+            ssl=context,
+            server_hostname=name,
+            limit=_MAX_HEAD_BYTES,
+            ssl_shutdown_timeout=_TLS_SHUTDOWN_SECONDS,
         )
         stream = cls(reader, writer)
         try:
@@ -218,7 +226,7 @@ class Stream:
         if status == _SWITCHING:
             return
         fields = {key.strip().lower(): value.strip() for key, _, value in (line.partition(":") for line in lines[1:])}
-        length = min(int(fields.get("content-length", "0")), _LONGEST_REFUSAL)
+        length = min(int(fields.get("content-length", "0")), _MAX_REFUSAL_BYTES)
         body = await self._reader.readexactly(length) if length else b""
         raise StreamRefusedError(status, body.decode(errors="replace"))
 
@@ -260,7 +268,7 @@ class Stream:
         """Return the next frame; a packed membership is unpacked. Raises StreamEndedError."""
         try:
             kind, length = parse_frame_header(await self._reader.readexactly(HEAD_BYTES))
-            if length > _LONGEST_FRAME:
+            if length > _MAX_FRAME_BYTES:
                 raise StreamEndedError(f"the coordinator sent a frame of {length} bytes")
             payload = await self._reader.readexactly(length)
             if kind == FrameKind.PACKED_MEMBERSHIP:

@@ -353,5 +353,5 @@ def _resumed_at(record: ProgressRecord, step_before: int) -> float | None:
 
 
 def _finite(value: float) -> float | None:
-    """Return a number that JSON can carry, or None."""
+    """Return the value; None for NaN and infinity."""
     return value if value == value and abs(value) != float("inf") else None  # noqa: PLR0124 - NaN differs from itself

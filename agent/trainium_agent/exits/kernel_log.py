@@ -35,7 +35,7 @@ _KEPT = 8
 _LINE_CHARACTERS = 1024
 _CHUNK = 1 << 13
 """A record of /dev/kmsg has at most 8 KiB, and a read into a smaller buffer fails."""
-_LONGEST_PARTIAL = 1 << 14
+_MAX_PARTIAL_BYTES = 1 << 14
 _SAME_SECONDS = 10.0
 """Each kind of line is recorded at most once in this time."""
 _POLL_SECONDS = 0.25
@@ -180,7 +180,7 @@ class KernelLog:
 
     def _handle(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > _LONGEST_PARTIAL:
+        if len(self._partial) > _MAX_PARTIAL_BYTES:
             lines.append(self._partial)
             self._partial = b""
         for line in lines:

@@ -18,7 +18,7 @@ from trainium_contract.faults.classify import Classification, classify_exit_code
 from trainium_contract.faults.responses import Response
 
 _FIRST_BACKOFF_SECONDS = 1.0
-_LONGEST_BACKOFF_SECONDS = 30.0
+_MAX_BACKOFF_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +115,13 @@ def decide_restart(
     counted = state.attempt > attempt
     progressed = best > state.best_progress
     if response in (Response.REPLACE_NODE, Response.REPLACE_WORKER):
-        following = replace(_next_attempt(state, verdict.cause, best, None), restarts_without_progress=0)
-        return RestartDecision(RestartAction.WITHDRAW, state if counted else following)
+        next_state = replace(_next_attempt(state, verdict.cause, best, None), restarts_without_progress=0)
+        return RestartDecision(RestartAction.WITHDRAW, state if counted else next_state)
     if response is Response.RETRY_WITH_BACKOFF:
         failures = 1 if progressed else state.storage_failures + 1
-        backoff = min(_FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 1), _LONGEST_BACKOFF_SECONDS)
-        following = replace(_next_attempt(state, verdict.cause, best, None), storage_failures=failures)
-        return RestartDecision(RestartAction.RESTART, state if counted else following, backoff)
+        backoff = min(_FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 1), _MAX_BACKOFF_SECONDS)
+        next_state = replace(_next_attempt(state, verdict.cause, best, None), storage_failures=failures)
+        return RestartDecision(RestartAction.RESTART, state if counted else next_state, backoff)
     early = code if verdict.cause is Cause.CRASH and best < 0 else None
     if counted:
         return RestartDecision(RestartAction.RESTART, _with_culprit(state, attempt, verdict.cause, early))
@@ -130,8 +130,8 @@ def decide_restart(
     restarts = 1 if progressed else state.restarts_without_progress + 1
     if restarts > limit:
         return RestartDecision(RestartAction.GIVE_UP, replace(state, stopped=code))
-    following = replace(_next_attempt(state, verdict.cause, best, early), restarts_without_progress=restarts)
-    return RestartDecision(RestartAction.RESTART, following)
+    next_state = replace(_next_attempt(state, verdict.cause, best, early), restarts_without_progress=restarts)
+    return RestartDecision(RestartAction.RESTART, next_state)
 
 
 def _repeats(verdict: Classification, attempt: int, best_progress: float, state: GenerationState) -> bool:

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from trainium_contract.spec.recovery import HangSpec
 
-_LONGEST_SAMPLE_SECONDS = 2.0
+_MAX_SAMPLE_SECONDS = 2.0
 """Longest time that a sample adds to a stall; in a longer gap the agent itself did not run."""
 _ENOUGH_STEPS = 3
 _BUSY = 0.5
 _FIRST_STEP_FLOORS = 4.0
 _INIT_FLOORS = 8.0
-_SHORTEST_RETRY_SECONDS = 0.25
-_LONGEST_RETRY_SECONDS = 5.0
+_MIN_RETRY_SECONDS = 0.25
+_MAX_RETRY_SECONDS = 5.0
 _STOPPED = ("T", "t")
 _UNINTERRUPTIBLE = "D"
 _STAGES = {RunStage.EXPORT: "writing artifacts", RunStage.EVALUATE: "evaluating"}
@@ -105,7 +105,7 @@ class Stall:
     seconds: float
     limit: float
     """Seconds that the rank may be stalled in this phase."""
-    waiting: bool | None
+    reported_waiting: bool | None
     """Whether it reports that it waits for its peers; None when its work contains collectives."""
     state: str = ""
     """State letter of /proc; empty if not read."""
@@ -127,13 +127,13 @@ class Stall:
         return self.state in _STOPPED
 
     @property
-    def waits(self) -> bool | None:
+    def is_waiting(self) -> bool | None:
         """Whether it waits for its peers; None if unknown."""
         if self.stopped:
             return False
-        if self.waiting is None and (self.state == _UNINTERRUPTIBLE or self.busy >= _BUSY):
+        if self.reported_waiting is None and (self.state == _UNINTERRUPTIBLE or self.busy >= _BUSY):
             return False
-        return self.waiting
+        return self.reported_waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class StallTracker:
 
     def sample(self, now: float, samples: Iterable[RankSample]) -> tuple[Stall, ...]:
         """Return the stall of each sampled rank; `now` is monotonic."""
-        elapsed = 0.0 if self._sampled_at is None else min(max(0.0, now - self._sampled_at), _LONGEST_SAMPLE_SECONDS)
+        elapsed = 0.0 if self._sampled_at is None else min(max(0.0, now - self._sampled_at), _MAX_SAMPLE_SECONDS)
         self._sampled_at = now
         previous, self._states = self._states, {}
         stalls = []
@@ -240,7 +240,7 @@ def find_culprits(answers: Mapping[int, Sequence[Stall]], members: int) -> Findi
         return Finding(FindingKind.STUCK, culprits=tuple(sorted(rank.rank for rank in culprits)))
     remaining = [rank.limit - rank.seconds for rank in reported if not rank.overdue]
     if remaining:
-        retry = min(max(min(remaining), _SHORTEST_RETRY_SECONDS), _LONGEST_RETRY_SECONDS)
+        retry = min(max(min(remaining), _MIN_RETRY_SECONDS), _MAX_RETRY_SECONDS)
         return Finding(FindingKind.PROGRESSING, retry_seconds=retry)
     silent = tuple(sorted(set(range(members)) - set(answers)))
     if silent:
@@ -254,14 +254,14 @@ def _outliers(overdue: list[Stall], ranks: list[Stall]) -> list[Stall]:
     if stopped:
         return stopped
     is_only_rank = len(ranks) == 1
-    outliers = [rank for rank in overdue if rank.waits is False]
+    outliers = [rank for rank in overdue if rank.is_waiting is False]
     if outliers:
         phases = {rank.phase for rank in outliers}
-        candidates = [rank for rank in ranks if not rank.overdue and rank.waits is False and rank.phase in phases]
+        candidates = [rank for rank in ranks if not rank.overdue and rank.is_waiting is False and rank.phase in phases]
         may_follow = any(rank.seconds > rank.limit / 2 for rank in candidates)
         return outliers if is_only_rank or (len(outliers) < len(ranks) and not may_follow) else []
-    outliers = [rank for rank in overdue if rank.waits is None]
-    others_wait = all(rank.overdue and rank.waits for rank in ranks if rank not in outliers)
+    outliers = [rank for rank in overdue if rank.is_waiting is None]
+    others_wait = all(rank.overdue and rank.is_waiting for rank in ranks if rank not in outliers)
     return outliers if is_only_rank or (others_wait and len(outliers) < len(ranks)) else []
 
 
@@ -269,10 +269,10 @@ def after_hang(
     finding: Finding, attempt: int, best_progress: float, state: GenerationState, limit: int
 ) -> GenerationState:
     """Return the shared state after the ranks of `attempt` were ended for a hang; it counts once, as any failure."""
-    following = decide_restart(ExitCode.HUNG, attempt, best_progress, state, limit).state
-    if following.attempt > state.attempt and finding.kind is FindingKind.COLLECTIVE:
-        return replace(following, unexplained_failures=following.unexplained_failures + 1)
-    return following
+    next_state = decide_restart(ExitCode.HUNG, attempt, best_progress, state, limit).state
+    if next_state.attempt > state.attempt and finding.kind is FindingKind.COLLECTIVE:
+        return replace(next_state, unexplained_failures=next_state.unexplained_failures + 1)
+    return next_state
 
 
 def describe_stall(stall: Stall, pod: str) -> str:
@@ -282,7 +282,7 @@ def describe_stall(stall: Stall, pod: str) -> str:
         False: "not waiting for peers",
         None: "in work that has collectives inside",
     }
-    notes = [waiting_words[stall.waits], *([_STATES[stall.state]] if stall.state in _STATES else [])]
+    notes = [waiting_words[stall.is_waiting], *([_STATES[stall.state]] if stall.state in _STATES else [])]
     if stall.busy >= _BUSY:
         notes.append(f"using {stall.busy:.0%} of a processor")
     where = f"{_describe_location(stall)} ({', '.join(notes)})"

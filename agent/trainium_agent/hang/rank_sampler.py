@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from trainium_agent.workload.base import Workload
     from trainium_contract.spec.recovery import HangSpec
 
-_LONGEST_INTERVAL_SECONDS = 0.5
+_MAX_INTERVAL_SECONDS = 0.5
 _SAMPLES_PER_LIMIT = 8
 _ASK_KERNEL_AFTER_SECONDS = 0.5
 _TIMED_STEPS = 20
 """Number of the newest steps in a `StepTiming`."""
-_FEWEST_TIMED_STEPS = 3
+_MIN_TIMED_STEPS = 3
 _PHASES = {
     Activity.INIT: TrainerPhase.INIT,
     Activity.LOAD: TrainerPhase.LOAD,
@@ -45,7 +45,7 @@ _ENDING = (ProgressPhase.FINISHED, ProgressPhase.YIELDED, ProgressPhase.FAILED)
 
 def sample_seconds(spec: HangSpec) -> float:
     """Return the seconds between two samples."""
-    return min(_LONGEST_INTERVAL_SECONDS, spec.step_floor_seconds / _SAMPLES_PER_LIMIT)
+    return min(_MAX_INTERVAL_SECONDS, spec.step_floor_seconds / _SAMPLES_PER_LIMIT)
 
 
 class RankSampler:
@@ -116,7 +116,7 @@ class RankSampler:
             step=record.step,
             seconds=0.0,
             limit=self._workload.step_limit(path, stall_limit(phase, self._spec, baseline, state=letter)),
-            waiting=_WAITING[pulse.waiting],
+            reported_waiting=_WAITING[pulse.waiting],
             state=letter,
             stage=RunStage.parse(record.stage),
         )
@@ -135,7 +135,14 @@ class RankSampler:
         else:  # its state is unknown
             limit, waiting = (math.inf if counter is None else self._spec.init_seconds), None
         stall = Stall(
-            process.rank, TrainerPhase.INIT, -1, 0.0, limit, waiting=waiting, state=letter, unreported=is_program
+            process.rank,
+            TrainerPhase.INIT,
+            -1,
+            0.0,
+            limit,
+            reported_waiting=waiting,
+            state=letter,
+            unreported=is_program,
         )
         return RankSample(stall, activity, cpu_seconds)
 
@@ -154,7 +161,7 @@ class RankSampler:
 def summarize_steps(steps: tuple[tuple[float, float], ...], cpu_wait: float | None = None) -> StepTiming | None:
     """Return the medians of the newest steps of one rank; `cpu_wait` is its share of waits for a processor."""
     newest = steps[-_TIMED_STEPS:]
-    if len(newest) < _FEWEST_TIMED_STEPS:
+    if len(newest) < _MIN_TIMED_STEPS:
         return None
     return StepTiming(
         steps=len(newest),

@@ -158,9 +158,9 @@ class HangResponse:
 
 
 def _apply_stack(stall: Stall, stack: StackDump | None) -> Stall:
-    if stall.waiting is not None or stack is None or stack.in_collective is None:
+    if stall.reported_waiting is not None or stack is None or stack.in_collective is None:
         return stall
-    return replace(stall, waiting=stack.in_collective)
+    return replace(stall, reported_waiting=stack.in_collective)
 
 
 def _stuck(stall: Stall, stack: StackDump | None) -> StuckRank:
@@ -169,7 +169,7 @@ def _stuck(stall: Stall, stack: StackDump | None) -> StuckRank:
         phase=stall.phase,
         step=max(stall.step, -1),
         seconds=stall.seconds,
-        waiting=stall.waits,
+        waiting=stall.is_waiting,
         stack=stack.innermost[:_STACK_CHARACTERS] if stack is not None else "",
     )
 

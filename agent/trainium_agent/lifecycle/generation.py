@@ -261,10 +261,10 @@ def _handle_diagnosis(local: LocalGeneration, diagnosed: events.ExitsDiagnosed, 
     if diagnosed.withdraw or diagnosed.state.stopped is not None:
         sentence = f"giving up in place: rank {diagnosed.rank} ended with code {diagnosed.code} ({diagnosed.sentence})"
         return _fail(local), (actions.Log(sentence, severe=True), actions.ReportVerdict(diagnosed.local_rank))
-    following, reports = _start_next_attempt(local, diagnosed.state.attempt, diagnosed.cause, diagnosed.ended_at, now)
+    next_state, reports = _start_next_attempt(local, diagnosed.state.attempt, diagnosed.cause, diagnosed.ended_at, now)
     if not diagnosed.backoff_seconds or local.order is not Order.NONE:
-        return following, reports
-    return replace(following, stage=Stage.BACKOFF, deadline=now + diagnosed.backoff_seconds), reports
+        return next_state, reports
+    return replace(next_state, stage=Stage.BACKOFF, deadline=now + diagnosed.backoff_seconds), reports
 
 
 def _handle_sample(local: LocalGeneration, sampled: events.RanksSampled, now: float) -> _StepResult:
@@ -282,12 +282,12 @@ def _handle_hang(local: LocalGeneration, hang: events.HangFound, now: float) -> 
     )
     local = replace(local, stuck_reported_at=now)
     if hang.state.stopped is None:
-        following, further = _start_next_attempt(local, hang.state.attempt, hang.cause, hang.failed_at, now)
+        next_state, further = _start_next_attempt(local, hang.state.attempt, hang.cause, hang.failed_at, now)
     elif hang.cause is Cause.HANG and hang.culprit_known:
-        following, further = _end_attempt(local, Fail(actions.ReportVerdict()), now)
+        next_state, further = _end_attempt(local, Fail(actions.ReportVerdict()), now)
     else:
-        following, further = _fail_stopped(local, now)
-    return following, (*reports, *further)
+        next_state, further = _fail_stopped(local, now)
+    return next_state, (*reports, *further)
 
 
 def _handle_store_loss(local: LocalGeneration, task: actions.Task, reason: str, now: float) -> _StepResult:

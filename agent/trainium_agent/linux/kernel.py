@@ -157,7 +157,7 @@ def kernel_location(pid: int) -> str:
 
 
 _SAMPLE_SECONDS = 5.0
-_LEAST_WANTED_NS = 50_000_000
+_MIN_WANTED_NS = 50_000_000
 """Least processor time wanted within a sample; a rank that wants less waits for something else."""
 
 
@@ -179,7 +179,7 @@ class CpuWaitSampler:
         if sample is not None:
             waited_for = max(0, waited - sample[2])
             wanted = max(0, ran - sample[1]) + waited_for
-            self._shares[pid] = round(waited_for / wanted, 3) if wanted >= _LEAST_WANTED_NS else None
+            self._shares[pid] = round(waited_for / wanted, 3) if wanted >= _MIN_WANTED_NS else None
         return self._shares.get(pid)
 
     def keep_only(self, pids: frozenset[int]) -> None:

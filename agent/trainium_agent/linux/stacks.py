@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DUMP_SIGNAL = signal.SIGUSR2
 _ANSWER_SECONDS = 0.5
 _POLL_SECONDS = 0.01
-_LONGEST_DUMP = 1 << 16
+_MAX_DUMP_BYTES = 1 << 16
 _FRAMES = 12
 _INNERMOST = 4
 _COLLECTIVES = re.compile(
@@ -98,7 +98,7 @@ def request_stacks(processes: Mapping[int, tuple[int, Path]]) -> dict[int, Stack
         if kernel.process_state(pid).letter in ("T", "t"):
             answers[rank] = StackDump(problem="no stack: it is stopped, so it cannot answer")
         elif not stacks_path(progress).exists() or not kernel.has_signal_handler(pid, DUMP_SIGNAL):
-            answers[rank] = StackDump(problem="no stack: it has not come far enough to answer")
+            answers[rank] = StackDump(problem="no stack: its signal handler is not installed yet")
         else:
             sizes[rank] = _size(stacks_path(progress))
             with contextlib.suppress(OSError):
@@ -141,6 +141,6 @@ def _tail(path: Path, start: int) -> str:
     try:
         with path.open("rb") as file:
             file.seek(start)
-            return file.read(_LONGEST_DUMP).decode(errors="replace")
+            return file.read(_MAX_DUMP_BYTES).decode(errors="replace")
     except OSError:
         return ""

@@ -85,22 +85,22 @@ class AgreedStop:
     def _request(self) -> int:
         """Request the stop and return the highest count of checks of this pod's ranks; 0 if a rank never asked."""
         for record in self._records:
-            if self._checks(record):
+            if self._count_checks(record):
                 request_stop(record)
-        checks = [self._checks(record) for record in self._records]
+        checks = [self._count_checks(record) for record in self._records]
         return max(checks) if all(checks) else 0
 
-    def _checks(self, path: Path) -> int:
+    def _count_checks(self, path: Path) -> int:
         record = read_progress(path)
         is_current = record is not None and (record.generation, record.attempt) == (self._generation, self.attempt)
         return record.stop_checks if record is not None and is_current else 0
 
-    def _agree(self, checks: int) -> int | None:
+    def _agree(self, max_checks: int) -> int | None:
         """Return the check at which all ranks stop; None if the agents do not agree in time."""
         store = self._store
         store.connect()
         keys = [store.key(self.attempt, "stop", node_rank) for node_rank in range(self._members)]
-        store.set(keys[self._node_rank], str(checks))
+        store.set(keys[self._node_rank], str(max_checks))
         deadline = time.monotonic() + self._timeout
         while not store.has(*keys):
             if time.monotonic() > deadline:

@@ -4,7 +4,7 @@ A request is a JSON list, an answer one JSON value; both are prefixed with their
 exists, so an agent that waits for the others sends no messages.
 
 Guarantees:
-- It binds one address only, and a request is at most `LONGEST_FRAME` bytes.
+- It binds one address only, and a request is at most `MAX_FRAME_BYTES` bytes.
 - A connection that breaks or sends anything else is closed; the others are not affected.
 """
 
@@ -20,25 +20,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LONGEST_FRAME = 5 << 20
+MAX_FRAME_BYTES = 5 << 20
 _LENGTH = struct.Struct(">I")
 _BACKLOG = 1024
-_MOST_KEYS = 1 << 20
+_MAX_KEYS = 1 << 20
 _POLL_SECONDS = 0.1
 
 Answer = bool | int | str | None
 
 
-def frame(message: object) -> bytes:
+def encode_frame(message: object) -> bytes:
     """Return a message with its length in front."""
     body = json.dumps(message).encode()
     return _LENGTH.pack(len(body)) + body
 
 
-def frame_length(head: bytes) -> int:
+def parse_frame_length(head: bytes) -> int:
     """Return the length of the message after this header. Raises ConnectionError for one that is too long."""
     (length,) = _LENGTH.unpack(head)
-    if length > LONGEST_FRAME:
+    if length > MAX_FRAME_BYTES:
         raise ConnectionError(f"a message of {length} bytes is longer than any that agents send")
     return int(length)
 
@@ -79,7 +79,7 @@ class StoreServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._handle_connection, sock=self._listener, limit=LONGEST_FRAME)
+        server = await asyncio.start_server(self._handle_connection, sock=self._listener, limit=MAX_FRAME_BYTES)
         await self._closed.wait()
         server.close()
         for task in self._connections:
@@ -92,9 +92,9 @@ class StoreServer:
         self._connections.add(task)
         try:
             while True:
-                body = await reader.readexactly(frame_length(await reader.readexactly(HEAD_BYTES)))
+                body = await reader.readexactly(parse_frame_length(await reader.readexactly(HEAD_BYTES)))
                 answer = await self._answer(*json.loads(body))
-                writer.write(frame(answer))
+                writer.write(encode_frame(answer))
                 await writer.drain()
         except (OSError, EOFError, ValueError, TypeError, asyncio.CancelledError):
             pass
@@ -128,7 +128,7 @@ class StoreServer:
                 raise ValueError(f"{operation!r} is no operation of the store")
 
     def _set(self, key: str, value: str) -> None:
-        if key not in self._values and len(self._values) >= _MOST_KEYS:
+        if key not in self._values and len(self._values) >= _MAX_KEYS:
             raise ValueError("the store is full")
         self._values[key] = value
         for future in self._waiting.pop(key, ()):
@@ -157,11 +157,11 @@ class StoreClient:
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def request(self, request: tuple[str | float, ...], remaining: Callable[[], float]) -> Answer:
-        """Return the answer to a request; `remaining()` returns the seconds that are left for it. Raises OSError."""
+    def send(self, request: tuple[str | float, ...], remaining: Callable[[], float]) -> Answer:
+        """Send a request and return its answer; `remaining()` returns the seconds left for it. Raises OSError."""
         self._socket.settimeout(max(remaining(), _POLL_SECONDS))
-        self._socket.sendall(frame(request))
-        length = frame_length(self._read(HEAD_BYTES, remaining))
+        self._socket.sendall(encode_frame(request))
+        length = parse_frame_length(self._read(HEAD_BYTES, remaining))
         answer: Answer = json.loads(self._read(length, remaining))
         return answer
 

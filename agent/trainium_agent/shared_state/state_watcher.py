@@ -28,7 +28,7 @@ MAX_PUBLISH_INTERVAL_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 0.2
 _RECONNECT_SECONDS = 1.0
-_LONGEST_BEGIN_SECONDS = 0.5
+_MAX_BEGIN_PAUSE_SECONDS = 0.5
 _KEPT = 64
 """Publications that are kept for late readers; an even later reader continues with the newest."""
 _LAST_PUBLICATION = ""
@@ -190,7 +190,7 @@ class StateWatcher:
                     self._on_change(state)
                 last = state
             if not self._publication:
-                pause = self._interval if last is not None else min(2 * pause, _LONGEST_BEGIN_SECONDS)
+                pause = self._interval if last is not None else min(2 * pause, _MAX_BEGIN_PAUSE_SECONDS)
                 self._stopped.wait(pause)
 
     def _next_state(self) -> GenerationState | None:

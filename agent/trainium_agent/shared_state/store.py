@@ -22,7 +22,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainium_agent.exits.restart_policy import GenerationState
-from trainium_agent.shared_state.server import LONGEST_FRAME, Answer, StoreClient
+from trainium_agent.shared_state.server import MAX_FRAME_BYTES, Answer, StoreClient
 from trainium_contract.wire.messages import WorkerPhase
 
 if TYPE_CHECKING:
@@ -113,19 +113,19 @@ class GenerationStore:
         stored = self._read(key)
         while True:
             current = self._verify(key, stored)
-            following = step(GenerationState.decode(current)).encode()
-            if following == current:
+            next_value = step(GenerationState.decode(current)).encode()
+            if next_value == current:
                 return GenerationState.decode(current)
-            signed = self._signer.sign(key, following)
+            signed = self._signer.sign(key, next_value)
             stored = str(self._request("swap", key, self._signer.sign(key, current), signed))
-            if self._verify(key, stored) == following:
-                return GenerationState.decode(following)
+            if self._verify(key, stored) == next_value:
+                return GenerationState.decode(next_value)
 
     def _read(self, key: str) -> str:
         stored = self._request("get", key, _WAIT_SECONDS)
         if not isinstance(stored, str):
             self.close()
-            raise StoreLostError(f"{key} has not come to the generation's store within {_WAIT_SECONDS:.0f} s")
+            raise StoreLostError(f"{key} was not written to the generation's store within {_WAIT_SECONDS:.0f} s")
         return stored
 
     def _verify(self, key: str, stored: str) -> str:
@@ -134,7 +134,7 @@ class GenerationStore:
         except ForgedValueError as error:
             if not self._logged_forgery:
                 self._logged_forgery = True
-                _log.error("%s: a foreign process reaches this port; its message is ignored", error)
+                _log.error("%s: a foreign process reaches this port; its value is rejected", error)
             raise StoreLostError(str(error)) from error
 
     def _request(self, *request: str | float) -> Answer:
@@ -148,13 +148,13 @@ class GenerationStore:
             return started_at + (_HURRIED_SECONDS if self._hurried() else OPERATION_SECONDS) - time.monotonic()
 
         try:
-            return client.request(request, remaining)
+            return client.send(request, remaining)
         except (OSError, ValueError) as error:
             self.close()
             raise StoreLostError(str(error)) from None
 
 
-LONGEST_VALUE = LONGEST_FRAME - (1 << 20)
+MAX_VALUE_CHARACTERS = MAX_FRAME_BYTES - (1 << 20)
 _SIGNATURE_CHARACTERS = 32
 
 
@@ -175,7 +175,7 @@ class ValueSigner:
 
     def verify(self, name: str, stored: str) -> str:
         """Return the value of a text stored under this name. Raises ForgedValueError."""
-        if len(stored) > LONGEST_VALUE:
+        if len(stored) > MAX_VALUE_CHARACTERS:
             raise ForgedValueError(f"{name} in the generation's store is longer than anything that agents write")
         signature, value = stored[:_SIGNATURE_CHARACTERS], stored[_SIGNATURE_CHARACTERS:]
         if not hmac.compare_digest(signature.encode(), self._sign(name, value).encode()):

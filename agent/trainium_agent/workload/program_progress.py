@@ -12,6 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import signal
 import threading
@@ -59,7 +60,7 @@ _LAST_LIST_SECONDS = 5.0
 """Longest wait for the list of a program's last checkpoints, because storage may hang."""
 _CREATED_SECONDS = 3600.0
 """Time after which a program must have saved its first checkpoint."""
-_MOST_ENTRIES = 20_000
+_MAX_ENTRIES = 20_000
 _READ_SECONDS = 0.1
 """Interval between two reads of all records, because a node may have more than a hundred ranks."""
 _NEURON = Path("/sys/devices/virtual/neuron_device")
@@ -184,7 +185,7 @@ class ProgramMonitor(Workload):
             return None
         if rank.cpu is None or now - rank.cpu[0] >= _CPU_SECONDS:
             pids = (process.pid, *kernel.descendants(process.pid))
-            seconds, count = sum(kernel.process_state(pid).cpu_seconds for pid in pids), executions()
+            seconds, count = sum(kernel.process_state(pid).cpu_seconds for pid in pids), count_executions()
             if rank.cpu is not None:
                 read_at, last_seconds, last_count = rank.cpu
                 rank.activity += seconds - last_seconds >= _BUSY * (now - read_at) or count != last_count
@@ -248,7 +249,7 @@ class ProgramMonitor(Workload):
             tokens_per_second=_parse_number(match, "tokens_per_second"),
             samples_per_second=_parse_number(match, "samples_per_second"),
             updated=time.time() - (time.monotonic() - at),
-            monotonic=at,
+            updated_monotonic=at,
             step_seconds=step_seconds,
             productive_seconds=rank.writer.record.productive_seconds + seconds,
         )
@@ -342,17 +343,17 @@ class _CheckpointFolder:
             # A program creates the folder with its first checkpoint; its volume is mounted from the start.
             if Path(*self._root.parts[:2]).is_dir() and time.monotonic() < self._began + _CREATED_SECONDS:
                 return -1
-            raise FileNotFoundError(2, "it is not there")
+            raise FileNotFoundError(errno.ENOENT, "it does not exist")
         newest = -1
         for count, path in enumerate(self._root.glob(self._glob)):
-            if count >= _MOST_ENTRIES:
+            if count >= _MAX_ENTRIES:
                 break
             match = self._committed.fullmatch(str(path.relative_to(self._root)))
             newest = max(newest, int(match[STEP_GROUP])) if match else newest
         return newest
 
 
-def executions() -> int:
+def count_executions() -> int:
     """Return how many programs the node's Neuron cores have executed; 0 if that cannot be read.
 
     Source: Neuron Sysfs User Guide of aws-neuron-sdk, and `neuron_sysfs_metrics.c` of aws-neuron-driver 2.24.7, where

@@ -20,7 +20,7 @@ class MilestoneProgress:
     def __init__(self) -> None:
         self.reports: list[ArtifactReport] = []
 
-    def set_stage(self, stage: RunStage, done: float = 0.0) -> None:
+    def enter_stage(self, stage: RunStage, done: float = 0.0) -> None:
         raise AssertionError(f"{stage} {done}: the stage stays Train")
 
     def record_artifact(self, report: ArtifactReport) -> None:

@@ -81,7 +81,7 @@ class FakeProgress:
         self.shares: list[float] = []
         self.reports: list[ArtifactReport] = []
 
-    def set_stage(self, stage: RunStage, done: float = 0.0) -> None:
+    def enter_stage(self, stage: RunStage, done: float = 0.0) -> None:
         assert stage is RunStage.EXPORT
         self.shares.append(done)
 

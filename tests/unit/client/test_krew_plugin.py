@@ -94,8 +94,8 @@ def test_the_same_sources_give_the_same_bytes(archive: tuple[Path, dict[str, Any
 
 def test_an_old_python_gets_a_version_error(archive: tuple[Path, dict[str, Any]]) -> None:
     with tarfile.open(archive[0]) as packed:
-        starter = packed.extractfile("kubectl-trn")
-        assert starter is not None
-        text = starter.read().decode()
+        launcher = packed.extractfile("kubectl-trn")
+        assert launcher is not None
+        text = launcher.read().decode()
     ast.parse(text, feature_version=(3, 4))
     assert text.index("needs Python 3.11 to 3.14") < text.index("from trainium_client")

@@ -197,7 +197,7 @@ def run_setup(checkout: Path, *arguments: str, code: int = 0) -> str:
 def test_a_new_machine_builds_programs_while_it_installs_packages(events: Path, checkout: Path, tmp_path: Path) -> None:
     (events / "pip-waits-for").write_text("build-control-plane")
     (events / "build-control-plane-waits-for").write_text("pip-ended")
-    output = run_setup(checkout, "ahead")
+    output = run_setup(checkout, "with-binaries")
     assert (checkout / ".venv/.complete").exists()
     assert (events / "build-helm-ended").exists(), output
     assert output.splitlines()[-1].endswith("setup: done")
@@ -213,7 +213,7 @@ def test_setup_alone_builds_no_programs(events: Path, checkout: Path) -> None:
 def test_a_failed_build_does_not_stop_the_installation_of_packages(events: Path, checkout: Path) -> None:
     (events / "pip-waits-for").write_text("list-control-plane")
     (events / "fail-list-control-plane").touch()
-    output = run_setup(checkout, "ahead")
+    output = run_setup(checkout, "with-binaries")
     assert "error: The sources of etcd" in output
     assert "the build is retried when needed" in output
     assert (checkout / ".venv/.complete").exists()
@@ -223,7 +223,7 @@ def test_a_failed_installation_ends_the_build(events: Path, checkout: Path) -> N
     (events / "pip-waits-for").write_text("child")
     (events / "fail-pip").touch()
     (events / "stay-build-control-plane").touch()
-    run_setup(checkout, "ahead", code=3)
+    run_setup(checkout, "with-binaries", code=3)
     assert not (checkout / ".venv/.complete").exists()
     until(lambda: has_ended(int((events / "child").read_text())), "every process has ended")
 
@@ -232,7 +232,7 @@ def test_a_failed_installation_ends_the_build(events: Path, checkout: Path) -> N
 def test_a_signal_ends_installation_and_build(events: Path, checkout: Path, number: signal.Signals) -> None:
     (events / "pip-waits-for").write_text("never")
     (events / "stay-build-control-plane").touch()
-    with start_setup(checkout, "ahead") as process:
+    with start_setup(checkout, "with-binaries") as process:
         until((events / "child").exists, "the build starts")
         until((events / "pip").exists, "pip starts")
         until((events / "child").read_text, "the build starts")
@@ -248,10 +248,10 @@ def test_a_signal_ends_installation_and_build(events: Path, checkout: Path, numb
 @pytest.mark.parametrize(
     ("target", "arguments"),
     [
-        ("demo", "ahead"),
-        ("test", "ahead --fleet"),
-        ("test-long", "ahead --kueue"),
-        ("check", "ahead --helm"),
+        ("demo", "with-binaries"),
+        ("test", "with-binaries --fleet"),
+        ("test-long", "with-binaries --kueue"),
+        ("check", "with-binaries --helm"),
         ("setup", ""),
         ("test-fast", ""),
     ],

@@ -85,12 +85,12 @@ def test_named_tests_exist() -> None:
 
 def test_links_are_rewritten_for_the_site() -> None:
     text = "[a](../CONTRIBUTING.md#style) [b](../manifests/examples) `[c](x)` [d](decisions/)\n```\n[e](y)\n```\n"
-    moved, outside = source.rewrite_links(ROOT, "docs/job.md", text)
+    moved, non_page_targets = source.rewrite_links(ROOT, "docs/job.md", text)
     assert moved == (
         "[a](contributing.md#style) [b](files/manifests/examples/index.md) `[c](x)` [d](decisions/index.md)\n"
         "```\n[e](y)\n```\n"
     )
-    assert outside == {"manifests/examples"}
+    assert non_page_targets == {"manifests/examples"}
 
 
 def test_a_broken_link_is_an_error() -> None:

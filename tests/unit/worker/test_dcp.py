@@ -136,15 +136,15 @@ def test_a_failed_save_is_overwritten_before_the_newest_complete_one(tmp_path: P
     slots = Slots(tmp_path, "r0")
     files = []
     for _ in range(2):
-        files.append(slots.next(4096))
+        files.append(slots.acquire(4096))
         files[-1].write_header(b"text")
-    failed = slots.next(4096)
+    failed = slots.acquire(4096)
     assert failed is files[0], "the older file"
     failed.write_header(b"text")
     failed.invalidate(failed.path)
-    assert slots.next(4096) is failed
+    assert slots.acquire(4096) is failed
     assert files[1].is_finished
-    larger = slots.next(3 * 4096)
+    larger = slots.acquire(3 * 4096)
     assert (larger.payload_bytes, len(list(tmp_path.iterdir()))) == (3 * 4096, 2)
     assert files[1].is_finished
     slots.remove_unfinished()

@@ -63,7 +63,7 @@ class _BackgroundProgress:
         self._heartbeat = heartbeat
         self.record_artifact = progress.record_artifact
 
-    def set_stage(self, stage: RunStage, done: float = 0.0) -> None:  # noqa: ARG002 - as `ProgressWriter` has it
+    def enter_stage(self, stage: RunStage, done: float = 0.0) -> None:  # noqa: ARG002 - as `ProgressWriter` has it
         """Send a heartbeat."""
         self._heartbeat()
 
@@ -104,7 +104,7 @@ def write_artifacts(
     kinds = artifact_kinds(config)
     if not kinds:
         return ()
-    progress.set_stage(RunStage.EXPORT)
+    progress.enter_stage(RunStage.EXPORT)
     retry = retry or Retry()
     if base is None and config.model.weights is not None:
         base = BaseWeights.open(config.model.weights)
@@ -132,7 +132,7 @@ def write_artifacts(
                 open_storage(folder),
                 peers,
                 retry=retry,
-                heartbeat=lambda done, first=number: progress.set_stage(RunStage.EXPORT, (first + done) / len(kinds)),  # type: ignore[misc]
+                heartbeat=lambda done, first=number: progress.enter_stage(RunStage.EXPORT, (first + done) / len(kinds)),  # type: ignore[misc]
             )
             report = ArtifactReport(
                 kind=kind,

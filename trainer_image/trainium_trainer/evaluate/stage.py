@@ -121,7 +121,7 @@ class RunEvaluation:
         Raises UserError and StorageError.
         """
         config, peers, progress, output = self.config, self.peers, self.progress, self.output
-        progress.set_stage(RunStage.EVALUATE)
+        progress.enter_stage(RunStage.EVALUATE)
         storage, retry = open_storage(output), Retry()
         models = self.models if config.evaluate.before else replace(self.models, base=None)
         identity = compute_on_first_rank(peers, lambda: _compute_identity(config, models, self.device))
@@ -149,7 +149,7 @@ class RunEvaluation:
                 storage.remove_drafts()
             progress.record_evaluation(result.figures)
         peers.barrier()
-        progress.set_stage(RunStage.EVALUATE, 1.0)
+        progress.enter_stage(RunStage.EVALUATE, 1.0)
         return result
 
     def _compare(self, models: ModelLocations) -> EvaluationResult:
@@ -162,7 +162,7 @@ class RunEvaluation:
             loads_model=self.peers.node_rank < fitting,
         )
         question_set = held_out_questions(self.config.data, self.config.evaluate.samples)
-        heartbeat = partial(self.progress.set_stage, RunStage.EVALUATE)
+        heartbeat = partial(self.progress.enter_stage, RunStage.EVALUATE)
         return compare(models, question_set, settings, self.peers, heartbeat=heartbeat)
 
     def _add_tasks(
@@ -171,7 +171,7 @@ class RunEvaluation:
         """Return the result with the figures of tasks, which rank 0 computes. Collective."""
 
         def measure() -> TaskReport:
-            heartbeat = partial(self.progress.set_stage, RunStage.EVALUATE, 0.5)
+            heartbeat = partial(self.progress.enter_stage, RunStage.EVALUATE, 0.5)
             run = measure_tasks(compared_models(models), tasks, device=ComputeDevice(self.device), heartbeat=heartbeat)
             if tasks.keep_samples:
                 samples = run.samples.encode()
@@ -185,7 +185,7 @@ class RunEvaluation:
         notes = [_LIMITED, *([_NO_TASKS] if self.config.evaluate.tasks is not None else [])]
         problem = ""
         if self.peers.rank == 0 and models.adapter is None:
-            heartbeat = partial(self.progress.set_stage, RunStage.EVALUATE, 0.5)
+            heartbeat = partial(self.progress.enter_stage, RunStage.EVALUATE, 0.5)
             checked = check_folder(models.model, models.base, heartbeat=heartbeat)
             problem = checked.problem(models.model, models.base) or ""
         problem = self.peers.gather(problem)[0]

@@ -36,7 +36,7 @@ def run_stages(run: Run, node_rank: int) -> None:
     run.stop.exit_on_request()
     with progress.pulse.saving(), progress.pulse.work_with_collectives:  # a peer may save for longer than a step
         peers = Peers.open(mesh.rank, mesh.world_size, node_rank, waiting=progress.pulse.waiting_for_peers)
-    alive: Callable[[], None] = lambda: progress.set_stage(RunStage.EXPORT)  # noqa: E731 - one line
+    alive: Callable[[], None] = lambda: progress.enter_stage(RunStage.EXPORT)  # noqa: E731 - one line
     write_milestones(config, peers, progress, base=base, tokenizer=tokenizer, heartbeat=alive)
     artifacts = write_artifacts(
         config, config.checkpoint.path, run.position.step, peers, progress, base=base, tokenizer=tokenizer

@@ -3,6 +3,7 @@
     reader = MemoryReader(durable="/checkpoints/run/step-{step}")     # all ranks, after init_process_group
     if reader.step is not None:
         dcp.load(state, storage_reader=reader)
+    saving = None
     for step in range((reader.step or 0) + 1, last + 1):
         compute_gradients(step)
         if saving is not None:

@@ -82,7 +82,7 @@ class MemoryReader(StorageReader):
                 newest = find_durable(Path(folders), pattern) if self._session.rank == 0 else None
             except OSError as error:
                 newest = error
-        newest = self._session.gather(newest)[0]
+        newest = self._session.all_gather(newest)[0]
         if isinstance(newest, OSError):
             raise newest
         return newest
@@ -94,7 +94,7 @@ class MemoryReader(StorageReader):
             return ()
         files = {part: path for path, part in read_parts(session.directory).items()}
         stores_by_part: dict[Part, set[str]] = {}
-        for rank, parts in enumerate(session.gather(list(files) if session.store_ranks[0] == session.rank else [])):
+        for rank, parts in enumerate(session.all_gather(list(files) if session.store_ranks[0] == session.rank else [])):
             for part in parts:
                 stores_by_part.setdefault(part, set()).add(session.stores[rank])
         while True:
@@ -102,7 +102,7 @@ class MemoryReader(StorageReader):
             if not chosen or chosen[0].save.step < durable_step:
                 return ()
             local_parts = [part for part in chosen if session.store in stores_by_part[part]]
-            damaged_parts = session.gather(self._verify(local_parts, files))
+            damaged_parts = session.all_gather(self._verify(local_parts, files))
             if not any(damaged_parts):
                 self._stores = {part.rank: min(stores_by_part[part]) for part in chosen}
                 return chosen
@@ -133,7 +133,7 @@ class MemoryReader(StorageReader):
             for part in parts
             if self._sender(part.rank, 0) == session.rank
         }
-        indexes = ChainMap(*session.gather(own_indexes))
+        indexes = ChainMap(*session.all_gather(own_indexes))
         plans = []
         for part in parts:
             entries, planner_data = pickle.loads(indexes[part.rank])  # noqa: S301 - written by ranks of this job
@@ -151,7 +151,7 @@ class MemoryReader(StorageReader):
     # ---- interface of DCP --------------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin a load; a name of a checkpoint is not used."""
+        """Do nothing: the save was selected when the reader was created."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the description of the save."""
@@ -213,7 +213,7 @@ class MemoryReader(StorageReader):
         for span in dict.fromkeys(self._entries[read.storage_index].span for read in plan.items):
             if span.rank not in self._payloads:
                 missing.setdefault(self._sender(span.rank, session.rank), []).append(span)
-        requests_by_rank = session.gather(missing)
+        requests_by_rank = session.all_gather(missing)
         if session.group is None:
             return {}
         transfers: list[Callable[..., dist.Work | None]] = []

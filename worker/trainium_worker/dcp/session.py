@@ -41,8 +41,8 @@ class Slots:
         self._name = name
         self._files: list[SnapshotFile] = []
 
-    def next(self, payload_bytes: int) -> SnapshotFile:
-        """Return an unfinished file, else the older one, with space for a payload. Raises OSError."""
+    def acquire(self, payload_bytes: int) -> SnapshotFile:
+        """Return a file for the next part: an unfinished one, else the older one, else a new one. Raises OSError."""
         slot = next((candidate for candidate in self._files if not candidate.is_finished), None)
         if slot is None and len(self._files) == FILES_PER_PART:
             slot = self._files[0]
@@ -76,10 +76,10 @@ class Session:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.group: ProcessGroup | None = dist.new_group(backend="gloo") if distributed else None
         self.directory = directory
-        self.stores: list[str] = self.gather("" if directory is None else _open_store(directory))
+        self.stores: list[str] = self.all_gather("" if directory is None else _open_store(directory))
         """The id of the store of each rank's node; empty for none."""
         self.store = self.stores[self.rank]
-        self.id: str = self.gather(secrets.token_hex(8))[0]
+        self.id: str = self.all_gather(secrets.token_hex(8))[0]
         self.is_enabled = all(self.stores)
         """Whether saves are kept."""
         self.copy_target, self.copy_sources = find_buddies(self.stores, self.rank)
@@ -110,7 +110,7 @@ class Session:
 
     def reserve(self, sizes: Sequence[int]) -> dict[int, SnapshotFile]:
         """Return the files for the next save, by rank. Raises OSError if there is no space."""
-        return {rank: slots.next(sizes[rank]) for rank, slots in self._slots.items()}
+        return {rank: slots.acquire(sizes[rank]) for rank, slots in self._slots.items()}
 
     def disable(self, files: Iterable[SnapshotFile]) -> None:
         """Stop keeping saves, and discard the one whose parts are in these files."""
@@ -139,7 +139,7 @@ class Session:
             if is_stale:
                 path.unlink(missing_ok=True)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks. Collective."""
         if self.group is None:
             return [value]
@@ -147,8 +147,8 @@ class Session:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def gather_integers(self, value: int) -> list[int]:
-        """Return the values of all ranks, faster than `gather`. Collective."""
+    def all_gather_integers(self, value: int) -> list[int]:
+        """Return the values of all ranks, faster than `all_gather`. Collective."""
         if self.group is None:
             return [value]
         values = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]

@@ -73,10 +73,10 @@ class MemoryWriter(StorageWriter, AsyncStager):
         """Do nothing: later saves reuse the memory of the copy."""
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin a save; a name of it is not used."""
+        """Do nothing: a save has no name."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save on this rank."""
+        """Do nothing: `write_data` prepares the save."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -123,28 +123,28 @@ class MemoryWriter(StorageWriter, AsyncStager):
             size = draft.payload_bytes
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             failure = error
-        sizes = session.gather_integers(size)
+        sizes = session.all_gather_integers(size)
         outcome, part, slots = _Outcome.FAILED, None, {}
         if draft is not None and _NO_SIZE not in sizes:
             try:
                 slots = session.reserve(sizes)
-                part = self._fill(slots[session.rank], draft, planner)
+                part = self._write_part(slots[session.rank], draft, planner)
                 outcome = _Outcome.OK
             except OSError as error:
                 outcome, problem = _Outcome.NO_SPACE, _no_space_message(session, error, sizes)
             except Exception as error:  # noqa: BLE001 - as above
                 failure = error
-        job_outcome = max(session.gather_integers(outcome))
+        job_outcome = max(session.all_gather_integers(outcome))
         if job_outcome == _Outcome.OK and part is not None:
             problem = "a copy did not arrive as it was sent"
             try:
-                outcome = _Outcome.OK if self._copy(slots, part) else _Outcome.FAILED
+                outcome = _Outcome.OK if self._replicate(slots, part) else _Outcome.FAILED
             except (RuntimeError, DamagedSnapshotError) as error:
                 outcome, failure = _Outcome.FAILED, error
-            job_outcome = max(session.gather_integers(outcome))
+            job_outcome = max(session.all_gather_integers(outcome))
         if job_outcome == _Outcome.NO_SPACE:
             session.disable(slots.values())
-            reason = next(rank_reason for rank_reason in session.gather(problem) if rank_reason)
+            reason = next(rank_reason for rank_reason in session.all_gather(problem) if rank_reason)
             trainium_worker.notice(reason)
             if session.rank == 0:
                 _log.warning("%s", reason)
@@ -159,7 +159,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
         trainium_worker.saved(self.step, trainium_worker.MEMORY)
         return size
 
-    def _fill(self, slot: SnapshotFile, draft: _Draft, planner: SavePlanner) -> Part:
+    def _write_part(self, slot: SnapshotFile, draft: _Draft, planner: SavePlanner) -> Part:
         """Copy the state into a file and finish it."""
         session = self._session
         draft.copy_to(slot.payload, planner)
@@ -179,7 +179,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
         slot.write_header(part.to_header())
         return part
 
-    def _copy(self, slots: dict[int, SnapshotFile], part: Part) -> bool:
+    def _replicate(self, slots: dict[int, SnapshotFile], part: Part) -> bool:
         """Send this rank's part to its buddy and receive those of others; return whether all arrived intact."""
         session = self._session
         if session.group is None or session.copy_target is None:

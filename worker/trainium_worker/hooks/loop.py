@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-def training_steps(done: int, last: int, save: Callable[[int], str]) -> Iterator[int]:
-    """Yield the numbers of the steps after `done`, and report each one when the loop requests the next.
+def training_steps(completed: int, last: int, save: Callable[[int], str]) -> Iterator[int]:
+    """Yield the numbers of the steps after `completed`, and report each one when the loop requests the next.
 
     save: saves the state after a step and returns the location; called when the job requests a stop. The process then
     exits.
@@ -19,7 +19,7 @@ def training_steps(done: int, last: int, save: Callable[[int], str]) -> Iterator
         for step in training_steps(resumed, 1000, save):
             train(step)
     """
-    for number in range(done + 1, last + 1):
+    for number in range(completed + 1, last + 1):
         yield number
         trainium_worker.step(number, total_steps=last)
         if trainium_worker.should_stop() and number < last:

@@ -172,7 +172,7 @@ async def test_each_reply_acknowledges_the_oldest_heartbeat_and_extra_replies_no
     recorded.mark_heartbeat_sent()
     assert await recorded.listen() == "the coordinator closed the stream"
     assert (len(recorded.acknowledged), recorded.answers) == (1, 2)
-    assert recorded.session._detail_seconds == 9.0
+    assert recorded.session._full_heartbeat_seconds == 9.0
 
 
 async def test_a_membership_is_handled_and_an_unknown_frame_skipped() -> None:

@@ -15,7 +15,7 @@ from trainium_agent.exits.kernel_log import KernelEvents, KernelLog
 
 NOW = 1_800_000_000.0
 SRAM = "NEURON_HW_ERR=SRAM_UNCORRECTABLE_ERROR instance-id=i-0 nd-id=0 nc-id=0 action=TERMINATE_INSTANCE"
-LONGEST = b"x" * kernel_log._LONGEST_PARTIAL
+LONGEST = b"x" * kernel_log._MAX_PARTIAL_BYTES
 DISK = "EXT4-fs error (device nvme0n1p1): ext4_find_entry: reading directory lblock 0"
 
 

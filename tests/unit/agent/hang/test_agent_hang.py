@@ -49,7 +49,7 @@ STEP, SAVE, COMPILE, INIT, LOAD = (
 
 def stalled(rank: int, seconds: float = 16.0, *, waiting: bool | None = True, **changes: object) -> Stall:
     """Return a rank that has waited for its peers in step 120 for longer than its limit."""
-    base = Stall(rank=rank, phase=STEP, step=119, seconds=seconds, limit=15.0, waiting=waiting)
+    base = Stall(rank=rank, phase=STEP, step=119, seconds=seconds, limit=15.0, reported_waiting=waiting)
     return replace(base, **changes)
 
 
@@ -117,7 +117,7 @@ def test_calibration_is_separate_for_each_world_size() -> None:
 
 
 def sample(watch: StallTracker, now: float, beats: int = 7, state: str = "", cpu_seconds: float = 0.0) -> Stall:
-    stall = Stall(rank=0, phase=STEP, step=4, seconds=0.0, limit=15.0, waiting=False, state=state)
+    stall = Stall(rank=0, phase=STEP, step=4, seconds=0.0, limit=15.0, reported_waiting=False, state=state)
     (seen,) = watch.sample(now, [RankSample(stall, (1, beats), cpu_seconds)])
     return seen
 
@@ -212,7 +212,7 @@ stalls = st.builds(
     step=st.integers(-1, 100),
     seconds=st.floats(0, 100),
     limit=st.sampled_from([10.0, 50.0]),
-    waiting=st.sampled_from([True, False, None]),
+    reported_waiting=st.sampled_from([True, False, None]),
     state=st.sampled_from(["", "S", "R", "T", "D"]),
     busy=st.floats(0, 1),
     stage=st.sampled_from([RunStage.TRAIN, RunStage.EXPORT]),
@@ -229,7 +229,7 @@ def test_only_overdue_ranks_that_do_not_wait_are_blamed(nodes: list[list[Stall]]
     ranks = {stall.rank: stall for node_stalls in nodes for stall in node_stalls}
     for culprit in finding.culprits:
         assert ranks[culprit].overdue
-        assert ranks[culprit].waits is not True
+        assert ranks[culprit].is_waiting is not True
     overdue = [stall for stall in ranks.values() if stall.overdue]
     if not overdue:
         assert finding.kind is FindingKind.PROGRESSING
@@ -251,12 +251,12 @@ def test_a_long_stage_that_reports_progress_is_no_hang(tmp_path: Path) -> None:
         reading = read_with_pulse(tmp_path / "r0")
         assert reading is not None
         assert reading.pulse is not None
-        stall = Stall(0, SAVE, 100, 0.0, limit, waiting=None, stage=RunStage.parse(reading.record.stage))
+        stall = Stall(0, SAVE, 100, 0.0, limit, reported_waiting=None, stage=RunStage.parse(reading.record.stage))
         return watch.sample(float(now), [RankSample(stall, (1, reading.pulse.beats))])[0]
 
     for now in range(10 * int(limit)):
         if now % (int(limit) // 2) == 0:
-            writer.set_stage(RunStage.EXPORT, now / (10 * limit))
+            writer.enter_stage(RunStage.EXPORT, now / (10 * limit))
         assert not sample(now).overdue
     later = [sample(now) for now in range(10 * int(limit), 12 * int(limit))]
     assert later[-1].overdue
@@ -404,7 +404,7 @@ def test_an_inquiry_times_out_and_answers_to_it_do_not_count_for_the_next(clock:
     assert set(second._read_answers(shared, 0)) == {0, 1}  # type: ignore[arg-type]
 
 
-SILENT_RANK = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=None)
+SILENT_RANK = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, reported_waiting=None)
 
 
 @pytest.mark.parametrize(
@@ -440,6 +440,6 @@ def test_the_log_has_the_finding_and_the_stack_of_each_rank(
 def test_a_stack_decides_whether_a_rank_waits_where_that_is_unknown() -> None:
     assert response._apply_stack(SILENT_RANK, None) is SILENT_RANK
     assert response._apply_stack(SILENT_RANK, SimpleNamespace(in_collective=None)) is SILENT_RANK
-    assert response._apply_stack(SILENT_RANK, SimpleNamespace(in_collective=True)).waiting is True
-    active_rank = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, waiting=False)
+    assert response._apply_stack(SILENT_RANK, SimpleNamespace(in_collective=True)).reported_waiting is True
+    active_rank = Stall(rank=1, phase=TrainerPhase.STEP, step=9, seconds=60.0, limit=15.0, reported_waiting=False)
     assert response._apply_stack(active_rank, SimpleNamespace(in_collective=True)) is active_rank

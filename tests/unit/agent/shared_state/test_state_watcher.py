@@ -238,7 +238,7 @@ def test_an_unsigned_notification_is_rejected(agents: GenerationAgents) -> None:
     assert follower.received.get(timeout=20).stopped is None
     stranger = StoreClient(socket.create_connection(("127.0.0.1", agents.server.port)))
     forged = GenerationState(stopped=int(ExitCode.USER_ERROR)).encode()
-    stranger.request(("set", agents.store.key("publication", 2), forged), lambda: 5.0)
+    stranger.send(("set", agents.store.key("publication", 2), forged), lambda: 5.0)
     assert follower.lost.wait(5)
     agents.publish()
     agents.raise_attempt()

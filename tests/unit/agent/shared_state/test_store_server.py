@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.unit.agent.fake_generation_store import build_membership
 from trainium_agent.exits.restart_policy import GenerationState
 from trainium_agent.rendezvous import GenerationRendezvous
-from trainium_agent.shared_state.server import LONGEST_FRAME, Answer, StoreClient, StoreServer, frame
+from trainium_agent.shared_state.server import MAX_FRAME_BYTES, Answer, StoreClient, StoreServer, encode_frame
 from trainium_agent.shared_state.state_watcher import StateWatcher
 from trainium_agent.shared_state.store import (
-    LONGEST_VALUE,
+    MAX_VALUE_CHARACTERS,
     ForgedValueError,
     GenerationStore,
     StoreLostError,
@@ -38,7 +38,7 @@ def server() -> Iterator[StoreServer]:
 def send_request(server: StoreServer, *request: str | float) -> Answer:
     client = StoreClient(socket.create_connection(("127.0.0.1", server.port), timeout=5))
     try:
-        return client.request(request, lambda: 5.0)
+        return client.send(request, lambda: 5.0)
     finally:
         client.close()
 
@@ -90,13 +90,13 @@ def test_a_request_for_a_missing_key_times_out_with_none(server: StoreServer) ->
     "sent",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        struct.pack(">I", LONGEST_FRAME + 1),
+        struct.pack(">I", MAX_FRAME_BYTES + 1),
         struct.pack(">I", 4) + b"nope",
-        frame(["shutdown", "key"]),
-        frame(["set", "key", 1]),
-        frame(["add", "key", "x"]),
-        frame("text"),
-        frame({"a": 1}),
+        encode_frame(["shutdown", "key"]),
+        encode_frame(["set", "key", 1]),
+        encode_frame(["add", "key", "x"]),
+        encode_frame("text"),
+        encode_frame({"a": 1}),
         struct.pack(">I", 100) + b"cut",
         b"",
     ],
@@ -107,8 +107,8 @@ def test_an_invalid_request_closes_only_its_own_connection(server: StoreServer, 
         stranger.sendall(sent)
         stranger.shutdown(socket.SHUT_WR)
         assert stranger.recv(1) == b""
-    assert other.request(("set", "key", "value"), lambda: 5.0) is None
-    assert other.request(("get", "key", 1.0), lambda: 5.0) == "value"
+    assert other.send(("set", "key", "value"), lambda: 5.0) is None
+    assert other.send(("get", "key", 1.0), lambda: 5.0) == "value"
     other.close()
 
 
@@ -117,7 +117,7 @@ def test_a_request_to_a_silent_server_times_out() -> None:
         client = StoreClient(socket.create_connection(("127.0.0.1", silent.getsockname()[1]), timeout=5))
         started_at = time.monotonic()
         with pytest.raises(TimeoutError):
-            client.request(("has", "key"), lambda: started_at + 0.3 - time.monotonic())
+            client.send(("has", "key"), lambda: started_at + 0.3 - time.monotonic())
         assert time.monotonic() - started_at < 2
         client.close()
 
@@ -134,10 +134,10 @@ class UnsignedClient:
         self._client = StoreClient(socket.create_connection(("127.0.0.1", server.port), timeout=5))
 
     def get(self, key: str) -> str:
-        return str(self._client.request(("get", key, 1.0), lambda: 5.0))
+        return str(self._client.send(("get", key, 1.0), lambda: 5.0))
 
     def set(self, key: str, value: str) -> None:
-        self._client.request(("set", key, value), lambda: 5.0)
+        self._client.send(("set", key, value), lambda: 5.0)
 
 
 def connected(membership: Membership) -> GenerationStore:
@@ -190,7 +190,7 @@ def test_a_signature_is_valid_for_one_key_and_generation(server: StoreServer) ->
 
 def test_a_value_above_the_longest_length_is_rejected() -> None:
     with pytest.raises(ForgedValueError, match="longer than anything"):
-        ValueSigner(build_membership()).verify("state", "x" * (LONGEST_VALUE + 1))
+        ValueSigner(build_membership()).verify("state", "x" * (MAX_VALUE_CHARACTERS + 1))
 
 
 @given(

@@ -261,8 +261,8 @@ def test_a_missing_folder_of_checkpoints_is_a_problem(tmp_path: Path) -> None:
     monitored = MonitoredProgram(tmp_path, checkpoints={"path": "/nowhere/run", "committed": "{step}"})
     until(lambda: monitored.monitor.problem, "the problem is reported", pause=0.01)
     assert monitored.monitor.problem == (
-        "program.checkpoints.path /nowhere/run cannot be listed (it is not there): mount the volume there, or correct "
-        "the path"
+        "program.checkpoints.path /nowhere/run cannot be listed (it does not exist): mount the volume there, or "
+        "correct the path"
     )
 
 
@@ -276,4 +276,4 @@ def test_a_folder_that_is_not_created_yet_is_no_problem_for_an_hour(
     assert monitored.monitor.problem == ""
     monkeypatch.setattr(program_progress, "_CREATED_SECONDS", 0.0)
     monitored.monitor.on_finish(())
-    assert "cannot be listed (it is not there)" in monitored.monitor.problem
+    assert "cannot be listed (it does not exist)" in monitored.monitor.problem

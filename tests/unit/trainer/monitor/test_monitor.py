@@ -102,15 +102,15 @@ def test_stages_after_the_last_step_are_recorded_and_a_step_ends_them(tmp_path: 
     writer.record_resume(10, tokens=0, samples=0)
     writer.set_total_steps(11)
     record_step(writer, 11)
-    writer.set_stage(RunStage.EXPORT, 0.0)
+    writer.enter_stage(RunStage.EXPORT, 0.0)
     stage_start = writer.record.stage_since
-    writer.set_stage(RunStage.EXPORT, 0.25)
+    writer.enter_stage(RunStage.EXPORT, 0.25)
     record = read_progress(tmp_path / "r0")
     assert record == writer.record
     assert (record.total_steps, record.stage, record.stage_progress) == (11, RunStage.EXPORT, 0.25)
     assert record.stage_since == stage_start > 0, "the stage has one start"
     for invalid, recorded in ((float("nan"), 0.0), (-1.0, 0.0), (7.0, 1.0)):
-        writer.set_stage(RunStage.EVALUATE, invalid)
+        writer.enter_stage(RunStage.EVALUATE, invalid)
         assert writer.record.stage_progress == recorded
     record_step(writer, 13)
     assert (writer.record.stage, writer.record.stage_progress, writer.record.stage_since) == (RunStage.TRAIN, 0.0, 0.0)
@@ -122,7 +122,7 @@ def test_each_report_of_a_stage_is_a_sign_of_life_within_the_limit_of_a_save(tmp
     writer.record_resume(0, tokens=0, samples=0)
     readings = []
     for done in (0.0, 0.0, 0.5):
-        writer.set_stage(RunStage.EXPORT, done)
+        writer.enter_stage(RunStage.EXPORT, done)
         readings.append(read_with_pulse(tmp_path / "r0").pulse)
     assert len({reading.beats for reading in readings}) == 3
     assert {(reading.activity, reading.waiting) for reading in readings} == {(Activity.SAVE, Waiting.MAYBE)}

@@ -28,7 +28,7 @@ def export(progress: ProgressWriter, control: Path, rank: int, step: int) -> boo
     if done >= pieces:
         progress.record_artifact(ArtifactReport(kind="Model", path="/out", step=step, bytes=done))
         return True
-    progress.set_stage(RunStage.EXPORT, done / pieces)
+    progress.enter_stage(RunStage.EXPORT, done / pieces)
     if rank == 0:
         temporary = written.with_suffix(".new")
         temporary.write_text(str(done + 1))
