@@ -248,7 +248,7 @@ class Agent:
                 must_send = must_send_now(last, message)
                 if must_send or now - last_at >= self._full_heartbeat_seconds * jitter:
                     unacknowledged.append(now)
-                    last, last_at, jitter = message, now, jitter_fraction(random.random(), after_news=must_send)
+                    last, last_at, jitter = message, now, jitter_fraction(random.random(), after_change=must_send)
                     stream.send(FrameKind.HEARTBEAT, _encode(message))
                 else:
                     stream.send(FrameKind.KEEPALIVE, encode_keepalive(message))

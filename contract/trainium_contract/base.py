@@ -13,11 +13,11 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 DERIVED = "derived"
 """Marks a field whose default the definition does not store, see `derived`."""
 MATCHING = "matching"
-"""JSON schema key under which `Matching` stores its pattern and its sentence."""
+"""JSON schema key under which `MatchesPattern` stores its pattern and its sentence."""
 _Value = TypeVar("_Value")
 _shared_fields_sets: dict[frozenset[str], set[str]] = {}
-_MOST_SHARED_SETS = 512
-"""Most sets of given fields that are shared; beyond it each message keeps a separate set."""
+_MAX_SHARED_SETS = 512
+"""Maximum number of sets of given fields that are shared; beyond it each message keeps a separate set."""
 
 
 class ContractModel(BaseModel):
@@ -61,7 +61,7 @@ class ContractModel(BaseModel):
         """
         fields_set = self.model_fields_set
         key = frozenset(fields_set)
-        if key in _shared_fields_sets or len(_shared_fields_sets) < _MOST_SHARED_SETS:
+        if key in _shared_fields_sets or len(_shared_fields_sets) < _MAX_SHARED_SETS:
             object.__setattr__(self, "__pydantic_fields_set__", _shared_fields_sets.setdefault(key, fields_set))
         for value in self.__dict__.values():
             if isinstance(value, ContractModel):

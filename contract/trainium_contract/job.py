@@ -91,7 +91,7 @@ class TrainingJobSpec(ContractModel):
     """Delete the TrainingJob this long after it ended; omitted: never."""
 
     @model_validator(mode="after")
-    def _one_kind(self) -> Self:
+    def _check_one_kind(self) -> Self:
         if self.trainer is not None and self.program is not None:
             raise ValueError("trainer and program are both given: leave one of them out")
         if self.program is None:

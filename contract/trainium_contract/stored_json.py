@@ -4,8 +4,8 @@ The API server stores some parts of objects unchanged (a job's pod template, the
 may be nested thousands of levels deep, and hold halves of surrogate pairs or bytes that are not text. One such object
 must not make a list of all of them unreadable.
 
-Invariants: the usual parser reads what it can, at its speed. Otherwise parts deeper than `DEEPEST` levels are left out,
-invalid text is replaced, and everything beside it is unchanged.
+Invariants: the usual parser reads what it can, at its speed. Otherwise parts deeper than `MAX_DEPTH` levels are left
+out, invalid text is replaced, and everything beside it is unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_json(body: bytes, parser: Callable[[bytes], Any] = json.loads) -> Any:
 
 
 def remove_deep_parts(body: bytes) -> bytes:
-    """Remove parts nested deeper than `DEEPEST` levels from a JSON text."""
+    """Remove parts nested deeper than `MAX_DEPTH` levels from a JSON text."""
     pieces: list[bytes] = []
     depth, copied_until = 0, 0
     for token in _TOKENS.finditer(body):

@@ -10,14 +10,14 @@ V = TypeVar("V")
 
 
 class BoundedDict(OrderedDict[K, V]):
-    """Keeps the `most` entries that were set last, in that order."""
+    """Keeps the `max_size` entries that were set last, in that order."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_size: int) -> None:
         super().__init__()
-        self._most = most
+        self._max_size = max_size
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
         self.move_to_end(key)
-        while len(self) > self._most:
+        while len(self) > self._max_size:
             self.popitem(last=False)

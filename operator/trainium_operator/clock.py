@@ -30,8 +30,8 @@ class SteadyClock:
     def __call__(self) -> float:
         """Return Unix seconds."""
         now = self._monotonic()
-        most = _FASTEST_CORRECTION * (now - self._at)
+        max_correction = _FASTEST_CORRECTION * (now - self._at)
         error = self._wall() - now - self._offset
-        self._offset += min(most, max(-most, error))
+        self._offset += min(max_correction, max(-max_correction, error))
         self._at = now
         return now + self._offset

@@ -134,14 +134,14 @@ class RuntimeSupervisor:
         self._spawn(group, runtime.caches.dra.run(), "devices")
         self._spawn(group, runtime.recorder.run(), "events")
         self._spawn(group, self._lead(), "lease")
-        self._spawn(group, runtime.keeper.run(lambda: runtime.elector.leading), "certificates")
+        self._spawn(group, runtime.certificate_keeper.run(lambda: runtime.elector.leading), "certificates")
         self._spawn(group, self._serve_agents(host), "coordinator")
         if runtime.readers is not None:
             self._spawn(group, self._serve_readers(runtime.readers, host), "readers")
-            if runtime.mounted is not None:
-                self._spawn(group, runtime.mounted.run(), "mounted certificate")
-        if runtime.shown is not None:
-            self._spawn(group, runtime.shown.run(), "curves")
+            if runtime.https_certificate is not None:
+                self._spawn(group, runtime.https_certificate.run(), "mounted certificate")
+        if runtime.job_page_data is not None:
+            self._spawn(group, runtime.job_page_data.run(), "curves")
         self._spawn(group, runtime.prober.run(), "probes")
         self._spawn(group, self._resync(), "resync")
         self._spawn(group, trim_periodically(), "memory")
@@ -177,20 +177,22 @@ class RuntimeSupervisor:
         await runtime.elector.acquire()
         async with asyncio.TaskGroup() as group:
             group.create_task(runtime.elector.hold())
-            runtime.keeper.check_now()
+            runtime.certificate_keeper.check_now()
             await runtime.take_over()
 
     async def _serve_agents(self, host: str) -> None:
         """Listen as soon as there is a certificate. Followers answer 503, so agents try the next replica."""
         runtime = self._runtime
-        await runtime.keeper.tls.loaded.wait()
-        port = await runtime.coordinator.start(host, runtime.settings.coordinator_port, runtime.keeper.tls.context)
+        await runtime.certificate_keeper.tls.loaded.wait()
+        port = await runtime.coordinator.start(
+            host, runtime.settings.coordinator_port, runtime.certificate_keeper.tls.context
+        )
         logger.info("agents are served on port %d", port)
 
     async def _serve_readers(self, readers: EndpointServer, host: str) -> None:
         """Listen as soon as there is a certificate."""
         runtime = self._runtime
-        tls = runtime.keeper.tls if runtime.mounted is None else runtime.mounted.tls
+        tls = runtime.certificate_keeper.tls if runtime.https_certificate is None else runtime.https_certificate.tls
         await tls.loaded.wait()
         port = await readers.start(host, runtime.settings.https_port, tls.context)
         logger.info("readers are served on port %d", port)
@@ -221,11 +223,11 @@ class RuntimeSupervisor:
             credentials=self._transport.refresh_access,
         )
         ready = asyncio.Event()
-        retake = asyncio.ensure_future(self._reinstall_signal_handlers(ready))
+        reinstallation = asyncio.ensure_future(self._reinstall_signal_handlers(ready))
         try:
             await handlers.run_kopf(registry, stop=self._kopf_stop, ready=ready)
         finally:
-            retake.cancel()
+            reinstallation.cancel()
         self._stop.set()
 
     async def _reinstall_signal_handlers(self, ready: asyncio.Event) -> None:

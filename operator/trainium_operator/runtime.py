@@ -102,7 +102,7 @@ class Runtime:
             ),
         )
         services = filter(None, (settings.coordinator_service, settings.ui_service))
-        self.keeper = certificate_keeper.CertificateKeeper(
+        self.certificate_keeper = certificate_keeper.CertificateKeeper(
             coordinator_ports.KubernetesSecret(self.api, namespace, settings.secret_name),
             tuple(
                 dict.fromkeys(name for service in services for name in certificates.server_names(service, namespace))
@@ -133,9 +133,11 @@ class Runtime:
         self.health = servers.ProbeServer(
             live=self.live_problem, ready=self.ready_problem, metrics=None if settings.secure_metrics else exposition
         )
-        self.mounted = tls.CertificateFolder(settings.https_certificate) if settings.https_certificate else None
+        self.https_certificate = (
+            tls.CertificateFolder(settings.https_certificate) if settings.https_certificate else None
+        )
         """The certificate of the HTTPS port, if it is not the coordinator's."""
-        self.shown = job_pages.JobPageData(self.api, self.caches, clock) if settings.ui else None
+        self.job_page_data = job_pages.JobPageData(self.api, self.caches, clock) if settings.ui else None
         self.readers: servers.EndpointServer | None = None
         if settings.serves_readers:
             authorizer = access.Access(
@@ -146,7 +148,7 @@ class Runtime:
             self.readers = servers.EndpointServer(
                 authorizer,
                 exposition if settings.secure_metrics else None,
-                jobs=self.shown,
+                jobs=self.job_page_data,
                 clock=clock,
                 on_answer=self.metrics.read,
             )
@@ -169,7 +171,7 @@ class Runtime:
         observer = observe.Observer(
             caches=self.caches,
             agents=self.state,
-            ca_bundle=lambda: self.keeper.ca_bundle,
+            ca_bundle=lambda: self.certificate_keeper.ca_bundle,
             creation_backoff=backoff,
             warnings=warnings,
             refusal=optional.refusal,
@@ -211,7 +213,7 @@ class Runtime:
         since = asyncio.get_running_loop().time()
         await self.caches.synced()
         await self._retried(lambda: self.caches.catch_up(since, records_only=True))
-        await self.keeper.tls.loaded.wait()
+        await self.certificate_keeper.tls.loaded.wait()
         self._begin_serving()
         await self._retried(lambda: self.caches.catch_up(since))
         await self._retried(self.fleet.prime)

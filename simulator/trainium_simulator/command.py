@@ -65,7 +65,7 @@ def simulate(
     output: Annotated[str, typer.Option("--output", "-o", help="table or json")] = "table",
     picture: Annotated[_OptionalPath, typer.Option(help="Also draw a picture (PNG).")] = None,
 ) -> None:
-    """Simulate a job's month with the operator's own plan: goodput, where the time goes, what each spare buys."""
+    """Simulate a job with the operator's own plan: goodput, where the time goes, what each spare buys."""
     _validate(days, seeds, goal, output, idle_nodes, price)
     raw_spec = read_job(job)
     learned_stages = StageTimes() if learn_from is None else learn_stages(learn_from, StageTimes())
@@ -158,7 +158,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
         except ValueError as error:
             raise InputError(f"--spares must be like 2, 0,2,4 or 0..4, not {text!r}") from error
     if not counts or min(counts) < 0:
-        raise InputError(f"--spares must be 0 or more, and a range must rise: {text!r}")
+        raise InputError(f"--spares must be 0 or more, and a range must ascend: {text!r}")
     return tuple(dict.fromkeys(counts))
 
 

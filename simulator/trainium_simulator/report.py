@@ -84,7 +84,7 @@ def _goodput_table(results: Sequence[Result]) -> Table:
 
 
 def _spares_table(results: Sequence[Result]) -> Table:
-    table = _new_table("What a spare buys, in node-hours a month", "case", "brings", "holds", "pays")
+    table = _new_table("What a spare buys, in node-hours a month", "case", "gained", "held", "worthwhile")
     for before, after in _pair_by_spares(results):
         gain, cost = compute_spare_gain(before, after)
         added, other_terms = after.case.spares - before.case.spares, _format_case(after).partition(", ")[2]
@@ -99,7 +99,7 @@ def _costs_table(results: Sequence[Result], price: float) -> Table:
     for result in results:
         costs = _cost_document(result, price)
         work_cost = "-" if costs["perMonthOfWork"] is None else f"{costs['perMonthOfWork']:,.0f}"
-        amounts = (f"{costs[key]:,.0f}" for key in ("nodeHours", "perMonth", "lostOrIdle"))
+        amounts = (f"{costs[key]:,.0f}" for key in ("monthlyNodeHours", "perMonth", "lostOrIdle"))
         table.add_row(_format_case(result), *amounts, work_cost)
     return table
 
@@ -110,7 +110,7 @@ def _cost_document(result: Result, price: float) -> dict[str, Any]:
     work_done = result.work_done.mean
     return {
         "pricePerNodeHour": price,
-        "nodeHours": round(result.monthly_node_hours, 1),
+        "monthlyNodeHours": round(result.monthly_node_hours, 1),
         "perMonth": round(cost, 2),
         "lostOrIdle": round(cost * (1 - result.fleet_utilization.mean), 2),
         "perMonthOfWork": round(cost / work_done, 2) if work_done > 0 else None,
@@ -161,8 +161,8 @@ def _recoveries_table(results: Sequence[Result]) -> Table:
 
 def _intervals_table(results: Sequence[Result]) -> Table:
     usual_columns = [_format_duration(interval) for interval in USUAL_INTERVALS]
-    columns = ("case", "rollbacks a month", "best", "present", *usual_columns)
-    table = _new_table("Loss by the interval of durable saves: their stall and the steps made again", *columns)
+    columns = ("case", "rollbacks a month", "best", "configured", *usual_columns)
+    table = _new_table("Loss by the interval of durable saves: their stall and the repeated steps", *columns)
     for result in results:
         stages, rollbacks = result.case.stages, result.rollbacks
         bound = "" if rollbacks.count else "≤ "
@@ -201,7 +201,7 @@ def _new_table(title: str, *columns: str) -> Table:
 def _format_case(result: Result) -> str:
     case = result.case
     spares = f"{case.spares} spare" + ("" if case.spares == 1 else "s")
-    rate = "the trace" if case.trace is not None else f"{case.rate:g} a 1,000 node-days"
+    rate = "the trace" if case.trace is not None else f"{case.rate:g} per 1,000 node-days"
     shared = f"{case.shared_nodes} shared" if case.shared_nodes else ""
     return ", ".join(part for part in (spares, rate, shared, case.variation) if part)
 
@@ -260,7 +260,7 @@ def _result_document(result: Result, gain: tuple[float, float] | None, goal: flo
         "spareGain": None if gain is None else {"nodeHours": round(gain[0], 2), "heldNodeHours": round(gain[1], 2)},
         "goal": None if goal is None else {"strict": goal, "reached": result.strict_goodput.mean >= goal},
         "largestLoss": result.largest_loss,
-        "nodeHours": result.simulated_node_hours,
+        "simulatedNodeHours": result.simulated_node_hours,
     }
 
 

@@ -109,7 +109,7 @@ class Result:
     recoveries: tuple[RecoveryStatistics, ...]
     rollbacks: Rollbacks
     simulated_node_hours: float
-    """Node-hours of all seeds, spares included."""
+    """Node-hours of all seeds, with spares and without shared nodes."""
     monthly_node_hours: float
     """Node-hours that the job held in a month of 30 days, spares included."""
 
@@ -209,7 +209,10 @@ def _summarize_recoveries(interruptions: Sequence[Interruption], days: float) ->
 
 
 def _student_t_quantile(degrees_of_freedom: int) -> float:
-    """Return the 97.5 % point of Student's t (Hill's expansion; exact values for few degrees of freedom)."""
+    """Return the 97.5 % point of Student's t.
+
+    Exact below five degrees of freedom, else by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5).
+    """
     exact = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
     if degrees_of_freedom in exact:
         return exact[degrees_of_freedom]

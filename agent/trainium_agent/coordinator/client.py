@@ -318,7 +318,7 @@ class StreamSession:
                     if changed or self._flush is not None or now - last_at >= self._full_heartbeat_seconds * share:
                         self._unanswered.append(_Sent(message, now, time.time(), self._flush))
                         last, last_at, self._flush = message, now, None
-                        share = jitter_fraction(random.random(), after_news=changed)  # noqa: S311
+                        share = jitter_fraction(random.random(), after_change=changed)  # noqa: S311
                         await self._stream.send(FrameKind.HEARTBEAT, message)
                     else:
                         await self._stream.send(FrameKind.KEEPALIVE, encode_keepalive(message))

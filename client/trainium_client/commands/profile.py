@@ -64,10 +64,10 @@ def profile(
     ] = None,
 ) -> None:
     """Record steps of a running job: the largest spans, and a trace for ui.perfetto.dev; training continues."""
-    from trainium_contract.trainer.monitor import MOST_PROFILED_STEPS  # noqa: PLC0415 - no other command needs pydantic
+    from trainium_contract.trainer.monitor import MAX_PROFILED_STEPS  # noqa: PLC0415 - no other command needs pydantic
 
-    if steps > MOST_PROFILED_STEPS:
-        raise ClientError(f"--steps is {steps}: at most {MOST_PROFILED_STEPS} steps are recorded at once")
+    if steps > MAX_PROFILED_STEPS:
+        raise ClientError(f"--steps is {steps}: at most {MAX_PROFILED_STEPS} steps are recorded at once")
     api = session.open()
     job = api.job(name)
     phase = public_status(job).text("phase")

@@ -7,7 +7,7 @@ field is an error under kubectl's strict validation), and bounded (so that the c
 Every field has a description. A model that violates one of these stops the generation with a sentence.
 
 Defaults of the spec are in the schema, so that they are stored with the job at its creation: an upgrade of the operator
-with other defaults does not change a running job. Defaults of fields that were added `later` are not stored.
+with other defaults does not change a running job. Defaults of fields declared with `derived` are not stored.
 
 The status is lenient where the spec is strict: its enumerations are plain strings, and its objects accept fields that
 the schema does not name, so that an operator of another version can write it. The API server would refuse the whole
@@ -104,7 +104,7 @@ def _printer_columns() -> list[dict[str, Any]]:
         column("Phase", "string", ".status.phase", "What the job is doing."),
         column("Stage", "string", ".status.stage", "Train, Export or Evaluate."),
         column("Ready", "integer", ".status.readyReplicas", "Workers that are training."),
-        column("Desired", "integer", ".spec.workers.replicas", "Workers asked for."),
+        column("Desired", "integer", ".spec.workers.replicas", "Requested workers."),
         column("Step", "integer", ".status.progress.step", "Newest finished optimizer step."),
         column("Loss", "number", ".status.progress.loss", "Loss of that step."),
         column("Ckpt", "integer", ".status.checkpoint.durableStep", "Newest step committed to storage."),
@@ -114,7 +114,7 @@ def _printer_columns() -> list[dict[str, Any]]:
         column("DP", "integer", ".status.membership.dataParallel", "Data-parallel degree.", 1),
         column("Tokens/s", "number", ".status.progress.tokensPerSecond", "Throughput of the whole job.", 1),
         column("Goodput", "number", ".status.goodput.ratio", "Strict goodput: productive share of the time.", 1),
-        column("Artifact", "string", ".status.artifacts[-1].path", "The newest thing that the run left behind.", 1),
+        column("Artifact", "string", ".status.artifacts[-1].path", "Path of the newest artifact.", 1),
     ]
 
 

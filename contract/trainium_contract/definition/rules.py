@@ -225,8 +225,8 @@ ROOT_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-        "the name of a TrainingJob begins with a small letter and has only small letters, digits and '-' (RFC 1035), "
-        "because host names are made from it",
+        "the name of a TrainingJob begins with a lowercase letter and has only lowercase letters, digits and '-' "
+        "(RFC 1035), because host names are made from it",
         ".metadata.name",
     ),
     *(_immutable_while_running(field) for field in _FIXED_FIELDS),

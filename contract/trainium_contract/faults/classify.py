@@ -45,7 +45,7 @@ _ABORTED = 128 + 6
 _SIGNAL_BASE = 128
 _KERNEL_BEFORE_SECONDS = 120.0
 _KERNEL_AFTER_SECONDS = 10.0
-_LONGEST_LINE = 1024
+_MAX_LINE_LENGTH = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def find_output_line(key: str) -> Sign | None:
 
 
 def _first_match(signs: Sequence[Sign], line: str) -> Sign | None:
-    text = line[:_LONGEST_LINE]
+    text = line[:_MAX_LINE_LENGTH]
     return next((sign for sign in signs if sign.pattern is not None and sign.pattern.search(text)), None)
 
 

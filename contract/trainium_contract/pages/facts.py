@@ -121,10 +121,10 @@ def _speed(view: JobView) -> str:
 
 def _size(view: JobView) -> str:
     if not view.phase:
-        return f"{view.requested} asked for"
+        return f"{view.requested} requested"
     parts = [f"{view.size} of {view.desired or view.requested} nodes"]
     if view.requested != view.desired and view.desired:
-        parts.append(f"{view.requested} asked for")
+        parts.append(f"{view.requested} requested")
     parts += [f"{view.data_parallel} data-parallel"] if view.data_parallel else []
     parts += [pluralize(view.spares, "spare")] if view.spares else []
     parts += [f"generation {view.generation}.{view.attempt}"] if view.generation else []

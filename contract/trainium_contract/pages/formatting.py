@@ -68,12 +68,12 @@ def pluralize(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def shorten(text: str, most: int) -> str:
+def shorten(text: str, max_length: int) -> str:
     """Return the start of a text, on one line, cut between words if possible."""
     words = " ".join(text.split())
-    if len(words) <= most:
+    if len(words) <= max_length:
         return words
-    return f"{words[: most + 1].rpartition(' ')[0].rstrip() or words[:most]} …"
+    return f"{words[: max_length + 1].rpartition(' ')[0].rstrip() or words[:max_length]} …"
 
 
 def format_bytes(bytes_: int) -> str:

@@ -60,7 +60,7 @@ class TrainedParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySetting:
-    """Division of the model over ranks; all counts >= 1."""
+    """Inputs of a memory estimate: division, precision, recomputation, snapshots; all counts >= 1."""
 
     tensor: int
     pipeline: int
@@ -83,7 +83,7 @@ class MemorySetting:
     """Whether the loss needs the logits of a micro-batch as a whole (pairs of answers)."""
     snapshots: bool
     buddies: bool
-    layouts: WeightLayout = WeightLayout.NATIVE
+    layout: WeightLayout = WeightLayout.NATIVE
     on_host: bool = False
     """Whether the device is the CPU, so that its memory is the node's."""
     trained: TrainedParameters | None = None
@@ -94,7 +94,7 @@ class MemorySetting:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes."""
+    """Estimated memory of one rank and of its node, in bytes."""
 
     parameters: int
     """Parameters of the largest rank, before data parallelism divides them; a number, not bytes."""
@@ -155,7 +155,7 @@ def _state_bytes(parameters: int, value_bytes: int, setting: MemorySetting) -> i
     # If the state is divided, a narrow sum of the gradients exists beside the wide one.
     narrow_gradient_bytes = 2 if value_bytes == 2 and setting.mode is not DataParallelMode.REPLICATED else 0
     ranks, state_bytes = setting.data_parallel, (1 + setting.moments) * value_bytes + 4 + narrow_gradient_bytes
-    if setting.layouts is WeightLayout.NXD:
+    if setting.layout is WeightLayout.NXD:
         if setting.mode is DataParallelMode.REPLICATED:
             return parameters * (state_bytes + (compute_bytes if compute_bytes != value_bytes else 0))
         return parameters * (compute_bytes + 4) + parameters * state_bytes // ranks
@@ -172,7 +172,7 @@ def _frozen_bytes(parameters: int, setting: MemorySetting) -> int:
     FSDP divides them, NxD does not.
     """
     size = parameters * (4 if setting.precision is Precision.FLOAT32 else 2)
-    if setting.layouts is WeightLayout.NXD or setting.mode is DataParallelMode.REPLICATED:
+    if setting.layout is WeightLayout.NXD or setting.mode is DataParallelMode.REPLICATED:
         return size
     gathered = size if setting.mode is DataParallelMode.SHARDED_OPTIMIZER else 0  # during a step
     return size // setting.data_parallel + gathered
@@ -196,7 +196,7 @@ def _activation_bytes(model: ModelShape, setting: MemorySetting) -> int:
     in_flight = min(setting.pipeline, max(1, setting.micro_batches))
     kept_per_layer = layer_input_bytes if setting.recompute is Recompute.FULL else layer_bytes
     width = model.vocab_size // tensor
-    is_chunked = setting.layouts is WeightLayout.NATIVE and setting.pipeline == 1 and not setting.whole_logits
+    is_chunked = setting.layout is WeightLayout.NATIVE and setting.pipeline == 1 and not setting.whole_logits
     rows = min(tokens, logits_chunk_tokens(width)) if is_chunked else tokens
     logits = 10 * rows * width  # in the type of computation, in float32, and a gradient
     gathered = 0.0
@@ -204,7 +204,7 @@ def _activation_bytes(model: ModelShape, setting: MemorySetting) -> int:
         # Of one layer: keys and values of all ranks, their gradients in float32 and as they are sent.
         gathered = (3 * size + 4) * setting.micro_size * setting.length * key_value / tensor + _ATTENTION_TILE_BYTES
     scores = 0.0
-    if setting.masked and setting.layouts is WeightLayout.NXD:
+    if setting.masked and setting.layout is WeightLayout.NXD:
         # NxD's fused kernel has no mask: scores of all pairs of positions, their shares in float32 and as used.
         layers_with_scores = layers if setting.recompute is Recompute.NONE else 1
         scores = layers_with_scores * (2 * size + 4) * tokens * setting.length * model.num_attention_heads / tensor

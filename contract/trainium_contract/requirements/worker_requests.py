@@ -87,7 +87,7 @@ def build_memory_setting(
         micro_batches=micro_batches,
         snapshots=config.checkpoint.memory.every_steps > 0,
         buddies=config.checkpoint.memory.buddies > 0,
-        layouts=WeightLayout.NXD if nxd else WeightLayout.NATIVE,
+        layout=WeightLayout.NXD if nxd else WeightLayout.NATIVE,
         on_host=on_host and not instance_type.startswith("trn"),
         trained=trained,
     )

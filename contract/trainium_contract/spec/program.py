@@ -94,7 +94,7 @@ class ProgramBatch(ContractModel):
     """Samples of one forward and backward pass of one data-parallel rank."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.micro_size > self.global_size:
             raise ValueError(
                 f"program.batch.microSize is {self.micro_size} but globalSize is {self.global_size}: lower microSize"
@@ -132,7 +132,7 @@ class ProgramSpec(ContractModel):
     legal. Omitted: the batch may change with the size, and the status reports that."""
 
     @model_validator(mode="after")
-    def _command_fits(self) -> Self:
+    def _check_command(self) -> Self:
         length = sum(map(len, (*self.command, *self.args)))
         if length > MAX_COMMAND:
             raise ValueError(

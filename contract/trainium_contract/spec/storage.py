@@ -47,7 +47,7 @@ class StorageSpec(ContractModel):
     """Where durable checkpoints live; exactly one kind. Omitted: a folder in the pod, lost with it (for trials)."""
 
     @property
-    def kept(self) -> bool:
+    def is_persistent(self) -> bool:
         """Return whether the storage outlives the pod."""
         return any(kind is not None for kind in (self.host_path, self.persistent_volume_claim, self.uri))
 
@@ -61,7 +61,7 @@ class StorageSpec(ContractModel):
             Field(max_length=1024),
             MatchesPattern(
                 rf"({'|'.join(OBJECT_STORES)})://[a-z0-9][a-z0-9._-]{{1,61}}[a-z0-9](/[^/]+)*",
-                "write s3://bucket or s3://bucket/prefix: a bucket has 3 to 63 small letters, digits, dots and "
+                "write s3://bucket or s3://bucket/prefix: a bucket has 3 to 63 lowercase letters, digits, dots and "
                 "hyphens, a prefix no / at its end",
             ),
         ]

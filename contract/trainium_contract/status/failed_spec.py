@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 MAX_FIELDS = 256
 MAX_CHANGES = 32
-_LONGEST_PATH = 160
-_LONGEST_VALUE = 100
+_MAX_PATH_LENGTH = 160
+_MAX_VALUE_LENGTH = 100
 _OMITTED_FIELDS = "…"
 """All fields beyond the bound, as one."""
 _REDACTED_PREFIX = "workers.template."
@@ -82,7 +82,9 @@ def _spec_fields(spec: Mapping[str, Any]) -> tuple[SpecField, ...]:
     shown, omitted = leaves[:MAX_FIELDS], leaves[MAX_FIELDS:]
     if omitted:
         shown, omitted = leaves[: MAX_FIELDS - 1], leaves[MAX_FIELDS - 1 :]
-    fields = [SpecField(field=_truncate(path, _LONGEST_PATH), value=_redact_value(path, text)) for path, text in shown]
+    fields = [
+        SpecField(field=_truncate(path, _MAX_PATH_LENGTH), value=_redact_value(path, text)) for path, text in shown
+    ]
     if omitted:
         fields.append(SpecField(field=_OMITTED_FIELDS, value=f"#{_digest(json.dumps(omitted))}"))
     return tuple(fields)
@@ -104,11 +106,11 @@ def _redact_value(path: str, text: str) -> str:
     if path.startswith(_REDACTED_PREFIX):
         return f"#{_digest(text)}"
     shown = redact_secrets(text)
-    return _truncate(shown, _LONGEST_VALUE) if shown == text else f"{shown[:_LONGEST_VALUE]}#{_digest(text)}"
+    return _truncate(shown, _MAX_VALUE_LENGTH) if shown == text else f"{shown[:_MAX_VALUE_LENGTH]}#{_digest(text)}"
 
 
-def _truncate(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 10]}…#{_digest(text)}"
+def _truncate(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else f"{text[: max_length - 10]}…#{_digest(text)}"
 
 
 def _digest(text: str) -> str:

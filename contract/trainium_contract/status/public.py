@@ -74,16 +74,16 @@ class ProgressStatus(StepFigures):
     """When this was reported, RFC 3339."""
 
 
-def _is_none(step: int) -> bool:
+def _is_unset_step(step: int) -> bool:
     return step < 0
 
 
 class CheckpointStatus(StatusModel):
     """Newest steps that a resume could use; in Python -1 for none, in the resource absent."""
 
-    memory_step: Annotated[int, Field(exclude_if=_is_none)] = -1
+    memory_step: Annotated[int, Field(exclude_if=_is_unset_step)] = -1
     """Newest step that all members hold in memory; absent for none."""
-    durable_step: Annotated[int, Field(exclude_if=_is_none)] = -1
+    durable_step: Annotated[int, Field(exclude_if=_is_unset_step)] = -1
     """Newest step that is committed to storage; absent for none."""
     durable_time: Annotated[str, Field(max_length=32)] = ""
     """When the operator learned of it."""

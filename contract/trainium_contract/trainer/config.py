@@ -16,7 +16,7 @@ from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactsConfig
 from trainium_contract.trainer.checkpoint import CheckpointConfig
-from trainium_contract.trainer.data import SMALLEST_VOCABULARY, DataConfig, Tokenization
+from trainium_contract.trainer.data import MIN_VOCABULARY, DataConfig, Tokenization
 from trainium_contract.trainer.evaluate import EvaluateConfig
 from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_contract.trainer.model import ModelConfig
@@ -108,7 +108,7 @@ class TrainerSpec(ContractModel):
             self.__dict__["schedule"] = self.schedule.fitted(self.steps)
         data, vocabulary, positions = self.data, self.model.vocab_size, self.model.max_positions
         if vocabulary is not None and "vocab_size" not in data.tokenizer.model_fields_set:
-            fitting = max(SMALLEST_VOCABULARY, min(data.tokenizer.vocab_size, vocabulary))
+            fitting = max(MIN_VOCABULARY, min(data.tokenizer.vocab_size, vocabulary))
             data = data.replaced(tokenizer=data.tokenizer.replaced(vocab_size=fitting))
         if positions is not None and "sequence_length" not in data.model_fields_set:
             data = data.replaced(sequence_length=min(data.sequence_length, positions))
@@ -123,7 +123,7 @@ class TrainingConfig(TrainerSpec):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
-    def _schedule_fits(self) -> Self:
+    def _check_schedule(self) -> Self:
         schedule = self.schedule
         if self.epochs or schedule.warmup_ratio is not None:
             return self  # the number of steps is known once the data have been read
@@ -142,7 +142,7 @@ class TrainingConfig(TrainerSpec):
         return self
 
     @model_validator(mode="after")
-    def _parts_agree(self) -> Self:
+    def _check_parts(self) -> Self:
         if self.tuning.method is TuningMethod.LORA and self.precision.has_bfloat16_state:
             raise ValueError(
                 "precision is BFloat16Stochastic but tuning.method is LoRA, whose adapters are in float32: use BFloat16"
@@ -194,7 +194,7 @@ class TrainingConfig(TrainerSpec):
             )
 
     @model_validator(mode="after")
-    def _profiles_steps_of_the_run(self) -> Self:
+    def _check_profiled_steps(self) -> Self:
         profile = self.monitor.profile
         if profile is not None and not self.epochs and profile.steps[1] > self.steps:
             raise ValueError(
@@ -204,7 +204,7 @@ class TrainingConfig(TrainerSpec):
         return self
 
     @model_validator(mode="after")
-    def _objective_fits(self) -> Self:
+    def _check_objective(self) -> Self:
         objective, pairs = self.tuning.objective, self.data.format is DataFormat.PREFERENCE
         if objective is None:
             if pairs:

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from trainium_contract.base import ContractModel, MatchesPattern, derived
 from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
 
-SMALLEST_VOCABULARY = 300
+MIN_VOCABULARY = 300
 """Entries of a trained tokenizer: 256 bytes, the special tokens, and a few pairs."""
 _Path = Annotated[str, Field(min_length=1, max_length=1024)]
 _Column = Annotated[str, Field(min_length=1, max_length=128)]
@@ -32,7 +32,7 @@ class TokenizerConfig(ContractModel):
     path: _Path | None = None
     """A `tokenizer.json` or a folder with one, also as `s3://bucket/prefix`; omitted: that of prepared data, else a
     byte-level BPE is trained on the data and cached."""
-    vocab_size: int = derived(2048, ge=SMALLEST_VOCABULARY, le=200_000)
+    vocab_size: int = derived(2048, ge=MIN_VOCABULARY, le=200_000)
     """Vocabulary of the trained BPE; a tokenizer given by `path` has its own. Omitted: 2048, or model.vocabSize if that
     is smaller."""
 
@@ -72,7 +72,7 @@ class SourceConfig(ContractModel):
     """Column or key that holds the text; omitted: `data.textField`."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def _check_one_origin(self) -> Self:
         if (self.source is None) == (self.hub is None):
             raise ValueError("each of data.sources needs either source or hub: give exactly one of them")
         return self
@@ -104,7 +104,7 @@ class ValidationConfig(ContractModel):
     """Most samples of one measurement; always the same ones."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def _check_one_origin(self) -> Self:
         if [self.fraction, self.source, self.hub_split].count(None) != 2:
             raise ValueError("data.validation needs one of fraction, source and hubSplit: give exactly one of them")
         return self
@@ -176,7 +176,7 @@ class DataConfig(ContractModel):
     """Where tokenizer and tokenized text are cached; omitted: the user's cache folder, on a worker the node's."""
 
     @model_validator(mode="after")
-    def _one_hub(self) -> Self:
+    def _check_one_hub(self) -> Self:
         if self.hub is not None and self.sources is not None:
             raise ValueError("data.hub and data.sources are both given: move data.hub into data.sources")
         if self.hub is None and self.validation is not None and self.validation.hub_split is not None:

@@ -90,7 +90,7 @@ class RopeScaling(ContractModel):
     """Factor of the rotary embedding; a ratio, `YaRN` only. Omitted: 0.1 ln(factor) + 1."""
 
     @model_validator(mode="after")
-    def _low_is_below_high(self) -> Self:
+    def _check_frequencies(self) -> Self:
         if self.factor is None and self.kind not in (RopeScalingKind.LLAMA3, RopeScalingKind.UNSCALED):
             raise ValueError(
                 f"model.ropeScaling.factor is not given, but model.ropeScaling.kind is {self.kind}: give the ratio of "
@@ -184,7 +184,7 @@ class ModelConfig(ContractModel):
     twice the number of layers. Omitted: 0.02, or the file's."""
 
     @model_validator(mode="after")
-    def _one_start(self) -> Self:
+    def _check_one_start(self) -> Self:
         if self.path is not None and self.preset is not ModelPreset.TINY:
             msg = (
                 f"model.preset is {self.preset} and model.path is {self.path}: both name a shape, leave one of them out"

@@ -21,7 +21,7 @@ class Tracker(StrEnum):
     TRACKIO = "Trackio"
 
 
-MOST_PROFILED_STEPS = 20
+MAX_PROFILED_STEPS = 20
 """Most steps in one trace."""
 _Step = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Rank = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -39,12 +39,12 @@ class ProfileConfig(ContractModel):
     the process, for Neuron Explorer, instead of steps by torch.profiler: the two conflict."""
 
     @model_validator(mode="after")
-    def _orders_the_steps(self) -> Self:
+    def _check_steps_and_ranks(self) -> Self:
         first, last = self.steps
-        if not first <= last < first + MOST_PROFILED_STEPS:
+        if not first <= last < first + MAX_PROFILED_STEPS:
             raise ValueError(
                 f"monitor.profile.steps is [{first}, {last}]: give the first and the last step, at most "
-                f"{MOST_PROFILED_STEPS} steps together"
+                f"{MAX_PROFILED_STEPS} steps together"
             )
         if len(set(self.ranks)) < len(self.ranks):
             raise ValueError("monitor.profile.ranks names a rank twice: name each once")
@@ -83,7 +83,7 @@ class MonitorConfig(ContractModel):
     """Project or experiment of the run in the trackers; omitted: the namespace of the job."""
 
     @model_validator(mode="after")
-    def _names_each_tracker_once(self) -> Self:
+    def _check_trackers(self) -> Self:
         if self.trackers and len(set(self.trackers)) < len(self.trackers):
             raise ValueError("monitor.trackers names a tracker twice: name each once")
         return self

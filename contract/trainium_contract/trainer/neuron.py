@@ -103,7 +103,7 @@ class NeuronConfig(ContractModel):
     host's memory; omitted: the C library's default."""
 
     @model_validator(mode="after")
-    def _extra_flags_are_extra(self) -> Self:
+    def _check_extra_flags(self) -> Self:
         for flag in self.extra_compiler_flags or ():
             name = flag.partition("=")[0].split()[0]
             field = _TYPED_FLAGS.get("-O" if name.startswith("-O") else name)

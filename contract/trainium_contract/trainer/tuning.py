@@ -77,7 +77,7 @@ class LoraConfig(ContractModel):
     """A folder with an adapter in peft's format to start from; its rank, alpha and targets must be those given here."""
 
     @model_validator(mode="after")
-    def _lengths_have_no_bias(self) -> Self:
+    def _check_lengths(self) -> Self:
         if self.dora and self.bias:
             raise ValueError(
                 "tuning.lora.bias is true but dora is true, which peft does not combine: leave one of them out"
@@ -132,7 +132,7 @@ class ObjectiveConfig(ContractModel):
         return self.kind is ObjectiveKind.DPO and not self.reference_free
 
     @model_validator(mode="after")
-    def _fields_belong_to_the_kind(self) -> Self:
+    def _check_fields_of_kind(self) -> Self:
         if self.kind is ObjectiveKind.ORPO:
             plain = ObjectiveConfig()
             for name in ("label_smoothing", "reference", "reference_free"):
@@ -165,7 +165,7 @@ class TuningConfig(ContractModel):
         return self.method is TuningMethod.LORA or self.trainable is not None
 
     @model_validator(mode="after")
-    def _adapter_is_for_lora(self) -> Self:
+    def _check_adapter(self) -> Self:
         if self.method is TuningMethod.FULL and self.lora.adapter is not None:
             raise ValueError("tuning.lora.adapter is given but tuning.method is Full: set tuning.method to LoRA")
         return self

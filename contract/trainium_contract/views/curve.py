@@ -1,6 +1,6 @@
 """Read the loss curve from `metrics.jsonl`, thinned for a picture.
 
-Invariant: at most `MOST_POINTS`; each represents the steps of its part of the curve, so that a spike stays visible.
+Invariant: at most `MAX_POINTS`; each represents the steps of its part of the curve, so that a spike stays visible.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CurvePoint:
     tokens_per_second: float | None
 
 
-def read_curve(lines: Iterable[str], most: int = MAX_POINTS) -> tuple[CurvePoint, ...]:
+def read_curve(lines: Iterable[str], max_points: int = MAX_POINTS) -> tuple[CurvePoint, ...]:
     """Parse the curve without truncated lines and lines that are not a step."""
     points = []
     for line in lines:
@@ -46,20 +46,20 @@ def read_curve(lines: Iterable[str], most: int = MAX_POINTS) -> tuple[CurvePoint
         points.append(
             CurvePoint(step, loss, loss, loss, number(record, "validationLoss"), number(record, "tokensPerSecond"))
         )
-    return _downsample(points, most)
+    return _downsample(points, max_points)
 
 
 class LiveCurve:
-    """The curve of a watched run: a point for each sample, thinned once there are `most`.
+    """The curve of a watched run: a point for each sample, thinned once there are `max_points`.
 
     Invariant: steps ascend. When a run goes back, later points are dropped, as in its own record.
     """
 
-    __slots__ = ("_most", "_points")
+    __slots__ = ("_max_points", "_points")
 
-    def __init__(self, most: int = MAX_POINTS, points: Sequence[CurvePoint] = ()) -> None:
+    def __init__(self, max_points: int = MAX_POINTS, points: Sequence[CurvePoint] = ()) -> None:
         """`points`: the known part of the curve."""
-        self._most = max(2, most)
+        self._max_points = max(2, max_points)
         self._points: list[CurvePoint] = list(points)
 
     def add(self, step: int, loss: float | None, tokens_per_second: float | None = None) -> None:
@@ -70,8 +70,8 @@ class LiveCurve:
         while points and points[-1].step >= step:
             points.pop()
         points.append(CurvePoint(step, loss, loss, loss, None, tokens_per_second))
-        if len(points) > self._most:
-            self._points = list(_downsample(points, self._most // 2))
+        if len(points) > self._max_points:
+            self._points = list(_downsample(points, self._max_points // 2))
 
     @property
     def points(self) -> tuple[CurvePoint, ...]:
@@ -79,10 +79,10 @@ class LiveCurve:
         return tuple(self._points)
 
 
-def _downsample(points: Sequence[CurvePoint], most: int) -> tuple[CurvePoint, ...]:
-    if len(points) <= most:
+def _downsample(points: Sequence[CurvePoint], max_points: int) -> tuple[CurvePoint, ...]:
+    if len(points) <= max_points:
         return tuple(points)
-    edges = [len(points) * at // most for at in range(most + 1)]
+    edges = [len(points) * at // max_points for at in range(max_points + 1)]
     return tuple(_merge_points(points[begin:end]) for begin, end in pairwise(edges) if end > begin)
 
 

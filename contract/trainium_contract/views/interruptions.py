@@ -21,8 +21,8 @@ RUNG_DESCRIPTIONS = {
     "Spare": "a warm spare took the rank",
     "Replace": "a new pod took the rank",
     "Shrink": "trained on with fewer workers",
-    "Grow": "grew back to the size asked for",
-    "Resize": "changed to the size asked for",
+    "Grow": "grew back to the requested size",
+    "Resize": "changed to the requested size",
     "Stop": "stopped for good",
 }
 """Description of each rung of the recovery ladder."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainium_contract.views.status_reader import StatusReader
     from trainium_contract.views.workers import WorkersView
 
-_MOST_CHANGES = 6
+_MAX_CHANGES = 6
 _WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken", "CreationRefused"}
 STALE_SECONDS = 120.0
 """A training job whose status is older counts as stale: six times the longest interval of the operator."""
@@ -293,7 +293,7 @@ def cost_view(view: JobView, price: float) -> CostView:
     )
 
 
-_LONGEST_COMMAND = 60
+_MAX_COMMAND_LENGTH = 60
 
 
 def _model(spec: Mapping[str, Any]) -> str:
@@ -304,7 +304,7 @@ def _model(spec: Mapping[str, Any]) -> str:
         command_parts = (program.get("command"), program.get("args"))
         words = " ".join(str(word) for part in command_parts if isinstance(part, list) for word in part).split()
         command = strip_control_characters(" ".join(words))
-        return command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]}..."
+        return command if len(command) <= _MAX_COMMAND_LENGTH else f"{command[:_MAX_COMMAND_LENGTH]}..."
     model = mapping(mapping(spec, "trainer"), "model")
     return (
         text(model, "preset")
@@ -448,7 +448,7 @@ def advise_retry(view: JobView) -> str:
 def _format_changes(changes: tuple[ChangeView, ...]) -> str:
     shown = [
         f"{change.field} ({_format_change(change)})" if _format_change(change) else change.field
-        for change in changes[:_MOST_CHANGES]
+        for change in changes[:_MAX_CHANGES]
     ]
     more = len(changes) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

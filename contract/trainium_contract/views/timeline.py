@@ -5,7 +5,7 @@ since the current generation started, the age of existing pods, and the worker, 
 interruption (older operators did not write ranks). The time between is `UNKNOWN`: the pod existed, but its activity is
 not recorded.
 
-Invariants: pure. Segments of a row ascend and do not overlap. At most `MOST_ROWS` rows, the most informative first.
+Invariants: pure. Segments of a row ascend and do not overlap. At most `MAX_ROWS` rows, the most informative first.
 """
 
 from __future__ import annotations

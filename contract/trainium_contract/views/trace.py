@@ -27,7 +27,7 @@ _STEP_SPAN = "step, outside its parts"
 _OUTSIDE_OPERATORS = ", outside operators"
 _REPEATED_CATEGORIES = frozenset({"Trace", "gpu_user_annotation", "python_function"})
 """Categories that repeat other spans."""
-_LONGEST_NAME = 48
+_MAX_NAME_LENGTH = 48
 _SHOWN_ROWS = 10
 
 
@@ -188,7 +188,7 @@ def format_summaries(summaries: Sequence[TraceSummary]) -> Iterator[str]:
         if not names:
             continue
         yield ""
-        yield f"{title:<{_LONGEST_NAME}} {'CALLS':>7}{heads}".rstrip()
+        yield f"{title:<{_MAX_NAME_LENGTH}} {'CALLS':>7}{heads}".rstrip()
         for name in list(names)[:_SHOWN_ROWS]:
             yield _format_row(name, summaries, [{span.name: span for span in group} for group in groups])
 
@@ -203,4 +203,4 @@ def _format_row(name: str, summaries: Sequence[TraceSummary], groups: Sequence[M
         comparison = f"{times[0] - times[1]:+,.2f}"
     calls = totals[0].calls / summaries[0].steps
     cells = "".join(f"{value:>12,.2f}" for value in times)
-    return f"{name[:_LONGEST_NAME]:<{_LONGEST_NAME}} {calls:>7,.0f}{cells}{comparison:>12}".rstrip()
+    return f"{name[:_MAX_NAME_LENGTH]:<{_MAX_NAME_LENGTH}} {calls:>7,.0f}{cells}{comparison:>12}".rstrip()

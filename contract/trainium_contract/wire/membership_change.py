@@ -50,7 +50,7 @@ class MembershipChange(WireMessage):
     members: tuple[Member, ...] = ()
     """Members that are new or changed since `since`, by node rank."""
     digest: str = Field(max_length=64)
-    """`digest_members` all members."""
+    """`digest_members` of all members."""
 
 
 def diff_memberships(old: Membership, new: Membership) -> MembershipChange | None:

@@ -156,7 +156,7 @@ class HangDetection(StrEnum):
 
 
 class Progress(StepFigures, WireMessage):
-    """Newest progress of the pod's first rank."""
+    """Newest progress of the pod's first rank; for a program, of the rank with the highest step."""
 
     resume_step: Count | None = None
     """Step that this generation's ranks last resumed from; absent until they have."""

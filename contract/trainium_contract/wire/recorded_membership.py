@@ -1,7 +1,7 @@
 """Read the membership that the operator records in the ConfigMap `NAME-membership`.
 
 Invariants: uses only the format, none of the operator's code, so that tools outside the operator can check it. Never
-unpacks more than `LARGEST_TEXT`, whatever the object holds.
+unpacks more than `MAX_RECORD_BYTES`, whatever the object holds.
 """
 
 from __future__ import annotations

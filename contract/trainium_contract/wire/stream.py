@@ -100,10 +100,10 @@ def decode_keepalive(payload: bytes) -> int:
 class FrameReader:
     """Collects bytes into whole frames."""
 
-    __slots__ = ("_held", "_longest")
+    __slots__ = ("_held", "_max_length")
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
+    def __init__(self, max_length: int) -> None:
+        self._max_length = max_length
         self._held = b""
 
     def frames(self, data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -112,8 +112,8 @@ class FrameReader:
         at = 0
         while len(buffer) - at >= _HEAD.size:
             kind, length = _HEAD.unpack_from(buffer, at)
-            if length > self._longest:
-                raise FrameTooLongError(f"a frame of {length} bytes, where {self._longest} are allowed")
+            if length > self._max_length:
+                raise FrameTooLongError(f"a frame of {length} bytes, where {self._max_length} are allowed")
             end = at + _HEAD.size + length
             if len(buffer) < end:
                 break
@@ -122,13 +122,13 @@ class FrameReader:
         self._held = buffer[at:]
 
 
-def jitter_fraction(drawn: float, *, after_news: bool) -> float:
+def jitter_fraction(drawn: float, *, after_change: bool) -> float:
     """Return the share of `fullHeartbeatSeconds` until the next unprompted HEARTBEAT; `drawn` is random, from 0 to 1.
 
     Changes come from all agents of a job at once. The heartbeats after a change are spread over the whole interval, so
     that the coordinator keeps receiving the newest step: silence of all agents would look like a hang.
     """
-    return drawn if after_news else 0.5 + drawn / 2
+    return drawn if after_change else 0.5 + drawn / 2
 
 
 def must_send_now(sent: HeartbeatRequest | None, now: HeartbeatRequest) -> bool:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from trainium_contract.wire.messages import Membership
     from trainium_operator.plan.model.names import JobId
 
-SMALLEST_PACKED = 2048
+MIN_PACKED_BYTES = 2048
+"""Shorter memberships are not compressed."""
 _REMEMBERED = 512
 
 
@@ -40,7 +41,7 @@ class EncodedMembership:
     @property
     def packed(self) -> bytes | None:
         """The membership as gzipped JSON; None where that is not smaller."""
-        if self._packed is None and len(self.plain) >= SMALLEST_PACKED:
+        if self._packed is None and len(self.plain) >= MIN_PACKED_BYTES:
             self._packed = gzip.compress(self.plain, compresslevel=4, mtime=0)
         return self._packed
 

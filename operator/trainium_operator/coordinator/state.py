@@ -30,16 +30,16 @@ _PROBE_AGAIN_SECONDS = 30.0
 FULL_HEARTBEATS_PER_SECOND = 8.0
 """Full heartbeats of one job per second. All of its ranks make the same steps, so any heartbeat has the newest."""
 MAX_FULL_HEARTBEAT_SECONDS = 10.0
-FARTHEST_AHEAD = 1_000
+MAX_GENERATION_LEAD = 1_000
 """Largest lead of an agent's generation over the served one, because a record may be lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatResult:
-    """The result of a heartbeat. `is_urgent`: the plan sees it at once. `progressed`: that may wait a little."""
+    """The result of a heartbeat. `is_urgent`: the plan sees it at once. `has_progressed`: that may wait a little."""
 
     is_urgent: bool
-    progressed: bool
+    has_progressed: bool
     before: HeartbeatRequest | None = None
     """The agent's last heartbeat before this one."""
 
@@ -188,7 +188,7 @@ class CoordinatorState:
             job.agents[request.pod_uid] = _Agent(view)
             return True
         changed = known.view.registration != request
-        known.view = replace(known.view, registration=request, last_seen=now, refused=None)
+        known.view = replace(known.view, registration=request, last_seen=now, refused_at=None)
         return changed
 
     def newly_silent(self) -> set[tuple[str, str]]:
@@ -213,7 +213,7 @@ class CoordinatorState:
         for job_id, job in self._jobs.items():
             for member in job.membership.members if job.membership is not None else ():
                 agent = job.agents.get(member.pod_uid)
-                if agent is None or agent.view.refused is not None or member.pod_uid in job.deleted:
+                if agent is None or agent.view.refused_at is not None or member.pod_uid in job.deleted:
                     continue
                 silent = now - agent.view.last_seen >= SILENCE_REPORTED_SECONDS
                 unknown = not agent.reachable and not silent and now >= agent.probed_at + _PROBE_AGAIN_SECONDS
@@ -253,9 +253,9 @@ class CoordinatorState:
         if not agent.reachable:
             agent.probed_at = self._wall_clock()
             return False
-        if agent.view.last_seen != target.last_seen or agent.view.refused is not None:
+        if agent.view.last_seen != target.last_seen or agent.view.refused_at is not None:
             return False
-        agent.view = replace(agent.view, refused=self._wall_clock())
+        agent.view = replace(agent.view, refused_at=self._wall_clock())
         return True
 
     def _agent_in(self, target: ProbeTarget) -> _Agent | None:
@@ -268,26 +268,26 @@ class CoordinatorState:
         agent = job.agents.get(pod_uid) if job else None
         if agent is None:
             raise NotRegisteredError
-        agent.view = replace(agent.view, last_seen=self._wall_clock(), refused=None)
+        agent.view = replace(agent.view, last_seen=self._wall_clock(), refused_at=None)
         return agent.view
 
-    def alive(self, job_id: JobId, pod_uid: str, step: int) -> None:
-        """Apply a keepalive: only the step has changed, -1 for none. Raises NotRegisteredError."""
+    def record_keepalive(self, job_id: JobId, pod_uid: str, step: int) -> None:
+        """Record a keepalive: only the step has changed, -1 for none. Raises NotRegisteredError."""
         view = self.record_contact(job_id, pod_uid)
         agent = self._jobs[job_id].agents[pod_uid]
         if agent.step >= 0 and step > agent.step:
             agent.view = _with_steps(view, step - agent.step, first_step=False)
             agent.step = step
 
-    def heartbeat(self, job_id: JobId, request: HeartbeatRequest) -> HeartbeatResult:
-        """Apply a heartbeat; one that arrives after a later one only counts as seen.
+    def record_heartbeat(self, job_id: JobId, request: HeartbeatRequest) -> HeartbeatResult:
+        """Record a heartbeat; one that arrives after a later one only counts as seen.
 
         Raises NotRegisteredError, and OldGenerationError or FutureGenerationError for one that is refused.
         """
         self.record_contact(job_id, request.pod_uid)
         job = self._jobs[job_id]
         current = job.generation
-        if current and request.generation > current + FARTHEST_AHEAD:
+        if current and request.generation > current + MAX_GENERATION_LEAD:
             raise FutureGenerationError(request.generation, current)
         is_spare = request.pod_uid not in job.members and request.phase in _OUTSIDER_PHASES
         if 0 < request.generation < current and not is_spare:  # of which its generation is independent
@@ -295,7 +295,7 @@ class CoordinatorState:
         agent = job.agents[request.pod_uid]
         old = agent.view.heartbeat
         if old is not None and old.generation == request.generation and request.attempt < old.attempt:
-            return HeartbeatResult(is_urgent=False, progressed=False)
+            return HeartbeatResult(is_urgent=False, has_progressed=False)
         stepped = _step(request) > agent.step
         moved = stepped or _stage_progress(request) != _stage_progress(old)
         first_step = stepped and agent.stepped != (request.generation, request.attempt)
@@ -305,13 +305,13 @@ class CoordinatorState:
         if _step(request) > agent.step:
             agent.view = _with_steps(agent.view, _step(request) - agent.step, first_step=first_step)
         agent.step = _step(request)
-        news = (
+        is_urgent = (
             old is None
             or first_step
             or _reported_fields(old) != _reported_fields(request)
             or _results(old) != _results(request)
         )
-        return HeartbeatResult(is_urgent=news, progressed=moved, before=old)
+        return HeartbeatResult(is_urgent=is_urgent, has_progressed=moved, before=old)
 
     def _job(self, job_id: JobId) -> _Job:
         return self._jobs.setdefault(job_id, _Job())
@@ -334,9 +334,9 @@ def _results(heartbeat: HeartbeatRequest) -> tuple[object, ...]:
 def _with_steps(view: AgentView, steps: int, *, first_step: bool) -> AgentView:
     """Return the view after these new steps. The time before an attempt's first step includes the interruption."""
     step_seconds = view.step_seconds
-    if view.progressed is not None and not first_step:
-        step_seconds = (view.last_seen - view.progressed) / steps
-    return replace(view, progressed=view.last_seen, step_seconds=step_seconds)
+    if view.progressed_at is not None and not first_step:
+        step_seconds = (view.last_seen - view.progressed_at) / steps
+    return replace(view, progressed_at=view.last_seen, step_seconds=step_seconds)
 
 
 def _joining_since(view: AgentView, request: HeartbeatRequest) -> float | None:

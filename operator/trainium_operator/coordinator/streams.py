@@ -134,7 +134,7 @@ class Stream(asyncio.Protocol):
             self.end(400, "the first frame must be a registration")
             return 400
         elif kind == FrameKind.KEEPALIVE:
-            self._streams.state.alive(self.job_id, self.caller.pod_uid, decode_keepalive(payload))
+            self._streams.state.record_keepalive(self.job_id, self.caller.pod_uid, decode_keepalive(payload))
         elif kind == FrameKind.HEARTBEAT:
             ack = self._streams.heartbeat(self.caller, payload)
             self._send(FrameKind.HEARTBEAT_ACK, ack.model_dump_json(by_alias=True, exclude_none=True).encode())
@@ -241,10 +241,10 @@ class Streams:
         """Apply a heartbeat. Raises the errors of `message_error`."""
         message = read_message(HeartbeatRequest, body)
         job_id = self._find_job(caller, message)
-        accepted = self.state.heartbeat(job_id, message)
+        accepted = self.state.record_heartbeat(job_id, message)
         if accepted.is_urgent and accepted.before is not None:
             self.on_change(accepted.before, message)
-        if accepted.is_urgent or accepted.progressed:
+        if accepted.is_urgent or accepted.has_progressed:
             self.notify(message.namespace, message.job, accepted.is_urgent)
         return HeartbeatResponse(
             generation=self.state.published(job_id),

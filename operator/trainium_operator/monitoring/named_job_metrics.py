@@ -31,18 +31,18 @@ _OVER = (Phase.COMPLETED, Phase.FAILED)
 
 
 class NamedJobMetrics(Collector):
-    """Figures of at most `most` jobs, read from their statuses at each scrape."""
+    """Figures of at most `max_jobs` jobs, read from their statuses at each scrape."""
 
     def __init__(
         self,
         prefix: str,
-        most: int,
+        max_jobs: int,
         jobs: Callable[[], Iterable[tuple[JobView, PublicStatus]]],
         wall_clock: Callable[[], float],
     ) -> None:
         """`jobs()` returns every job with its newest status."""
         self._prefix = prefix
-        self._most = most
+        self._max_jobs = max_jobs
         self._jobs = jobs
         self._wall_clock = wall_clock
 
@@ -54,10 +54,10 @@ class NamedJobMetrics(Collector):
         """Yield the current figures."""
         jobs = sorted(self._jobs(), key=_order)
         left_out = GaugeMetricFamily(self._prefix + "jobs_left_out", "Jobs without figures of their own")
-        left_out.add_metric([], max(0, len(jobs) - self._most))
+        left_out.add_metric([], max(0, len(jobs) - self._max_jobs))
         yield left_out
         families = Families(self._prefix)
-        for job, status in jobs[: self._most]:
+        for job, status in jobs[: self._max_jobs]:
             families.add(job, status, self._wall_clock())
         yield from families.all
 

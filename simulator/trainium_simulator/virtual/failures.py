@@ -17,7 +17,7 @@ Besides:
 
 * **Lemons**: 3 of 63 nodes had more than half of all exclusions (SKT and Lablup): one machine in 21 has hardware faults
   20 times as often. A repair that changes the machine may yield another lemon.
-* **Infant mortality**: a machine that was just put in fails three times as often for three days (assumed; SuperBench
+* **Infant mortality**: a newly installed machine fails three times as often for three days (assumed; SuperBench
   found 10 % of new nodes defective).
 * **Stragglers**: one per 10 interruptions, 1.3 times as slow, for hours (assumed; ByteRobust, Guard: up to 1.7).
 * **Outages of the API server**: one in 30 days, ten minutes (assumed; EKS guarantees 99.95 %, 22 minutes a month).
@@ -58,12 +58,12 @@ class FaultClass(StrEnum):
     STRAGGLER = "Straggler"
     API_OUTAGE = "ApiOutage"
     """The API server is unavailable; training continues."""
-    TAKEN = "Taken"
+    OCCUPIED = "Occupied"
     """Pods of other users, of normal priority, need the node; a requested worker is not affected."""
     OPERATOR_LOST = "OperatorLost"
     """The operator's process ends; another one leads after a while."""
     RESIZE = "Resize"
-    """A person requests another number of nodes, and later the original one."""
+    """A user requests another number of nodes, and later the original one."""
 
 
 CLUSTER_FAULTS = frozenset({FaultClass.API_OUTAGE, FaultClass.OPERATOR_LOST})
@@ -132,7 +132,7 @@ class FailureModel(ContractModel):
     """From the end of an operator until another leads."""
     operator_losses_per_30_days: PerMonth = 0.0
     resize_seconds: Seconds = 3600.0
-    """Time until a person who requested another number of nodes requests the original one."""
+    """Time until a user who requested another number of nodes requests the original one."""
     rack_nodes: Annotated[int, Field(ge=1, le=1000)] = 4
     rack_seconds: Seconds = 1800.0
     reboot_seconds: Seconds = 600.0
@@ -144,7 +144,7 @@ class FailureModel(ContractModel):
     notice_seconds: Seconds = 120.0
     idle_seconds: Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)] = 14_400.0
     """Average time for which a shared node (`--idle-nodes`) is idle."""
-    taken_seconds: Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)] = 14_400.0
+    occupied_seconds: Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)] = 14_400.0
     """Average time for which others then use it."""
-    person_seconds: Seconds = 3600.0
-    """Time until a person runs a failed job again."""
+    user_response_seconds: Seconds = 3600.0
+    """Time until a user restarts an ended job or a hung one."""

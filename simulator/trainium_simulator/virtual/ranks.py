@@ -36,7 +36,7 @@ _TIMED_STEPS = 50
 
 
 class RequeueAt(Protocol):
-    """Schedules reconciles that measure step times; they are skipped without need unless `always`."""
+    """Schedules reconciles that measure step times. Without `always`, one is skipped if no measurement is missing."""
 
     def __call__(self, times: tuple[float, ...], *, always: bool = False) -> None:
         """Reconcile at these times (Unix seconds)."""
@@ -90,7 +90,7 @@ class TrainingRanks:
     def _missing_ranks(self) -> tuple[int, ...]:
         return tuple(rank for rank, pod in self.members() if pod is None or not _is_reachable(pod))
 
-    def member_on_node(self, slot: Slot) -> tuple[int, Agent] | None:
+    def member_on_slot(self, slot: Slot) -> tuple[int, Agent] | None:
         """Return the node rank and the agent of the reachable member on this slot; None without one."""
         for rank, pod in self.members():
             if pod is not None and pod.slot is slot and _is_reachable(pod) and pod.agent is not None:
@@ -217,7 +217,7 @@ class TrainingRanks:
 
     def crash_process(self, slot: Slot) -> None:
         """End a process of the member on this slot; all ranks restart in place."""
-        if self.member_on_node(slot) is None or self.training.state is State.IDLE:
+        if self.member_on_slot(slot) is None or self.training.state is State.IDLE:
             return
         self._interrupt(State.STALLED)
         self._call_later_unless_interrupted(
@@ -226,7 +226,7 @@ class TrainingRanks:
 
     def hang_process(self, slot: Slot, undetected_seconds: float) -> None:
         """Stall all ranks until the agent detects the hang, or for `undetected_seconds` without hang detection."""
-        if self.member_on_node(slot) is None or self.training.state is not State.RUNNING:
+        if self.member_on_slot(slot) is None or self.training.state is not State.RUNNING:
             return
         hang, step_seconds = self._spec.recovery.hang, self.training.current_step_seconds
         timeout = max(hang.step_floor_seconds, hang.step_factor * step_seconds) if hang.enabled else undetected_seconds
@@ -237,17 +237,17 @@ class TrainingRanks:
 
     def fail_device(self, slot: Slot) -> None:
         """Break the device of the member on this slot: its agent reports a verdict, its peers wait."""
-        if self.member_on_node(slot) is None or self.training.state is State.IDLE:
+        if self.member_on_slot(slot) is None or self.training.state is State.IDLE:
             return
         self._interrupt(State.STALLED)
-        code, status = int(ExitCode.DEVICE_FAULT), _UNCORRECTABLE_ERROR_STATUS
+        code, runtime_status = int(ExitCode.DEVICE_FAULT), _UNCORRECTABLE_ERROR_STATUS
         self._call_later_unless_interrupted(
-            self._stages.detect_exit_seconds, lambda at: self._report_verdict(slot, at, code, status)
+            self._stages.detect_exit_seconds, lambda at: self._report_verdict(slot, at, code, runtime_status)
         )
 
     def produce_nonfinite_loss(self, slot: Slot) -> None:
         """Produce a loss that is not finite: skipped where the job tolerates it, else the ranks exit with its code."""
-        if self.member_on_node(slot) is None or self.training.state is not State.RUNNING:
+        if self.member_on_slot(slot) is None or self.training.state is not State.RUNNING:
             return
         if self._spec.trainer is not None and self._spec.trainer.non_finite_tolerance > 0:
             return
@@ -257,7 +257,7 @@ class TrainingRanks:
 
     def power_off(self, slots: list[Slot]) -> None:
         """Cut the power of nodes: their peers wait in a collective and report nothing."""
-        members_are_hit = any(self.member_on_node(slot) is not None for slot in slots)
+        members_are_hit = any(self.member_on_slot(slot) is not None for slot in slots)
         for slot in slots:
             self._workers.power_off(slot)
         if members_are_hit and self.training.state is State.RUNNING:
@@ -279,7 +279,7 @@ class TrainingRanks:
         epoch, at = self._epoch, self._clock.now
         self._clock.call_later(seconds, lambda: callback(at) if epoch == self._epoch else None)
 
-    def _add_failure(self, agent: Agent, rank: int, at: float, code: int, status: int | None) -> ProcessFailure:
+    def _add_failure(self, agent: Agent, rank: int, at: float, code: int, runtime_status: int | None) -> ProcessFailure:
         failure = ProcessFailure(
             sequence=agent.failures[-1].sequence + 1 if agent.failures else 0,
             generation=agent.generation,
@@ -288,14 +288,14 @@ class TrainingRanks:
             exit_code=code,
             step=self.training.step,
             message="simulated",
-            runtime_status=status,
+            runtime_status=runtime_status,
             at=at,
         )
         agent.failures = (*agent.failures, failure)[-_MAX_REPORTED:]
         return failure
 
     def _restart_in_place(self, slot: Slot, at: float, cause: Cause, code: int) -> None:
-        member = self.member_on_node(slot)
+        member = self.member_on_slot(slot)
         if member is None:
             return
         rank, failed_agent = member
@@ -318,13 +318,13 @@ class TrainingRanks:
         self._start_attempt(self.training.choose_resume_step(self._missing_ranks()), newcomers=False)
         self._on_change()
 
-    def _report_verdict(self, slot: Slot, at: float, code: int, status: int | None) -> None:
-        member = self.member_on_node(slot)
+    def _report_verdict(self, slot: Slot, at: float, code: int, runtime_status: int | None) -> None:
+        member = self.member_on_slot(slot)
         if member is None:
             return
         rank, failed_agent = member
         now = self._clock.now
-        failed_agent.verdict = self._add_failure(failed_agent, rank, at, code, status)
+        failed_agent.verdict = self._add_failure(failed_agent, rank, at, code, runtime_status)
         for agent in self._reachable_agents():
             if agent is failed_agent:
                 agent.set_phase(WorkerPhase.FAILED, now)

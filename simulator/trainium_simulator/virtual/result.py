@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainium_simulator.virtual.failures import FaultClass
 
 _DOWNTIME_STAGES = ("Detect", "Decide", "Restart", "Load", "Startup")
-USER_WAIT = "Person"
+USER_WAIT = "UserWait"
 """Stage and cause of the time in which an ended job waits until a user recreates it."""
 
 
@@ -36,9 +36,9 @@ class SimulationResult:
     interruptions: tuple[Interruption, ...]
     """All interruptions, unfinished ones included."""
     fault_counts: Mapping[FaultClass, int] = field(default_factory=dict)
-    verdicts: int = 0
+    recreations: int = 0
     rollbacks: int = 0
-    """Number of resumptions from the durable tier."""
+    """Number of resumptions from the durable tier that repeat steps."""
 
     @property
     def wall_seconds(self) -> float:

@@ -68,7 +68,7 @@ def draw_faults(
             rng = random.Random(f"{seed}/{slot}/{kind}")  # noqa: S311 - a simulation
             faults += _draw_stream(rng, slot, kind, per_second, days * DAY, model, thinned=thinned)
     for slot in range(slots - shared_nodes, slots):
-        faults += _draw_occupations(random.Random(f"{seed}/{slot}/{FaultClass.TAKEN}"), slot, days * DAY, model)  # noqa: S311
+        faults += _draw_occupations(random.Random(f"{seed}/{slot}/{FaultClass.OCCUPIED}"), slot, days * DAY, model)  # noqa: S311
     for kind, per_30_days in (
         (FaultClass.API_OUTAGE, model.outages_per_30_days),
         (FaultClass.OPERATOR_LOST, model.operator_losses_per_30_days),
@@ -81,11 +81,11 @@ def draw_faults(
 
 def _draw_occupations(rng: random.Random, slot: int, until: float, model: FailureModel) -> Iterator[Fault]:
     """Yield the periods in which others use a node, up to `until` seconds."""
-    cycle_seconds = model.idle_seconds + model.taken_seconds
-    at = 0.0 if rng.random() < model.taken_seconds / cycle_seconds else rng.expovariate(1 / model.idle_seconds)
+    cycle_seconds = model.idle_seconds + model.occupied_seconds
+    at = 0.0 if rng.random() < model.occupied_seconds / cycle_seconds else rng.expovariate(1 / model.idle_seconds)
     while at < until:
-        duration = rng.expovariate(1 / model.taken_seconds)
-        yield Fault(at=at, slot=slot, kind=FaultClass.TAKEN, duration=duration)
+        duration = rng.expovariate(1 / model.occupied_seconds)
+        yield Fault(at=at, slot=slot, kind=FaultClass.OCCUPIED, duration=duration)
         at += duration + rng.expovariate(1 / model.idle_seconds)
 
 
@@ -142,7 +142,7 @@ def _repair_duration(kind: FaultClass, model: FailureModel, repair: float, *, re
         FaultClass.RACK: model.rack_seconds,
         FaultClass.STRAGGLER: model.straggler_seconds,
         FaultClass.API_OUTAGE: model.outage_seconds,
-        FaultClass.TAKEN: model.taken_seconds,
+        FaultClass.OCCUPIED: model.occupied_seconds,
         FaultClass.OPERATOR_LOST: model.operator_seconds,
         FaultClass.RESIZE: model.resize_seconds,
     }

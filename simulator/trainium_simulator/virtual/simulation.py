@@ -123,7 +123,7 @@ class Simulation:
         """End the job after a verdict; a user recreates it after a while."""
         self._ended_at = self.clock.now
         self.ranks.end_job()
-        self.clock.call_later(self._settings.model.person_seconds, self._recreate_job)
+        self.clock.call_later(self._settings.model.user_response_seconds, self._recreate_job)
 
     def _recreate_job(self) -> None:
         self._add_ledger()
@@ -160,7 +160,7 @@ class Simulation:
             case FaultClass.PROCESS_CRASH:
                 self.ranks.crash_process(slot)
             case FaultClass.HANG:
-                self.ranks.hang_process(slot, self._settings.model.person_seconds)
+                self.ranks.hang_process(slot, self._settings.model.user_response_seconds)
             case FaultClass.CORRUPTION:
                 self.ranks.produce_nonfinite_loss(slot)
             case FaultClass.DEVICE_ERROR:
@@ -173,7 +173,7 @@ class Simulation:
                 self._announce_maintenance(slot, fault)
             case FaultClass.STRAGGLER:
                 self._slow_node(slot, fault)
-            case FaultClass.TAKEN:
+            case FaultClass.OCCUPIED:
                 self._occupy(slot, fault)
             case _:
                 raise AssertionError(fault.kind)
@@ -182,41 +182,41 @@ class Simulation:
         if self.operator.is_connected:  # steps since its last plan would count only once the job trains again
             self.operator.update_ledger()
         self.ranks.fail_device(slot)
-        repair = self._begin_repair(slot)
+        repair_number = self._begin_repair(slot)
 
         def report_device_fault() -> None:
-            if slot.repair_count == repair and slot.has_power:
+            if slot.repair_count == repair_number and slot.has_power:
                 self.nodes.report_device_fault(slot, self.clock.now)
                 self.operator.enqueue_fleet()
 
         self.clock.call_later(DEVICE_REPORT_SECONDS, report_device_fault)
-        self._repair_after(slot, fault, repair)
+        self._repair_after(slot, fault, repair_number)
 
     def _fail_nodes(self, slots: list[Slot], fault: Fault) -> None:
         repairs = [self._begin_repair(slot) for slot in slots]
         for slot in slots:
             slot.has_power = False
         self._power_off(slots)
-        for slot, repair in zip(slots, repairs, strict=True):
-            self.clock.call_later(NOT_READY_SECONDS, partial(self._mark_not_ready, slot, repair))
-            self._repair_after(slot, fault, repair)
+        for slot, repair_number in zip(slots, repairs, strict=True):
+            self.clock.call_later(NOT_READY_SECONDS, partial(self._mark_not_ready, slot, repair_number))
+            self._repair_after(slot, fault, repair_number)
 
     def _power_off(self, slots: list[Slot]) -> None:
         self.operator.record_heartbeats()
         self.ranks.power_off(slots)
 
-    def _mark_not_ready(self, slot: Slot, repair: int) -> None:
-        if slot.repair_count == repair and not slot.has_power:
+    def _mark_not_ready(self, slot: Slot, repair_number: int) -> None:
+        if slot.repair_count == repair_number and not slot.has_power:
             self.nodes.mark_not_ready(slot, self.clock.now)
             self.operator.enqueue_fleet()
 
     def _announce_maintenance(self, slot: Slot, fault: Fault) -> None:
-        repair = self._begin_repair(slot)
+        repair_number = self._begin_repair(slot)
         self.nodes.announce_maintenance(slot)
         self.operator.enqueue_fleet()
 
         def leave() -> None:
-            if slot.repair_count == repair and slot.has_power:
+            if slot.repair_count == repair_number and slot.has_power:
                 self._fail_nodes([slot], fault)
 
         self.clock.call_later(self._settings.model.notice_seconds, leave)
@@ -276,11 +276,11 @@ class Simulation:
         slot.repair_count += 1
         return slot.repair_count
 
-    def _repair_after(self, slot: Slot, fault: Fault, repair: int) -> None:
+    def _repair_after(self, slot: Slot, fault: Fault, repair_number: int) -> None:
         lemon = fault.lemon_draw < self._settings.model.lemon_share
 
         def restore() -> None:
-            if slot.repair_count != repair:
+            if slot.repair_count != repair_number:
                 return
             was_up = slot.has_power
             old_name = self.nodes.restore(slot, self.clock.now, same_machine=fault.same_machine, lemon=lemon)
@@ -315,7 +315,7 @@ class Simulation:
             },
             interruptions=tuple(self.operator.interruptions.values()),
             fault_counts=dict(sorted(self.fault_counts.items())),
-            verdicts=self.operator.incarnation,
+            recreations=self.operator.incarnation,
             rollbacks=self.ranks.training.rollbacks,
         )
 

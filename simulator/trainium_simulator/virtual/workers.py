@@ -319,7 +319,7 @@ class WorkerPods:
                 last_seen=now,
                 first_seen=max(agent.registered_at, leader_since),
                 heartbeat=_build_heartbeat(pod, agent, reports),
-                progressed=reports.last_step_at if is_member else None,
+                progressed_at=reports.last_step_at if is_member else None,
                 step_seconds=reports.step_seconds if is_member else None,
                 joining_since=agent.joining_since,
             )

@@ -85,8 +85,8 @@ def test_program_and_fixed_size_are_immutable_while_the_job_runs(defined: Api) -
     ("name", "sentence"),
     [
         ("n" * 51, "the name has 51 characters: shorten it to 50"),
-        ("9lives", "begins with a small letter"),
-        ("a.b", "only small letters, digits and '-'"),
+        ("9lives", "begins with a lowercase letter"),
+        ("a.b", "only lowercase letters, digits and '-'"),
     ],
 )
 def test_a_name_that_is_no_host_name_is_refused(defined: Api, name: str, sentence: str) -> None:

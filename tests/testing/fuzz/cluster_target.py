@@ -170,7 +170,7 @@ def _receive_heartbeat(operator: OperatorHarness, message: Json) -> None:
             operator.state.register(observed.job.id, RegisterRequest.model_validate({**objects.REGISTER, **names}))
             try:
                 heartbeat = HeartbeatRequest.model_validate({**message, **names})
-                operator.state.heartbeat(observed.job.id, heartbeat)
+                operator.state.record_heartbeat(observed.job.id, heartbeat)
             except (ValidationError, OldGenerationError, FutureGenerationError, NotRegisteredError):
                 continue
 
@@ -216,12 +216,12 @@ async def _acquire_lease(operator: OperatorHarness, lease: Any) -> None:
 
 def _render_pages(operator: OperatorHarness, events: list[Json]) -> None:
     """Render the list of jobs and the page of each."""
-    operator.shown.sample()
+    operator.job_page_data.sample()
     views = build_event_views(events)
-    rows = operator.shown.rows(NAMESPACE)
+    rows = operator.job_page_data.rows(NAMESPACE)
     pages = [live_jobs_html(rows, operator.now, where="namespace team", root="/ui")]
     for key in list(operator.caches.jobs.store.snapshot()):
-        report = operator.shown.report(*key, pods=True, members=True)
+        report = operator.job_page_data.report(*key, pods=True, members=True)
         if report is not None:
             pages.append(live_job_html(report(now=operator.now, events=views, notes=()), operator.now, jobs="/ui/team"))
     for page in pages:

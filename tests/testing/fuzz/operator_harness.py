@@ -133,7 +133,7 @@ class OperatorHarness:
             gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=limiter.put),
         )
         enqueue_on_change(self.caches, self.queue, limiter)
-        self.shown = JobPageData(api, self.caches, self.clock)
+        self.job_page_data = JobPageData(api, self.caches, self.clock)
         self._gang = gang
         self._version = 100
         self._listers: dict[str, Lister[Any]] = {

@@ -220,4 +220,4 @@ def _register_all(operator: OperatorHarness) -> None:
             identity = {"namespace": job.namespace, "job": job.name, "podName": pod.name, "podUid": pod.uid}
             operator.state.register(job.id, RegisterRequest.model_validate({**objects.REGISTER, **identity}))
             idle = {"generation": operator.state.published(job.id), "phase": "Standby", "ready": True}
-            operator.state.heartbeat(job.id, HeartbeatRequest.model_validate({**identity, **idle}))
+            operator.state.record_heartbeat(job.id, HeartbeatRequest.model_validate({**identity, **idle}))

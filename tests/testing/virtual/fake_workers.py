@@ -276,10 +276,10 @@ class Workers:
         try:
             self._follow_membership(agent, state.membership(agent.job_id))
             with contextlib.suppress(OldGenerationError):
-                result = state.heartbeat(agent.job_id, self._heartbeat(agent))
+                result = state.record_heartbeat(agent.job_id, self._heartbeat(agent))
                 if result.is_urgent:
                     process.runtime.queue.put((agent.job_id.namespace, agent.job))
-                elif result.progressed:
+                elif result.has_progressed:
                     process.runtime.queue.put_after(
                         (agent.job_id.namespace, agent.job), process.runtime.settings.status_interval
                     )

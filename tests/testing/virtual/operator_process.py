@@ -134,7 +134,7 @@ class OperatorProcess:
             await runtime.elector.acquire()
             async with asyncio.TaskGroup() as group:
                 group.create_task(runtime.elector.hold())
-                runtime.keeper.tls.loaded.set()  # there are no connections and no discovery
+                runtime.certificate_keeper.tls.loaded.set()  # there are no connections and no discovery
                 runtime.discovery.known.set()
                 await runtime.take_over()
                 self.began_to_lead = asyncio.get_running_loop().time()

@@ -278,7 +278,7 @@ def test_a_fine_tuning_example_writes_artifacts_and_evaluates(example: str) -> N
     assert trainer_of(spec).evaluate.enabled
     assert trainer_of(spec).data.validation is not None
     assert spec.precompile.enabled
-    assert spec.checkpoint.storage.kept
+    assert spec.checkpoint.storage.is_persistent
 
 
 @pytest.mark.parametrize("example", ["llama2-7b-full-text.yaml", "llama2-7b-full-qnli.yaml"])

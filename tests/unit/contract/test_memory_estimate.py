@@ -55,7 +55,7 @@ def test_the_bytes_of_a_parameter_are_those_of_the_documented_table(
         estimate = estimate_memory(MODEL, replace(SETTING, mode=mode, precision=precision))
         assert estimate.state / number == pytest.approx(expected, rel=1e-6), mode
     divided = replace(SETTING, mode=DataParallelMode.SHARDED_OPTIMIZER, precision=precision)
-    for setting in (replace(divided, micro_batches=4), replace(divided, layouts=WeightLayout.NXD)):
+    for setting in (replace(divided, micro_batches=4), replace(divided, layout=WeightLayout.NXD)):
         assert estimate_memory(MODEL, setting).state / number == pytest.approx(accumulating, rel=1e-6)
 
 
@@ -106,7 +106,7 @@ def test_frozen_weights_have_no_gradient_and_no_moments_and_are_in_no_snapshot(
     assert divided.state == pytest.approx(estimate.state / N, rel=1e-3)
     gathered = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.SHARDED_OPTIMIZER))
     assert gathered.state == pytest.approx(number * weight_bytes * (1 + 1 / N), rel=1e-3)
-    nxd = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED, layouts=WeightLayout.NXD))
+    nxd = estimate_memory(MODEL, replace(setting, mode=DataParallelMode.FULLY_SHARDED, layout=WeightLayout.NXD))
     assert nxd.state == pytest.approx(number * weight_bytes, rel=1e-3), "NxD divides no frozen weight over the replicas"
 
 
@@ -130,11 +130,11 @@ def test_a_divided_sequence_divides_activations_and_never_holds_the_logits_of_al
 
 def test_a_mask_on_nxd_costs_the_scores_of_one_layer_or_of_all_without_recompute() -> None:
     model = PRESETS["Llama3-8B"]
-    plain = replace(SETTING, tensor=8, length=4096, layouts=WeightLayout.NXD)
+    plain = replace(SETTING, tensor=8, length=4096, layout=WeightLayout.NXD)
     for recompute, layers in ((Recompute.FULL, 1), (Recompute.NONE, model.num_layers)):
         without = replace(plain, recompute=recompute)
         scores = estimate_memory(model, replace(without, masked=True)).activations
         scores -= estimate_memory(model, without).activations
         assert scores == layers * 12 * 4096**2 * model.num_attention_heads // 8
-    native = replace(plain, layouts=WeightLayout.NATIVE)
+    native = replace(plain, layout=WeightLayout.NATIVE)
     assert estimate_memory(model, replace(native, masked=True)) == estimate_memory(model, native)

@@ -368,6 +368,6 @@ class FakeDataPlane:
                 last_seen=self.now,
                 first_seen=old.first_seen if old else self.now,
                 heartbeat=beat,
-                progressed=self.now if stepped else old.progressed if old else None,
+                progressed_at=self.now if stepped else old.progressed_at if old else None,
                 step_seconds=1 / STEPS_PER_SECOND if stepped else old.step_seconds if old else None,
             )

@@ -94,7 +94,7 @@ def agent(
     """Return an agent that was last observed `silent` seconds ago."""
     view = {
         name: changes.pop(name)
-        for name in ("progressed", "step_seconds", "joining_since", "refused")
+        for name in ("progressed_at", "step_seconds", "joining_since", "refused_at")
         if name in changes
     }
     return AgentView(

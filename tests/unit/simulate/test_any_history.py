@@ -49,7 +49,7 @@ def test_the_jobs_ledger_agrees_with_what_happened(faults: list[Fault], spares: 
     assert 0 <= outcome.work_done <= max(4, *outcome.seconds_by_size) / 4
     assert outcome.strict_goodput <= 1
     all_reported = FaultClass.API_OUTAGE not in outcome.fault_counts
-    if set(outcome.seconds_by_size) <= {4} and not outcome.verdicts and all_reported:
+    if set(outcome.seconds_by_size) <= {4} and not outcome.recreations and all_reported:
         # At one size the steps that were kept are the ledger's productive time.
         assert outcome.work_seconds == pytest.approx(ledger.productive_seconds, rel=0.01, abs=60.0)
 

@@ -193,11 +193,11 @@ def test_a_tolerated_non_finite_loss_interrupts_nothing() -> None:
 def test_a_non_finite_loss_fails_the_job_until_it_is_recreated() -> None:
     outcome = simulate(fault(12 * HOUR, FaultClass.CORRUPTION))
 
-    assert outcome.verdicts == 1
+    assert outcome.recreations == 1
     assert outcome.user_wait_seconds == pytest.approx(HOUR, rel=0.01)
     # The durable checkpoint of up to five minutes before is what is left.
     assert outcome.work_done == pytest.approx(1 - (HOUR + 150) / DAY, abs=0.003)
-    assert outcome.lost_by_cause["Person"] == pytest.approx(HOUR, rel=0.01)
+    assert outcome.lost_by_cause["UserWait"] == pytest.approx(HOUR, rel=0.01)
 
 
 def test_a_lost_node_of_a_sharded_state_without_copies_resumes_from_the_last_commit() -> None:

@@ -25,7 +25,7 @@ def simulate(*faults: Fault, shared: int = 4, most: int = 8, **changes: Any) -> 
 
 
 def preemption(at: float, slot: int, duration: float) -> Fault:
-    return fault(at, FaultClass.TAKEN, slot, duration=duration)
+    return fault(at, FaultClass.OCCUPIED, slot, duration=duration)
 
 
 def test_all_day_idle_nodes_double_the_work() -> None:
@@ -66,8 +66,8 @@ def test_capacity_that_comes_and_goes_every_minute_for_an_hour_costs_little() ->
 def test_shared_nodes_do_not_change_other_faults() -> None:
     some: dict[str, Any] = {"days": 30.0, "rate": 22.0, "mix": Mix.AUTO, "model": FailureModel()}
     without, shared = draw_faults(7, slots=12, **some), draw_faults(7, slots=12, shared_nodes=4, **some)
-    assert [fault for fault in shared if fault.kind is not FaultClass.TAKEN] == list(without)
-    used = [fault for fault in shared if fault.kind is FaultClass.TAKEN]
+    assert [fault for fault in shared if fault.kind is not FaultClass.OCCUPIED] == list(without)
+    used = [fault for fault in shared if fault.kind is FaultClass.OCCUPIED]
     assert {fault.slot for fault in used} == {8, 9, 10, 11}
     assert sum(fault.duration for fault in used) / (4 * 30 * DAY) == pytest.approx(0.5, abs=0.1)
 

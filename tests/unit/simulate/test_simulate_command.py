@@ -93,8 +93,8 @@ def test_costs_cover_held_nodes_and_their_work(job: Path, tmp_path: Path, capsys
     (result,) = json.loads(capsys.readouterr().out)["results"]
     cost, nodes = result["cost"], result["nodes"] + 1
 
-    assert cost["nodeHours"] == pytest.approx(nodes * 720, rel=0.1)
-    assert cost["perMonth"] == pytest.approx(2.5 * cost["nodeHours"], abs=1)
+    assert cost["monthlyNodeHours"] == pytest.approx(nodes * 720, rel=0.1)
+    assert cost["perMonth"] == pytest.approx(2.5 * cost["monthlyNodeHours"], abs=1)
     assert cost["lostOrIdle"] == pytest.approx(cost["perMonth"] * (1 - result["fleet"]["mean"]), abs=1)
     assert cost["perMonthOfWork"] == pytest.approx(cost["perMonth"] / result["work"]["mean"], abs=1)
     assert main(arguments) == 0
@@ -123,7 +123,7 @@ def test_a_picture_is_drawn(job: Path, tmp_path: Path) -> None:
     [
         (("--failures-per-1000-node-days", "4,-1"), "must be from 0 to 100,000"),
         (("--failures-per-1000-node-days", "often"), "must be numbers such as 4,22"),
-        (("--spares", "4..0"), "a range must rise"),
+        (("--spares", "4..0"), "a range must ascend"),
         (("--spares", "two"), "must be like 2, 0,2,4 or 0..4"),
         (("--days", "0"), "--days must be above 0"),
         (("--seeds", "0"), "--seeds must be from 1"),

@@ -30,7 +30,7 @@ def installed_cluster(**fields: Any) -> FakeCluster:
 @asynccontextmanager
 async def running_operator(cluster: FakeCluster, **more: Any) -> AsyncIterator[None]:
     process = OperatorProcess(cluster, identity="operator-0", settings=Settings(**{"deployment": NAME, **more}))
-    await process.runtime.keeper.refresh(write=True)
+    await process.runtime.certificate_keeper.refresh(write=True)
     await process.start()
     try:
         await until(process.runtime.leading.is_set, 60, "leading")

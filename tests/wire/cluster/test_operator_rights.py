@@ -39,7 +39,7 @@ async def test_the_operator_uses_only_the_listed_rights() -> None:
     workers.operator = process
     await process.runtime.elector.acquire()
     holding = asyncio.create_task(process.runtime.elector.hold())
-    await process.runtime.keeper.refresh(write=True)
+    await process.runtime.certificate_keeper.refresh(write=True)
     await process.start()
     running = asyncio.create_task(workers.run())
     done = lambda: cluster.get(JOBS, "default", "llama").get("status", {}).get("phase") == "Completed"  # noqa: E731

@@ -56,7 +56,7 @@ async def test_only_important_heartbeats_notify_at_once(coordinator: Coordinator
     agent = coordinator.state.agents(LLAMA)["uid-w-0"]
     assert agent.heartbeat is not None
     assert agent.heartbeat.attempt == 1
-    assert agent.progressed is not None
+    assert agent.progressed_at is not None
 
 
 async def test_a_heartbeat_of_a_spare_is_never_too_old(coordinator: CoordinatorFixture) -> None:

@@ -300,7 +300,7 @@ async def test_unmanaged_and_unreadable_jobs_have_pages() -> None:
 async def test_pages_are_served_only_when_enabled() -> None:
     runtime = OperatorProcess(FakeCluster(), settings=Settings(ui=True, ui_service="pages")).runtime
     assert runtime.readers is not None
-    assert runtime.shown is not None
-    assert {"pages.system.svc", "trainium-operator-coordinator.system.svc"} <= set(runtime.keeper._names)
+    assert runtime.job_page_data is not None
+    assert {"pages.system.svc", "trainium-operator-coordinator.system.svc"} <= set(runtime.certificate_keeper._names)
     plain = OperatorProcess(FakeCluster(), settings=Settings()).runtime
-    assert (plain.readers, plain.shown) == (None, None)
+    assert (plain.readers, plain.job_page_data) == (None, None)

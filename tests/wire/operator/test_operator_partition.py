@@ -108,7 +108,7 @@ async def test_a_failed_rack_is_replaced_once_the_others_hang() -> None:
 def test_forced_deletions_are_limited_for_each_minute() -> None:
     now = 0.0
     bound = deletion_limit.ForceDeleteLimiter(lambda: now)
-    for number in range(deletion_limit.LEAST):
+    for number in range(deletion_limit.MIN_DELETIONS):
         bound.permit(f"pod-{number}", 10)
     bound.permit("pod-0", 10)  # a repetition
     with pytest.raises(deletion_limit.ForceDeleteLimitError, match="8 pods were deleted by force within 60 s"):

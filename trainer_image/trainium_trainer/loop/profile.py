@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_agent.request_profile import PROFILE_SIGNAL, profile_request_path
 from trainium_contract.trainer.addresses import is_address
-from trainium_contract.trainer.monitor import MOST_PROFILED_STEPS
+from trainium_contract.trainer.monitor import MAX_PROFILED_STEPS
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.neuron_environment import CAPTURE_ENABLED
 from trainium_trainer.storage import open_storage
@@ -194,7 +194,7 @@ def _add_requested_window(profiler: StepProfiler, path: Path) -> None:
     """Add the window that a request names."""
     try:
         request = json.loads(path.read_text(encoding="utf-8"))
-        steps = min(max(1, int(request["steps"])), MOST_PROFILED_STEPS)
+        steps = min(max(1, int(request["steps"])), MAX_PROFILED_STEPS)
         window = StepWindow(int(request["first"]), steps, path.with_name(Path(request["answer"]).name))
     except (OSError, ValueError, KeyError, TypeError) as error:
         _log.warning("a request for a trace cannot be read (%s): ignored", error)

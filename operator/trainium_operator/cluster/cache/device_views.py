@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Json
 
 MAX_TEXT_CHARACTERS = 256
-MOST_DEVICES, MOST_TAINTS, MOST_PODS = 128, 16, 256
+MAX_DEVICES, MAX_TAINTS, MAX_PODS = 128, 16, 256
 """Limits of the API itself for a slice, a device and a claim."""
 _HOLDING_BACK = frozenset({"NoSchedule", "NoExecute"})
 """Effects of taints that keep a device from being allocated."""
@@ -73,7 +73,7 @@ def slice_view(raw: Json) -> SliceView:
     pool = as_mapping(spec.get("pool"))
     name = intern(as_text(pool.get("name")))
     node = intern(as_text(spec.get("nodeName"))) if spec.get("driver") == DRIVER else ""
-    devices = as_mappings(spec.get("devices"))[:MOST_DEVICES] if node else ()
+    devices = as_mappings(spec.get("devices"))[:MAX_DEVICES] if node else ()
     return SliceView(
         node=node,
         pool=name,
@@ -86,11 +86,11 @@ def claim_view(raw: Json) -> ClaimView:
     """Parse a ResourceClaim."""
     status = as_mapping(raw.get("status"))
     allocation = as_mapping(status.get("allocation"))
-    results = as_mappings(as_mapping(allocation.get("devices")).get("results"))[:MOST_DEVICES]
+    results = as_mappings(as_mapping(allocation.get("devices")).get("results"))[:MAX_DEVICES]
     return ClaimView(
         pods=tuple(
             as_text(each.get("uid"))
-            for each in as_mappings(status.get("reservedFor"))[:MOST_PODS]
+            for each in as_mappings(status.get("reservedFor"))[:MAX_PODS]
             if each.get("resource") == "pods"
         ),
         # Requests with administrator access hold no device.
@@ -117,7 +117,7 @@ def read_device_health(raw: Json) -> tuple[str, str] | None:
         for claimed in as_mappings(container.get("allocatedResourcesStatus")):
             if as_text(claimed.get("name")).partition("/")[0] != f"claim:{CLAIM}":
                 continue
-            for device in as_mappings(claimed.get("resources"))[:MOST_DEVICES]:
+            for device in as_mappings(claimed.get("resources"))[:MAX_DEVICES]:
                 health = as_text(device.get("health"))
                 if find_claim_health_cause(health) is not None:
                     reported = (as_text(device.get("resourceID")), as_text(device.get("message")))
@@ -134,7 +134,7 @@ def _taints(pool: str, device: Json) -> tuple[DeviceTaint, ...]:
             value=as_text(each.get("value"))[:MAX_TEXT_CHARACTERS],
             since=_seconds(each.get("timeAdded")),
         )
-        for each in as_mappings(device.get("taints"))[:MOST_TAINTS]
+        for each in as_mappings(device.get("taints"))[:MAX_TAINTS]
     )
 
 

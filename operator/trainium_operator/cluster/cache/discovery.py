@@ -62,7 +62,7 @@ async def serves(api: Api, resource: Resource) -> bool:
     return resource.kind in await _kinds(api, f"/apis/{resource.api_version}")
 
 
-async def name_of_cluster(api: Api) -> str:
+async def read_cluster_uid(api: Api) -> str:
     """Return the uid of the namespace kube-system; empty where it may not be read. Raises ApiError."""
     try:
         uid: str = (await api.get(NAMESPACES, "", "kube-system"))["metadata"]["uid"]
@@ -112,7 +112,7 @@ class Discovery:
     async def refresh(self) -> None:
         """Refresh once; a result that could not be read stays as it was."""
         try:
-            cluster = self.cluster or await name_of_cluster(self._api)
+            cluster = self.cluster or await read_cluster_uid(self._api)
             found, kueue = await discover_gang_apis(self._api), await serves(self._api, WORKLOADS)
             claims = await serves(self._api, TEMPLATES)
         except ForbiddenError as error:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _ROUNDS = 8
 """Each round removes all invalid parts. Errors of a whole part appear only after the errors inside it are removed."""
 
-LARGEST = 2**53
+MAX_INTEGER = 2**53
 """Largest number in a status. The API server stores 64 bits and would refuse a larger one forever."""
 _MANY_DIGITS = re.compile(r"[\s\d_.+-]{16,}")
 """A text that may parse as a larger number."""
@@ -88,7 +88,7 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
 def _is_beyond_count(value: Any) -> bool:
     """Return whether the value contains a number beyond the limit, or the digits of one."""
     if isinstance(value, int):
-        return not -LARGEST <= value <= LARGEST
+        return not -MAX_INTEGER <= value <= MAX_INTEGER
     if isinstance(value, str):
         return _MANY_DIGITS.fullmatch(value) is not None
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -98,7 +98,7 @@ def _is_beyond_count(value: Any) -> bool:
 def _countable(value: Any) -> Any:
     """Return the value with such numbers set to the limit."""
     if isinstance(value, int):
-        return max(-LARGEST, min(LARGEST, value))
+        return max(-MAX_INTEGER, min(MAX_INTEGER, value))
     if isinstance(value, dict):
         return {key: _countable(inner) for key, inner in value.items()}
     return list(map(_countable, value)) if isinstance(value, list) else value

@@ -2,7 +2,7 @@
 
 Guarantees:
 - The kept part is never larger than what the API server stores, so it costs this process no more than the cluster.
-- It is decompressed only when the plan of its job needs it, and never beyond `LARGEST_TEXT`.
+- It is decompressed only when the plan of its job needs it, and never beyond `MAX_RECORD_BYTES`.
 - A record that cannot be parsed counts as none.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Json
 
 _MIN_ITEM_CHARACTERS = {b",": 8, b"{": 32, b"[": 32}
-"""Least bytes of a membership for each value; a member has at least 85 bytes, with six commas."""
+"""Minimum bytes of a membership for each value; a member has at least 85 bytes, with six commas."""
 _FEW = 64
 
 

@@ -45,7 +45,7 @@ class Namespaces:
         self._listeners: list[Callable[[str], None]] = []
 
     @property
-    def single(self) -> bool:
+    def is_cluster_wide(self) -> bool:
         """Return whether all namespaces are read at once."""
         return self.names == EVERYWHERE
 
@@ -101,7 +101,7 @@ class Namespaces:
                 listener(name)
 
     def _scope(self, namespace: str) -> str:
-        return "" if self.single else namespace
+        return "" if self.is_cluster_wide else namespace
 
     def _reported(self, name: str) -> str:
         return f"namespace {name}" if name else "all namespaces"

@@ -5,7 +5,7 @@ Guarantees:
 - An object that was deleted unseen does not stay, because a list replaces the store's content.
 - A stream that is silent for longer than the interval of bookmarks is closed.
 - The list is repeated about every ten minutes, so a lost event has no lasting effect.
-- Where single namespaces are served, each is listed and watched separately into one store. A refusal of one (403)
+- Where individual namespaces are served, each is listed and watched separately into one store. A refusal of one (403)
   neither stops the others nor removes its objects (`namespaces`).
 
 Lists are paged, and only views are kept, so a large list needs little memory.
@@ -89,7 +89,7 @@ class Lister(Generic[V]):
         self._parse = parse
         self._namespaces = namespaces or Namespaces()
         self._namespaces.expect(resource.plural)
-        self.store: IndexedCache[V] = IndexedCache(by_namespace=not self._namespaces.single)
+        self.store: IndexedCache[V] = IndexedCache(by_namespace=not self._namespaces.is_cluster_wide)
         self._scopes = [_Scope(name) for name in self._namespaces.names]
         self._labels = labels
         self._of_jobs = of_jobs
@@ -108,14 +108,14 @@ class Lister(Generic[V]):
 
     def is_listed_since(self, namespace: str, since: float) -> bool:
         """Return whether the objects of this namespace have been listed at or after `since` (loop time)."""
-        served = "" if self._namespaces.single else namespace
+        served = "" if self._namespaces.is_cluster_wide else namespace
         return any(scope.namespace == served and scope.listed and scope.listed >= since for scope in self._scopes)
 
     async def refresh(self, since: float | None = None) -> str:
         """Make the store equal to the server; return the last list's resource version. Raises ApiError.
 
-        With `since` (loop time), only namespaces that were last listed before it. Where single namespaces are served, a
-        refused one is skipped: its objects are not used until it is listed.
+        With `since` (loop time), only namespaces that were last listed before it. Where individual namespaces are
+        served, a refused one is skipped: its objects are not used until it is listed.
         """
         version = ""
         for scope in self._scopes:
@@ -124,7 +124,7 @@ class Lister(Generic[V]):
             try:
                 version = await self._list(scope)
             except ForbiddenError as error:
-                if self._namespaces.single:
+                if self._namespaces.is_cluster_wide:
                     raise
                 scope.stale = True
                 self._refused(scope, error)
@@ -134,7 +134,7 @@ class Lister(Generic[V]):
         scope.last_seen = asyncio.get_running_loop().time()
         scope.refused = True
         self._namespaces.record(self.resource.plural, scope.namespace, ListState.FORBIDDEN, str(error))
-        if not self._namespaces.single:
+        if not self._namespaces.is_cluster_wide:
             self._mark_known(scope)
 
     def _mark_known(self, scope: _Scope) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_WRITES_PER_JOB = 64
 MAX_WRITES = 96
 CALLS_PER_SUCCESS = 3
-"""Further calls that `run_growing` starts after each success."""
+"""Further calls that `run_with_slow_start` starts after each success."""
 
 
 class WriteSlots:
@@ -82,7 +82,7 @@ async def run_all(calls: Iterable[Awaitable[None]]) -> None:
         raise error
 
 
-async def run_growing(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
+async def run_with_slow_start(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
     """Run calls with growing concurrency while they succeed. After an error no call starts, and the error is raised."""
     waiting, errors, size = iter(calls), list[BaseException](), 1
 

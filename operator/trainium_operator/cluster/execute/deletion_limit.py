@@ -4,8 +4,8 @@ Such a deletion cannot be undone: the state in the worker's memory is lost. Plan
 (`plan/view/workers.py`, the fleet's circuit breaker); this one also holds if a plan is wrong, and for all jobs
 together.
 
-Guarantee: within any `WINDOW_SECONDS`, at most `LEAST` pods or `PART` of all worker pods are deleted, whichever is
-more.
+Guarantee: within any `WINDOW_SECONDS`, at most `MIN_DELETIONS` pods or `MAX_SHARE` of all worker pods are deleted,
+whichever is more.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WINDOW_SECONDS = 60.0
-LEAST = 8
-PART = 0.2
+MIN_DELETIONS = 8
+MAX_SHARE = 0.2
 
 
 class ForceDeleteLimitError(ApiError):
@@ -44,8 +44,8 @@ class ForceDeleteLimiter:
             self._done.popleft()
         if any(uid == pod_uid for _, uid in self._done):
             return
-        most = max(LEAST, int(PART * (pods + len(self._done))))
-        if len(self._done) >= most:
+        limit = max(MIN_DELETIONS, int(MAX_SHARE * (pods + len(self._done))))
+        if len(self._done) >= limit:
             raise ForceDeleteLimitError(
                 f"{len(self._done)} pods were deleted by force within {WINDOW_SECONDS:g} s, the limit; "
                 "the others wait: check whether their nodes are lost or only unreachable"

@@ -30,7 +30,7 @@ from trainium_operator.cluster.api.resources import (
 )
 from trainium_operator.cluster.cache.kueue_views import with_conditions
 from trainium_operator.cluster.cache.ownership import controlling_job
-from trainium_operator.cluster.execute.concurrency import MAX_WRITES_PER_JOB, WriteSlots, run_all, run_growing
+from trainium_operator.cluster.execute.concurrency import MAX_WRITES_PER_JOB, WriteSlots, run_all, run_with_slow_start
 from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter, ForceDeleteLimitError
 from trainium_operator.cluster.execute.events import EventRecorder, event_of_intent, write_failed_event
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
@@ -131,23 +131,25 @@ class Executor:
             elif kind is CreatePod:
                 started = True
                 try:
-                    creations = run_growing(
+                    creations = run_with_slow_start(
                         partial(self._create_pod, job, action, self._caches.pods) for action in actions
                     )
-                    await self._creating(job, (PODS.kind, creations))
+                    await self._run_creations(job, (PODS.kind, creations))
                 except errors.ApiError as error:
                     refused = error  # ended pods are deleted even if nothing may be created
             elif kind is ApplyObject:
-                await self._creating(job, *((_format_target(each), self._single(job, each)) for each in actions))
+                await self._run_creations(
+                    job, *((_format_target(each), self._execute_action(job, each)) for each in actions)
+                )
             else:
                 for action in actions:
-                    await self._creating(job, (_format_target(action), self._single(job, action)))
+                    await self._run_creations(job, (_format_target(action), self._execute_action(job, action)))
         if refused is not None:
             raise refused
         if held is not None:
             raise held
 
-    async def _creating(self, job: JobView, *works: tuple[str, Awaitable[None]]) -> None:
+    async def _run_creations(self, job: JobView, *works: tuple[str, Awaitable[None]]) -> None:
         """Run the creations in parallel; record refusals by place, so that not each event repeats them."""
         pauses: list[float] = []
 
@@ -195,7 +197,7 @@ class Executor:
         except errors.NotFoundError:
             self._caches.jobs.store.forget((job.namespace, job.name), job.uid)
 
-    async def _single(self, job: JobView, action: Action) -> None:
+    async def _execute_action(self, job: JobView, action: Action) -> None:
         if isinstance(action, PublishMembership):
             await self._publish(job, action)
         elif isinstance(action, ApplyObject):
@@ -230,19 +232,19 @@ class Executor:
         name = manifest["metadata"]["name"]
         if store.entry((job.namespace, name)) is None:
             try:
-                made = await self._api.create(resource, job.namespace, manifest)
+                created = await self._api.create(resource, job.namespace, manifest)
             except errors.AlreadyExistsError:
                 pass  # ours, from before this process, or another's
             else:
-                self._check_ours(job, resource, made)
-                return made
-        current = await self._live(resource, job.namespace, name)
+                self._check_ours(job, resource, created)
+                return created
+        current = await self._get_live(resource, job.namespace, name)
         self._check_ours(job, resource, current)
         metadata = {**manifest["metadata"], "resourceVersion": current["metadata"]["resourceVersion"]}
         patch = {**replace_content(current, manifest), "metadata": metadata}
         return await self._api.merge(resource, job.namespace, name, patch)
 
-    async def _live(self, resource: Resource, namespace: str, name: str) -> Json:
+    async def _get_live(self, resource: Resource, namespace: str, name: str) -> Json:
         try:
             return await self._api.get(resource, namespace, name)
         except errors.NotFoundError as error:
@@ -340,8 +342,8 @@ class Executor:
                 self._check_ours(job, PODS, raw)
         pods.write_through(raw)
 
-    async def _delete_pods(self, job: JobView, actions: Sequence[DeletePod], most: int) -> None:
-        turns = asyncio.Semaphore(most)
+    async def _delete_pods(self, job: JobView, actions: Sequence[DeletePod], max_concurrency: int) -> None:
+        turns = asyncio.Semaphore(max_concurrency)
 
         async def delete(action: DeletePod) -> None:
             async with turns:

@@ -61,7 +61,7 @@ class Caches:
     """No job waits for them; None where the operator creates none."""
 
     def reflectors(self) -> tuple[Watching, ...]:
-        """Return all that have a `run`; the jobs only where single namespaces are served, else kopf watches them."""
+        """Return all that have a `run`; the jobs only where individual namespaces are served; else kopf does."""
         found: list[Watching] = [self.pods, self.config_maps, self.disruption_budgets]
         if self.nodes is not None:
             found.append(self.nodes)

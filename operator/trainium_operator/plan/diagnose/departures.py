@@ -55,7 +55,7 @@ def can_continue_without(facts: Facts, leaving: int) -> bool:
 
 
 def build_departure(facts: Facts, member: Member, worker: Worker, *, keeps_pod: bool) -> Loss:
-    """Return a member that leaves now, before its node does."""
+    """Return the loss of a member that leaves now, before its node does."""
     problem = facts.node_problems[member.pod_uid]
     return Loss(
         member=member,
@@ -63,6 +63,6 @@ def build_departure(facts: Facts, member: Member, worker: Worker, *, keeps_pod: 
         cause=Cause.PREEMPTED,
         failed_at=facts.now,
         message=f"node {worker.pod.node} of pod {worker.pod.name} is about to leave: {problem}",
-        can_save=worker.answers,
+        can_save=worker.is_responsive,
         keeps_pod=keeps_pod,
     )

@@ -141,7 +141,7 @@ def _detect_loss(
 
 
 def _finished_peers(facts: Facts, lost: set[str]) -> list[Loss]:
-    """Return workers that finished before a peer was lost.
+    """Return the losses of workers that finished before a peer was lost.
 
     Their processes have ended, so the next generation replaces them.
     """

@@ -145,8 +145,8 @@ def _verdict_on_processes(facts: Facts) -> StopVerdict | None:
     """Return the verdict on the first failure in this generation, by its clock, that asks to stop."""
     stopping = [
         stopping
-        for member, beat in facts.beats
-        for stopping in _stopping_failures(facts, beat, member.pod_name, member.node_name)
+        for member, heartbeat in facts.heartbeats
+        for stopping in _stopping_failures(facts, heartbeat, member.pod_name, member.node_name)
     ]
     if not stopping:
         return None
@@ -179,30 +179,30 @@ def _verdict_on_origin(facts: Facts, first: _StoppingFailure, by_rank: Mapping[i
 def _verdict_on_preflights(facts: Facts) -> StopVerdict | None:
     """Return the verdict on a preflight that found an error which no other node can fix: an invalid configuration."""
     for worker in facts.outsiders:
-        beat, given_up = worker.heartbeat, find_give_up_failure(facts, worker)
-        if beat is not None and given_up is not None and given_up[1].response is Response.STOP:
+        heartbeat, given_up = worker.heartbeat, find_give_up_failure(facts, worker)
+        if heartbeat is not None and given_up is not None and given_up[1].response is Response.STOP:
             failure, classification = given_up
             return _verdict_on_failure(
-                _StoppingFailure(classification, beat, failure, worker.pod.name, worker.pod.node)
+                _StoppingFailure(classification, heartbeat, failure, worker.pod.name, worker.pod.node)
             )
     return None
 
 
-def _stopping_failures(facts: Facts, beat: HeartbeatRequest, pod: str, node: str) -> Iterator[_StoppingFailure]:
+def _stopping_failures(facts: Facts, heartbeat: HeartbeatRequest, pod: str, node: str) -> Iterator[_StoppingFailure]:
     """Yield the failures of this generation that ask to stop.
 
     An agent gave up with one because the first response did not help.
     """
     rules = facts.job.spec.recovery.rules
-    for failure in beat.failures:
-        if failure.generation == beat.generation:
-            classification = classify_process_failure(beat, failure, rules)
+    for failure in heartbeat.failures:
+        if failure.generation == heartbeat.generation:
+            classification = classify_process_failure(heartbeat, failure, rules)
             if classification.response is Response.STOP:
-                yield _StoppingFailure(classification, beat, failure, pod, node)
-    if beat.verdict is not None and beat.verdict.generation == beat.generation:
-        classification = classify_process_failure(beat, beat.verdict, rules)
+                yield _StoppingFailure(classification, heartbeat, failure, pod, node)
+    if heartbeat.verdict is not None and heartbeat.verdict.generation == heartbeat.generation:
+        classification = classify_process_failure(heartbeat, heartbeat.verdict, rules)
         if classification.repeated is Response.STOP:
-            yield _StoppingFailure(classification, beat, beat.verdict, pod, node)
+            yield _StoppingFailure(classification, heartbeat, heartbeat.verdict, pod, node)
 
 
 def _verdict_on_failure(stopping: _StoppingFailure) -> StopVerdict:
@@ -304,11 +304,11 @@ def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
 
 def _crashed_members(facts: Facts) -> Iterator[tuple[Member, ProcessFailure]]:
     """Yield the members whose agents gave up because of a crash."""
-    for member, beat in facts.beats:
-        failure = beat.verdict
+    for member, heartbeat in facts.heartbeats:
+        failure = heartbeat.verdict
         if failure is None:
             continue
-        if classify_process_failure(beat, failure, facts.job.spec.recovery.rules).cause is Cause.CRASH:
+        if classify_process_failure(heartbeat, failure, facts.job.spec.recovery.rules).cause is Cause.CRASH:
             yield member, failure
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def detect_join_timeout(facts: Facts, member: Member, worker: Worker, join_by: float | None) -> Loss | None:
-    """Return a member that has not joined by `join_by` (Unix seconds), the deadline from `find_join_deadlines`.
+    """Return the loss of a member that has not joined by `join_by` (Unix seconds), see `find_join_deadlines`.
 
     It failed when the others began to wait for it, by the operator's clock; the message states for how long they have
     waited.
@@ -45,11 +45,11 @@ def find_join_deadlines(facts: Facts) -> dict[int, float]:
         return {}
     limit = _join_limit_seconds(facts)
     deadlines: dict[int, float] = {}
-    for other, beat in facts.beats:
+    for other, heartbeat in facts.heartbeats:
         since = facts.observed.agents[other.pod_uid].joining_since
-        if since is None or beat.phase is not WorkerPhase.JOINING:
+        if since is None or heartbeat.phase is not WorkerPhase.JOINING:
             continue
-        for rank in beat.waiting_for:
+        for rank in heartbeat.waiting_for:
             if rank != other.node_rank:
                 deadlines[rank] = min(since + limit, deadlines.get(rank, math.inf))
     return deadlines

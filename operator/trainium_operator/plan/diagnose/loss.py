@@ -23,7 +23,7 @@ class Loss:
     cause: Cause
     failed_at: float
     """Unix seconds, as precisely as it is known; for a silent worker when it was last seen, see
-    `silence.failed_since`."""
+    `silence.find_failure_time`."""
     message: str
     force_delete: bool = False
     """Its node cannot confirm a deletion."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def detect_deleted_node(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    """Return a member whose node was deleted or declared out of service; its pod is deleted by force."""
+    """Return the loss of a member whose node is deleted or out of service; its pod is deleted by force."""
     if not worker.node_deleted:
         return None
     state = "no longer exists" if worker.node is None else "was declared out of service"
@@ -38,7 +38,7 @@ def detect_deleted_node(facts: Facts, member: Member, worker: Worker) -> Loss | 
 
 
 def detect_node_failure(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> Loss | None:
-    """Return a member whose node is permanently broken; it saves if it can, and no replacement is awaited."""
+    """Return the loss of a member on a permanently broken node; it saves if it can, and no replacement is awaited."""
     problem = facts.node_problems.get(worker.pod.uid)
     if problem is None or problem.severity is not Severity.FATAL:
         return None
@@ -46,7 +46,7 @@ def detect_node_failure(facts: Facts, evidence: Evidence, member: Member, worker
 
 
 def find_handovers(facts: Facts, evidence: Evidence, losses: list[Loss]) -> list[Loss]:
-    """Add the members on bad nodes whose ranks free candidates can take over.
+    """Add the losses of members on bad nodes whose ranks free candidates can take over.
 
     A member on a broken node that is handed over this way keeps its pod until its rank is elsewhere.
     """
@@ -101,7 +101,7 @@ def _is_fatal(facts: Facts, loss: Loss) -> bool:
 
 def _is_training(facts: Facts, evidence: Evidence, worker: Worker) -> bool:
     """Return whether it answers and makes steps, so that it can save before it leaves."""
-    beat = worker.heartbeat
-    if beat is None or worker.silent or worker.node_bad or beat.phase is not WorkerPhase.TRAINING:
+    heartbeat = worker.heartbeat
+    if heartbeat is None or worker.silent or worker.node_bad or heartbeat.phase is not WorkerPhase.TRAINING:
         return False
     return not evidence.stalled(facts.now)

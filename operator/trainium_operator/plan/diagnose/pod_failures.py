@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    """Return a member whose pod has ended, with the cause that its reason, exit code and message have.
+    """Return the loss of a member whose pod has ended, with the cause that its reason, exit code and message have.
 
     A pod that ended while it was being deleted has the cause of the deletion, unless a device failed.
     """
@@ -51,7 +51,7 @@ def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> Loss | Non
 
 
 def detect_leaving_pod(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    """Return a member whose pod is being deleted or evicted; it saves if its agent still answers."""
+    """Return the loss of a member whose pod is being deleted or evicted; it saves if its agent still answers."""
     if not worker.pod.deleting and not worker.pod.disrupted:
         return None
     cause, problem = find_leaving_cause(worker.pod), facts.node_problems.get(worker.pod.uid)
@@ -60,10 +60,10 @@ def detect_leaving_pod(facts: Facts, member: Member, worker: Worker) -> Loss | N
         member=member,
         worker=worker,
         cause=cause,
-        failed_at=facts.now if worker.answers else find_failure_time(facts, worker),
+        failed_at=facts.now if worker.is_responsive else find_failure_time(facts, worker),
         message=f"pod {worker.pod.name} on node {worker.pod.node} is being deleted or evicted{seen}",
         force_delete=worker.node_bad,
-        can_save=worker.answers,
+        can_save=worker.is_responsive,
     )
 
 

@@ -44,17 +44,17 @@ _AMBIGUOUS_CAUSES = (Cause.PEER_LOST, Cause.YIELDED, Cause.HANG)
 
 
 def classify_process_failure(
-    beat: HeartbeatRequest, failure: ProcessFailure, rules: Sequence[RecoveryRule]
+    heartbeat: HeartbeatRequest, failure: ProcessFailure, rules: Sequence[RecoveryRule]
 ) -> Classification:
     """Classify the end of a process by its exit code, runtime status, output and kernel lines."""
-    if not rules and not beat.kernel:
+    if not rules and not heartbeat.kernel:
         return _classify_exit_alone(failure.exit_code, failure.runtime_status, failure.output_line)
     return classify_exit(
         failure.exit_code,
         runtime_status=failure.runtime_status,
         output_line=failure.output_line,
         message=failure.message,
-        kernel=select_kernel_lines(beat.kernel, failure.at),
+        kernel=select_kernel_lines(heartbeat.kernel, failure.at),
         rules=rules,
     )
 
@@ -105,40 +105,41 @@ def find_culprit(facts: Facts, attempt: int, *, all_reported: bool) -> Culprit |
 
 def find_restarts(facts: Facts, attempt: int) -> Iterator[tuple[Member, RestartRecord]]:
     """Yield the members' records of the restart that started `attempt` of the current generation."""
-    for member, beat in facts.beats:
-        for record in beat.restarts:
-            if record.generation == beat.generation and record.attempt == attempt:
+    for member, heartbeat in facts.heartbeats:
+        for record in heartbeat.restarts:
+            if record.generation == heartbeat.generation and record.attempt == attempt:
                 yield member, record
 
 
 def find_repeated_sole_report(
-    facts: Facts, member: Member, beat: HeartbeatRequest
+    facts: Facts, member: Member, heartbeat: HeartbeatRequest
 ) -> tuple[ProcessFailure, Classification] | None:
     """Return the newest failure that only this member reported in two attempts of the generation."""
     rules = facts.job.spec.recovery.rules
-    if len(beat.failures) < _MIN_ATTEMPTS:
+    if len(heartbeat.failures) < _MIN_ATTEMPTS:
         return None
     suspicious = {
         failure.attempt
-        for failure in beat.failures
-        if failure.generation == beat.generation and _is_ambiguous(classify_process_failure(beat, failure, rules))
+        for failure in heartbeat.failures
+        if failure.generation == heartbeat.generation
+        and _is_ambiguous(classify_process_failure(heartbeat, failure, rules))
     }
     if len(suspicious) < _MIN_ATTEMPTS:  # checked before the other members' reports
         return None
     culprits = [_find_only_reporter(tuple(_first_failures(facts, attempt)), {}) for attempt in sorted(suspicious)]
     failures = [each.failure for each in culprits if each is not None and each.member.pod_uid == member.pod_uid]
     failure = failures[-1] if len(failures) >= _MIN_ATTEMPTS else None
-    return None if failure is None else (failure, classify_process_failure(beat, failure, rules))
+    return None if failure is None else (failure, classify_process_failure(heartbeat, failure, rules))
 
 
 def _first_failures(facts: Facts, attempt: int) -> Iterator[_Report]:
     """Yield one failure of each member, the first one first."""
     rules = facts.job.spec.recovery.rules
-    for member, beat in facts.beats:
+    for member, heartbeat in facts.heartbeats:
         reports = [
-            _Report(member, failure, classify_process_failure(beat, failure, rules))
-            for failure in beat.failures
-            if failure.generation == beat.generation and failure.attempt == attempt
+            _Report(member, failure, classify_process_failure(heartbeat, failure, rules))
+            for failure in heartbeat.failures
+            if failure.generation == heartbeat.generation and failure.attempt == attempt
         ]
         reports = [report for report in reports if report.meaning.cause is not Cause.YIELDED]
         if reports:
@@ -162,12 +163,12 @@ def _find_direct_failure(reports: tuple[_Report, ...], records: dict[str, Restar
 def _find_kernel_fault(facts: Facts, reports: tuple[_Report, ...], records: dict[str, RestartRecord]) -> Culprit | None:
     """Return a member whose processes only lost a peer, but whose kernel log reports a fault."""
     failed_at = {report.member.pod_uid: report.failure.at for report in reports}
-    for member, beat in facts.beats:
+    for member, heartbeat in facts.heartbeats:
         record = records.get(member.pod_uid)
         at = failed_at.get(member.pod_uid, record.failed_at if record else None)
-        if at is None or not beat.kernel:
+        if at is None or not heartbeat.kernel:
             continue
-        for line in select_kernel_lines(beat.kernel, at):
+        for line in select_kernel_lines(heartbeat.kernel, at):
             sign = match_kernel_line(line)
             if sign is not None and sign.cause is not Cause.MEMORY:
                 sentence = classify_sign(sign).sentence
@@ -184,7 +185,7 @@ def _find_recorded_cause(
     A hang without a failure is one of all ranks together, because a rank that stalls alone has one.
     """
     indirect = {report.member.pod_uid for report in reports}
-    for member, _ in facts.beats:
+    for member, _ in facts.heartbeats:
         record = records.get(member.pod_uid)
         if record is None or member.pod_uid in indirect or record.cause in _AMBIGUOUS_CAUSES:
             continue
@@ -232,17 +233,17 @@ _REPLACING_RESPONSES = (Response.REPLACE_NODE, Response.REPLACE_WORKER)
 
 
 def detect_process_failure(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    """Return a member whose agent gave up, or that reported a fault which only another node can fix."""
-    beat = worker.heartbeat
-    if beat is None or not (beat.failures or beat.verdict):
+    """Return the loss of a member that gave up, or that reported a fault which only another node can fix."""
+    heartbeat = worker.heartbeat
+    if heartbeat is None or not (heartbeat.failures or heartbeat.verdict):
         return None
     given_up = find_give_up_failure(facts, worker)
     if given_up is not None and not given_up[1].indirect:
         return _build_loss(facts, member, worker, *given_up)
-    node_failure = _find_replacing_failure(facts, beat)
+    node_failure = _find_replacing_failure(facts, heartbeat)
     if node_failure is not None:
         return _build_loss(facts, member, worker, *node_failure)
-    repeated = find_repeated_sole_report(facts, member, beat)
+    repeated = find_repeated_sole_report(facts, member, heartbeat)
     if repeated is None:
         return None
     failure, classification = repeated
@@ -252,10 +253,10 @@ def detect_process_failure(facts: Facts, member: Member, worker: Worker) -> Loss
 
 
 def find_culprit_losses(facts: Facts) -> list[Loss]:
-    """Return the culprit if an agent gave up that had only lost its peers; empty if nobody is known to be."""
-    for _, beat in facts.beats:
-        failure = beat.verdict
-        if failure is None or not classify_process_failure(beat, failure, facts.job.spec.recovery.rules).indirect:
+    """Return the loss of the culprit if an agent gave up that had only lost its peers; empty without a known one."""
+    for _, heartbeat in facts.heartbeats:
+        failure = heartbeat.verdict
+        if failure is None or not classify_process_failure(heartbeat, failure, facts.job.spec.recovery.rules).indirect:
             continue
         culprit = find_culprit(facts, failure.attempt, all_reported=True)
         worker = facts.workers.get(culprit.member.pod_uid) if culprit is not None else None
@@ -276,31 +277,30 @@ def find_culprit_losses(facts: Facts) -> list[Loss]:
 
 def find_give_up_failure(facts: Facts, worker: Worker) -> tuple[ProcessFailure, Classification] | None:
     """Return the failure that made a worker's agent give up, and its meaning."""
-    beat = worker.heartbeat
-    if beat is None or beat.verdict is None or not worker.gave_up:
+    heartbeat = worker.heartbeat
+    if heartbeat is None or heartbeat.verdict is None or not worker.has_given_up:
         return None
-    return beat.verdict, classify_process_failure(beat, beat.verdict, facts.job.spec.recovery.rules)
+    return heartbeat.verdict, classify_process_failure(heartbeat, heartbeat.verdict, facts.job.spec.recovery.rules)
 
 
 def find_stop_cause(facts: Facts) -> Cause:
-    """Return the cause of a generation that stopped although no member reported a failure.
-
-    If the agents state that they gave up because they lost their peers, that is the cause.
-    """
+    """Return NETWORK if every agent that gave up lost only its peers, else CRASH."""
     rules = facts.job.spec.recovery.rules
     verdicts = [
-        classify_process_failure(beat, beat.verdict, rules) for _, beat in facts.beats if beat.verdict is not None
+        classify_process_failure(heartbeat, heartbeat.verdict, rules)
+        for _, heartbeat in facts.heartbeats
+        if heartbeat.verdict is not None
     ]
     return Cause.NETWORK if verdicts and all(classification.indirect for classification in verdicts) else Cause.CRASH
 
 
-def _find_replacing_failure(facts: Facts, beat: HeartbeatRequest) -> tuple[ProcessFailure, Classification] | None:
+def _find_replacing_failure(facts: Facts, heartbeat: HeartbeatRequest) -> tuple[ProcessFailure, Classification] | None:
     """Return a failure in the current generation that asks for another worker at once."""
     if facts.current is None:
         return None
-    for failure in beat.failures:
+    for failure in heartbeat.failures:
         if failure.generation == facts.current.generation:
-            classification = classify_process_failure(beat, failure, facts.job.spec.recovery.rules)
+            classification = classify_process_failure(heartbeat, failure, facts.job.spec.recovery.rules)
             if classification.response in _REPLACING_RESPONSES:
                 return failure, classification
     return None

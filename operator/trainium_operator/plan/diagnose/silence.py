@@ -58,15 +58,15 @@ class Evidence:
 def collect_evidence(facts: Facts) -> Evidence:
     """Return the reports of the witnesses about steps and silence."""
     reporting = {member.pod_uid for member, worker in facts.members if worker is not None and not worker.silent}
-    beats = [beat for member, beat in facts.beats if member.pod_uid in reporting]
+    heartbeats = [heartbeat for member, heartbeat in facts.heartbeats if member.pod_uid in reporting]
     newest_step_at, stalled_at = _find_stall_times(facts)
     newest_message_at = max(
         (facts.observed.agents[uid].last_seen for uid in reporting if uid in facts.observed.agents), default=0.0
     )
     return Evidence(
-        has_witnesses=bool(beats),
-        pending_ranks=frozenset(rank for beat in beats for rank in beat.waiting_for),
-        has_lost_peer=any(_has_lost_peer(beat) for beat in beats),
+        has_witnesses=bool(heartbeats),
+        pending_ranks=frozenset(rank for heartbeat in heartbeats for rank in heartbeat.waiting_for),
+        has_lost_peer=any(_has_lost_peer(heartbeat) for heartbeat in heartbeats),
         stalled_at=stalled_at,
         stall_is_confirmed=stalled_at is not None
         and newest_message_at >= newest_step_at + _SEEN_FRACTION * (stalled_at - newest_step_at),
@@ -75,7 +75,7 @@ def collect_evidence(facts: Facts) -> Evidence:
 
 def explain_silence(evidence: Evidence, member: Member, worker: Worker, now: float) -> str | None:
     """Return why a silent member is believed to be lost, as the end of a sentence; None while nothing reports it."""
-    if worker.refuses:
+    if worker.is_refusing:
         return "nobody listens on its agent's port any more"
     if worker.node_bad:
         return f"its node {worker.pod.node} is not ready"
@@ -90,12 +90,12 @@ def explain_silence(evidence: Evidence, member: Member, worker: Worker, now: flo
     return None
 
 
-def _has_lost_peer(beat: HeartbeatRequest) -> bool:
-    return beat.phase is not WorkerPhase.TRAINING and any(
+def _has_lost_peer(heartbeat: HeartbeatRequest) -> bool:
+    return heartbeat.phase is not WorkerPhase.TRAINING and any(
         _has_waited_in_collective(failure)
-        and failure.generation == beat.generation
-        and failure.attempt >= beat.attempt - 1
-        for failure in beat.failures
+        and failure.generation == heartbeat.generation
+        and failure.attempt >= heartbeat.attempt - 1
+        for failure in heartbeat.failures
     )
 
 
@@ -111,15 +111,15 @@ def _find_stall_times(facts: Facts) -> tuple[float, float | None]:
     Steps before the first one after a fault do not count, because they belong to the time before it. After the last
     step training never stalls.
     """
-    if any(beat.progress is not None and not beat.progress.training for _, beat in facts.beats):
+    if any(heartbeat.progress is not None and not heartbeat.progress.training for _, heartbeat in facts.heartbeats):
         return 0.0, None
     if any(entry.recovered_seconds is None for entry in facts.job.status.history):
         return 0.0, None
-    agents = [facts.observed.agents[member.pod_uid] for member, _ in facts.beats]
+    agents = [facts.observed.agents[member.pod_uid] for member, _ in facts.heartbeats]
     reports = [
-        (agent.progressed, agent.step_seconds)
+        (agent.progressed_at, agent.step_seconds)
         for agent in agents
-        if agent.progressed is not None and agent.step_seconds is not None
+        if agent.progressed_at is not None and agent.step_seconds is not None
     ]
     if not reports:
         return 0.0, None
@@ -136,7 +136,7 @@ def find_failure_time(facts: Facts, worker: Worker | None) -> float:
     if worker is not None and worker.agent is not None and worker.agent.last_seen >= facts.observed.coordinator_since:
         return silent_since
     # All step together, so none has made a step since one was lost; after the last step none reports.
-    reports = [beat.progress for _, beat in facts.beats if beat.progress is not None]
+    reports = [heartbeat.progress for _, heartbeat in facts.heartbeats if heartbeat.progress is not None]
     if any(not report.training for report in reports):
         return silent_since
     return min(silent_since, last_step_at(facts) or silent_since)
@@ -144,20 +144,22 @@ def find_failure_time(facts: Facts, worker: Worker | None) -> float:
 
 def last_step_at(facts: Facts) -> float:
     """Return when the newest reported step ended (Unix seconds); 0 without one."""
-    return max((beat.progress.updated for _, beat in facts.beats if beat.progress is not None), default=0.0)
+    return max(
+        (heartbeat.progress.updated for _, heartbeat in facts.heartbeats if heartbeat.progress is not None), default=0.0
+    )
 
 
 def detect_silent_agent(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> Loss | None:
-    """Return a member that is silent, or refuses connections, for a reason that something else reports."""
-    if not worker.silent and not worker.refuses:
+    """Return the loss of a member that is silent, or refuses connections, for a reason that something else reports."""
+    if not worker.silent and not worker.is_refusing:
         return None
     why = explain_silence(evidence, member, worker, facts.now)
     if why is None:
         return None
     # A worker that refuses a connection has power: its agent has ended, but its machine runs.
-    host_answers = worker.refuses and not worker.node_bad
-    reporting = "the time of the failure is its last message"
-    since = reporting if worker.agent is not None else "this operator has received no message from it"
+    host_answers = worker.is_refusing and not worker.node_bad
+    time_source = "the time of the failure is its last message"
+    since = time_source if worker.agent is not None else "this operator has received no message from it"
     message = (
         f"no message from pod {worker.pod.name} on node {worker.pod.node} for {worker.silent_seconds:.1f} s, and "
         f"{why}; {since}"

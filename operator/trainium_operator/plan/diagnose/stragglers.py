@@ -73,7 +73,7 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 
 def find_straggler_handover(facts: Facts) -> list[Loss]:
-    """Return the slowest reported member if a spare takes over or training is faster without it."""
+    """Return the loss of the slowest reported member if a spare takes over or training is faster without it."""
     spec = facts.job.spec.recovery.stragglers
     slow = {entry.pod: entry for entry in facts.job.status.stragglers if entry.reported}
     if not slow or not spec.evict or facts.observed.fleet.frozen or not _trains_steadily(facts):
@@ -118,11 +118,11 @@ def _trains_steadily(facts: Facts) -> bool:
 def _relative_paces(facts: Facts) -> Mapping[str, tuple[str, float]]:
     """Return pod -> (node, own work relative to the median member's); empty while too few report."""
     own_seconds = {
-        member.pod_name: (member.node_name, beat.timing.own_seconds)
-        for member, beat in facts.beats
-        if beat.timing is not None and beat.timing.steps >= _MIN_STEPS
+        member.pod_name: (member.node_name, heartbeat.timing.own_seconds)
+        for member, heartbeat in facts.heartbeats
+        if heartbeat.timing is not None and heartbeat.timing.steps >= _MIN_STEPS
     }
-    if len(own_seconds) < 2 or len(own_seconds) < len(facts.beats):
+    if len(own_seconds) < 2 or len(own_seconds) < len(facts.heartbeats):
         return {}
     median_seconds = median_low([seconds for _, seconds in own_seconds.values()])
     if median_seconds <= 0:
@@ -139,7 +139,9 @@ def _is_slowed_by_host_load(facts: Facts, pod: str, slowdown: float) -> bool:
     Another node is then no better: without the waits for a processor it would keep pace, and the others wait for theirs
     too.
     """
-    timings = {member.pod_name: beat.timing for member, beat in facts.beats if beat.timing is not None}
+    timings = {
+        member.pod_name: heartbeat.timing for member, heartbeat in facts.heartbeats if heartbeat.timing is not None
+    }
     waits = {name: timing.cpu_wait for name, timing in timings.items() if timing.cpu_wait is not None}
     others = [share for name, share in waits.items() if name != pod]
     if pod not in waits or len(others) < len(timings) - 1 or median_low(others) < _LOADED_SHARE:
@@ -171,7 +173,7 @@ def is_faster_without_straggler(facts: Facts) -> bool:
     status, present = facts.job.status, len(facts.members)
     size = facts.size.legal_at_most(present - 1)
     speed = facts.size.speed(size, present)
-    timings = [beat.timing for _, beat in facts.beats if beat.timing is not None]
+    timings = [heartbeat.timing for _, heartbeat in facts.heartbeats if heartbeat.timing is not None]
     if not speed or len(timings) < max(2, present) or not _needs_no_compilation(facts, size):
         return False
     second_slowest, slowest = sorted(timing.own_seconds for timing in timings)[-2:]

@@ -208,9 +208,9 @@ def apply_rules(
     return tuple(sorted([*kept, *added], key=lambda problem: -problem.severity))
 
 
-def find_kernel_problem(beat: HeartbeatRequest | None, rules: Sequence[RecoveryRule]) -> NodeProblem | None:
+def find_kernel_problem(heartbeat: HeartbeatRequest | None, rules: Sequence[RecoveryRule]) -> NodeProblem | None:
     """Return the problem of the agent's node by the newest kernel line that is a fault by itself."""
-    for event in reversed(beat.kernel if beat is not None else ()):
+    for event in reversed(heartbeat.kernel if heartbeat is not None else ()):
         sign = classify.match_kernel_line(event.line)
         by_rule = classify.match_rules(rules, texts=(event.line,))
         if by_rule is not None:

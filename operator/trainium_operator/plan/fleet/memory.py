@@ -129,7 +129,7 @@ def add_strike(entry: Machine, node: str, strike: Strike) -> Machine:
 
 
 def _limit_strikes(strikes: tuple[Strike, ...]) -> tuple[Strike, ...]:
-    """Return at most `MOST_STRIKES`.
+    """Return at most `MAX_STRIKES`.
 
     Strikes without additional information are dropped first, the oldest before others.
     """
@@ -202,7 +202,7 @@ def _expire_machine(entry: Machine, now: float) -> Machine | None:
 
 
 def limit_machines(memory: Memory) -> Memory:
-    """Return at most `MOST_MACHINES`; suspicions, then the mildest and oldest are dropped first."""
+    """Return at most `MAX_MACHINES`; suspicions, then the mildest and oldest are dropped first."""
     if len(memory.machines) <= MAX_MACHINES:
         return memory
     severity = list(MachineState)

@@ -32,7 +32,7 @@ def record_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: boo
     """
     if facts.current is None or status.membership.generation != facts.current.generation:
         return PolicyResult(status=status)
-    newest = max((beat.attempt for _, beat in facts.beats), default=0)
+    newest = max((heartbeat.attempt for _, heartbeat in facts.heartbeats), default=0)
     for attempt in range(max(status.membership.attempt, newest - HISTORY_LENGTH), newest):
         all_reported = not member_lost and _have_all_reported(facts, newest)
         culprit = find_culprit(facts, attempt, all_reported=all_reported)
@@ -65,7 +65,7 @@ def _open_interruption(
 
 def _find_dated_record(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:
     """Return the record that dates the failure: the culprit's, else another member's; none with a wrong clock."""
-    uids_in_sync = {member.pod_uid for member, beat in facts.beats if is_clock_in_sync(beat)}
+    uids_in_sync = {member.pod_uid for member, heartbeat in facts.heartbeats if is_clock_in_sync(heartbeat)}
     if culprit is not None and (culprit.record is None or culprit.member.pod_uid in uids_in_sync):
         return culprit.record
     return next(
@@ -82,8 +82,11 @@ def _describe_restart(facts: Facts, attempt: int, culprit: Culprit | None) -> tu
     if culprit is None:
         causes = {record.cause for _, record in find_restarts(facts, attempt + 1)}
         victims = sum(
-            any((failure.generation, failure.attempt) == (beat.generation, attempt) for failure in beat.failures)
-            for _, beat in facts.beats
+            any(
+                (failure.generation, failure.attempt) == (heartbeat.generation, attempt)
+                for failure in heartbeat.failures
+            )
+            for _, heartbeat in facts.heartbeats
         )
         prefix = _describe_victims(victims, len(facts.members))
         return (
@@ -104,8 +107,10 @@ def _describe_victims(victims: int, members: int) -> str:
 
 def _have_all_reported(facts: Facts, attempt: int) -> bool:
     """Return whether every connected member has reported since this attempt."""
-    beats = {member.pod_uid: beat for member, beat in facts.beats}
+    heartbeats = {member.pod_uid: heartbeat for member, heartbeat in facts.heartbeats}
     return all(
-        worker is None or worker.silent or (member.pod_uid in beats and beats[member.pod_uid].attempt >= attempt)
+        worker is None
+        or worker.silent
+        or (member.pod_uid in heartbeats and heartbeats[member.pod_uid].attempt >= attempt)
         for member, worker in facts.members
     )

@@ -67,8 +67,9 @@ def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
 def _awaits_first_step(facts: Facts, entry: Interruption) -> bool:
     """Return whether a program's rank without a step still loads; ranks that report no steps run at once."""
     return not has_reported_steps(facts) and any(
-        beat.phase is WorkerPhase.LOADING or (beat.generation, beat.attempt) <= (entry.generation, entry.attempt)
-        for _, beat in facts.beats
+        heartbeat.phase is WorkerPhase.LOADING
+        or (heartbeat.generation, heartbeat.attempt) <= (entry.generation, entry.attempt)
+        for _, heartbeat in facts.heartbeats
     )
 
 
@@ -79,10 +80,13 @@ def _steps_before(facts: Facts, entry: Interruption) -> list[int]:
     the previous generation until its ranks train in the new one.
     """
     return [
-        beat.progress.step
-        for _, beat in facts.beats
-        if beat.progress is not None
-        and ((beat.generation, beat.attempt) <= (entry.generation, entry.attempt) or beat.phase is WorkerPhase.LOADING)
+        heartbeat.progress.step
+        for _, heartbeat in facts.heartbeats
+        if heartbeat.progress is not None
+        and (
+            (heartbeat.generation, heartbeat.attempt) <= (entry.generation, entry.attempt)
+            or heartbeat.phase is WorkerPhase.LOADING
+        )
     ]
 
 
@@ -94,7 +98,7 @@ def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     current = facts.current
     if current is None or status.membership.generation != current.generation or not is_settled(facts):
         return status
-    attempt = max(beat.attempt for _, beat in facts.beats)
+    attempt = max(heartbeat.attempt for _, heartbeat in facts.heartbeats)
     for index, entry in enumerate(status.history):
         if not entry.is_open:
             continue
@@ -154,11 +158,11 @@ def _later_records(facts: Facts, entry: Interruption) -> Iterator[RestartRecord]
 
     Records of older generations are never completed.
     """
-    beats = [beat for _, beat in facts.beats]
-    for beat in [each for each in beats if is_clock_in_sync(each)] or beats:
-        for record in beat.restarts:
+    heartbeats = [heartbeat for _, heartbeat in facts.heartbeats]
+    for heartbeat in [each for each in heartbeats if is_clock_in_sync(each)] or heartbeats:
+        for record in heartbeat.restarts:
             is_later = (record.generation, record.attempt) > (entry.generation, entry.attempt)
-            if is_later and record.generation == beat.generation:
+            if is_later and record.generation == heartbeat.generation:
                 yield record
 
 
@@ -166,19 +170,19 @@ def _find_observed_resumption(facts: Facts, entry: Interruption) -> _Resumption 
     """Return the first heartbeat after the interruption with a new step, if no agent's record is pending."""
     if any(record.resumed_at is None for record in _later_records(facts, entry)):
         return None
-    for _, beat in facts.beats:
-        is_later = (beat.generation, beat.attempt) > (entry.generation, entry.attempt)
-        progress = beat.progress
-        if not is_later or beat.phase is not WorkerPhase.TRAINING or progress is None:
+    for _, heartbeat in facts.heartbeats:
+        is_later = (heartbeat.generation, heartbeat.attempt) > (entry.generation, entry.attempt)
+        progress = heartbeat.progress
+        if not is_later or heartbeat.phase is not WorkerPhase.TRAINING or progress is None:
             continue
         # After a graceful change the ranks resume past the step that was known at the decision.
         if progress.step > max(entry.step_before, progress.resume_step or 0):
-            has_valid_time = is_clock_in_sync(beat) and progress.updated > (entry.failed_at or 0.0)
+            has_valid_time = is_clock_in_sync(heartbeat) and progress.updated > (entry.failed_at or 0.0)
             at = _find_first_new_step_time(entry, progress) if has_valid_time else facts.now
             stopped_at = _find_stop_time(facts, entry, progress)
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1, stopped_at=stopped_at)
         if not progress.training and progress.step >= entry.step_before:
-            has_valid_time = is_clock_in_sync(beat) and progress.stage_since > (entry.failed_at or 0.0)
+            has_valid_time = is_clock_in_sync(heartbeat) and progress.stage_since > (entry.failed_at or 0.0)
             at = progress.stage_since if has_valid_time else facts.now
             return _Resumption(at=at, resume_step=progress.resume_step, step_before=-1)
     return None
@@ -188,10 +192,18 @@ def _find_stepless_resumption(facts: Facts, entry: Interruption) -> _Resumption 
     """Return when all members' processes of a program without steps ran again."""
     if find_steady_time(facts) is None:
         return None
-    beats = [beat for _, beat in facts.beats if (beat.generation, beat.attempt) > (entry.generation, entry.attempt)]
-    if len(beats) < len(facts.members):
+    heartbeats = [
+        heartbeat
+        for _, heartbeat in facts.heartbeats
+        if (heartbeat.generation, heartbeat.attempt) > (entry.generation, entry.attempt)
+    ]
+    if len(heartbeats) < len(facts.members):
         return None
-    started = [beat.progress.started for beat in beats if beat.progress is not None and is_clock_in_sync(beat)]
+    started = [
+        heartbeat.progress.started
+        for heartbeat in heartbeats
+        if heartbeat.progress is not None and is_clock_in_sync(heartbeat)
+    ]
     at = max(started, default=0.0)
     return _Resumption(at=at if at > (entry.failed_at or 0.0) else facts.now, resume_step=None, step_before=-1)
 
@@ -216,7 +228,7 @@ def _find_stop_time(facts: Facts, entry: Interruption, progress: Progress) -> fl
     """
     size = next((each for each in facts.job.status.goodput.sizes if each.size == len(facts.members)), None)
     step_seconds = next(
-        (each for _, beat in facts.beats if beat.timing and (each := beat.timing.step_seconds)),
+        (each for _, heartbeat in facts.heartbeats if heartbeat.timing and (each := heartbeat.timing.step_seconds)),
         size.step_seconds if size is not None else None,
     )
     steps_made = (progress.resume_step or 0) - entry.step_before

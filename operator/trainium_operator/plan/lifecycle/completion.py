@@ -101,8 +101,8 @@ def build_termination_status(observed: Observed) -> TrainingJobStatus:
     status = job.status.replaced(phase=Phase.TERMINATING)
     for kind in (ConditionType.RUNNING, ConditionType.RECOVERING, ConditionType.RESIZING):
         status = with_condition(status, kind, False, Reason.TERMINATING, message, now=observed.now)
-    beats = [agent.heartbeat for uid, agent in observed.agents.items() if uid in present and agent.heartbeat]
-    training = sum(beat.phase is WorkerPhase.TRAINING for beat in beats)
+    heartbeats = [agent.heartbeat for uid, agent in observed.agents.items() if uid in present and agent.heartbeat]
+    training = sum(heartbeat.phase is WorkerPhase.TRAINING for heartbeat in heartbeats)
     return status.replaced(ready_replicas=training, spares=0)
 
 
@@ -165,10 +165,10 @@ def _find_verdict_pod(status: PublicStatus) -> str:
     return status.history[-1].pod if status.history else ""
 
 
-def _ends_by_itself(beat: HeartbeatRequest | None) -> bool:
-    if beat is None or beat.phase is not WorkerPhase.FAILED or beat.verdict is None:
+def _ends_by_itself(heartbeat: HeartbeatRequest | None) -> bool:
+    if heartbeat is None or heartbeat.phase is not WorkerPhase.FAILED or heartbeat.verdict is None:
         return False
-    return stops_job(beat.verdict.exit_code)
+    return stops_job(heartbeat.verdict.exit_code)
 
 
 def _find_log_deadline(facts: Facts, status: PublicStatus) -> float:

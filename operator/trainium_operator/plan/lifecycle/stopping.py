@@ -22,7 +22,7 @@ from trainium_operator.plan.diagnose.failure_policy import StopVerdict
 from trainium_operator.plan.faults.failure_budgets import list_avoided_nodes
 from trainium_operator.plan.lifecycle.completion import stop
 from trainium_operator.plan.model.actions import PolicyResult
-from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
+from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_count, format_sentence
 from trainium_operator.plan.view.progress import has_stepped
@@ -60,7 +60,7 @@ def suspend(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     return released.with_status(status)
 
 
-def clear_suspended(facts: Facts, status: AnyShown) -> AnyShown:
+def clear_suspended(facts: Facts, status: StatusT) -> StatusT:
     """Report that the job is not suspended."""
     return with_condition(status, ConditionType.SUSPENDED, False, Reason.NOT_SUSPENDED, "", now=facts.now)
 

@@ -66,7 +66,7 @@ def _render_configuration(key: IdentityKey[TrainingJobSpec], path: str) -> str:
 def _with_shared_cache(neuron: NeuronConfig, spec: TrainingJobSpec) -> NeuronConfig:
     """Return the job's settings; compiled graphs are on the checkpoints' volume unless the settings name a folder."""
     storage = spec.checkpoint.storage
-    mounted = storage.kept and storage.uri is None
+    mounted = storage.is_persistent and storage.uri is None
     if not spec.precompile.enabled or not mounted or neuron.shared_cache_directory is not None:
         return neuron
     return neuron.replaced(shared_cache_directory=f"{CHECKPOINT_MOUNT}/{_COMPILED_FOLDER}")
@@ -79,7 +79,7 @@ def find_checkpoint_path(job: JobView) -> str:
     belong to root.
     """
     storage = job.spec.checkpoint.storage
-    if not storage.kept:
+    if not storage.is_persistent:
         return CHECKPOINT_MOUNT
     root = CHECKPOINT_MOUNT if storage.uri is None else storage.uri
     return f"{root}/{storage.sub_path or f'{job.namespace}/{job.name}'}"

@@ -32,7 +32,7 @@ from trainium_operator.plan.history.interruptions import (
 from trainium_operator.plan.membership import growth
 from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.ranks import assign_ranks, build_member, build_rank_context, order_first_ranks
-from trainium_operator.plan.model.conditions import AnyShown, is_true, with_condition
+from trainium_operator.plan.model.conditions import StatusT, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_count
 from trainium_operator.plan.view.facts import Facts, list_healthy_joiners, list_joiners
@@ -76,7 +76,7 @@ def replace_failed(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
     newcomers = list_joiners(facts)
     available = len(survivors) + len(newcomers)
     deadline = _wait_until(
-        facts, status, available, waited=all(loss.keeps_pod or not loss.awaits_replacement for loss in losses)
+        facts, status, available, skip_wait=all(loss.keeps_pod or not loss.awaits_replacement for loss in losses)
     )
     if deadline is not None:
         return Decision(status=status, requeue_at=(deadline,))
@@ -98,8 +98,10 @@ def replace_failed(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
 def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
     """Restart the same members if all of them stopped and none reports that it failed."""
     assert facts.current is not None
-    beats = facts.beats
-    if len(beats) < len(facts.current.members) or any(beat.phase is not WorkerPhase.FAILED for _, beat in beats):
+    heartbeats = facts.heartbeats
+    if len(heartbeats) < len(facts.current.members) or any(
+        heartbeat.phase is not WorkerPhase.FAILED for _, heartbeat in heartbeats
+    ):
         return Decision(status=status)
     cause = find_stop_cause(facts)
     status = open_interruption(
@@ -117,13 +119,13 @@ def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
     return Decision(status=status, new=new)
 
 
-def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, waited: bool) -> float | None:
+def _wait_until(facts: Facts, status: TrainingJobStatus, available: int, *, skip_wait: bool) -> float | None:
     """Return until when a replacement is awaited (Unix seconds).
 
     None if enough are available, or if the wait is over.
     """
     assert facts.current is not None
-    if available >= min(status.desired, len(facts.current.members)) or waited:
+    if available >= min(status.desired, len(facts.current.members)) or skip_wait:
         return None
     deadline = growth.rescale_at(facts, status)
     return deadline if facts.now < deadline else None
@@ -155,7 +157,7 @@ def _record_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tup
     return replace_entry(status, index, entry.replaced(rung=rung, pods_replaced=len(joined)))
 
 
-def record_size_request(facts: Facts, status: AnyShown, desired: int) -> AnyShown:
+def record_size_request(facts: Facts, status: StatusT, desired: int) -> StatusT:
     """Record that the user changed the size; until it is reached, a change of size is attributed to the user."""
     if facts.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
         return status
@@ -248,9 +250,10 @@ def _describe_resize(facts: Facts, status: PublicStatus, more: int) -> str:
         return f": the queue grants {status.desired} of {facts.size.desired}"
     taken = status.idle_nodes.taken
     if more > 0 and taken:
-        return f": {taken} that were idle, beyond the {status.desired - taken} asked for"
+        return f": {format_count(taken, 'idle node')} beyond the {status.desired - taken} requested"
     if more < 0 and facts.observed.nodes_wanted_by_gangs:
-        return f": {-more} that were idle are given back, other jobs wait for {facts.observed.nodes_wanted_by_gangs}"
+        nodes = format_count(-more, "idle node")
+        return f": {nodes} released, because other jobs wait for {facts.observed.nodes_wanted_by_gangs}"
     return ""
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.reasons import Reason
 
-AnyShown = TypeVar("AnyShown", bound="PublicStatus")
+StatusT = TypeVar("StatusT", bound="PublicStatus")
 """Any view of a status with conditions, so that callers get the type back that they passed."""
 
 
@@ -32,8 +32,8 @@ def is_terminal(status: PublicStatus) -> bool:
 
 
 def with_condition(
-    status: AnyShown, kind: ConditionType, value: bool | None, reason: Reason, message: str, *, now: float
-) -> AnyShown:
+    status: StatusT, kind: ConditionType, value: bool | None, reason: Reason, message: str, *, now: float
+) -> StatusT:
     """Set one condition; `value` None means Unknown. `observed_generation` is the status's own."""
     state = {True: ConditionStatus.TRUE, False: ConditionStatus.FALSE, None: ConditionStatus.UNKNOWN}[value]
     old = find_condition(status, kind)

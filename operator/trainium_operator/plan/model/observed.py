@@ -231,13 +231,13 @@ class AgentView:
     first_seen: float
     heartbeat: HeartbeatRequest | None = None
     """The newest one."""
-    progressed: float | None = None
+    progressed_at: float | None = None
     """When a heartbeat last reported a higher step than the previous one; None before that."""
     step_seconds: float | None = None
     """Seconds per step from the last two such heartbeats of an attempt: (time - previous) / (step - previous)."""
     joining_since: float | None = None
     """When it was first seen to wait for others in its present generation and attempt; None while it does not wait."""
-    refused: float | None = None
+    refused_at: float | None = None
     """When its port, which had accepted before, refused a connection while it was silent; None since it was seen."""
 
 

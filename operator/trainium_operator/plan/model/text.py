@@ -34,10 +34,10 @@ def format_count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def format_names(names: tuple[str, ...], most: int = 3) -> str:
+def format_names(names: tuple[str, ...], max_names: int = 3) -> str:
     """Format names as `a, b, c and 4 more`."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    shown = ", ".join(names[:max_names])
+    return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more"
 
 
 def format_figure(figure: EvaluationFigure) -> str:

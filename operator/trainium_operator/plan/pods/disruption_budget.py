@@ -108,7 +108,7 @@ def _decide_by_checkpoints(facts: Facts, status: PublicStatus) -> _Decision:
     program = facts.job.spec.program
     if program is not None and program.checkpoints is None:
         return _Decision(True, "the program's checkpoints are not known (spec.program.checkpoints is not set)")
-    if program is None and not facts.job.spec.checkpoint.storage.kept:
+    if program is None and not facts.job.spec.checkpoint.storage.is_persistent:
         return _Decision(True, "the job keeps no durable checkpoints (spec.checkpoint.storage is not set)")
     if is_past_steps(status) and status.checkpoint.durable_step >= status.progress.step:
         return _Decision(True, "every step is done and saved")

@@ -8,8 +8,8 @@ Invariants:
 - The first rounds cost no wait, so a few lost pods are replaced quickly.
 - After a round pods are created in batches, which start small and grow while all of a batch live. A pod that waits for
   a node delays none.
-- New pods avoid a node that refused twice (`refusing_nodes`) for a while, but only a few nodes at most: if all refuse,
-  the nodes are not the cause.
+- New pods avoid a node that refused twice (`list_refusing_nodes`) for a while, but only a few nodes at most: if all
+  refuse, the nodes are not the cause.
 - A change of the job, a suspension or a pod that is seen ends the wait.
 """
 

@@ -167,8 +167,8 @@ def _workers_kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
 
 def _has_left(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
     """Return whether an outsider on a bad node no longer runs a process of a generation, or never did."""
-    beat = worker.heartbeat
-    is_idle = beat is None or beat.phase is WorkerPhase.STANDBY
+    heartbeat = worker.heartbeat
+    is_idle = heartbeat is None or heartbeat.phase is WorkerPhase.STANDBY
     return is_idle or facts.current is None or (is_settled(facts) and not _is_superseded(facts, status))
 
 
@@ -199,7 +199,7 @@ class _OutsiderFailure:
 
 def _detect_failure(facts: Facts, memory: InternalStatus, worker: Worker) -> _OutsiderFailure | None:
     failed = worker.pod.phase is PodPhase.FAILED
-    if not (failed or worker.gave_up) or failure_budgets.has_record(memory, worker.pod.name):
+    if not (failed or worker.has_given_up) or failure_budgets.has_record(memory, worker.pod.name):
         return None
     if failed and _was_deleted(facts, worker):
         return None
@@ -240,17 +240,18 @@ def _describe_end(pod: PodView, cause: Cause) -> tuple[str, str]:
 
 
 def _preflight_failure(facts: Facts, worker: Worker) -> _OutsiderFailure | None:
-    pod, beat = worker.pod, worker.heartbeat
-    if beat is None or beat.verdict is None:
+    pod, heartbeat = worker.pod, worker.heartbeat
+    if heartbeat is None or heartbeat.verdict is None:
         return None
-    classification = classify_process_failure(beat, beat.verdict, facts.job.spec.recovery.rules)
+    classification = classify_process_failure(heartbeat, heartbeat.verdict, facts.job.spec.recovery.rules)
     is_node_blamed = suspects_node(classification.cause) and classification.response is not Response.REPLACE_WORKER
     return _OutsiderFailure(
         cause=classification.cause,
         pod=pod.name,
         node=pod.node if is_node_blamed else "",
         note=(
-            f"Pod {pod.name} on node {pod.node} is unfit (exit code {beat.verdict.exit_code}): {beat.verdict.message}"
+            f"Pod {pod.name} on node {pod.node} is unfit (exit code {heartbeat.verdict.exit_code}): "
+            f"{heartbeat.verdict.message}"
         ),
     )
 

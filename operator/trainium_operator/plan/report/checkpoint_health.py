@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionStatus, ConditionType
-from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
+from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import parse_rfc3339
 from trainium_operator.plan.view.progress import is_past_steps
@@ -32,7 +32,7 @@ _STORAGE_PREFIX = "checkpoint storage"
 """Prefix of each of the trainer's sentences about its store."""
 
 
-def set_checkpoint_health(facts: Facts, status: AnyShown) -> tuple[AnyShown, tuple[float, ...]]:
+def set_checkpoint_health(facts: Facts, status: StatusT) -> tuple[StatusT, tuple[float, ...]]:
     """Set the condition and return when to check again (Unix seconds); call when progress and history are complete."""
     storage_failures = [entry for entry in status.history if entry.cause is Cause.STORAGE]
     kind, now = ConditionType.CHECKPOINT_HEALTHY, facts.now
@@ -78,7 +78,7 @@ def _find_reported_error(facts: Facts, status: PublicStatus) -> str:
     for entry in reversed(status.history):
         if entry.cause is Cause.STORAGE and entry.message and (entry.failed_at or 0.0) > since:
             return entry.message
-    notices = (beat.progress.notice for _, beat in facts.beats if beat.progress is not None)
+    notices = (heartbeat.progress.notice for _, heartbeat in facts.heartbeats if heartbeat.progress is not None)
     return next((notice for notice in notices if notice.startswith(_STORAGE_PREFIX)), "")
 
 

@@ -59,9 +59,10 @@ def _start_and_load_times(facts: Facts, entry: Interruption) -> tuple[float, flo
     it was the first of several.
     """
     reports = [
-        beat.progress
-        for _, beat in facts.beats
-        if beat.progress is not None and (beat.generation, beat.attempt) > (entry.generation, entry.attempt)
+        heartbeat.progress
+        for _, heartbeat in facts.heartbeats
+        if heartbeat.progress is not None
+        and (heartbeat.generation, heartbeat.attempt) > (entry.generation, entry.attempt)
     ]
     is_over = entry.recovered_seconds is not None
     if not is_over and len(reports) < len(facts.members):

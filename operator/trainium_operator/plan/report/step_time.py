@@ -90,7 +90,9 @@ def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> Go
 def _median_step_seconds(facts: Facts) -> float | None:
     """Return the agents' median step time; None if they do not measure it."""
     reported = [
-        beat.timing.step_seconds for _, beat in facts.beats if beat.timing and beat.timing.steps >= _TIMED_STEPS
+        heartbeat.timing.step_seconds
+        for _, heartbeat in facts.heartbeats
+        if heartbeat.timing and heartbeat.timing.steps >= _TIMED_STEPS
     ]
     return median(reported) if reported and min(reported) > 0 else None
 

@@ -25,7 +25,7 @@ from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member,
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER, compute_template_hash, is_outdated
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
-from trainium_operator.plan.model.conditions import AnyShown, find_condition, is_true, with_condition
+from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_count, format_names, format_rfc3339
@@ -67,7 +67,7 @@ _DECIMALS = {
 """Decimals of the figures that a person reads."""
 
 
-def set_nodes_healthy(facts: Facts, status: AnyShown) -> AnyShown:
+def set_nodes_healthy(facts: Facts, status: StatusT) -> StatusT:
     """Set the condition; it stays unchanged while no node is known."""
     if facts.lost_contact:
         kind, reason = ConditionType.NODES_HEALTHY, Reason.CONTACT_LOST
@@ -159,7 +159,7 @@ _BLOCKING_REASONS = frozenset(
 )
 
 
-def set_standard_conditions(status: AnyShown, now: float) -> AnyShown:
+def set_standard_conditions(status: StatusT, now: float) -> StatusT:
     """Set the three conditions; call when all others are set."""
     failed = find_condition(status, ConditionType.FAILED)
     if failed is not None and failed.status is ConditionStatus.TRUE:
@@ -226,7 +226,7 @@ def _all_members_reported(facts: Facts) -> bool:
 
 
 def _set_counts(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    training = sum(beat.phase is WorkerPhase.TRAINING for _, beat in facts.beats)
+    training = sum(heartbeat.phase is WorkerPhase.TRAINING for _, heartbeat in facts.heartbeats)
     return status.replaced(
         replicas=len(facts.current.members) if facts.current else 0,
         ready_replicas=training,
@@ -246,8 +246,8 @@ def _relative_throughput(facts: Facts, status: public.PublicStatus) -> public.Me
 
 
 def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    beats = sort_by_steps(facts, _newest_heartbeats(facts))
-    reports = [beat.progress for _, beat in beats if beat.progress is not None]
+    heartbeats = sort_by_steps(facts, _newest_heartbeats(facts))
+    reports = [heartbeat.progress for _, heartbeat in heartbeats if heartbeat.progress is not None]
     if reports:
         newest = reports[0]
         # A program that was restarted has reported no step yet, and may end without one more.
@@ -277,7 +277,7 @@ def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress
     )
 
 
-def _set_progress_reported(facts: Facts, status: AnyShown, reports: list[Progress]) -> AnyShown:
+def _set_progress_reported(facts: Facts, status: StatusT, reports: list[Progress]) -> StatusT:
     """Set the condition whether the progress of a program can be read."""
     if facts.job.spec.program is None:
         return status
@@ -294,7 +294,9 @@ def _newest_heartbeats(facts: Facts) -> tuple[tuple[Member, HeartbeatRequest], .
     """Return the members' heartbeats; of a suspended job the last ones, which report their last save."""
     recorded = facts.observed.membership
     return (
-        current_heartbeats(facts.observed, recorded) if facts.current is None and recorded is not None else facts.beats
+        current_heartbeats(facts.observed, recorded)
+        if facts.current is None and recorded is not None
+        else facts.heartbeats
     )
 
 
@@ -400,7 +402,7 @@ def _describe_capacity(facts: Facts) -> str:
     return "".join(feature.describe_capacity(facts) for feature in facts.settings.features)
 
 
-def _set_running(facts: Facts, status: AnyShown) -> AnyShown:
+def _set_running(facts: Facts, status: StatusT) -> StatusT:
     kind = ConditionType.RUNNING
     if is_settled(facts):
         message = f"{describe_activity(status)} on {format_count(status.replicas, 'node')}"
@@ -414,7 +416,7 @@ def _set_running(facts: Facts, status: AnyShown) -> AnyShown:
     return status
 
 
-def _set_recovering(facts: Facts, status: AnyShown) -> AnyShown:
+def _set_recovering(facts: Facts, status: StatusT) -> StatusT:
     kind = ConditionType.RECOVERING
     faults = [entry for entry in _open_entries(status) if entry.rung not in (Rung.RESIZE, Rung.GROW)]
     if not faults:
@@ -422,7 +424,7 @@ def _set_recovering(facts: Facts, status: AnyShown) -> AnyShown:
     return with_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=facts.now)
 
 
-def _set_resizing(facts: Facts, status: AnyShown) -> AnyShown:
+def _set_resizing(facts: Facts, status: StatusT) -> StatusT:
     if facts.current is None:
         return status
     kind, present, desired = ConditionType.RESIZING, len(facts.current.members), status.desired

@@ -53,8 +53,12 @@ def _with_recorded_membership(status: TrainingJobStatus, observed: Observed, siz
     attempt, count = 0, len(recorded.members)
     if reported.generation == recorded.generation:
         agents = (observed.agents.get(member.pod_uid) for member in recorded.members)
-        beats = (agent.heartbeat for agent in agents if agent is not None)
-        attempts = [beat.attempt for beat in beats if beat is not None and beat.generation == recorded.generation]
+        heartbeats = (agent.heartbeat for agent in agents if agent is not None)
+        attempts = [
+            heartbeat.attempt
+            for heartbeat in heartbeats
+            if heartbeat is not None and heartbeat.generation == recorded.generation
+        ]
         attempt = min(reported.attempt, max(attempts)) if len(attempts) == count else reported.attempt
     if (reported.generation, reported.attempt, reported.size) == (recorded.generation, attempt, count):
         return status

@@ -52,7 +52,7 @@ class Facts:
     """The members of the current generation, by rank, each with its worker unless its pod is gone."""
     outsiders: tuple[Worker, ...]
     """Workers that are not in the current generation, by ordinal."""
-    beats: tuple[tuple[Member, HeartbeatRequest], ...]
+    heartbeats: tuple[tuple[Member, HeartbeatRequest], ...]
     """The newest heartbeats of the members that report to be in the current generation."""
     node_problems: Mapping[str, NodeProblem]
     """The worst problem of the node of each worker, by pod uid; see `node_problems`."""
@@ -106,7 +106,7 @@ def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) 
         current=current,
         members=tuple((member, workers.get(member.pod_uid)) for member in recorded_members),
         outsiders=tuple(worker for uid, worker in workers.items() if uid not in uids),
-        beats=() if current is None else current_heartbeats(observed, current),
+        heartbeats=() if current is None else current_heartbeats(observed, current),
         node_problems=problems.by_pod,
         counts_from=problems.counts_from + _find_confirmation_times(observed, workers),
         lost_contact=contact.lost if has_lost_contact(workers.values(), observed.coordinator_since) else "",
@@ -133,18 +133,20 @@ def current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[M
     return tuple(heartbeats) if observed.job.spec.program is None else _with_program_phases(heartbeats)
 
 
-def _with_program_phases(beats: list[tuple[Member, HeartbeatRequest]]) -> tuple[tuple[Member, HeartbeatRequest], ...]:
+def _with_program_phases(
+    heartbeats: list[tuple[Member, HeartbeatRequest]],
+) -> tuple[tuple[Member, HeartbeatRequest], ...]:
     """Treat members of a program whose ranks report no steps as training with the one that reports them."""
     stepping_attempts = {
-        beat.attempt
-        for _, beat in beats
-        if beat.phase is WorkerPhase.TRAINING and beat.progress is not None and beat.progress.step > 0
+        heartbeat.attempt
+        for _, heartbeat in heartbeats
+        if heartbeat.phase is WorkerPhase.TRAINING and heartbeat.progress is not None and heartbeat.progress.step > 0
     }
     return tuple(
-        (member, beat.replaced(phase=WorkerPhase.TRAINING))
-        if beat.phase is WorkerPhase.LOADING and beat.attempt in stepping_attempts
-        else (member, beat)
-        for member, beat in beats
+        (member, heartbeat.replaced(phase=WorkerPhase.TRAINING))
+        if heartbeat.phase is WorkerPhase.LOADING and heartbeat.attempt in stepping_attempts
+        else (member, heartbeat)
+        for member, heartbeat in heartbeats
     )
 
 

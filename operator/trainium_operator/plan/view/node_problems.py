@@ -117,9 +117,9 @@ def _with_kernel_problem(worker: Worker, known: NodeProblem | None, observed: Ob
     return _select_worse(known, _cap_while_frozen(kernel, observed))
 
 
-def is_clock_in_sync(beat: HeartbeatRequest) -> bool:
+def is_clock_in_sync(heartbeat: HeartbeatRequest) -> bool:
     """Return whether the clock of its node is right, as far as its agent knows; otherwise its times date nothing."""
-    return all(check.passed for check in beat.checks if check.check is PreflightCheck.CLOCK)
+    return all(check.passed for check in heartbeat.checks if check.check is PreflightCheck.CLOCK)
 
 
 def _find_clock_problem(worker: Worker) -> NodeProblem | None:

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 def find_newest_progress(facts: Facts) -> Progress | None:
     """Return the lowest rank's newest report, once its processes train; for a program that of the rank with steps."""
-    for _, beat in sort_by_steps(facts, facts.beats):
-        if beat.progress is not None:
-            has_trained = beat.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED, WorkerPhase.YIELDED)
-            return beat.progress if has_trained else None
+    for _, heartbeat in sort_by_steps(facts, facts.heartbeats):
+        if heartbeat.progress is not None:
+            has_trained = heartbeat.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED, WorkerPhase.YIELDED)
+            return heartbeat.progress if has_trained else None
     return None
 
 
-def sort_by_steps(facts: Facts, beats: Heartbeats) -> Heartbeats:
+def sort_by_steps(facts: Facts, heartbeats: Heartbeats) -> Heartbeats:
     """Return the heartbeats by rank; for a program those with the most steps first.
 
     Any of its ranks may report them.
     """
     if facts.job.spec.program is None:
-        return beats
-    return tuple(sorted(beats, key=lambda each: -(each[1].progress.step if each[1].progress else -1)))
+        return heartbeats
+    return tuple(sorted(heartbeats, key=lambda each: -(each[1].progress.step if each[1].progress else -1)))
 
 
 def count_total_steps(facts: Facts, newest: Progress) -> int:
@@ -55,7 +55,7 @@ def has_progress(facts: Facts) -> bool:
 
 def has_reported_steps(facts: Facts) -> bool:
     """Return whether the job has ever reported a step."""
-    reported = any(beat.progress is not None and beat.progress.step > 0 for _, beat in facts.beats)
+    reported = any(heartbeat.progress is not None and heartbeat.progress.step > 0 for _, heartbeat in facts.heartbeats)
     return reported or facts.job.status.progress.step > 0
 
 
@@ -67,7 +67,11 @@ def find_steady_time(facts: Facts) -> float | None:
     """Return when a program that has reported no step counts as started (Unix seconds); None while it does not run."""
     if facts.job.spec.program is None or has_reported_steps(facts) or not is_settled(facts):
         return None
-    started_at = [min(beat.progress.started, facts.now) for _, beat in facts.beats if beat.progress is not None]
+    started_at = [
+        min(heartbeat.progress.started, facts.now)
+        for _, heartbeat in facts.heartbeats
+        if heartbeat.progress is not None
+    ]
     return max(started_at, default=facts.now) + STEADY_SECONDS
 
 
@@ -76,9 +80,9 @@ def has_stepped(facts: Facts) -> bool:
     steady = find_steady_time(facts)
     if steady is not None:
         return facts.now >= steady
-    for _, beat in facts.beats:
-        progress = beat.progress
-        if progress is None or beat.phase not in (WorkerPhase.TRAINING, WorkerPhase.FINISHED):
+    for _, heartbeat in facts.heartbeats:
+        progress = heartbeat.progress
+        if progress is None or heartbeat.phase not in (WorkerPhase.TRAINING, WorkerPhase.FINISHED):
             continue
         if not progress.training or progress.step > (progress.resume_step or 0):
             return True
@@ -87,7 +91,7 @@ def has_stepped(facts: Facts) -> bool:
 
 def find_last_step(facts: Facts) -> int:
     """Return the last step that any member reported in the current generation, else the status's; -1 without one."""
-    reported = [beat.progress.step for _, beat in facts.beats if beat.progress is not None]
+    reported = [heartbeat.progress.step for _, heartbeat in facts.heartbeats if heartbeat.progress is not None]
     return max([*reported, facts.job.status.progress.step]) or -1
 
 
@@ -95,7 +99,7 @@ def is_settled(facts: Facts) -> bool:
     """Return whether every member trains in the current generation."""
     if facts.current is None:
         return False
-    training = sum(beat.phase is WorkerPhase.TRAINING for _, beat in facts.beats)
+    training = sum(heartbeat.phase is WorkerPhase.TRAINING for _, heartbeat in facts.heartbeats)
     return training == len(facts.current.members)
 
 

@@ -193,5 +193,5 @@ def find_size_within_quota(size: SizeDecision, workers: int) -> int:
     """
     if size.shape is None or not size.desired:
         return 0
-    most = min(workers, size.desired)
-    return size.shape.best(most, size.floor) or size.shape.best(most)
+    max_available = min(workers, size.desired)
+    return size.shape.best(max_available, size.floor) or size.shape.best(max_available)

@@ -60,7 +60,7 @@ _JOINABLE = (
     WorkerPhase.LOADING,
     WorkerPhase.TRAINING,
     WorkerPhase.YIELDED,
-    WorkerPhase.FAILED,  # stopped because of another member: `gave_up` excludes the one that failed
+    WorkerPhase.FAILED,  # stopped because of another member: `has_given_up` excludes the one that failed
 )
 RECONNECT_SECONDS = 10.0
 """Time for agents to find a new coordinator; silence counts only after it."""
@@ -124,14 +124,14 @@ class Worker:
         return self.silent_seconds >= self.timeout
 
     @property
-    def answers(self) -> bool:
+    def is_responsive(self) -> bool:
         """Return whether its agent reports from a healthy node, so that it can save before it leaves."""
         return not self.silent and not self.node_bad and self.agent is not None
 
     @property
-    def refuses(self) -> bool:
+    def is_refusing(self) -> bool:
         """Return whether its agent's port refuses connections."""
-        return self.agent is not None and self.agent.refused is not None and self.contact.ports_count
+        return self.agent is not None and self.agent.refused_at is not None and self.contact.ports_count
 
     @property
     def ended(self) -> bool:
@@ -152,7 +152,7 @@ class Worker:
             # Not seen yet does not mean gone: after an outage of the API server no node is ready.
             return not (self.node_bad and self.silent)
         stale = self.silent and (self.node_bad or (not self.contact.lost and self.silent_seconds >= self.stale_after))
-        return not stale and not self.gave_up
+        return not stale and not self.has_given_up
 
     @property
     def stale_after(self) -> float:
@@ -163,23 +163,23 @@ class Worker:
         return max(60.0, _SPARE_SILENCE_FACTOR * self.timeout)
 
     @cached_property
-    def gave_up(self) -> bool:
+    def has_given_up(self) -> bool:
         """Return whether its agent no longer restarts its processes, and it is the one that failed.
 
         The other members of a generation that was given up are Failed too, without a verdict.
         """
-        beat = self.heartbeat
-        return beat is not None and beat.phase is WorkerPhase.FAILED and beat.verdict is not None
+        heartbeat = self.heartbeat
+        return heartbeat is not None and heartbeat.phase is WorkerPhase.FAILED and heartbeat.verdict is not None
 
     @cached_property
     def warm(self) -> bool:
         """Return whether it can join a generation now; a pod without a node cannot."""
-        beat = self.heartbeat
-        if not self.alive or self.silent or self.node_bad or beat is None:
+        heartbeat = self.heartbeat
+        if not self.alive or self.silent or self.node_bad or heartbeat is None:
             return False
         if self.pod.phase is not PodPhase.RUNNING or not self.pod.node:
             return False
-        return beat.phase in _JOINABLE or (beat.phase is WorkerPhase.STANDBY and beat.ready)
+        return heartbeat.phase in _JOINABLE or (heartbeat.phase is WorkerPhase.STANDBY and heartbeat.ready)
 
     @cached_property
     def finished(self) -> bool:
@@ -235,7 +235,7 @@ def assess_workers_contact(workers: Collection[Worker], frozen: str) -> Contact:
     return assess_contact(
         running=len(running),
         silent=sum(worker.silent for worker in running),
-        refusing=sum(worker.refuses for worker in running),
+        refusing=sum(worker.is_refusing for worker in running),
         frozen=frozen,
     )
 

@@ -95,10 +95,10 @@ def test_only_heartbeats_with_plain_progress_may_wait(
 
 def test_the_newest_step_follows_a_delayed_heartbeat() -> None:
     """128 agents that reported at once send again in each second of the pause."""
-    pauses = sorted(10.0 * jitter_fraction(number / 128, after_news=True) for number in range(128))
+    pauses = sorted(10.0 * jitter_fraction(number / 128, after_change=True) for number in range(128))
     assert max(later - before for before, later in pairwise(pauses)) < 1.0
     assert pauses[0] == 0.0
-    assert [jitter_fraction(fraction, after_news=False) for fraction in (0.0, 1.0)] == [0.5, 1.0]
+    assert [jitter_fraction(fraction, after_change=False) for fraction in (0.0, 1.0)] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("cause", [[], {}, ["Crash"], 1, None])

@@ -51,32 +51,32 @@ def test_state_is_kept_by_job_uid(state: CoordinatorState) -> None:
 
 def test_seconds_per_step_come_from_the_operators_own_clock(state: CoordinatorState, clock: Clock) -> None:
     state.register(JOB, registration(build_member("a")))
-    state.heartbeat(JOB, step_heartbeat("a", 10))
+    state.record_heartbeat(JOB, step_heartbeat("a", 10))
     clock.now += 4
-    state.heartbeat(JOB, step_heartbeat("a", 12))
+    state.record_heartbeat(JOB, step_heartbeat("a", 12))
     view = state.agents(JOB)["a"]
     assert view.step_seconds == 2
-    assert view.progressed == clock.now
+    assert view.progressed_at == clock.now
     clock.now += 1
-    state.heartbeat(JOB, step_heartbeat("a", 12))
-    assert state.agents(JOB)["a"].progressed == clock.now - 1
+    state.record_heartbeat(JOB, step_heartbeat("a", 12))
+    assert state.agents(JOB)["a"].progressed_at == clock.now - 1
 
 
 def test_keepalives_report_steps_like_heartbeats(state: CoordinatorState, clock: Clock) -> None:
     state.register(JOB, registration(build_member("a")))
-    state.alive(JOB, "a", 7)
-    assert state.agents(JOB)["a"].progressed is None, "no heartbeat has reported a step"
-    state.heartbeat(JOB, step_heartbeat("a", 10))
+    state.record_keepalive(JOB, "a", 7)
+    assert state.agents(JOB)["a"].progressed_at is None, "no heartbeat has reported a step"
+    state.record_heartbeat(JOB, step_heartbeat("a", 10))
     clock.now += 6
-    state.alive(JOB, "a", 13)
+    state.record_keepalive(JOB, "a", 13)
     moved = clock.now
-    assert (state.agents(JOB)["a"].step_seconds, state.agents(JOB)["a"].progressed) == (2, moved)
+    assert (state.agents(JOB)["a"].step_seconds, state.agents(JOB)["a"].progressed_at) == (2, moved)
     clock.now += 5
-    state.alive(JOB, "a", 13)
-    state.alive(JOB, "a", -1)
-    state.heartbeat(JOB, step_heartbeat("a", 13))
+    state.record_keepalive(JOB, "a", 13)
+    state.record_keepalive(JOB, "a", -1)
+    state.record_heartbeat(JOB, step_heartbeat("a", 13))
     view = state.agents(JOB)["a"]
-    assert (view.progressed, view.last_seen) == (moved, clock.now), "a step that is known already is no progress"
+    assert (view.progressed_at, view.last_seen) == (moved, clock.now), "a step that is known already is no progress"
 
 
 def test_downtime_before_an_attempt_does_not_count_as_step_time(state: CoordinatorState, clock: Clock) -> None:
@@ -84,13 +84,13 @@ def test_downtime_before_an_attempt_does_not_count_as_step_time(state: Coordinat
     state.register(JOB, registration(build_member("a")))
     for seconds, number in ((0, 10), (4, 12)):
         clock.now += seconds
-        state.heartbeat(JOB, step_heartbeat("a", number))
+        state.record_heartbeat(JOB, step_heartbeat("a", number))
     clock.now += 60
-    state.heartbeat(JOB, step_heartbeat("a", 13).model_copy(update={"attempt": 1}))
+    state.record_heartbeat(JOB, step_heartbeat("a", 13).model_copy(update={"attempt": 1}))
     view = state.agents(JOB)["a"]
-    assert (view.step_seconds, view.progressed) == (2, clock.now)
+    assert (view.step_seconds, view.progressed_at) == (2, clock.now)
     clock.now += 9
-    state.heartbeat(JOB, step_heartbeat("a", 16).model_copy(update={"attempt": 1}))
+    state.record_heartbeat(JOB, step_heartbeat("a", 16).model_copy(update={"attempt": 1}))
     assert state.agents(JOB)["a"].step_seconds == 3
 
 
@@ -100,10 +100,10 @@ def test_stages_and_results_matter_at_once_and_stage_progress_like_steps(
     state.register(JOB, registration(build_member("a")))
 
     def accepted(**fields: Any) -> tuple[bool, bool]:
-        result = state.heartbeat(
+        result = state.record_heartbeat(
             JOB, step_heartbeat("a", 10).model_copy(update={"progress": messages.Progress(step=10, **fields)})
         )
-        return result.is_urgent, result.progressed
+        return result.is_urgent, result.has_progressed
 
     artifact = ArtifactReport(kind="Model", path="/out", step=10)
     accepted()
@@ -119,7 +119,7 @@ def test_stages_and_results_matter_at_once_and_stage_progress_like_steps(
 def test_joining_since_is_the_first_joining_report_of_an_attempt(state: CoordinatorState, clock: Clock) -> None:
     def since(attempt: int, phase: messages.WorkerPhase = messages.WorkerPhase.JOINING) -> float | None:
         clock.now += 1
-        state.heartbeat(JOB, step_heartbeat("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
+        state.record_heartbeat(JOB, step_heartbeat("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
         return state.agents(JOB)["a"].joining_since
 
     state.register(JOB, registration(build_member("a")))

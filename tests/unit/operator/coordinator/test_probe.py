@@ -65,7 +65,7 @@ class ProberHarness:
 
     def send_heartbeats(self, *pods: str) -> None:
         for pod in pods:
-            self.state.heartbeat(JOB, heartbeat(pod, pod_uid=pod))
+            self.state.record_heartbeat(JOB, heartbeat(pod, pod_uid=pod))
 
     def probe(self) -> list[str]:
         """Probe once and return the pods that were connected to."""
@@ -74,7 +74,7 @@ class ProberHarness:
         return sorted(self.network.connected_to)
 
     def is_refused(self, pod: str) -> bool:
-        return self.state.agents(JOB)[pod].refused is not None
+        return self.state.agents(JOB)[pod].refused_at is not None
 
 
 @pytest.fixture
@@ -222,7 +222,9 @@ class TwoJobs:
         await asyncio.sleep(1)
         self.silent = True
         for _ in range(10):
-            self.state.heartbeat(JobId("ns", "small", "small"), heartbeat("small-0", pod_uid="small-0", job="small"))
+            self.state.record_heartbeat(
+                JobId("ns", "small", "small"), heartbeat("small-0", pod_uid="small-0", job="small")
+            )
             await asyncio.sleep(0.5)
         self.small_exited = True
         await asyncio.sleep(4)

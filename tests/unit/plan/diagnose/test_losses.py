@@ -96,7 +96,7 @@ def test_a_frozen_fleet_keeps_a_silent_worker() -> None:
 
 def other_agents(progressed: float, step_seconds: float, *, silent: float = 0.5) -> dict[int, AgentView]:
     """Return the agents of the other members, which made their last step `progressed` seconds ago."""
-    return build.training_agents((0, 2, 3), silent=silent, progressed=NOW - progressed, step_seconds=step_seconds)
+    return build.training_agents((0, 2, 3), silent=silent, progressed_at=NOW - progressed, step_seconds=step_seconds)
 
 
 CUT_OFF = other_agents(3.2, 0.5, silent=3.2)
@@ -127,12 +127,12 @@ def test_a_silent_member_is_kept_and_checked_again(
         pytest.param(4.5, other_agents(3.5, 0.5), id="no step for longer than steps take"),
         pytest.param(
             4.5,
-            {**other_agents(3.5, 1.0), 3: build.training_agent(3, progressed=NOW - 3.5, step_seconds=2.0)},
+            {**other_agents(3.5, 1.0), 3: build.training_agent(3, progressed_at=NOW - 3.5, step_seconds=2.0)},
             id="one agent saw a step twice as long",
         ),
         pytest.param(
             4.1,
-            {**CUT_OFF, 2: build.training_agent(2, silent=0.5, progressed=NOW - 3.2, step_seconds=0.5)},
+            {**CUT_OFF, 2: build.training_agent(2, silent=0.5, progressed_at=NOW - 3.2, step_seconds=0.5)},
             id="one of the others was not cut off",
         ),
     ],
@@ -154,7 +154,7 @@ def test_a_silent_member_that_the_others_wait_for_is_lost_at_the_deadline() -> N
     assert len(late.status.history) == 1
 
 
-@pytest.mark.parametrize("silence", [{"silent": 5}, {"silent": 2.1, "refused": NOW}], ids=["silent", "refused port"])
+@pytest.mark.parametrize("silence", [{"silent": 5}, {"silent": 2.1, "refused_at": NOW}], ids=["silent", "refused port"])
 def test_a_silent_member_on_a_node_that_is_not_ready_is_a_lost_node(silence: dict[str, float]) -> None:
     observed = build.running_job(4, spares=1, agents={1: build.training_agent(1, **silence)})
     result = make_plan(build.with_node(observed, build.node("node-1", NodeReadiness.UNKNOWN)))
@@ -163,7 +163,7 @@ def test_a_silent_member_on_a_node_that_is_not_ready_is_a_lost_node(silence: dic
 
 
 def test_a_silent_member_with_a_refused_port_is_lost_before_the_timeout() -> None:
-    result = make_plan(build.running_job(4, spares=1, agents={1: build.training_agent(1, silent=2.1, refused=NOW)}))
+    result = make_plan(build.running_job(4, spares=1, agents={1: build.training_agent(1, silent=2.1, refused_at=NOW)}))
     assert result.newest_entry.cause is Cause.POD_LOST, "a machine that refuses has power"
     assert result.newest_entry.rung is Rung.SPARE
     assert result.newest_entry.detected_seconds == pytest.approx(2.1)
@@ -173,7 +173,8 @@ def test_a_silent_member_with_a_refused_port_is_lost_before_the_timeout() -> Non
 
 def test_a_refused_port_is_evidence_even_when_all_are_silent() -> None:
     agents = {
-        ordinal: build.training_agent(ordinal, silent=60, refused=NOW if ordinal == 1 else None) for ordinal in range(4)
+        ordinal: build.training_agent(ordinal, silent=60, refused_at=NOW if ordinal == 1 else None)
+        for ordinal in range(4)
     }
     result = make_plan(build.running_job(4, agents=agents))
     assert result.newest_entry.pod == LOST

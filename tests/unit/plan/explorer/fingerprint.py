@@ -159,4 +159,4 @@ class _Relative:
         if beat is not None:
             generation = beat.generation - self.generation if beat.generation else None
             reported = (generation, beat.attempt, beat.phase, beat.ready, beat.verdict is None, len(beat.failures))
-        return str((self.age(view.last_seen, 70), self.age(view.progressed, 20), reported))
+        return str((self.age(view.last_seen, 70), self.age(view.progressed_at, 20), reported))

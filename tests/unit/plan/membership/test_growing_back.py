@@ -197,9 +197,9 @@ def test_a_compiled_size_is_preferred_to_a_larger_uncompiled_one() -> None:
 
 def test_the_history_names_idle_nodes() -> None:
     taken = desired_status(4, idle_nodes=IdleNodesStatus(taken=1))
-    assert "from 2 to 4 nodes: 1 that were idle, beyond the 3 asked for" in newest_message(elastic_job(2, 2), taken)
+    assert "from 2 to 4 nodes: 1 idle node beyond the 3 requested" in newest_message(elastic_job(2, 2), taken)
     back = newest_message(elastic_job(4, nodes_wanted_by_gangs=2), desired_status(3))
-    assert back == "from 4 to 3 nodes: 1 that were idle are given back, other jobs wait for 2"
+    assert back == "from 4 to 3 nodes: 1 idle node released, because other jobs wait for 2"
     assert newest_message(elastic_job(4), desired_status(3)) == "from 4 to 3 nodes"
     assert newest_message(elastic_job(4), desired_status(3, idle_nodes=IdleNodesStatus(taken=1))) == "from 4 to 3 nodes"
     assert newest_message(elastic_job(2, 2, nodes_wanted_by_gangs=2), desired_status(4)) == "from 2 to 4 nodes"

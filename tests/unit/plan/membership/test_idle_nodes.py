@@ -55,7 +55,7 @@ def test_a_job_grows_onto_idle_nodes_and_reports_it() -> None:
     assert (cluster.status.desired, cluster.status.idle_nodes.taken, cluster.status.idle_nodes.wanted) == (4, 2, 2)
     assert cluster.rungs() == [Rung.GROW]
     assert cluster.status.history[0].cause is Cause.CAPACITY
-    assert "2 that were idle, beyond the 2 asked for" in cluster.status.history[0].message
+    assert "2 idle nodes beyond the 2 requested" in cluster.status.history[0].message
     assert is_graceful(cluster)
     assert len(extras(cluster)) == 2
     assert cluster.status.membership.speed == 2
@@ -87,7 +87,7 @@ def test_a_waiting_gang_gets_nodes_by_a_planned_shrink() -> None:
     entry = cluster.newest_entry
     assert (entry.cause, entry.rung) == (Cause.CAPACITY, Rung.RESIZE)
     assert is_graceful(cluster)
-    assert "are given back" in entry.message
+    assert "2 idle nodes released" in entry.message
     cluster.run(300)
     assert extras(cluster) == [], "while they wait nothing is asked for"
 

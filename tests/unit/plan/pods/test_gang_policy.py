@@ -106,7 +106,7 @@ def test_a_gang_that_cannot_be_scheduled_is_reported() -> None:
     result = planned(new_job({"gang": "Native"}), COSCHEDULING)
     condition = find_condition(result.status, ConditionType.ADMITTED)
     assert condition is not None
-    assert "does not serve the gang API that was asked for, Native" in condition.message
+    assert "does not serve the requested gang API, Native" in condition.message
     assert len(result.created_manifests) == 5, "the time-out does it instead"
 
 

@@ -155,7 +155,7 @@ def test_progress_of_a_large_job_is_written_in_proportion_less_often() -> None:
     def plan_after(seconds: float) -> Any:
         agents = {
             f"uid-{ordinal}": replace(
-                build.training_agent(ordinal, step=30), last_seen=NOW + seconds, progressed=NOW + seconds
+                build.training_agent(ordinal, step=30), last_seen=NOW + seconds, progressed_at=NOW + seconds
             )
             for ordinal in range(512)
         }

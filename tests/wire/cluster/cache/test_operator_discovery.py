@@ -139,7 +139,7 @@ async def start_process(cluster: FakeCluster) -> OperatorProcess:
     cluster.add(SECRETS, {"metadata": {"name": "trainium-operator-coordinator-tls", "namespace": "system"}})
     process = OperatorProcess(cluster)
     await process.runtime.elector.acquire()
-    await process.runtime.keeper.refresh(write=True)
+    await process.runtime.certificate_keeper.refresh(write=True)
     await process.runtime.discovery.refresh()
     await process.start()
     return process

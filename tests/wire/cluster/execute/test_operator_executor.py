@@ -18,7 +18,7 @@ from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS
 from trainium_operator.cluster.api.transport import HttpResponse
 from trainium_operator.cluster.cache.membership_record import read_membership
-from trainium_operator.cluster.execute.deletion_limit import LEAST, ForceDeleteLimitError
+from trainium_operator.cluster.execute.deletion_limit import MIN_DELETIONS, ForceDeleteLimitError
 from trainium_operator.cluster.execute.executor import MAX_DELETIONS_DURING_START
 from trainium_operator.plan.features.network_policy.policy import build_network_policy
 from trainium_operator.plan.manifests.config_maps import build_membership_map
@@ -298,7 +298,7 @@ async def test_forced_deletions_are_limited_and_creations_are_not(harness: Execu
     with pytest.raises(ForceDeleteLimitError):
         await harness.execute(*deletions, replacement)
     remaining = harness.cluster.names(resources.PODS)
-    assert len(remaining) == 12 - LEAST + 1
+    assert len(remaining) == 12 - MIN_DELETIONS + 1
     assert "j-w-12" in remaining
     graceful = tuple(DeletePod(name, uids[name], None) for name in remaining if name in uids)
     await harness.execute(*graceful)

@@ -122,5 +122,5 @@ def describe_wait(facts: Facts) -> str:
     """Return how the workers wait for their nodes, as the rest of a sentence."""
     wanted, api = facts.job.spec.scheduling.gang, find_gang_api(facts)
     if wanted in (Gang.NATIVE, Gang.COSCHEDULING) and api is GangApi.NONE:
-        return f" (this cluster does not serve the gang API that was asked for, {wanted.value})"
+        return f" (this cluster does not serve the requested gang API, {wanted.value})"
     return "" if api is GangApi.NONE else f" (they wait as a gang, {api.value})"

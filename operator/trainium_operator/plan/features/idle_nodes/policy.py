@@ -173,7 +173,7 @@ def _give_up_request(
 
 
 def _has_failed(worker: Worker) -> bool:
-    return not worker.pod.deleting and (worker.gave_up or worker.pod.phase is PodPhase.FAILED)
+    return not worker.pod.deleting and (worker.has_given_up or worker.pod.phase is PodPhase.FAILED)
 
 
 def _timeout_seconds(facts: Facts) -> float:

@@ -55,7 +55,7 @@ def admit(observed: Observed, settings: PlanSettings) -> QueueGrant | None:
         )
     base = find_base_workload(observed.quota)
     if base is None:
-        return QueueGrant(state=AdmissionState.WAITING, message=f"quota is asked for in queue {queue}")
+        return QueueGrant(state=AdmissionState.WAITING, message=f"quota is requested in queue {queue}")
     if not base.admitted:
         return _waiting_grant(queue, base)
     return _admitted_grant(observed.quota, base, _template_placement(observed, settings, base))
@@ -122,7 +122,7 @@ def _waiting_grant(queue: str, base: WorkloadView) -> QueueGrant:
     if base.deleting or base.finished:
         state = "is being deleted" if base.deleting else "is finished, though the job is not"
         return QueueGrant(
-            state=AdmissionState.WAITING, message=f"Workload {base.name} {state}; then quota is asked for again"
+            state=AdmissionState.WAITING, message=f"Workload {base.name} {state}; then quota is requested again"
         )
     if not base.active:
         message = f"Workload {base.name} is not active: set its spec.active to true to let the job go on"

@@ -139,7 +139,7 @@ def _plan_further_workloads(facts: Facts, quota: QuotaView, grant: QueueGrant, e
 def _plan_release(
     facts: Facts, holding: list[WorkloadView], unneeded_workers: int, grant: QueueGrant
 ) -> Iterator[QuotaAction]:
-    """Release the last step among `unneeded` workers that a smaller job does not use, once its pods are deleted."""
+    """Release the last step among `unneeded_workers` that a smaller job does not use, once its pods are deleted."""
     for workload in reversed(holding):
         workers = workload.requested_pods.get(WORKERS, 0)
         remaining_quota = grant.workers + grant.spares - (workers if workload.admitted else 0)
@@ -210,7 +210,7 @@ def _build_condition_write(workload: WorkloadView, condition: WorkloadConditionV
 def list_remaining_steps(
     size: SizeDecision, workers: int, max_steps: int = MAX_QUOTA_STEPS, *, extras: int = 0
 ) -> tuple[int, ...]:
-    """Return the workers of each further step up to the desired size and `extras`; at most `most` steps."""
+    """Return the workers of each further step up to the desired size and `extras`; at most `max_steps`."""
     largest = size.desired + extras
     if size.shape is None or workers >= largest or max_steps < 1:
         return ()
