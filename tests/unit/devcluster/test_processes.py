@@ -16,6 +16,7 @@ from tests.testing.suite.timeouts import until
 from trainium_devcluster.nodepool.unresponsive_ports import UnresponsivePorts, listening_addresses
 from trainium_devcluster.processes.process_tree import (
     ProcessId,
+    command_line,
     find_marked,
     freeze_tree,
     identify,
@@ -36,12 +37,17 @@ def mark() -> Iterator[str]:
     kill_tree(None, VARIABLE, value)
 
 
+def _count_sleeping(root: int) -> int:
+    """Count the processes that run `sleep`; a shell that starts one by vfork cannot stop before it runs."""
+    return [command_line(pid) for pid in tree_of([root])].count("sleep 300")
+
+
 @pytest.fixture
 def process_tree(tmp_path: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]:
     """Return a process with a child, and a grandchild in a separate session, like a daemon."""
     command = ["sh", "-c", "sleep 300 & setsid sh -c 'sleep 300; :' & wait"]
     process = spawn(command, log=tmp_path / "log", environment={**os.environ, VARIABLE: mark}, folder=tmp_path)
-    until(lambda: len(tree_of([process.pid])) == 4, "all processes have started", pause=0.01)
+    until(lambda: _count_sleeping(process.pid) == 2, "all processes have started", pause=0.01)
     yield process
     kill_tree(process.pid, VARIABLE, mark)
     process.wait()
