@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 MAX_COMPILED = 64
-"""Most sizes that are compiled in the background and recorded."""
+"""Maximum number of sizes that are compiled in the background and recorded."""
 _MILLION = 1_000_000
 
 

@@ -32,11 +32,11 @@ def _setting(default: Any, text: str, *, variable: str = "") -> Any:
 
 
 MAX_NAMESPACES = 50
-"""Most namespaces served by name: each takes five connections to the API server, one for each watched kind."""
+"""Maximum number of namespaces served by name: each takes five connections to the API server, one for each kind."""
 LEASE_SECONDS = (3, 600)
 """Shortest and longest time of the Lease."""
 MAX_NAMED_JOBS = 500
-"""Most jobs with separate metrics: about 25 time series each, and 0.25 ms of the loop's time at each scrape."""
+"""Maximum number of jobs with separate metrics: about 25 time series each, and 0.25 ms of the loop at each scrape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from trainium_contract.views.workers import Members, PodRow
 
 MAX_ROWS = 2_000
-"""Most workers and squares on a page; the rest is counted."""
+"""Maximum number of workers and squares on a page; the rest is counted."""
 MAX_EVENTS = 100
 _MAX_MESSAGE_CHARACTERS = 240
-"""Most characters of an interruption; `kubectl trn why` shows longer ones."""
+"""Maximum number of characters of an interruption; `kubectl trn why` shows longer ones."""
 _TIME_STEPS = 200
 """Number of steps into which `_time_range` divides a job's time to round its end."""
 _SPARE, _MEMBER = 3, 7

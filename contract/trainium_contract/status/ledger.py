@@ -17,7 +17,7 @@ from pydantic import Field
 from trainium_contract.base import StatusModel
 
 MAX_SIZES = 8
-"""Most sizes whose steps are counted separately."""
+"""Maximum number of sizes whose steps are counted separately."""
 STARTUP = "Startup"
 """Lost before the first step, and before the first step after a suspension: no fault, but no training either."""
 OVERHEAD = "Overhead"

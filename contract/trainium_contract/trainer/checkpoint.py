@@ -41,7 +41,7 @@ class DurableTierConfig(ContractModel):
     every_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = 300
     """Longest time between two saves."""
     every_steps: PositiveInt | None = None
-    """Most optimizer steps between two saves."""
+    """Maximum number of optimizer steps between two saves."""
     keep_last: Annotated[int, Field(ge=1, le=1000)] = 3
     """Committed checkpoints that are kept; the last good one is never deleted."""
     failure_tolerance: Annotated[int, Field(ge=0, le=1000)] = 3

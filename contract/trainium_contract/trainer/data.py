@@ -101,7 +101,7 @@ class ValidationConfig(ContractModel):
     every_steps: _Count = 1000
     """Optimizer steps between two measurements; the last step is measured too."""
     samples: _Count = 64
-    """Most samples of one measurement; always the same ones."""
+    """Maximum number of samples of one measurement; always the same ones."""
 
     @model_validator(mode="after")
     def _check_one_origin(self) -> Self:

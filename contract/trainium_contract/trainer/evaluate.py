@@ -16,7 +16,7 @@ class GenerationConfig(ContractModel):
     """Generation of answers."""
 
     max_new_tokens: Annotated[int, Field(ge=1, le=65_536)] = 128
-    """Most tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """0 selects the most likely token each time; above, tokens are drawn."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -39,7 +39,7 @@ class TasksConfig(ContractModel):
     shots: Annotated[int, Field(ge=0, le=100)] | None = None
     """Solved examples before each question; omitted: the number that the task defines."""
     limit: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Most questions of each task; omitted: all."""
+    """Maximum number of questions of each task; omitted: all."""
     batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Questions in a batch."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
@@ -60,7 +60,7 @@ class EvaluateConfig(ContractModel):
     at_milestones: bool = False
     """Also measure the model of each milestone (artifacts.atMilestones), in a pod beside the workers."""
     samples: Annotated[int, Field(ge=1, le=100_000)] = 64
-    """Most examples; always the same ones."""
+    """Maximum number of examples; always the same ones."""
     before: bool = True
     """Also measure the initial model."""
     generation: GenerationConfig = GenerationConfig()

@@ -22,7 +22,7 @@ class Tracker(StrEnum):
 
 
 MAX_PROFILED_STEPS = 20
-"""Most steps in one trace."""
+"""Maximum number of steps in one trace."""
 _Step = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Rank = Annotated[int, Field(ge=0, le=2**31 - 1)]
 

@@ -99,8 +99,8 @@ class NeuronConfig(ContractModel):
     """Time-out of the runtime for one execution, which includes waiting for other ranks that still compile; the
     operator detects hangs long before."""
     malloc_arenas: Annotated[int, Field(ge=1, le=1024)] | None = 64
-    """Most heaps of the C library per process (MALLOC_ARENA_MAX), because many threads would otherwise fragment the
-    host's memory; omitted: the C library's default."""
+    """Maximum number of heaps of the C library per process (MALLOC_ARENA_MAX), because many threads would otherwise
+    fragment the host's memory; omitted: the C library's default."""
 
     @model_validator(mode="after")
     def _check_extra_flags(self) -> Self:

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 832 * 1024
 """Above the largest heartbeat that the contract allows, with every character of its texts escaped."""
 MAX_INLINE_MEMBERS = 64
-"""Most members in the membership that the answer to a registration contains; a larger one is sent separately,
-compressed."""
+"""Maximum number of members in the membership that the answer to a registration contains; a larger one is sent
+separately, compressed."""
 
 MAX_CONNECTION_SECONDS = 600.0
 """Agents open another stream after half of it."""
@@ -52,7 +52,7 @@ SILENT_SECONDS = 30.0
 """A stream without a frame for this long is closed; its agent counts as failed long before."""
 SWEEP_SECONDS = 5.0
 MAX_UNSENT = 1024 * 1024
-"""Most bytes that an agent has not read; a membership of 1,000 is 40 kB."""
+"""Maximum number of bytes that an agent has not read; a membership of 1,000 is 40 kB."""
 PIECE = 2 * 1024
 """Bytes passed to TLS at once, because its buffer grows to the largest piece and never shrinks."""
 _PIECES_PER_TURN = 200

@@ -29,7 +29,7 @@ MAX_RUNNING = 8
 MAX_ANONYMOUS_RUNNING = 2
 """Concurrent reviews for anonymous clients; fewer than for agents, whose training waits."""
 REMEMBERED = 1_024
-"""Most entries of tokens, rights and users each; a tenant can request any number of tokens."""
+"""Maximum number of entries of tokens, rights and users each; a tenant can request any number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)

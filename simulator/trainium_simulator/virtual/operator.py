@@ -271,7 +271,7 @@ class SimulatedOperator:
                 jobs=(records,),
                 memory=self._memory,
                 now=self._clock.now,
-                machines=self._nodes.deleted_provider_ids,
+                deleted_provider_ids=self._nodes.deleted_provider_ids,
             )
         )
         self._memory, self._fleet = result.memory, result.view

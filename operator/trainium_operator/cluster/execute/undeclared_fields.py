@@ -25,7 +25,7 @@ FOR_SECONDS = 60.0
 _NAMED = re.compile(r"\.status((?:\.\w+|\[[^\]\n]*\])+): field not declared in schema")
 _ENTRY = re.compile(r"\[[^\]\n]*\]")
 _MAX_FIELDS = 256
-"""Most places that are remembered; a definition that lacks more is not one of this project."""
+"""Maximum number of places that are remembered; a definition that lacks more is not one of this project."""
 
 _Place = tuple[str, ...]
 

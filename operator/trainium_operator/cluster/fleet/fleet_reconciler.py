@@ -64,7 +64,7 @@ class FleetReconciler:
     _nodes_changed: bool = field(default=False, init=False)
     """Since the last reconcile."""
     _rounds: int = field(default=0, init=False)
-    _deleted: dict[str, str] = field(default_factory=dict, init=False)
+    _deleted_provider_ids: dict[str, str] = field(default_factory=dict, init=False)
     """Provider IDs of nodes that no longer exist, oldest first."""
     _memory: Memory | None = field(default=None, init=False)
     _written: bool = field(default=False, init=False)
@@ -171,7 +171,7 @@ class FleetReconciler:
                 ),
                 memory=memory,
                 now=self.wall_clock(),
-                machines=self._deleted,
+                deleted_provider_ids=self._deleted_provider_ids,
                 taints_nodes=self.taints_nodes and self.caches.nodes is not None,
             )
         )
@@ -219,10 +219,10 @@ class FleetReconciler:
 
     def _node_changed(self, key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
         if new is None and old is not None and old.view.provider_id:
-            self._deleted.pop(key[1], None)
-            self._deleted[key[1]] = old.view.provider_id
-            if len(self._deleted) > MAX_DELETED:
-                del self._deleted[next(iter(self._deleted))]
+            self._deleted_provider_ids.pop(key[1], None)
+            self._deleted_provider_ids[key[1]] = old.view.provider_id
+            if len(self._deleted_provider_ids) > MAX_DELETED:
+                del self._deleted_provider_ids[next(iter(self._deleted_provider_ids))]
         if old is None or new is None or old.view != new.view:
             self._nodes_changed = True
             self.wake()

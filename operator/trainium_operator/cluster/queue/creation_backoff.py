@@ -23,7 +23,7 @@ MAX_SECONDS = 60.0
 REMEMBERED = 4_096
 """Jobs."""
 MAX_PLACES = 32
-"""Most objects with a conflict in one job, which has no more objects with fixed names."""
+"""Maximum number of objects with a conflict in one job, which has no more objects with fixed names."""
 
 
 @dataclass(frozen=True, slots=True)

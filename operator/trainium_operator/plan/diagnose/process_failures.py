@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _MIN_MEMBERS_TO_COMPARE = 3
-"""Fewest members whose last steps are compared to find one that lagged."""
+"""Minimum number of members whose last steps are compared to find one that lagged."""
 _MIN_ATTEMPTS = 2
 """Attempts in which a member must be the only one with a report before it is not a coincidence."""
 _AMBIGUOUS_CAUSES = (Cause.PEER_LOST, Cause.YIELDED, Cause.HANG)

@@ -165,7 +165,7 @@ def _describe_straggler(entry: StragglerStatus, step: int) -> str:
 
 
 _MIN_SPEEDUP = 1.05
-"""Least speed-up without it."""
+"""Minimum speed-up without it."""
 
 
 def is_faster_without_straggler(facts: Facts) -> bool:

@@ -77,8 +77,8 @@ class FleetObserved:
     memory: Memory | None
     """None if there is none, as before the first time, or if a person deleted it."""
     now: float
-    machines: Mapping[str, str] = field(default_factory=dict)
-    """Node name -> provider ID of deleted nodes, as far as this process saw them."""
+    deleted_provider_ids: Mapping[str, str] = field(default_factory=dict)
+    """By node name, of the deleted nodes that this process saw."""
     taints_nodes: bool = False
     """Whether the operator may write to nodes."""
 
@@ -139,7 +139,7 @@ class _FleetNodes:
 
     def __init__(self, observed: FleetObserved, memory: Memory) -> None:
         self._nodes = observed.nodes
-        self._machines = observed.machines
+        self._deleted_provider_ids = observed.deleted_provider_ids
         self._remembered = {entry.node: machine for machine, entry in memory.machines.items() if entry.node}
         self.problems: dict[str, tuple[NodeProblem, ...]] = {}
         self.counts_from: list[float] = []
@@ -177,7 +177,9 @@ class _FleetNodes:
     def find_machine(self, name: str) -> str:
         """Return the machine of a node, also of a deleted one."""
         node = self._nodes.get(name)
-        machine = node.provider_id if node is not None else self._machines.get(name) or self._remembered.get(name)
+        machine = (
+            node.provider_id if node is not None else self._deleted_provider_ids.get(name) or self._remembered.get(name)
+        )
         return machine or name
 
     def find_names(self, machines: frozenset[str]) -> frozenset[str]:

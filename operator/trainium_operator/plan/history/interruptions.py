@@ -124,7 +124,7 @@ def replace_entry(status: TrainingJobStatus, index: int, entry: Interruption) ->
 
 
 MAX_SUSPECTS = 16
-"""Most workers lost at once whose nodes are recorded; enough for a rack, and the record stays small."""
+"""Maximum number of workers lost at once whose nodes are recorded; enough for a rack, and the record stays small."""
 
 
 def record_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> TrainingJobStatus:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import NodeView
 
 MAX_FORBIDDEN_NODES = 128
-"""Most nodes in a pod's affinity: a longer list would make each pod large for little."""
+"""Maximum number of nodes in a pod's affinity: a longer list would make each pod large for little."""
 _DARK_SECONDS = 300.0
 """For how long new pods avoid a node that went dark. By then Kubernetes has marked it and its scheduler avoids it by
 itself (after --node-monitor-grace-period of kube-controller-manager: 50 s unless it was raised)."""

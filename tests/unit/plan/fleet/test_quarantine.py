@@ -32,7 +32,7 @@ class Fleet:
         self.worker_nodes = frozenset(self.nodes)
         self.records: dict[str, list[FailureRecord]] = {"team/llama": []}
         self.memory: memory.Memory | None = memory.Memory()
-        self.machines: dict[str, str] = {}
+        self.deleted_provider_ids: dict[str, str] = {}
         self.taints_nodes = False
 
     def fail(self, node: str, cause: Cause = Cause.DEVICE, job: str = "team/llama") -> None:
@@ -55,7 +55,7 @@ class Fleet:
                 jobs=jobs,
                 memory=self.memory,
                 now=self.now,
-                machines=self.machines,
+                deleted_provider_ids=self.deleted_provider_ids,
                 taints_nodes=self.taints_nodes,
             )
         )
@@ -189,7 +189,7 @@ def test_a_new_machine_of_the_same_name_has_no_strikes() -> None:
 def test_a_deleted_node_is_remembered_by_its_machine() -> None:
     fleet = Fleet()
     node = fleet.nodes.pop("node-3")
-    fleet.machines["node-3"] = node.provider_id
+    fleet.deleted_provider_ids["node-3"] = node.provider_id
     fleet.fail("node-3")
     fleet.plan()
     assert fleet.state(3) is memory.MachineState.QUARANTINED
@@ -444,7 +444,7 @@ def test_the_cap_holds_and_only_time_relaxes_a_state(events: list[Any]) -> None:
             case "lose":
                 fleet.change(name, ready=NodeReadiness.UNKNOWN)
             case "delete" if len(fleet.nodes) > 6:
-                fleet.machines[name] = fleet.nodes.pop(name).provider_id
+                fleet.deleted_provider_ids[name] = fleet.nodes.pop(name).provider_id
             case "rename":
                 fleet.nodes[f"{name}x"] = replace(fleet.nodes.pop(name), name=f"{name}x")
             case "wait":

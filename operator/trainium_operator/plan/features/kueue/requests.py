@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 MAX_QUOTA_STEPS = 8
-"""Most Workloads beside the first; if there are more useful sizes, a step combines several of them."""
+"""Maximum number of Workloads beside the first; if there are more useful sizes, a step combines several of them."""
 _IMMEDIATE_REQUEUE_REASONS = frozenset({"Preempted", "NodeFailures"})
 """Reasons of evictions after which a Workload is queued again at once; after others Kueue sets the time."""
 
