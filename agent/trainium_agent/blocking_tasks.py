@@ -147,7 +147,7 @@ class BlockingTasks:
             case actions.SimpleTask.CHECK_YIELDED:
                 return events.YieldChecked(self._unless_store_lost(lambda: self._continue_after_yield(context)))
             case actions.Announce():
-                self._unless_store_lost(lambda: self._store.update_state(lambda state: _with_announcement(task, state)))
+                self._unless_store_lost(lambda: self._store.update_state(lambda state: _announce(task, state)))
                 return events.SimpleResult.DONE
             case actions.SimpleTask.ANNOUNCE_BROKEN:
                 self._unless_store_lost(lambda: self._store.update_state(lambda state: replace(state, broken=True)))
@@ -304,7 +304,7 @@ class BlockingTasks:
             return None
 
 
-def _with_announcement(task: actions.Announce, state: GenerationState) -> GenerationState:
+def _announce(task: actions.Announce, state: GenerationState) -> GenerationState:
     return replace(
         state, leaving=state.leaving or task.leaving, superseded_by=max(state.superseded_by, task.superseded_by)
     )

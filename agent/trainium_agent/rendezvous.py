@@ -145,10 +145,10 @@ class GenerationRendezvous:
         while not store.has(release_key):
             observations = self._watcher.observations
             self._watcher.raise_if_interrupted()
-            missing = self._still_missing(attempt, missing)
+            missing = self._drop_joined(attempt, missing)
             if not missing:
                 # Only now have all members published their state of the last attempt.
-                store.set(release_key, self._pending_check(store.state()))
+                store.set(release_key, self._find_pending_check(store.state()))
                 continue  # a write has no answer: it is visible to all once it can be read
             if time.monotonic() > next_listing:
                 next_listing += _MISSING_SECONDS
@@ -184,7 +184,7 @@ class GenerationRendezvous:
         # The observed state may be older than the state by which this attempt was joined.
         return state.attempt > attempt or state.stopped is not None
 
-    def _pending_check(self, state: GenerationState) -> str:
+    def _find_pending_check(self, state: GenerationState) -> str:
         """Return the check that precedes the attempt, or `_NO_CHECK`."""
         nodes = len(self._membership.members)
         if PreflightCheck.BANDWIDTH in self._pair_rounds and state.attempt == 0 and nodes > 1:
@@ -201,7 +201,7 @@ class GenerationRendezvous:
             self._watcher.raise_if_interrupted()
             state = self._newest(observations, _TURN_TIMEOUT_SECONDS)
 
-    def _still_missing(self, attempt: int, missing: list[int]) -> list[int]:
+    def _drop_joined(self, attempt: int, missing: list[int]) -> list[int]:
         """Drop the leading node ranks that have joined from `missing`; takes one request if none has."""
         step = 1
         while missing and self.store.has(*(self.store.key(attempt, "joined", rank) for rank in missing[:step])):

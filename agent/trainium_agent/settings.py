@@ -148,45 +148,45 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
     if rank_entry.count(":") != 1:
         raise SettingsError(f"{ENV_RANK_ENTRY}={rank_entry!r} must have the form module:function.")
     return AgentSettings(
-        coordinator=_endpoints(environment[worker_env.ENV_COORDINATOR]),
+        coordinator=_parse_endpoints(environment[worker_env.ENV_COORDINATOR]),
         namespace=environment[worker_env.ENV_NAMESPACE],
         job=environment[worker_env.ENV_JOB],
         pod_name=environment[worker_env.ENV_POD_NAME],
         pod_uid=environment[worker_env.ENV_POD_UID],
         pod_ip=environment[worker_env.ENV_POD_IP],
         node_name=environment[worker_env.ENV_NODE_NAME],
-        processes_per_node=_integer(environment, worker_env.ENV_PROCESSES_PER_NODE, 1),
-        max_in_place_restarts=_integer(environment, worker_env.ENV_MAX_IN_PLACE_RESTARTS, 0),
-        grace_seconds=_number(environment, worker_env.ENV_GRACE_SECONDS),
+        processes_per_node=_parse_integer(environment, worker_env.ENV_PROCESSES_PER_NODE, 1),
+        max_in_place_restarts=_parse_integer(environment, worker_env.ENV_MAX_IN_PLACE_RESTARTS, 0),
+        grace_seconds=_parse_number(environment, worker_env.ENV_GRACE_SECONDS),
         config_path=Path(environment[worker_env.ENV_CONFIG]),
         memory_directory=Path(environment.get(worker_env.ENV_MEMORY_DIRECTORY) or worker_env.MEMORY_DIRECTORY),
         token_path=Path(environment.get(worker_env.ENV_TOKEN_PATH) or worker_env.TOKEN_PATH),
         ca_path=Path(environment.get(worker_env.ENV_CA_PATH) or worker_env.CA_PATH),
-        neuron_devices=_integer(environment, worker_env.ENV_NEURON_DEVICES, 0, default="0"),
+        neuron_devices=_parse_integer(environment, worker_env.ENV_NEURON_DEVICES, 0, default="0"),
         rank_entry=rank_entry,
         kernel_log=Path(environment.get(worker_env.ENV_KERNEL_LOG) or DEFAULT_KERNEL_LOG),
-        pair_seconds=_number(environment, ENV_PAIR_SECONDS, default="8"),
+        pair_seconds=_parse_number(environment, ENV_PAIR_SECONDS, default="8"),
         pair_entry=environment.get(ENV_PAIR_ENTRY) or DEFAULT_PAIR_ENTRY,
-        hang=_spec(HangSpec, environment, worker_env.ENV_HANG_LIMITS, "spec.recovery.hang") or HangSpec(),
-        background_sizes=_sizes(environment.get(worker_env.ENV_BACKGROUND_SIZES, "")),
-        checks=_checks(environment.get(worker_env.ENV_PREFLIGHT)),
-        check_seconds=_number(environment, worker_env.ENV_PREFLIGHT_SECONDS, default="60"),
-        minimum_bandwidth=_number(environment, worker_env.ENV_MINIMUM_BANDWIDTH, "Gbit/s", default="0"),
+        hang=_parse_spec(HangSpec, environment, worker_env.ENV_HANG_LIMITS, "spec.recovery.hang") or HangSpec(),
+        background_sizes=_parse_sizes(environment.get(worker_env.ENV_BACKGROUND_SIZES, "")),
+        checks=_parse_checks(environment.get(worker_env.ENV_PREFLIGHT)),
+        check_seconds=_parse_number(environment, worker_env.ENV_PREFLIGHT_SECONDS, default="60"),
+        minimum_bandwidth=_parse_number(environment, worker_env.ENV_MINIMUM_BANDWIDTH, "Gbit/s", default="0"),
         check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
         scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
-        log_format=_log_format(environment),
-        program=_spec(ProgramSpec, environment, worker_env.ENV_PROGRAM, "spec.program"),
+        log_format=_parse_log_format(environment),
+        program=_parse_spec(ProgramSpec, environment, worker_env.ENV_PROGRAM, "spec.program"),
     )
 
 
-def _log_format(environment: Mapping[str, str]) -> LogFormat:
+def _parse_log_format(environment: Mapping[str, str]) -> LogFormat:
     try:
         return choose_log_format(environment)
     except ValueError as error:
         raise SettingsError(str(error)) from error
 
 
-def _checks(text: str | None) -> frozenset[PreflightCheck]:
+def _parse_checks(text: str | None) -> frozenset[PreflightCheck]:
     """Return the named checks; unknown names are ignored."""
     if text is None:
         return QUICK_CHECKS
@@ -194,7 +194,7 @@ def _checks(text: str | None) -> frozenset[PreflightCheck]:
     return frozenset(checks[name] for name in text.split(",") if name in checks)
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _parse_sizes(text: str) -> tuple[int, ...]:
     parts = text.split(",") if text else []
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise SettingsError(
@@ -204,7 +204,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _spec(kind: type[_Spec], environment: Mapping[str, str], name: str, field: str) -> _Spec | None:
+def _parse_spec(kind: type[_Spec], environment: Mapping[str, str], name: str, field: str) -> _Spec | None:
     """Return a part of the job's spec from its JSON; None without it."""
     text = environment.get(name)
     try:
@@ -215,7 +215,7 @@ def _spec(kind: type[_Spec], environment: Mapping[str, str], name: str, field: s
         raise SettingsError(f"{name} must be {field} as JSON: {location}: {first['msg']}.") from error
 
 
-def _endpoints(text: str) -> tuple[Endpoint, ...]:
+def _parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     endpoints = []
     for part in text.split(","):
         host, _, port = part.strip().rpartition(":")
@@ -228,14 +228,14 @@ def _endpoints(text: str) -> tuple[Endpoint, ...]:
     return tuple(endpoints)
 
 
-def _integer(environment: Mapping[str, str], name: str, least: int, *, default: str = "") -> int:
+def _parse_integer(environment: Mapping[str, str], name: str, minimum: int, *, default: str = "") -> int:
     text = environment.get(name, default)
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise SettingsError(f"{name}={text!r} must be a whole number of at least {least}.")
+    if not text.isascii() or not text.isdigit() or int(text) < minimum:
+        raise SettingsError(f"{name}={text!r} must be a whole number of at least {minimum}.")
     return int(text)
 
 
-def _number(environment: Mapping[str, str], name: str, unit: str = "seconds", *, default: str = "") -> float:
+def _parse_number(environment: Mapping[str, str], name: str, unit: str = "seconds", *, default: str = "") -> float:
     text = environment.get(name, default)
     try:
         value = float(text)

@@ -91,7 +91,7 @@ class NodeChecks:
         started_at = time.monotonic()
         deadline = started_at + self._settings.check_seconds
         try:
-            outcomes = self._outcomes(deadline)
+            outcomes = self._collect_outcomes(deadline)
             return self._evaluate(outcomes, time.monotonic() - started_at)
         except OSError as error:
             _log.warning("the node's checks could not be made (%s); they count as passed", error)
@@ -99,7 +99,7 @@ class NodeChecks:
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _outcomes(self, deadline: float) -> list[dict[str, Any]]:
+    def _collect_outcomes(self, deadline: float) -> list[dict[str, Any]]:
         while not self._standby_manager.warm:  # this must not speed up the standby's imports
             if self._cancelled.wait(_POLL_SECONDS) or time.monotonic() > deadline:
                 return []

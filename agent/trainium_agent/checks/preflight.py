@@ -54,22 +54,22 @@ class PreflightFinding:
 
 def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[PreflightFinding, ...]:
     """Return all problems of the pod, in the order of the checks; empty when the pod is fit."""
-    findings = [*_memory_directory(settings.memory_directory)]
+    findings = [*_check_memory_directory(settings.memory_directory)]
     if settings.program is None:
-        findings += _config(settings.config_path)
+        findings += _check_config(settings.config_path)
     # Any worker may become node rank 0, to which all others connect, so each needs the limit of node rank 0.
     nodes = settings.largest_nodes
     sentence = explain_file_limit(read_limit(), nodes * settings.processes_per_node, nodes) if nodes else ""
     if sentence:
         findings.append(PreflightFinding(ExitCode.USER_ERROR, f"Too few open files: {sentence}."))
     if PreflightCheck.DEVICES in settings.checks:
-        findings += _devices(settings.neuron_devices, devices)
-        findings += _versions(settings.neuron_devices)
+        findings += _check_devices(settings.neuron_devices, devices)
+        findings += _check_versions(settings.neuron_devices)
     if PreflightCheck.MEMORY in settings.checks:
-        findings += _memory(settings.processes_per_node)
+        findings += _check_memory(settings.processes_per_node)
     if PreflightCheck.DISK in settings.checks:
-        findings += _disk(settings.scratch_directory)
-    return (*findings, *_coordinator(settings))
+        findings += _check_disk(settings.scratch_directory)
+    return (*findings, *_check_coordinator(settings))
 
 
 def check_results(
@@ -98,7 +98,7 @@ def compare_clocks(coordinator_time: float, sent_at: float, received_at: float) 
     return CheckResult(check=PreflightCheck.CLOCK, passed=passed, seconds=seconds, detail=detail)
 
 
-def _memory_directory(directory: Path) -> Iterator[PreflightFinding]:
+def _check_memory_directory(directory: Path) -> Iterator[PreflightFinding]:
     reason = _explain_unwritable(directory)
     if reason:
         yield PreflightFinding(
@@ -150,7 +150,7 @@ def _find_file_system(directory: Path) -> str:
     return file_system
 
 
-def _config(path: Path) -> Iterator[PreflightFinding]:
+def _check_config(path: Path) -> Iterator[PreflightFinding]:
     try:
         empty = not path.read_bytes().strip()
     except OSError as error:
@@ -164,7 +164,7 @@ def _config(path: Path) -> Iterator[PreflightFinding]:
         yield PreflightFinding(ExitCode.USER_ERROR, f"The trainer configuration {path} is empty.")
 
 
-def _devices(expected: int, devices: Path) -> Iterator[PreflightFinding]:
+def _check_devices(expected: int, devices: Path) -> Iterator[PreflightFinding]:
     if expected == 0:
         return
     visible = [entry for entry in devices.glob("neuron*") if entry.name[len("neuron") :].isdigit()]
@@ -177,12 +177,12 @@ def _devices(expected: int, devices: Path) -> Iterator[PreflightFinding]:
         )
 
 
-def _versions(expected: int) -> Iterator[PreflightFinding]:
-    if expected and (sentence := explain_version_mismatch(driver_version(), runtime_version())):
+def _check_versions(expected: int) -> Iterator[PreflightFinding]:
+    if expected and (sentence := explain_version_mismatch(read_driver_version(), read_runtime_version())):
         yield PreflightFinding(None, f"{sentence[0].upper()}{sentence[1:]}", PreflightCheck.DEVICES)
 
 
-def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[PreflightFinding]:
+def _check_memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[PreflightFinding]:
     """Check the memory of the host; no finding if it cannot be read."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
@@ -197,7 +197,7 @@ def _memory(processes: int, meminfo: Path = _MEMORY) -> Iterator[PreflightFindin
         )
 
 
-def _disk(directory: Path | None) -> Iterator[PreflightFinding]:
+def _check_disk(directory: Path | None) -> Iterator[PreflightFinding]:
     if directory is None:
         return
     reason = _explain_unwritable(directory)
@@ -211,7 +211,7 @@ def _disk(directory: Path | None) -> Iterator[PreflightFinding]:
         )
 
 
-def _coordinator(settings: AgentSettings) -> Iterator[PreflightFinding]:
+def _check_coordinator(settings: AgentSettings) -> Iterator[PreflightFinding]:
     for endpoint in settings.coordinator:
         try:
             socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
@@ -243,18 +243,18 @@ def explain_version_mismatch(driver: Version | None, runtime: Version | None) ->
     return ""
 
 
-def driver_version(path: Path = DRIVER) -> Version | None:
+def read_driver_version(path: Path = DRIVER) -> Version | None:
     """Return the version of the kernel module; None if it is not loaded."""
-    return _version(_read(path))
+    return _parse_version(_read(path))
 
 
-def runtime_version(path: Path = PACKAGES) -> Version | None:
+def read_runtime_version(path: Path = PACKAGES) -> Version | None:
     """Return the version of the image's package; None if it was installed in another way."""
     match = _STANZA.search(_read(path))
-    return _version(match[1]) if match else None
+    return _parse_version(match[1]) if match else None
 
 
-def _version(text: str) -> Version | None:
+def _parse_version(text: str) -> Version | None:
     match = _VERSION.match(text.strip())
     return (int(match[1]), int(match[2])) if match else None
 

@@ -269,7 +269,7 @@ class PodReport:
             started=self._started,
             loaded=self._loaded,
             notice=read_notice(path)[:MESSAGE_CHARACTERS],
-            alerts=_alerts(path),
+            alerts=_read_alerts(path),
             total_steps=max(record.total_steps, 0),
             stage=stage.value,
             stage_progress=None if is_training else round(_finite(record.stage_progress) or 0.0, 4),
@@ -283,7 +283,7 @@ class PodReport:
         for index, restart in enumerate(self._restarts):
             if restart.resumed_at is None and self._is_of_current_generation(restart):
                 self._restarts[index] = restart.model_copy(
-                    update={"resume_step": resumed, "resumed_at": _resumed_at(record, restart.step_before)}
+                    update={"resume_step": resumed, "resumed_at": _find_resume_time(record, restart.step_before)}
                 )
         if record.step > 0 or record.resume_step > 0:
             self._best_step = max(self._best_step, record.step, record.resume_step)
@@ -334,7 +334,7 @@ class PodReport:
         return record.generation == self.generation
 
 
-def _alerts(path: Path) -> tuple[Alert, ...]:
+def _read_alerts(path: Path) -> tuple[Alert, ...]:
     """Return the alerts of the monitors of the pod's first rank."""
     return tuple(
         Alert(kind=kind, step=alert["step"], message=alert["message"][:MESSAGE_CHARACTERS])
@@ -342,7 +342,7 @@ def _alerts(path: Path) -> tuple[Alert, ...]:
     )
 
 
-def _resumed_at(record: ProgressRecord, step_before: int) -> float | None:
+def _find_resume_time(record: ProgressRecord, step_before: int) -> float | None:
     """Return when the ranks passed the step at which the failure had stopped them; None before."""
     if record.step > max(step_before, record.resume_step):
         return record.updated

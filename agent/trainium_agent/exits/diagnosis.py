@@ -144,10 +144,10 @@ class ExitDiagnoser:
             output_line=process.output.last_error_sign(),
             message=describe_exit(process),
             kernel=select_kernel_lines(self.kernel.newest, process.ended_at),
-            rules=self._rules(),
+            rules=self._read_rules(),
         )
 
-    def _rules(self) -> tuple[RecoveryRule, ...]:
+    def _read_rules(self) -> tuple[RecoveryRule, ...]:
         if self._rules_path is None:
             return ()
         try:

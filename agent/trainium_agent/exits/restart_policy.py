@@ -124,7 +124,7 @@ def decide_restart(
         return RestartDecision(RestartAction.RESTART, state if counted else next_state, backoff)
     early = code if verdict.cause is Cause.CRASH and best < 0 else None
     if counted:
-        return RestartDecision(RestartAction.RESTART, _with_culprit(state, attempt, verdict.cause, early))
+        return RestartDecision(RestartAction.RESTART, _replace_cause(state, attempt, verdict.cause, early))
     if early is not None and state.attempt > 0 and state.early_crash == code:
         return RestartDecision(RestartAction.GIVE_UP, replace(state, stopped=code))
     restarts = 1 if progressed else state.restarts_without_progress + 1
@@ -154,7 +154,7 @@ def after_yield(attempt: int, best_progress: float, state: GenerationState) -> G
     return _next_attempt(state, Cause.YIELDED, max(best_progress, state.best_progress), state.early_crash)
 
 
-def _with_culprit(state: GenerationState, attempt: int, cause: Cause, early: int | None) -> GenerationState:
+def _replace_cause(state: GenerationState, attempt: int, cause: Cause, early: int | None) -> GenerationState:
     """Return the state with the real cause, if a victim of the same failure counted it first."""
     if state.attempt != attempt + 1 or state.cause is not Cause.PEER_LOST or cause is Cause.PEER_LOST:
         return state

@@ -71,9 +71,9 @@ def _phase_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes) -
     floor, factor = spec.step_floor_seconds, spec.step_factor
     match phase:
         case TrainerPhase.INIT:
-            return min(spec.init_seconds, _calibrated(baseline.init, _INIT_FLOORS * floor, factor))
+            return min(spec.init_seconds, _calibrate_limit(baseline.init, _INIT_FLOORS * floor, factor))
         case TrainerPhase.COMPILE:
-            return min(spec.compile_seconds, _calibrated(baseline.first_step, _FIRST_STEP_FLOORS * floor, factor))
+            return min(spec.compile_seconds, _calibrate_limit(baseline.first_step, _FIRST_STEP_FLOORS * floor, factor))
         case TrainerPhase.LOAD:
             return spec.load_seconds
         case TrainerPhase.SAVE:
@@ -83,7 +83,7 @@ def _phase_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes) -
             return max(floor, factor * percentile(steps, 0.99))
 
 
-def _calibrated(baseline: float, floor: float, factor: float) -> float:
+def _calibrate_limit(baseline: float, floor: float, factor: float) -> float:
     """Return a limit from earlier durations; infinite while there is none."""
     return max(floor, factor * baseline) if baseline > 0 else math.inf
 
@@ -170,7 +170,7 @@ class StallTracker:
             if state.cpu_at is None and sample.stall.state:
                 state = replace(state, cpu_at=(sample.cpu_seconds, state.seconds))
             self._states[sample.stall.rank] = state
-            stalls.append(_stall(sample, state))
+            stalls.append(_measure_stall(sample, state))
         return tuple(stalls)
 
 
@@ -182,7 +182,7 @@ class _StallState:
     """Processor time, and the length of the stall, when /proc was first read."""
 
 
-def _stall(sample: RankSample, state: _StallState) -> Stall:
+def _measure_stall(sample: RankSample, state: _StallState) -> Stall:
     busy = 0.0
     if state.cpu_at is not None and sample.stall.state:
         cpu, since = state.cpu_at
@@ -235,7 +235,7 @@ def find_culprits(answers: Mapping[int, Sequence[Stall]], members: int) -> Findi
         return Finding(FindingKind.PROGRESSING)
     reported = [rank for rank in ranks if not rank.unreported] or ranks
     # If some ranks of a program report nothing, nobody knows which rank waits for which.
-    culprits = _outliers(overdue, ranks) if reported == ranks else [rank for rank in ranks if rank.stopped]
+    culprits = _find_outliers(overdue, ranks) if reported == ranks else [rank for rank in ranks if rank.stopped]
     if culprits:
         return Finding(FindingKind.STUCK, culprits=tuple(sorted(rank.rank for rank in culprits)))
     remaining = [rank.limit - rank.seconds for rank in reported if not rank.overdue]
@@ -248,7 +248,7 @@ def find_culprits(answers: Mapping[int, Sequence[Stall]], members: int) -> Findi
     return Finding(FindingKind.COLLECTIVE)
 
 
-def _outliers(overdue: list[Stall], ranks: list[Stall]) -> list[Stall]:
+def _find_outliers(overdue: list[Stall], ranks: list[Stall]) -> list[Stall]:
     """Return the overdue ranks that differ from the rest; none if all are in the same state, or may be soon."""
     stopped = [rank for rank in overdue if rank.stopped]
     if stopped:

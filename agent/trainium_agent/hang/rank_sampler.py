@@ -109,7 +109,7 @@ class RankSampler:
         step_seconds = tuple(length for length, _ in pulse.steps)
         baseline = self._calibration.baseline(self._world_size, step_seconds)
         activity = (process.pid, pulse.beats)
-        letter, cpu_seconds = self._kernel_state(process, activity, now)
+        letter, cpu_seconds = self._read_kernel_state(process, activity, now)
         stall = Stall(
             rank=process.rank,
             phase=phase,
@@ -127,7 +127,7 @@ class RankSampler:
         """Sample a rank that has reported nothing in this attempt."""
         counter = self._workload.activity_counter(process, now)
         activity = (process.pid, -1 if counter is None else counter)
-        letter, cpu_seconds = self._kernel_state(process, activity, now)
+        letter, cpu_seconds = self._read_kernel_state(process, activity, now)
         is_program = self._workload.hang_detection is not None
         if not is_program:
             baseline, waiting = self._calibration.baseline(self._world_size, ()), False
@@ -146,7 +146,7 @@ class RankSampler:
         )
         return RankSample(stall, activity, cpu_seconds)
 
-    def _kernel_state(self, process: RankProcess, activity: tuple[int, int], now: float) -> tuple[str, float]:
+    def _read_kernel_state(self, process: RankProcess, activity: tuple[int, int], now: float) -> tuple[str, float]:
         """Return state and processor time; they are read only for a rank that has been stalled for a while."""
         unchanged = self._unchanged_since.get(process.rank)
         if unchanged is None or unchanged[0] != activity:

@@ -129,7 +129,8 @@ class HangResponse:
         }
         self._stacks = dumps = {**self._stacks, **stacks.request_stacks(without_stack)}
         explained = tuple(_apply_stack(stall, dumps.get(stall.rank)) for stall in stalled)
-        self._stuck = tuple(_stuck(stall, dumps.get(stall.rank)) for stall in explained if stall.overdue)[:_REPORTED]
+        overdue = (stall for stall in explained if stall.overdue)
+        self._stuck = tuple(_build_stuck_rank(stall, dumps.get(stall.rank)) for stall in overdue)[:_REPORTED]
         return explained
 
     def _write_log(self, finding: Finding, stalled: tuple[Stall, ...]) -> None:
@@ -163,7 +164,7 @@ def _apply_stack(stall: Stall, stack: StackDump | None) -> Stall:
     return replace(stall, reported_waiting=stack.in_collective)
 
 
-def _stuck(stall: Stall, stack: StackDump | None) -> StuckRank:
+def _build_stuck_rank(stall: Stall, stack: StackDump | None) -> StuckRank:
     return StuckRank(
         rank=stall.rank,
         phase=stall.phase,

@@ -220,7 +220,7 @@ def _handle_exit(local: LocalGeneration, end: events.RankExited, now: float) -> 
     if end.code not in _CLEAN_EXITS:
         log = actions.Log(f"rank {end.rank} ended with code {end.code} in attempt {end.attempt}")
         return _end_attempt(local, SimpleFollowUp.DIAGNOSE_EXITS, now, log)
-    if local.alive or _failed_exits(local):
+    if local.alive or _select_failed_exits(local):
         return None  # the ends of the other ranks, or a failure among them, decide
     all_finished = local.all_ended_with(ExitCode.FINISHED)
     stage, phase = (Stage.FINISHED, WorkerPhase.FINISHED) if all_finished else (Stage.YIELDED, WorkerPhase.YIELDED)
@@ -232,7 +232,7 @@ def _handle_exit(local: LocalGeneration, end: events.RankExited, now: float) -> 
     )
 
 
-def _failed_exits(local: LocalGeneration) -> tuple[events.RankExited, ...]:
+def _select_failed_exits(local: LocalGeneration) -> tuple[events.RankExited, ...]:
     return tuple(end for end in local.exits if not end.requested and end.code not in _CLEAN_EXITS)
 
 
@@ -349,7 +349,7 @@ def _decide_killing(local: LocalGeneration, now: float) -> _StepResult | None:
         # The process is stuck in the kernel and holds its device, so no other rank can start.
         sentence = f"a training process did not end within {_KILL_SECONDS:.0f} s of SIGKILL"
         return replace(local, stage=Stage.ENDED, pending=()), (actions.FailPod(sentence),)
-    failures = _failed_exits(local)
+    failures = _select_failed_exits(local)
     local = replace(
         local, pending=tuple(event for event in local.pending if isinstance(event, events.SharedStateChanged))
     )

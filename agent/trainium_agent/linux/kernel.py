@@ -174,7 +174,7 @@ class CpuWaitSampler:
         sample = self._samples.get(pid)
         if sample is not None and now - sample[0] < _SAMPLE_SECONDS:
             return self._shares.get(pid)
-        ran, waited = self._totals(pid)
+        ran, waited = self._read_totals(pid)
         self._samples[pid] = (now, ran, waited)
         if sample is not None:
             waited_for = max(0, waited - sample[2])
@@ -188,7 +188,7 @@ class CpuWaitSampler:
             del self._samples[pid]
             self._shares.pop(pid, None)
 
-    def _totals(self, pid: int) -> tuple[int, int]:
+    def _read_totals(self, pid: int) -> tuple[int, int]:
         """Return the nanoseconds that all threads spent on a processor and waiting for one."""
         ran = waited = 0
         for path in (self._root / str(pid) / "task").glob("*/schedstat"):

@@ -100,13 +100,13 @@ def request_stacks(processes: Mapping[int, tuple[int, Path]]) -> dict[int, Stack
         elif not stacks_path(progress).exists() or not kernel.has_signal_handler(pid, DUMP_SIGNAL):
             answers[rank] = StackDump(problem="no stack: its signal handler is not installed yet")
         else:
-            sizes[rank] = _size(stacks_path(progress))
+            sizes[rank] = _read_size(stacks_path(progress))
             with contextlib.suppress(OSError):
                 os.kill(pid, DUMP_SIGNAL)
     _await_answers({rank: (stacks_path(processes[rank][1]), size) for rank, size in sizes.items()})
     for rank, size in sizes.items():
         pid, progress = processes[rank]
-        text = _tail(stacks_path(progress), size)
+        text = _read_tail(stacks_path(progress), size)
         letter = kernel.process_state(pid).letter or "?"
         answers[rank] = StackDump(text, "" if text else f"no stack: no answer in process state {letter}")
     return {
@@ -124,20 +124,20 @@ def _await_answers(files: dict[int, tuple[Path, int]]) -> None:
         time.sleep(_POLL_SECONDS)
         for rank in tuple(waiting):
             path, before = files[rank]
-            newest = _size(path)
+            newest = _read_size(path)
             if newest > before and newest == sizes[rank]:
                 waiting.discard(rank)
             sizes[rank] = newest
 
 
-def _size(path: Path) -> int:
+def _read_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:
         return 0
 
 
-def _tail(path: Path, start: int) -> str:
+def _read_tail(path: Path, start: int) -> str:
     try:
         with path.open("rb") as file:
             file.seek(start)

@@ -18,7 +18,7 @@ from trainium_contract.faults.classify import find_runtime_status
 from trainium_contract.faults.signs import RUNTIME_STATUSES
 
 _SHORTLY_SECONDS = 180.0
-_LONGEST_LINE = 4096
+_MAX_LINE_CHARACTERS = 4096
 _NAMES = {sign.key: sign.number for sign in RUNTIME_STATUSES}
 _ORDER = {sign.number: index for index, sign in enumerate(RUNTIME_STATUSES)}
 _SENTENCES: tuple[tuple[re.Pattern[str], int], ...] = (
@@ -51,7 +51,7 @@ class RuntimeMessage:
 
 def find_status(line: str) -> int | None:
     """Return the most specific runtime status in a line of output; None if it has none."""
-    text = line[:_LONGEST_LINE]
+    text = line[:_MAX_LINE_CHARACTERS]
     if _HARMLESS.search(text):
         return None
     statuses = [status for pattern, status in _SENTENCES if pattern.search(text)][:1]
@@ -70,7 +70,7 @@ class RuntimeMessages:
         """Read one line of output, received at `at` (Unix seconds)."""
         if not any(hint in line for hint in _HINTS):
             return
-        text = line[:_LONGEST_LINE].decode(errors="replace").strip()
+        text = line[:_MAX_LINE_CHARACTERS].decode(errors="replace").strip()
         status = find_status(text)
         if status is not None:
             self._newest[status] = RuntimeMessage(status, text, at)

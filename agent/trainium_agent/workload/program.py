@@ -133,7 +133,7 @@ def neuron_environment(layout: AttemptLayout, local_rank: int, devices: int) -> 
     if not devices:
         return {}
     # Only root may read the driver's `core_count` (neuron_cdev.c), and programs do not run as root.
-    cores = devices * len([*_NEURON.glob("neuron0/neuron_core*")]) // max(1, _logical())
+    cores = devices * len([*_NEURON.glob("neuron0/neuron_core*")]) // max(1, _read_logical_nc_config())
     rank_cores = cores // layout.ranks_per_node
     environment = {"NEURON_RT_ROOT_COMM_ID": f"{layout.master_ip}:{_NEURON_PORT}"}
     if rank_cores:
@@ -146,6 +146,6 @@ def neuron_environment(layout: AttemptLayout, local_rank: int, devices: int) -> 
     return environment
 
 
-def _logical() -> int:
+def _read_logical_nc_config() -> int:
     text = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "")
     return int(text) if text.isdigit() else 1

@@ -215,7 +215,7 @@ class ProgramMonitor(Workload):
     def problem(self) -> str:
         """Why steps or checkpoints cannot be read, and the remedy; empty while they can."""
         checkpoints = self._checkpoints.problem if self._checkpoints is not None else ""
-        return self._pattern_problem() or self._backwards or self._different_steps() or checkpoints
+        return self._describe_pattern_problem() or self._backwards or self._describe_different_steps() or checkpoints
 
     @property
     def durable_step(self) -> int:
@@ -272,7 +272,7 @@ class ProgramMonitor(Workload):
         writer.pulse.begin_steps()
         return writer
 
-    def _pattern_problem(self) -> str:
+    def _describe_pattern_problem(self) -> str:
         if self._pattern is None:
             return ""
         pattern = self._pattern.pattern.decode()
@@ -290,7 +290,7 @@ class ProgramMonitor(Workload):
             f"last line of rank {waited[0].rank} is {shown!r}: correct the pattern"
         )
 
-    def _different_steps(self) -> str:
+    def _describe_different_steps(self) -> str:
         """Compare the steps of the ranks at the same time; a difference of one step is always allowed."""
         steps = {rank.rank: record.step for rank, record in self._records if record.step >= 0}
         if not steps or max(steps.values()) - min(steps.values()) <= max(1, max(steps.values()) // 10):
@@ -330,14 +330,14 @@ class _CheckpointFolder:
     def _list(self) -> None:
         with self._listing:
             try:
-                self.newest, self.problem = self._newest(), ""
+                self.newest, self.problem = self._find_newest(), ""
             except OSError as error:
                 self.problem = (
                     f"program.checkpoints.path {self._root} cannot be listed ({error.strerror or error}): mount the "
                     "volume there, or correct the path"
                 )
 
-    def _newest(self) -> int:
+    def _find_newest(self) -> int:
         """Return the newest step whose checkpoint is complete. Raises OSError."""
         if not self._root.is_dir():
             # A program creates the folder with its first checkpoint; its volume is mounted from the start.

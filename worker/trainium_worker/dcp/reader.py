@@ -77,7 +77,7 @@ class MemoryReader(StorageReader):
         """Return step and folder of the newest checkpoint found by rank 0. Raises its OSError on all ranks."""
         newest: tuple[int, Path] | OSError | None = None
         if folders is not None:
-            pattern = _folder_pattern(Path(folders))
+            pattern = _compile_folder_pattern(Path(folders))
             try:
                 newest = find_durable(Path(folders), pattern) if self._session.rank == 0 else None
             except OSError as error:
@@ -131,7 +131,7 @@ class MemoryReader(StorageReader):
         own_indexes = {
             part.rank: self._payloads[part.rank][part.index_start :].numpy().tobytes()
             for part in parts
-            if self._sender(part.rank, 0) == session.rank
+            if self._select_sender(part.rank, 0) == session.rank
         }
         indexes = ChainMap(*session.all_gather(own_indexes))
         plans = []
@@ -143,7 +143,7 @@ class MemoryReader(StorageReader):
         mappings = [plan.planner_data for plan in plans if plan.planner_data is not None]
         return replace(metadata, planner_data=dict(ChainMap(*mappings)) if mappings else None)
 
-    def _sender(self, part: int, requester: int) -> int:
+    def _select_sender(self, part: int, requester: int) -> int:
         """Return the rank that sends a part to `requester`: the ranks of a node that has it take turns."""
         ranks = [rank for rank, store in enumerate(self._session.stores) if store == self._stores[part]]
         return ranks[(part + requester) % len(ranks)]
@@ -212,7 +212,7 @@ class MemoryReader(StorageReader):
         missing: dict[int, list[Span]] = {}
         for span in dict.fromkeys(self._entries[read.storage_index].span for read in plan.items):
             if span.rank not in self._payloads:
-                missing.setdefault(self._sender(span.rank, session.rank), []).append(span)
+                missing.setdefault(self._select_sender(span.rank, session.rank), []).append(span)
         requests_by_rank = session.all_gather(missing)
         if session.group is None:
             return {}
@@ -235,7 +235,7 @@ class MemoryReader(StorageReader):
         return torch.cat([self._payloads[span.rank][span.start :][: span.aligned_size] for span in spans])
 
 
-def _folder_pattern(template: Path) -> re.Pattern[str]:
+def _compile_folder_pattern(template: Path) -> re.Pattern[str]:
     """Return the pattern of the folders of a template. Raises ValueError if {step} is not in its last part. Pure."""
     if template.name.count(_STEP_FIELD) != 1:
         raise ValueError(

@@ -174,7 +174,7 @@ _sessions: dict[tuple[object, ...], Session] = {}
 
 def open_session(directory: StrPath | None) -> Session:
     """Return the session of this process; the first call of each rank is collective."""
-    volume = _memory_volume() if directory is None else Path(directory)
+    volume = _find_memory_volume() if directory is None else Path(directory)
     run = os.environ.get(ENV_RUN_ID) or os.environ.get("TORCHELASTIC_RUN_ID") or "local"
     folder = None if volume is None else snapshot.run_directory(volume, run)
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -184,7 +184,7 @@ def open_session(directory: StrPath | None) -> Session:
     return _sessions[key]
 
 
-def _memory_volume() -> Path | None:
+def _find_memory_volume() -> Path | None:
     """Return the memory volume of this pod, which outlives its processes; None without an agent."""
     if trainium_worker.ENV_PROGRESS_FILE not in os.environ:
         return None

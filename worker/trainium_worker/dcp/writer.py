@@ -131,7 +131,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
                 part = self._write_part(slots[session.rank], draft, planner)
                 outcome = _Outcome.OK
             except OSError as error:
-                outcome, problem = _Outcome.NO_SPACE, _no_space_message(session, error, sizes)
+                outcome, problem = _Outcome.NO_SPACE, _describe_no_space(session, error, sizes)
             except Exception as error:  # noqa: BLE001 - as above
                 failure = error
         job_outcome = max(session.all_gather_integers(outcome))
@@ -211,7 +211,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
         return slot.is_finished
 
 
-def _no_space_message(session: Session, error: OSError, sizes: Sequence[int]) -> str:
+def _describe_no_space(session: Session, error: OSError, sizes: Sequence[int]) -> str:
     mib = FILES_PER_PART * sum(sizes[rank] for rank in (session.rank, *session.copy_sources)) / 2**20
     return (
         f"no snapshots are kept in memory, only checkpoints on storage count: {session.directory} of rank "

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.unit.agent.pod_environment import environment
 from trainium_agent.checks import node_checks, preflight
 from trainium_agent.checks.node_checks import NodeChecks, NodeTask
-from trainium_agent.checks.preflight import driver_version, explain_version_mismatch, runtime_version
+from trainium_agent.checks.preflight import explain_version_mismatch, read_driver_version, read_runtime_version
 from trainium_agent.linux.open_files import raise_limit
 from trainium_agent.ranks.standby import StartRequest, is_readable
 from trainium_agent.ranks.standby_manager import StandbyLostError
@@ -131,7 +131,7 @@ def test_host_memory_that_cannot_be_read_reports_nothing(tmp_path: Path, text: s
     meminfo = tmp_path / "meminfo"
     if text is not None:
         meminfo.write_text(text)
-    assert len(list(preflight._memory(2, meminfo))) == findings
+    assert len(list(preflight._check_memory(2, meminfo))) == findings
 
 
 @pytest.mark.parametrize(
@@ -356,27 +356,27 @@ def test_incompatible_driver_and_runtime_versions_have_a_remedy(
 def test_versions_are_read_from_the_module_and_the_package(tmp_path: Path) -> None:
     (tmp_path / "version").write_text("2.26.10.0\n")
     (tmp_path / "status").write_text(STATUS)
-    assert driver_version(tmp_path / "version") == (2, 26)
-    assert runtime_version(tmp_path / "status") == (2, 32)
-    assert driver_version(tmp_path / "none") is None
-    assert runtime_version(tmp_path / "none") is None
+    assert read_driver_version(tmp_path / "version") == (2, 26)
+    assert read_runtime_version(tmp_path / "status") == (2, 32)
+    assert read_driver_version(tmp_path / "none") is None
+    assert read_runtime_version(tmp_path / "none") is None
 
 
 @given(st.text(max_size=300))
 def test_any_content_of_a_version_file_is_parsed(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "odd"
     path.write_text(text, encoding="utf-8", errors="replace")
-    assert driver_version(path) is None or "." in text
-    runtime_version(path)
+    assert read_driver_version(path) is None or "." in text
+    read_runtime_version(path)
 
 
 def test_incompatible_versions_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "driver_version", lambda: (2, 26))
-    monkeypatch.setattr(preflight, "runtime_version", lambda: (2, 32))
-    (finding,) = preflight._versions(16)
+    monkeypatch.setattr(preflight, "read_driver_version", lambda: (2, 26))
+    monkeypatch.setattr(preflight, "read_runtime_version", lambda: (2, 32))
+    (finding,) = preflight._check_versions(16)
     assert (finding.code, finding.check) == (None, PreflightCheck.DEVICES)
     assert finding.sentence.startswith("The node's Neuron driver 2.26 and the image's runtime 2.32")
-    assert list(preflight._versions(0)) == [], "a worker without devices needs no driver"
+    assert list(preflight._check_versions(0)) == [], "a worker without devices needs no driver"
 
 
 Usage = namedtuple("Usage", "total used free")  # noqa: PYI024 - as shutil's
@@ -384,24 +384,24 @@ Usage = namedtuple("Usage", "total used free")  # noqa: PYI024 - as shutil's
 
 def test_a_full_memory_volume_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_find_file_system", lambda _: "tmpfs")
-    assert list(preflight._memory_directory(tmp_path)) == []
+    assert list(preflight._check_memory_directory(tmp_path)) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 30, 1 << 30, 100))
-    (finding,) = preflight._memory_directory(tmp_path)
+    (finding,) = preflight._check_memory_directory(tmp_path)
     assert finding.code is ExitCode.USER_ERROR
     assert "has 100 bytes left" in finding.sentence
 
 
 def test_snapshots_on_a_disk_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_find_file_system", lambda _: "ext4")
-    (finding,) = preflight._memory_directory(tmp_path)
+    (finding,) = preflight._check_memory_directory(tmp_path)
     assert finding.code is None
     assert "is on a disk" in finding.sentence
 
 
 def test_a_full_scratch_volume_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(preflight._disk(None)) == []
+    assert list(preflight._check_disk(None)) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 1 << 40, 3 << 20))
-    (finding,) = preflight._disk(tmp_path)
+    (finding,) = preflight._check_disk(tmp_path)
     assert finding.code is None
     assert "has 3 MiB left" in finding.sentence
 

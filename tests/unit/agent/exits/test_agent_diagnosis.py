@@ -199,9 +199,9 @@ def test_a_message_contains_no_secret() -> None:
 def test_unreadable_rules_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "rules.json"
     diagnoser = build_diagnoser(path)
-    assert diagnoser._rules() == ()
-    assert build_diagnoser()._rules() == ()
+    assert diagnoser._read_rules() == ()
+    assert build_diagnoser()._read_rules() == ()
     path.write_text("no JSON")
-    assert diagnoser._rules() == ()
-    assert diagnoser._rules() == ()
+    assert diagnoser._read_rules() == ()
+    assert diagnoser._read_rules() == ()
     assert caplog.text.count("cannot be read") == 1
