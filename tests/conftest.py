@@ -32,11 +32,11 @@ def _guard_exit() -> None:
     """Fail a call of `os._exit` in the session, which would end it early as if all tests had passed."""
     exit_process, session = os._exit, os.getpid()
 
-    def guarded(code: int) -> None:
+    def exit_forked_process(code: int) -> None:
         assert os.getpid() != session, f"os._exit({code}) in the process of the tests: test the code before it"
         exit_process(code)
 
-    os._exit = guarded  # type: ignore[assignment]
+    os._exit = exit_forked_process  # type: ignore[assignment]
 
 
 _guard_exit()

@@ -300,7 +300,7 @@ class FaultEnvironment:
         """Move the operator off a node that is about to fail; return whether it was there."""
         if all(pod["spec"].get("nodeName") != node for pod in self.operator.pods()):
             return False
-        with self.cluster.cordoned(node):
+        with self.cluster.cordon_nodes(node):
             self.operator.kill()
             time.sleep(1)
             self.operator.until_stable(90)

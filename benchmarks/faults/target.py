@@ -115,7 +115,7 @@ class TargetJob:
                 if value := condition():
                     return value
             if deadline.is_over():
-                raise NoProgressError(f"no {what} within {deadline.waited():.0f} s. {self.describe()}")
+                raise NoProgressError(f"no {what} within {deadline.elapsed_seconds():.0f} s. {self.describe()}")
             time.sleep(POLL_SECONDS)
 
     def until_step(self, step: int, seconds: float = 60.0) -> None:

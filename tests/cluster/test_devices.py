@@ -41,18 +41,18 @@ PACED = {
 SHARED = "{trainer: {steps: 100000}, workers: {replicas: 1, accelerator: {device: cpu, claim: {count: 8}}}}"
 
 
-def published(node: str, tainted: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the ResourceSlice that the driver of a node publishes; `tainted`: device -> effect of its taint."""
+def build_resource_slice(node: str, taints: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the ResourceSlice that the driver of a node publishes; `taints`: device -> effect of its taint."""
     devices: list[dict[str, Any]] = []
-    for at in range(DEVICES):
+    for number in range(DEVICES):
         attributes = {
-            "deviceId": {"int": at},
+            "deviceId": {"int": number},
             "instanceType": {"string": "trn1.32xlarge"},
             "resourceType": {"string": "neuron_device"},
             "resource.aws.com/devicegroup16_id": {"string": f"all-of-{node}"},
         }
-        device = {"name": f"neurondevice{at}", "attributes": attributes}
-        if effect := (tainted or {}).get(device["name"]):
+        device = {"name": f"neurondevice{number}", "attributes": attributes}
+        if effect := (taints or {}).get(device["name"]):
             device["taints"] = [{"key": "neuron.aws.com/unhealthy", "value": "HBM", "effect": effect}]
         devices.append(device)
     return {
@@ -78,7 +78,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
         Cluster.start(nodes=[*nodes, system_node()]) as devcluster,
     ):
         found = SharedCluster("local", devcluster.variables(), Path(folder), {}, devcluster)
-        slices = [published(node.name) for node in nodes]
+        slices = [build_resource_slice(node.name) for node in nodes]
         everything = {"apiVersion": "v1", "kind": "List", "items": [CLASS, *slices]}
         found.kubectl("apply", "-f", "-", stdin=json.dumps(everything))
         install_operator(found, {"statusIntervalSeconds": 1, "dra": {"enabled": True}} | system_values())
@@ -110,9 +110,9 @@ def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
     )
 
 
-def taint(cluster: SharedCluster, node: str, **tainted: str) -> None:
+def taint(cluster: SharedCluster, node: str, **taints: str) -> None:
     """Taint devices of a node as its driver does, or remove the taints."""
-    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(published(node, tainted)))
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(build_resource_slice(node, taints)))
 
 
 def end(job: Job) -> None:
@@ -127,7 +127,7 @@ def test_a_job_trains_on_its_allocated_devices(cluster: SharedCluster) -> None:
     pods = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in job.pods()}
     assert allocated.keys() == pods.keys()
     for pod, node in pods.items():
-        assert sorted(allocated[pod]) == sorted((node, f"neurondevice{at}") for at in range(DEVICES))
+        assert sorted(allocated[pod]) == sorted((node, f"neurondevice{number}") for number in range(DEVICES))
     (template,) = templates(job)
     spec = cluster.get("resourceclaimtemplate", template, "-n", "default")["spec"]["spec"]["devices"]
     assert spec["requests"][0]["exactly"]["count"] == DEVICES
@@ -164,7 +164,7 @@ def test_a_worker_of_some_devices_moves_to_others_of_its_node(cluster: SharedClu
     (node,) = {member["nodeName"] for member in job.members()}
     others = [item["spec"]["nodeName"] for item in cluster.get("resourceslices")["items"]]
     for other in set(others) - {node}:
-        taint(cluster, other, **{f"neurondevice{at}": "NoSchedule" for at in range(DEVICES)})
+        taint(cluster, other, **{f"neurondevice{number}": "NoSchedule" for number in range(DEVICES)})
     (allocated,) = claims(job).values()
     taint(cluster, node, **{allocated[0][1]: "NoExecute"})
 

@@ -39,7 +39,7 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCl
 
 
 @pytest.fixture
-def existing(control_plane: SharedCluster) -> Iterator[SharedCluster]:
+def cluster(control_plane: SharedCluster) -> Iterator[SharedCluster]:
     """Yield an existing cluster for one test."""
     cluster = replace(control_plane)
     yield cluster
@@ -49,7 +49,7 @@ def existing(control_plane: SharedCluster) -> Iterator[SharedCluster]:
 
 
 @pytest.fixture
-def contested(control_plane: SharedCluster) -> Iterator[SharedCluster]:
+def contested_cluster(control_plane: SharedCluster) -> Iterator[SharedCluster]:
     """Yield an existing cluster for several sessions."""
     yield control_plane
     control_plane.run("kubectl", "delete", "lease", LEASE_NAME, "--ignore-not-found")
@@ -70,66 +70,73 @@ def names(cluster: SharedCluster, kind: str, namespace: str = "default") -> set[
 # --- one session at a time -------------------------------------------------------------------------------------------
 
 
-def test_a_second_session_is_refused_until_the_first_ends(contested: SharedCluster) -> None:
+def test_a_second_session_is_refused_until_the_first_ends(contested_cluster: SharedCluster) -> None:
     with (
-        SessionLease(contested).held(),
+        SessionLease(contested_cluster).hold(),
         pytest.raises(LeaseHeldError, match=f"this cluster: process {os.getpid()} on "),
     ):
-        SessionLease(contested).held().__enter__()
-    with SessionLease(contested).held():
-        assert names(contested, "leases") == {LEASE_NAME}
-    assert names(contested, "leases") == set()
+        SessionLease(contested_cluster).hold().__enter__()
+    with SessionLease(contested_cluster).hold():
+        assert names(contested_cluster, "leases") == {LEASE_NAME}
+    assert names(contested_cluster, "leases") == set()
 
 
-def test_the_lease_of_an_ended_local_process_is_acquired_at_once(contested: SharedCluster) -> None:
+def test_the_lease_of_an_ended_local_process_is_acquired_at_once(contested_cluster: SharedCluster) -> None:
     with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
         ended.wait()
     missing = replace(LeaseHolder.current(), process=ended.pid)
     # Never released: as after a SIGKILL.
-    SessionLease(contested, missing)._acquire()
-    with SessionLease(contested, within=3600).held():
-        assert LeaseHolder.read(contested.get("lease", LEASE_NAME)["spec"]["holderIdentity"]) == LeaseHolder.current()
+    SessionLease(contested_cluster, missing)._acquire()
+    with SessionLease(contested_cluster, within=3600).hold():
+        assert (
+            LeaseHolder.read(contested_cluster.get("lease", LEASE_NAME)["spec"]["holderIdentity"])
+            == LeaseHolder.current()
+        )
 
 
 def test_a_remote_session_keeps_its_lease_while_it_renews(
-    contested: SharedCluster, monkeypatch: pytest.MonkeyPatch
+    contested_cluster: SharedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.testing.cluster.session_lease.RENEW_SECONDS", 0.1)
     elsewhere = replace(LeaseHolder.current(), machine="elsewhere-1")
-    with SessionLease(contested, elsewhere).held(), pytest.raises(LeaseHeldError, match="on elsewhere-1"):
-        SessionLease(contested, within=60).held().__enter__()
-    SessionLease(contested, elsewhere)._acquire()
-    with SessionLease(contested, within=0.5).held():
-        assert LeaseHolder.read(contested.get("lease", LEASE_NAME)["spec"]["holderIdentity"]) == LeaseHolder.current()
+    with SessionLease(contested_cluster, elsewhere).hold(), pytest.raises(LeaseHeldError, match="on elsewhere-1"):
+        SessionLease(contested_cluster, within=60).hold().__enter__()
+    SessionLease(contested_cluster, elsewhere)._acquire()
+    with SessionLease(contested_cluster, within=0.5).hold():
+        assert (
+            LeaseHolder.read(contested_cluster.get("lease", LEASE_NAME)["spec"]["holderIdentity"])
+            == LeaseHolder.current()
+        )
 
 
 def test_a_session_that_lost_its_lease_does_not_delete_it(
-    contested: SharedCluster, monkeypatch: pytest.MonkeyPatch
+    contested_cluster: SharedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.testing.cluster.session_lease.RENEW_SECONDS", 0.1)
-    lease = SessionLease(contested)
-    with lease.held():
+    lease = SessionLease(contested_cluster)
+    with lease.hold():
         change = json.dumps({"spec": {"holderIdentity": "elsewhere-1/7/100"}})
         # Between what the session reads and writes: it is refused then.
         until(
             lambda: (
-                contested.run("kubectl", "patch", "lease", LEASE_NAME, "--type=merge", "-p", change).returncode == 0
+                contested_cluster.run("kubectl", "patch", "lease", LEASE_NAME, "--type=merge", "-p", change).returncode
+                == 0
             ),
             "taken",
         )
         until(lambda: lease.lost, "the loss is seen")
     assert lease.lost == "elsewhere-1/7/100"
-    assert names(contested, "leases") == {LEASE_NAME}
+    assert names(contested_cluster, "leases") == {LEASE_NAME}
 
 
-def test_one_of_two_concurrent_sessions_acquires_the_lease(contested: SharedCluster) -> None:
+def test_one_of_two_concurrent_sessions_acquires_the_lease(contested_cluster: SharedCluster) -> None:
     missing = replace(LeaseHolder.current(), process=1, started=1)
-    SessionLease(contested, missing)._acquire()
+    SessionLease(contested_cluster, missing)._acquire()
     shown: list[str] = []
 
     def take() -> None:
         try:
-            SessionLease(contested)._acquire()
+            SessionLease(contested_cluster)._acquire()
         except LeaseHeldError:
             shown.append("taken")
         else:
@@ -146,84 +153,87 @@ def test_one_of_two_concurrent_sessions_acquires_the_lease(contested: SharedClus
 # --- what is left ----------------------------------------------------------------------------------------------------
 
 
-def test_only_objects_of_tests_are_removed(existing: SharedCluster) -> None:
+def test_only_objects_of_tests_are_removed(cluster: SharedCluster) -> None:
     for name in ("t-left", "theirs"):
         if name == "theirs":
-            existing.kubectl("create", "namespace", name)
+            cluster.kubectl("create", "namespace", name)
         else:
-            make_namespace(existing, name)
+            make_namespace(cluster, name)
         pod = {"metadata": {"name": "p", "finalizers": [HOLD]}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
-        create(existing, {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {**pod["metadata"], "namespace": name}})
+        create(
+            cluster,
+            {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {**pod["metadata"], "namespace": name}},
+        )
     for role, labels in (("left-by-tests", LABELS), ("theirs", {})):
         kind = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "rules": []}
-        create(existing, {**kind, "metadata": {"name": role, "labels": labels}})
-    remove_leftovers(existing, fail_to_power_on)
-    assert "t-left" not in names(existing, "namespaces")
-    assert {"theirs"} <= names(existing, "namespaces")
-    assert "left-by-tests" not in names(existing, "clusterroles")
-    assert "theirs" in names(existing, "clusterroles")
-    assert names(existing, "pods", "theirs") == {"p"}
-    existing.kubectl("patch", "pod", "p", "-n", "theirs", "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
-    existing.kubectl("delete", "clusterrole", "theirs")
+        create(cluster, {**kind, "metadata": {"name": role, "labels": labels}})
+    remove_leftovers(cluster, fail_to_power_on)
+    assert "t-left" not in names(cluster, "namespaces")
+    assert {"theirs"} <= names(cluster, "namespaces")
+    assert "left-by-tests" not in names(cluster, "clusterroles")
+    assert "theirs" in names(cluster, "clusterroles")
+    assert names(cluster, "pods", "theirs") == {"p"}
+    cluster.kubectl("patch", "pod", "p", "-n", "theirs", "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+    cluster.kubectl("delete", "clusterrole", "theirs")
 
 
-def test_disturbed_nodes_are_restored(existing: SharedCluster) -> None:
+def test_disturbed_nodes_are_restored(cluster: SharedCluster) -> None:
     theirs = {"key": "theirs", "effect": "NoSchedule"}
     for name in ("disturbed", "cordoned"):
         spec = {"taints": [theirs], "unschedulable": name == "cordoned"}
-        create(existing, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": spec})
-    existing.kubectl("patch", "node", "disturbed", "--type=merge", "-p", json.dumps(cordon_patch(on=True)))
-    remove_leftovers(existing, fail_to_power_on)
-    nodes = {item["metadata"]["name"]: item for item in existing.get("nodes")["items"]}
+        create(cluster, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": spec})
+    cluster.kubectl("patch", "node", "disturbed", "--type=merge", "-p", json.dumps(cordon_patch(on=True)))
+    remove_leftovers(cluster, fail_to_power_on)
+    nodes = {item["metadata"]["name"]: item for item in cluster.get("nodes")["items"]}
     assert "unschedulable" not in nodes["disturbed"]["spec"]
     assert nodes["cordoned"]["spec"]["unschedulable"], "by another user"
     taints = [taint["key"] for taint in nodes["disturbed"]["spec"]["taints"] if not taint["key"].startswith("node.")]
     assert taints == ["theirs"]
     assert not [key for key in nodes["disturbed"]["metadata"].get("annotations", {}) if key.startswith("tests.")]
-    existing.kubectl("delete", "node", *nodes)
+    cluster.kubectl("delete", "node", *nodes)
 
 
-def test_a_cordoned_node_is_restored(existing: SharedCluster) -> None:
-    create(existing, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}})
-    before = existing.get("node", "n")
-    with existing.cordoned("n"):
-        assert existing.get("node", "n")["spec"]["unschedulable"]
-    after = existing.get("node", "n")
+def test_a_cordoned_node_is_restored(cluster: SharedCluster) -> None:
+    create(cluster, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}})
+    before = cluster.get("node", "n")
+    with cluster.cordon_nodes("n"):
+        assert cluster.get("node", "n")["spec"]["unschedulable"]
+    after = cluster.get("node", "n")
     assert after["metadata"].get("annotations", {}) == before["metadata"].get("annotations", {})
     assert "unschedulable" not in after["spec"]
-    existing.kubectl("delete", "node", "n")
+    cluster.kubectl("delete", "node", "n")
 
 
-def test_a_foreign_operator_or_job_stops_the_session(existing: SharedCluster) -> None:
-    apply_definition(existing)
-    check_unoccupied(existing)
+def test_a_foreign_operator_or_job_stops_the_session(cluster: SharedCluster) -> None:
+    apply_definition(cluster)
+    check_unoccupied(cluster)
     job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "llama"}}
-    create(existing, {**job, "spec": {"workers": {"accelerator": {"device": "cpu"}}, "trainer": {}}})
+    create(cluster, {**job, "spec": {"workers": {"accelerator": {"device": "cpu"}}, "trainer": {}}})
     with pytest.raises(
         OccupiedError, match=r"has trainingjobs .* no test created \(default/llama\).* delete them first"
     ):
-        check_unoccupied(existing)
-    existing.kubectl("delete", "trn", "llama")
+        check_unoccupied(cluster)
+    cluster.kubectl("delete", "trn", "llama")
     install = [document for document in yaml.safe_load_all((ROOT / generate.INSTALL).read_text()) if document]
-    existing.run("kubectl", "create", "namespace", "trainium-system")
+    cluster.run("kubectl", "create", "namespace", "trainium-system")
     (deployment,) = (document for document in install if document["kind"] == "Deployment")
-    create(existing, deployment | {"spec": {**deployment["spec"], "replicas": 0}})
+    create(cluster, deployment | {"spec": {**deployment["spec"], "replicas": 0}})
     with pytest.raises(OccupiedError, match=r"deployments .*\(trainium-system/trainium-operator\).*\(helm uninstall\)"):
-        check_unoccupied(existing)
+        check_unoccupied(cluster)
 
 
 def test_only_a_definition_that_tests_installed_is_removed(
-    existing: SharedCluster,
+    cluster: SharedCluster,
 ) -> None:
-    apply_definition(existing)
+    apply_definition(cluster)
     crd = str(ROOT / "manifests/crd.yaml")
-    existing.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
-    remove_leftovers(existing, fail_to_power_on)
-    assert DEFINITION not in names(existing, "crd")
-    existing.kubectl("apply", "--server-side", "-f", crd)
-    apply_definition(existing)
-    remove_leftovers(existing, fail_to_power_on)
-    assert DEFINITION in names(existing, "crd")
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
+    remove_leftovers(cluster, fail_to_power_on)
+    assert DEFINITION not in names(cluster, "crd")
+    cluster.kubectl("apply", "--server-side", "-f", crd)
+    apply_definition(cluster)
+    remove_leftovers(cluster, fail_to_power_on)
+    assert DEFINITION in names(cluster, "crd")
 
 
 # --- rings in any order ----------------------------------------------------------------------------------------------
@@ -233,11 +243,11 @@ def deployments(cluster: SharedCluster) -> list[str]:
     return [item["metadata"]["name"] for item in cluster.get("deployments", "-A")["items"]]
 
 
-def test_each_ring_finds_the_parts_that_it_needs_in_any_order(existing: SharedCluster) -> None:
+def test_each_ring_finds_the_parts_that_it_needs_in_any_order(cluster: SharedCluster) -> None:
     for need in (InstalledParts.OPERATOR, InstalledParts.DEFINITION, InstalledParts.OPERATOR, InstalledParts.OPERATOR):
-        existing.installed.ensure(need)
-        assert deployments(existing) == (["trainium-operator"] if need is InstalledParts.OPERATOR else [])
-        assert DEFINITION in names(existing, "crd")
+        cluster.installed.ensure(need)
+        assert deployments(cluster) == (["trainium-operator"] if need is InstalledParts.OPERATOR else [])
+        assert DEFINITION in names(cluster, "crd")
 
 
 SAMPLE_FIXTURES = """
@@ -271,35 +281,35 @@ def test_again(defined):
 """
 
 
-def run_in(existing: SharedCluster, folder: Path, *tests: str, **more: str) -> subprocess.CompletedProcess[str]:
+def run_in(cluster: SharedCluster, folder: Path, *tests: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a separate session with this project's hooks."""
     (folder / "test_sample.py").write_text(SAMPLE)
     (folder / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text() + SAMPLE_FIXTURES)
     settings = folder / "settings.yaml"
-    settings.write_text(yaml.safe_dump({"shared": str(folder), **existing.settings}))
+    settings.write_text(yaml.safe_dump({"shared": str(folder), **cluster.settings}))
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
     command += ["-o", f"pythonpath={ROOT}", "-p", "no:cacheprovider", "--cluster=existing"]
-    environment = os.environ | existing.variables | {"TRAINIUM_TEST_SITE": str(settings)} | more
+    environment = os.environ | cluster.variables | {"TRAINIUM_TEST_SITE": str(settings)} | more
     command += [f"test_sample.py::{test}" for test in tests]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_sessions_pass_in_any_order_and_after_one_that_was_killed(existing: SharedCluster, tmp_path: Path) -> None:
-    remaining = names(existing, "namespaces")
-    killed = run_in(existing, tmp_path, "test_defined", "test_operator", KILL="yes")
+def test_sessions_pass_in_any_order_and_after_one_that_was_killed(cluster: SharedCluster, tmp_path: Path) -> None:
+    remaining = names(cluster, "namespaces")
+    killed = run_in(cluster, tmp_path, "test_defined", "test_operator", KILL="yes")
     assert killed.returncode == -signal.SIGKILL
-    assert {"t-defined", "t-operator", "trainium-system"} <= names(existing, "namespaces")
-    assert deployments(existing) == ["trainium-operator"]
+    assert {"t-defined", "t-operator", "trainium-system"} <= names(cluster, "namespaces")
+    assert deployments(cluster) == ["trainium-operator"]
     for order in (("test_defined", "test_operator", "test_again"), ("test_operator", "test_defined")):
-        done = run_in(existing, tmp_path, *order)
+        done = run_in(cluster, tmp_path, *order)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert names(existing, "namespaces") == remaining
-        assert DEFINITION not in names(existing, "crd")
+        assert names(cluster, "namespaces") == remaining
+        assert DEFINITION not in names(cluster, "crd")
 
 
-def test_a_second_session_exits_with_a_message_and_changes_nothing(existing: SharedCluster, tmp_path: Path) -> None:
-    with SessionLease(existing).held():
-        done = run_in(existing, tmp_path, "test_operator")
+def test_a_second_session_exits_with_a_message_and_changes_nothing(cluster: SharedCluster, tmp_path: Path) -> None:
+    with SessionLease(cluster).hold():
+        done = run_in(cluster, tmp_path, "test_operator")
     assert done.returncode == 2
     assert "Another session of tests uses this cluster" in done.stdout + done.stderr
-    assert deployments(existing) == []
+    assert deployments(cluster) == []

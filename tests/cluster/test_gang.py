@@ -39,7 +39,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield started
 
 
-async def discovered(cluster: Cluster) -> dict[GangApi, str]:
+async def discover_served_apis(cluster: Cluster) -> dict[GangApi, str]:
     transport = await connect(str(cluster.kubeconfig))
     try:
         return await discover_gang_apis(Api(transport))
@@ -92,7 +92,7 @@ def bound_pods(cluster: Cluster) -> list[str]:
 
 
 async def test_a_native_gang_is_bound_completely_or_not_at_all(cluster: Cluster) -> None:
-    apis = await discovered(cluster)
+    apis = await discover_served_apis(cluster)
     assert apis == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
     first = first_plan(cluster, apis, 3)
     groups = [action.manifest for action in first.actions if isinstance(action, ApplyGroup)]
@@ -103,14 +103,14 @@ async def test_a_native_gang_is_bound_completely_or_not_at_all(cluster: Cluster)
         apply(cluster, pod)
     name = groups[0]["metadata"]["name"]
 
-    def refused() -> bool:
+    def is_unschedulable() -> bool:
         group = json.loads(cluster.kubectl("get", "podgroup", name, "-o", "json"))
         conditions = (group.get("status") or {}).get("conditions") or ()
         return any(
             condition["type"] == "PodGroupScheduled" and condition["status"] == "False" for condition in conditions
         )
 
-    until(refused, "the scheduler never said that a gang of three does not fit on two nodes")
+    until(is_unschedulable, "the scheduler never said that a gang of three does not fit on two nodes")
     assert bound_pods(cluster) == [], "a partial gang holds nodes"
     stored = json.loads(cluster.kubectl("get", "pod", pods[0]["metadata"]["name"], "-o", "json"))
     assert stored["spec"]["schedulingGroup"] == {"podGroupName": name}, "the field survives the real API server"

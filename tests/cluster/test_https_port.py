@@ -41,10 +41,10 @@ def https_cluster(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
         yield cluster
 
 
-def issue(cluster: SharedCluster) -> ssl.SSLContext:
+def issue_certificate(cluster: SharedCluster) -> ssl.SSLContext:
     """Write a new authority and certificate into the Secret; return a context that trusts it."""
-    made = renew_material(None, (SERVICE,), time.time())
-    data = {"tls.crt": made.server_cert, "tls.key": made.server_key, "ca.crt": made.ca_bundle}
+    material = renew_material(None, (SERVICE,), time.time())
+    data = {"tls.crt": material.server_cert, "tls.key": material.server_key, "ca.crt": material.ca_bundle}
     secret: dict[str, Any] = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -53,7 +53,7 @@ def issue(cluster: SharedCluster) -> ssl.SSLContext:
         "data": {key: base64.b64encode(value).decode() for key, value in data.items()},
     }
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(secret))
-    return ssl.create_default_context(cadata=made.ca_bundle.decode())
+    return ssl.create_default_context(cadata=material.ca_bundle.decode())
 
 
 def addresses(cluster: SharedCluster) -> list[str]:
@@ -80,17 +80,17 @@ def test_a_late_and_changed_certificate_is_served_by_every_replica(https_cluster
     pods = addresses(https_cluster)
     assert len(pods) == 2
 
-    def served(trust: ssl.SSLContext) -> bool:
+    def all_pods_respond(trust: ssl.SSLContext) -> bool:
         try:
             return {get(pod, trust, token) for pod in pods} == {200}
         except OSError:  # not listening yet, or with another certificate
             return False
 
-    first = issue(https_cluster)
-    until(lambda: served(first), log)
+    first = issue_certificate(https_cluster)
+    until(lambda: all_pods_respond(first), log)
     assert {get(pod, first, "") for pod in pods} == {401}
-    second = issue(https_cluster)
-    until(lambda: served(second), log)
+    second = issue_certificate(https_cluster)
+    until(lambda: all_pods_respond(second), log)
     with pytest.raises(ssl.SSLCertVerificationError):
         get(pods[0], first, token)
     assert addresses(https_cluster) == pods

@@ -121,7 +121,8 @@ def workloads(cluster: SharedCluster, namespace: str) -> dict[str, dict[str, str
     }
 
 
-def admitted(status: dict[str, Any]) -> tuple[str, str]:
+def admitted_condition(status: dict[str, Any]) -> tuple[str, str]:
+    """Return status and reason of the condition Admitted."""
     return next(
         (condition["status"], condition["reason"])
         for condition in status["conditions"]
@@ -129,9 +130,9 @@ def admitted(status: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def size(wanted: int) -> Callable[[dict[str, Any]], bool]:
+def has_size(size: int) -> Callable[[dict[str, Any]], bool]:
     """Return a condition: the job trains with this number of workers."""
-    return lambda status: status.get("phase") == "Running" and status.get("readyReplicas") == wanted
+    return lambda status: status.get("phase") == "Running" and status.get("readyReplicas") == size
 
 
 def assert_same_losses(job: Job, reference: Reference) -> None:
@@ -147,40 +148,44 @@ def test_an_elastic_job_borrows_shrinks_on_preemption_and_grows_back(
     teams: SharedCluster, reference: Reference
 ) -> None:
     elastic = Job(teams, "elastic", "elastic", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4, minReplicas: 2}}}}")
-    elastic.apply().until("training on four nodes, two of them borrowed", size(4))
+    elastic.apply().until("training on four nodes, two of them borrowed", has_size(4))
     assert {pod["spec"]["nodeSelector"]["pool"] for pod in elastic.pods()} == {POOL}
     assert workloads(teams, "elastic").keys() == {"elastic-quota-0", "elastic-quota-1", "elastic-quota-2"}
     first = elastic.uids()
 
     rigid = Job(teams, "rigid", "rigid", f"{{{QUEUED}}}").apply()
-    elastic.until("training on its own two nodes", size(2))
-    assert {member["podUid"] for member in elastic.members()} < first, "those that stay were never stopped"
+    elastic.until("training on its own two nodes", has_size(2))
+    assert {member["podUid"] for member in elastic.members()} < first, "the remaining pods were not restarted"
     rigid.until_phase("Completed")
-    rigid.until("Kueue has its end", lambda _: workloads(teams, "rigid")["rigid-quota-0"].get("Finished") == "True")
+    rigid.until(
+        "its Workload is finished", lambda _: workloads(teams, "rigid")["rigid-quota-0"].get("Finished") == "True"
+    )
 
-    status = elastic.until("training on four nodes again", size(4))
+    status = elastic.until("training on four nodes again", has_size(4))
     elastic.until_step(elastic.log.newest + 10)
     elastic.suspend()
     elastic.until_phase("Suspended")
     assert status["restarts"]["total"] == 0, "a preemption is no failure"
     assert any("the queue grants 2 of 4" in entry["message"] for entry in status["history"])
     assert elastic.uids() == set()
-    elastic.until("nothing asked for", lambda _: not workloads(teams, "elastic"))
+    elastic.until("its Workloads are deleted", lambda _: not workloads(teams, "elastic"))
     assert_same_losses(elastic, reference)
     elastic.delete()
 
 
 def test_an_evicted_rigid_job_saves_waits_and_resumes(teams: SharedCluster, reference: Reference) -> None:
     borrower = Job(teams, "elastic", "borrower", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 4}}}}").apply()
-    borrower.until("training on four nodes", size(4))
+    borrower.until("training on four nodes", has_size(4))
     borrower.until_step(20)
 
     owner = Job(teams, "rigid", "owner", f"{{{QUEUED}}}").apply()
-    status = borrower.until("no pod is left", lambda status: admitted(status)[1] == "Evicted" and not borrower.pods())
+    status = borrower.until(
+        "no pod is left", lambda status: admitted_condition(status)[1] == "Evicted" and not borrower.pods()
+    )
     assert status["phase"] == "Pending"
     owner.until_phase("Completed")
 
-    status = borrower.until("training on four nodes again", size(4))
+    status = borrower.until("training on four nodes again", has_size(4))
     borrower.until_step(borrower.log.newest + 10)
     borrower.suspend()
     borrower.until_phase("Suspended")
@@ -192,15 +197,17 @@ def test_an_evicted_rigid_job_saves_waits_and_resumes(teams: SharedCluster, refe
 
 def test_a_job_waits_in_its_queue_until_another_is_suspended(teams: SharedCluster) -> None:
     first = Job(teams, "rigid", "first", f"{{{ENDLESS}, {QUEUED}, workers: {{replicas: 3}}}}").apply()
-    first.until("training on three nodes, one of them borrowed", size(3))
+    first.until("training on three nodes, one of them borrowed", has_size(3))
     second = Job(teams, "rigid", "second", f"{{{QUEUED}}}").apply()
-    status = second.until("word from Kueue", lambda status: "insufficient" in json.dumps(status.get("conditions")))
-    assert admitted(status) == ("False", "WaitingForQueue")
+    status = second.until(
+        "Kueue reports insufficient quota", lambda status: "insufficient" in json.dumps(status.get("conditions"))
+    )
+    assert admitted_condition(status) == ("False", "WaitingForQueue")
     assert not second.pods()
 
     first.suspend()
     second.until_phase("Completed")
-    assert "first-quota-0" not in workloads(teams, "rigid"), "a suspended job asks for nothing"
+    assert "first-quota-0" not in workloads(teams, "rigid"), "a suspended job has no Workload"
     first.suspend(yes=False)
-    first.until("training again", size(3))
+    first.until("training again", has_size(3))
     first.delete()

@@ -15,7 +15,7 @@ from trainium_devcluster.cluster import Cluster
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(240)]
 
 
-def pod(cluster: Cluster, name: str) -> dict[str, Any]:
+def get_pod(cluster: Cluster, name: str) -> dict[str, Any]:
     return cluster.api.get(f"/api/v1/namespaces/default/pods/{name}")
 
 
@@ -30,10 +30,12 @@ def test_a_fleet_node_has_the_capacity_of_a_trainium_node(cluster: Cluster) -> N
 def test_pods_of_a_fleet_node_run_and_fail_on_request(cluster: Cluster) -> None:
     assert cluster.fleet is not None
     cluster.kubectl("run", "plain", "--image=none", "--restart=Never")
-    status = until(lambda: (found := pod(cluster, "plain")["status"])["phase"] == "Running" and found, "the pod runs")
+    status = until(
+        lambda: (found := get_pod(cluster, "plain")["status"])["phase"] == "Running" and found, "the pod runs"
+    )
     assert status["podIP"].startswith("10.")
     cluster.fleet.fail_pod("default", "plain", exit_code=7, message="boom")
-    failed = pod(cluster, "plain")["status"]
+    failed = get_pod(cluster, "plain")["status"]
     assert failed["phase"] == "Failed"
     assert failed["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 7
     cluster.kubectl("delete", "pod", "plain", "--wait", f"--timeout={scaled(30):.0f}s")

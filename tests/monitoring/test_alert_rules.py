@@ -77,7 +77,9 @@ FAULTS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def firing(folder: Path, samples: Mapping[str, str], expected: set[str], *, after_minutes: int = HOURS * 60) -> None:
+def assert_firing_alerts(
+    folder: Path, samples: Mapping[str, str], expected: set[str], *, after_minutes: int = HOURS * 60
+) -> None:
     """Assert which alerts fire after so long."""
     series = [
         {"series": P + name, "values": f"{value}x{HOURS * 60}" if "+" in value else f"{value}+0x{HOURS * 60}"}
@@ -113,12 +115,12 @@ def test_prometheus_accepts_the_rules() -> None:
 
 
 def test_no_alert_fires_on_a_healthy_fleet(tmp_path: Path) -> None:
-    firing(tmp_path, CALM, set())
+    assert_firing_alerts(tmp_path, CALM, set())
 
 
 @pytest.mark.parametrize("alert", FAULTS)
 def test_exactly_the_alert_of_a_fault_fires(tmp_path: Path, alert: str) -> None:
-    firing(tmp_path, CALM | FAULTS[alert], {alert})
+    assert_firing_alerts(tmp_path, CALM | FAULTS[alert], {alert})
 
 
 def test_each_alert_has_a_fault() -> None:
@@ -127,10 +129,10 @@ def test_each_alert_has_a_fault() -> None:
 
 
 def test_a_short_fault_does_not_fire(tmp_path: Path) -> None:
-    firing(tmp_path, CALM | FAULTS["TrainiumJobNotTraining"], set(), after_minutes=20)
+    assert_firing_alerts(tmp_path, CALM | FAULTS["TrainiumJobNotTraining"], set(), after_minutes=20)
 
 
 def test_a_finished_job_does_not_fire_for_its_goodput(tmp_path: Path) -> None:
     samples = CALM | FAULTS["TrainiumNamedJobGoodputLow"]
     del samples[f'job_phase{{{OF_JOB},phase="Running"}}']
-    firing(tmp_path, samples, set())
+    assert_firing_alerts(tmp_path, samples, set())

@@ -99,7 +99,7 @@ def evaluate(settings: Settings) -> dict[str, Any]:
     return {"losses": [str(loss) for loss in losses], "norm": backend.parameter_norm()}
 
 
-def nonfinite(settings: Settings) -> dict[str, Any]:
+def step_with_nan(settings: Settings) -> dict[str, Any]:
     """Return whether a step applied and the ranks named, with NaN in the last rank's loss, then in its gradient."""
     backend = NxdBackend(settings)
     backend.build()
@@ -127,7 +127,7 @@ def nonfinite(settings: Settings) -> dict[str, Any]:
     return results
 
 
-def frozen(settings: Settings) -> dict[str, Any]:
+def describe_frozen_base(settings: Settings) -> dict[str, Any]:
     """Describe a tuning after a step: tensors in float32 beside the adapters, and the frozen base."""
     backend = NxdBackend(settings)
     backend.build()
@@ -153,4 +153,10 @@ def frozen(settings: Settings) -> dict[str, Any]:
     }
 
 
-PROGRAMS = {"agree": agree, "evaluate": evaluate, "frozen": frozen, "nonfinite": nonfinite, "reload": reload}
+PROGRAMS = {
+    "agree": agree,
+    "evaluate": evaluate,
+    "frozen": describe_frozen_base,
+    "nonfinite": step_with_nan,
+    "reload": reload,
+}

@@ -58,7 +58,7 @@ def run(launch: Launcher, base: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def native() -> dict[str, tuple[Metrics, Trained]]:
+def native_results() -> dict[str, tuple[Metrics, Trained]]:
     """Return the results of the native backend by tuning, computed at their first use."""
     return {}
 
@@ -90,23 +90,23 @@ LAYOUTS = [
 @pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS)
 def test_curve_and_weights_equal_those_of_the_native_backend(
     run: Run,
-    native: dict[str, tuple[Metrics, Trained]],
+    native_results: dict[str, tuple[Metrics, Trained]],
     ranks: int,
     overrides: Sequence[str],
     tuning: str,
 ) -> None:
-    if tuning not in native:
-        native[tuning] = run(1, "native", NATIVE, TUNINGS[tuning])
-    assert_same(run(ranks, "nxd", NXD, TUNINGS[tuning], *overrides), native[tuning])
+    if tuning not in native_results:
+        native_results[tuning] = run(1, "native", NATIVE, TUNINGS[tuning])
+    assert_same(run(ranks, "nxd", NXD, TUNINGS[tuning], *overrides), native_results[tuning])
 
 
 @pytest.mark.parametrize("tuning", ["LoRA", "LoRA with dropout", "mixed"])
 def test_heads_repeated_as_on_trn2_make_the_same_curve(
-    run: Run, native: dict[str, tuple[Metrics, Trained]], tuning: str
+    run: Run, native_results: dict[str, tuple[Metrics, Trained]], tuning: str
 ) -> None:
-    if tuning not in native:
-        native[tuning] = run(1, "native", NATIVE, TUNINGS[tuning])
-    assert_same(run(4, "nxd", NXD, TUNINGS[tuning], TP4, TEST_NXD_TARGET="trn2"), native[tuning])
+    if tuning not in native_results:
+        native_results[tuning] = run(1, "native", NATIVE, TUNINGS[tuning])
+    assert_same(run(4, "nxd", NXD, TUNINGS[tuning], TP4, TEST_NXD_TARGET="trn2"), native_results[tuning])
 
 
 @pytest.mark.parametrize("overrides", [[TP, SP], pytest.param([TP, SP, ZERO1], marks=needs_torch_xla)])

@@ -96,7 +96,7 @@ def _stay_in_domain(run: Run) -> RunResult:
         labels = (NEAR if node in near else FAR, f"switch-{number % 2}")
         env.api.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": dict(zip(LAYERS, labels, strict=True))}})
     try:
-        with env.cluster.cordoned(*far):
+        with env.cluster.cordon_nodes(*far):
             time.sleep(2)  # until the operator has seen the labels
             target.patch({"spec": {"suspend": False}})
             target.until_stable(3, seconds=120)

@@ -96,7 +96,7 @@ def _fail_two_nodes(run: Run, *, max_steps_lost: int) -> RunResult:
 
 def _cordoned_idle_nodes(run: Run) -> AbstractContextManager[None]:
     idle = set(run.env.cluster.worker_nodes()) - {member["nodeName"] for member in run.target.members()}
-    return run.env.cluster.cordoned(*idle)
+    return run.env.cluster.cordon_nodes(*idle)
 
 
 def _shrink(run: Run, node: str, **expected_membership: int) -> RunResult:

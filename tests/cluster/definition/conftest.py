@@ -40,7 +40,7 @@ class Api:
         return self.access.variables
 
     @property
-    def existing(self) -> bool:
+    def is_existing(self) -> bool:
         return self.access.is_existing
 
     def run(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -72,7 +72,7 @@ class Api:
 
     def refusal_of_change(self, document: dict[str, Any], *, dry_run: bool = False) -> str:
         """Return the API server's refusal of a job that is to be so, whether it is there or not; empty: it is taken."""
-        if self.existing:
+        if self.is_existing:
             return self.refusal(document, *["--dry-run=server"][:dry_run])
         options = f"fieldManager=tests&force=true&fieldValidation=Strict{'&dryRun=All' * dry_run}"
         kind = "application/apply-patch+yaml"
@@ -80,13 +80,13 @@ class Api:
 
     def refusal_of_new(self, document: dict[str, Any]) -> str:
         """Return the API server's refusal of a new job, which is not kept; `kubectl apply` shows this text."""
-        if self.existing:
+        if self.is_existing:
             return self.refusal(document, "--dry-run=server")
         return self._request("POST", "?dryRun=All&fieldValidation=Strict", document)
 
     def report_status(self, name: str, status: dict[str, Any]) -> None:
         """Write a status as an operator does."""
-        if self.existing:
+        if self.is_existing:
             patch = json.dumps({"status": status})
             self.kubectl("patch", "trn", name, "--subresource=status", "--type=merge", "--patch", patch)
         else:
@@ -95,7 +95,7 @@ class Api:
 
     def delete_job(self, name: str) -> None:
         """Delete an existing job."""
-        if self.existing:
+        if self.is_existing:
             self.kubectl("delete", "trn", name, "--wait=false")
         else:
             assert self._request("DELETE", f"/{name}", {"propagationPolicy": "Background"}) == ""
@@ -122,11 +122,11 @@ def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
-def defined(api: Api) -> Iterator[Api]:
+def crd_api(api: Api) -> Iterator[Api]:
     """Return the API server with the definition, without an operator, and a namespace to write in."""
-    if not api.existing:  # there it is so whenever a test here begins
+    if not api.is_existing:  # there it is so whenever a test here begins
         apply_definition(api.access)
     api.make_namespaces(NAMESPACE)
     yield api
-    if api.existing:  # any other has gone with the last test
+    if api.is_existing:  # any other has gone with the last test
         api.delete_namespaces(NAMESPACE)

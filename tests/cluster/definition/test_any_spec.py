@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.cluster.definition.conftest import Api
-from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated
+from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated_values
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.stored_json import read_json
 from trainium_operator.cluster.cache.views import job_record
@@ -23,11 +23,11 @@ LONGEST_ANSWER = 64 << 10
 
 
 @pytest.fixture
-def server(defined: Api) -> tuple[Connection, str]:
+def server(crd_api: Api) -> tuple[Connection, str]:
     """Return a persistent connection and the path of a dry run."""
-    if defined.connection is None:
+    if crd_api.connection is None:
         pytest.skip("thousands of requests are for a cluster of one's own")
-    return defined.connection, f"/apis/trainium.dev/v1alpha1/namespaces/{defined.namespace}/trainingjobs?dryRun=All"
+    return crd_api.connection, f"/apis/trainium.dev/v1alpha1/namespaces/{crd_api.namespace}/trainingjobs?dryRun=All"
 
 
 @pytest.mark.parametrize("examples", [20, pytest.param(400, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
@@ -36,7 +36,7 @@ def test_any_spec_is_accepted_and_parsed_or_refused(server: tuple[Connection, st
     accepted = 0
 
     @settings(SLOW_ALLOWED, max_examples=examples)
-    @given(mutated(SPEC, most=3))
+    @given(mutated_values(SPEC, most=3))
     def offer(spec: Any) -> None:
         nonlocal accepted
         job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "any"}, "spec": spec}

@@ -427,25 +427,25 @@ def test_the_plain_install_is_up_to_date(api: Api) -> None:
     assert generate.find_stale(ROOT, helm) == [], "run `make generate`"
 
 
-def test_all_pods_satisfy_the_restricted_standard(defined: Api) -> None:
-    template = find(render_chart(defined), "Deployment", NAME)["spec"]["template"]
+def test_all_pods_satisfy_the_restricted_standard(crd_api: Api) -> None:
+    template = find(render_chart(crd_api), "Deployment", NAME)["spec"]["template"]
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": "probe", "labels": template["metadata"]["labels"]},
         "spec": template["spec"] | {"serviceAccountName": "default", "automountServiceAccountToken": False},
     }
-    test_pod = find(render_chart(defined), "Pod", f"{NAME}-test")
+    test_pod = find(render_chart(crd_api), "Pod", f"{NAME}-test")
     helm_test_pod = test_pod | {"metadata": {"name": "test", "labels": test_pod["metadata"]["labels"]}}
-    make_namespace(defined.access, f"{RELEASE}-restricted", **{"pod-security.kubernetes.io/enforce": "restricted"})
+    make_namespace(crd_api.access, f"{RELEASE}-restricted", **{"pod-security.kubernetes.io/enforce": "restricted"})
     try:
         create = ("kubectl", "-n", f"{RELEASE}-restricted", "create", "--dry-run=server", "-f", "-")
         for manifest in (pod, helm_test_pod):
-            done = defined.run(*create, stdin=json.dumps(manifest))
+            done = crd_api.run(*create, stdin=json.dumps(manifest))
             assert "violates PodSecurity" not in done.stderr
             assert done.returncode == 0, done.stderr
     finally:
-        defined.delete_namespaces(f"{RELEASE}-restricted")
+        crd_api.delete_namespaces(f"{RELEASE}-restricted")
 
 
 @pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
@@ -494,33 +494,33 @@ def test_helm_test_is_not_rendered_without_replicas(api: Api) -> None:
     assert "Pod" not in {document["kind"] for document in render_chart(api, "replicas=0")}
 
 
-def test_an_upgrade_keeps_the_certificates_of_the_operator(defined: Api) -> None:
-    settings = ["--namespace", defined.namespace, "--set", "crds.install=false"]
+def test_an_upgrade_keeps_the_certificates_of_the_operator(crd_api: Api) -> None:
+    settings = ["--namespace", crd_api.namespace, "--set", "crds.install=false"]
     secret = f"{NAME}-coordinator-tls"
-    defined.helm("install", RELEASE, defined.chart, *settings, "--set", "replicas=0")
+    crd_api.helm("install", RELEASE, crd_api.chart, *settings, "--set", "replicas=0")
     try:
-        written = json.loads(defined.kubectl("get", "secret", secret, "-o", "json"))
+        written = json.loads(crd_api.kubectl("get", "secret", secret, "-o", "json"))
         assert "data" not in written
-        defined.kubectl("replace", "-f", "-", stdin=json.dumps(written | {"data": {"ca.crt": "b3Vycw=="}}))
-        defined.helm("upgrade", RELEASE, defined.chart, *settings, "--set", "replicas=0,logFormat=text")
-        assert defined.kubectl("get", "secret", secret, "-o", "jsonpath={.data}") == '{"ca.crt":"b3Vycw=="}'
+        crd_api.kubectl("replace", "-f", "-", stdin=json.dumps(written | {"data": {"ca.crt": "b3Vycw=="}}))
+        crd_api.helm("upgrade", RELEASE, crd_api.chart, *settings, "--set", "replicas=0,logFormat=text")
+        assert crd_api.kubectl("get", "secret", secret, "-o", "jsonpath={.data}") == '{"ca.crt":"b3Vycw=="}'
     finally:
-        defined.helm("uninstall", RELEASE, "--namespace", defined.namespace)
+        crd_api.helm("uninstall", RELEASE, "--namespace", crd_api.namespace)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_is_accepted(defined: Api, example: str) -> None:
-    defined.kubectl("apply", "--dry-run=server", "-f", str(ROOT / "manifests/examples" / example))
+def test_an_example_is_accepted(crd_api: Api, example: str) -> None:
+    crd_api.kubectl("apply", "--dry-run=server", "-f", str(ROOT / "manifests/examples" / example))
 
 
-def test_the_plain_install_applies(defined: Api) -> None:
-    defined.make_namespaces("trainium-system")  # with the mark by which an interrupted session's leftovers are removed
+def test_the_plain_install_applies(crd_api: Api) -> None:
+    crd_api.make_namespaces("trainium-system")  # with the mark by which an interrupted session's leftovers are removed
     install = str(ROOT / generate.INSTALL)
-    applied = defined.run("kubectl", "apply", "--server-side", "--force-conflicts", "-f", install)
+    applied = crd_api.run("kubectl", "apply", "--server-side", "--force-conflicts", "-f", install)
     assert (applied.returncode, applied.stderr) == (0, "")
     documents = [document for document in yaml.load_all(Path(install).read_text(), yaml.CSafeLoader) if document]
     others = [item for item in documents if item["kind"] != "CustomResourceDefinition"]
-    defined.access.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=yaml.safe_dump_all(others))
+    crd_api.access.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=yaml.safe_dump_all(others))
 
 
 SERVICE_ACCOUNT = f"system:serviceaccount:system:{NAME}"
@@ -547,53 +547,53 @@ def owned_object(kind: str, name: str, namespace: str, **owner: Any) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def restricted(defined: Api) -> Iterator[Api]:
+def restricted_api(crd_api: Api) -> Iterator[Api]:
     """Apply the chart's admission policy, and give its ServiceAccount all rights that roles can give."""
-    defined.make_namespaces(NAMESPACES[0])
+    crd_api.make_namespaces(NAMESPACES[0])
     kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
-    policy = [document for document in render_chart(defined) if document["kind"] in kinds]
+    policy = [document for document in render_chart(crd_api) if document["kind"] in kinds]
     assert [item["kind"] for item in policy] == list(kinds)
-    defined.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(policy))
+    crd_api.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(policy))
     name = f"{RELEASE}-everything"
-    defined.kubectl("create", "clusterrolebinding", name, "--clusterrole=cluster-admin", f"--user={SERVICE_ACCOUNT}")
-    defined.kubectl("label", "clusterrolebinding", name, SELECTOR)
+    crd_api.kubectl("create", "clusterrolebinding", name, "--clusterrole=cluster-admin", f"--user={SERVICE_ACCOUNT}")
+    crd_api.kubectl("label", "clusterrolebinding", name, SELECTOR)
     # The API server applies a policy after a delay.
     probe = owned_object("ConfigMap", "probe", "kube-system")
-    until(lambda: refused(defined, probe, "create"), "the policy comes into force", 40, pause=0.5)
-    yield defined
+    until(lambda: refusal_of_write(crd_api, probe, "create"), "the policy comes into force", 40, pause=0.5)
+    yield crd_api
     for document in policy:
-        defined.kubectl("delete", document["kind"], document["metadata"]["name"])
-    defined.kubectl("delete", "clusterrolebinding", name)
-    defined.delete_namespaces(NAMESPACES[0])
+        crd_api.kubectl("delete", document["kind"], document["metadata"]["name"])
+    crd_api.kubectl("delete", "clusterrolebinding", name)
+    crd_api.delete_namespaces(NAMESPACES[0])
 
 
-def refused(api: Api, document: dict[str, Any], verb: str, *arguments: str) -> str:
-    """Return the API server's refusal of the operator's own write; empty when it is accepted."""
+def refusal_of_write(api: Api, document: dict[str, Any], verb: str, *arguments: str) -> str:
+    """Return the API server's refusal of a write as the operator; empty when it is accepted."""
     options = ("--as", SERVICE_ACCOUNT, "-n", document["metadata"]["namespace"])
     done = api.run("kubectl", verb, *options, *arguments, "-f", "-", stdin=json.dumps(document))
     return done.stderr if done.returncode else ""
 
 
-def test_the_operator_cannot_adopt_foreign_objects(restricted: Api) -> None:
+def test_the_operator_cannot_adopt_foreign_objects(restricted_api: Api) -> None:
     tenant = NAMESPACES[0]
     foreign = owned_object("ConfigMap", "foreign", tenant)
     reference = foreign["metadata"].pop("ownerReferences")
-    restricted.kubectl("-n", tenant, "create", "-f", "-", stdin=json.dumps(foreign))
+    restricted_api.kubectl("-n", tenant, "create", "-f", "-", stdin=json.dumps(foreign))
     foreign["metadata"]["ownerReferences"] = reference
-    assert "changes and deletes only" in refused(restricted, foreign, "replace")
+    assert "changes and deletes only" in refusal_of_write(restricted_api, foreign, "replace")
 
 
-def test_the_admission_policy_binds_only_the_operator(restricted: Api) -> None:
-    restricted.make_namespaces("system")
+def test_the_admission_policy_binds_only_the_operator(restricted_api: Api) -> None:
+    restricted_api.make_namespaces("system")
     memory = owned_object("ConfigMap", f"{NAME}-quarantine", "system")
     memory["metadata"].pop("ownerReferences")
-    assert refused(restricted, memory, "create") == ""
-    assert refused(restricted, memory, "replace") == ""
-    restricted.delete_namespaces("system")
-    restricted.kubectl("-n", "kube-system", "create", "configmap", f"{RELEASE}-by-somebody", "--dry-run=server")
+    assert refusal_of_write(restricted_api, memory, "create") == ""
+    assert refusal_of_write(restricted_api, memory, "replace") == ""
+    restricted_api.delete_namespaces("system")
+    restricted_api.kubectl("-n", "kube-system", "create", "configmap", f"{RELEASE}-by-somebody", "--dry-run=server")
 
 
-def test_the_operator_can_write_network_policies_only_for_jobs(restricted: Api) -> None:
+def test_the_operator_can_write_network_policies_only_for_jobs(restricted_api: Api) -> None:
     ingress = WorkerIngress(
         operator_namespace="system",
         operator_labels={"app.kubernetes.io/instance": RELEASE},
@@ -612,9 +612,11 @@ def test_the_operator_can_write_network_policies_only_for_jobs(restricted: Api) 
         created=0.0,
     )
     policy = build_network_policy(job, ingress)
-    assert refused(restricted, policy, "create", "--dry-run=server") == ""
+    assert refusal_of_write(restricted_api, policy, "create", "--dry-run=server") == ""
     policy["metadata"].pop("ownerReferences")
-    assert "only objects that a TrainingJob controls" in refused(restricted, policy, "create", "--dry-run=server")
+    assert "only objects that a TrainingJob controls" in refusal_of_write(
+        restricted_api, policy, "create", "--dry-run=server"
+    )
 
 
 def test_the_admission_policy_can_be_disabled(api: Api) -> None:

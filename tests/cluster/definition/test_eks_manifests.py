@@ -19,18 +19,18 @@ FENCES = [text for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE
 
 
 @pytest.mark.parametrize("name", sorted(file.name for file in FOLDER.glob("*.yaml") if file.name != OF_EKSCTL))
-def test_a_manifest_is_accepted_without_unknown_fields(defined: Api, name: str) -> None:
-    output = defined.run(
-        *("kubectl", "--namespace", defined.namespace, "apply", "--dry-run=server", "--validate=strict"),
+def test_a_manifest_is_accepted_without_unknown_fields(crd_api: Api, name: str) -> None:
+    output = crd_api.run(
+        *("kubectl", "--namespace", crd_api.namespace, "apply", "--dry-run=server", "--validate=strict"),
         *("-f", str(FOLDER / name)),
     )
     assert (output.returncode, output.stderr) == (0, "")
 
 
-def test_a_misspelt_field_is_found(defined: Api) -> None:
+def test_a_misspelt_field_is_found(crd_api: Api) -> None:
     wrong = (FOLDER / "storage.yaml").read_text(encoding="utf-8").replace("accessModes:", "accessMode:")
-    output = defined.run(
-        *("kubectl", "--namespace", defined.namespace, "apply", "--dry-run=server", "--validate=strict", "-f", "-"),
+    output = crd_api.run(
+        *("kubectl", "--namespace", crd_api.namespace, "apply", "--dry-run=server", "--validate=strict", "-f", "-"),
         stdin=wrong,
     )
     assert 'unknown field "spec.accessMode"' in output.stderr

@@ -37,13 +37,13 @@ def role_objects(api: Api, *namespaces: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def rights(defined: Api) -> Iterator[Api]:
-    defined.make_namespaces(SYSTEM, SERVED, DELETED, OTHER)
-    defined.run("kubectl", "apply", "-f", "-", stdin=role_objects(defined))
-    yield defined
-    defined.delete_namespaces(SYSTEM, SERVED, DELETED, OTHER)
+def rights(crd_api: Api) -> Iterator[Api]:
+    crd_api.make_namespaces(SYSTEM, SERVED, DELETED, OTHER)
+    crd_api.run("kubectl", "apply", "-f", "-", stdin=role_objects(crd_api))
+    yield crd_api
+    crd_api.delete_namespaces(SYSTEM, SERVED, DELETED, OTHER)
     for kind in ("clusterrole", "clusterrolebinding"):
-        defined.run("kubectl", "delete", kind, ACCOUNT, "--ignore-not-found")
+        crd_api.run("kubectl", "delete", kind, ACCOUNT, "--ignore-not-found")
 
 
 def test_the_operator_has_rights_only_in_listed_namespaces(rights: Api) -> None:
@@ -88,7 +88,7 @@ def credentials(api: Api, folder: Path) -> str:
     return str(path)
 
 
-def job(name: str, namespace: str) -> str:
+def build_job_json(name: str, namespace: str) -> str:
     spec = {"workers": {"accelerator": {"device": "cpu"}}, "trainer": {}}
     body: dict[str, Any] = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "spec": spec}
     return json.dumps({**body, "metadata": {"name": name, "namespace": namespace}})
@@ -104,8 +104,8 @@ def open_sockets() -> int:
 
 
 def test_a_deleted_namespace_is_closed_until_it_is_recreated(rights: Api, tmp_path: Path) -> None:
-    rights.run("kubectl", "apply", "-f", "-", stdin=job("stays", SERVED))
-    rights.run("kubectl", "apply", "-f", "-", stdin=job("elsewhere", OTHER))
+    rights.run("kubectl", "apply", "-f", "-", stdin=build_job_json("stays", SERVED))
+    rights.run("kubectl", "apply", "-f", "-", stdin=build_job_json("elsewhere", OTHER))
 
     async def observe() -> None:
         before = open_sockets()
@@ -126,7 +126,7 @@ def test_a_deleted_namespace_is_closed_until_it_is_recreated(rights: Api, tmp_pa
         assert (namespaces.state(DELETED), namespaces.is_open(SERVED)) == (ListState.FORBIDDEN, True)
         await asyncio.to_thread(rights.make_namespaces, DELETED)
         await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=role_objects(rights, DELETED))
-        await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=job("again", DELETED))
+        await asyncio.to_thread(rights.run, "kubectl", "apply", "-f", "-", stdin=build_job_json("again", DELETED))
         for reflector in caches.reflectors():
             await reflector.refresh()
         await until(lambda: namespaces.is_open(DELETED), "it is listed again")

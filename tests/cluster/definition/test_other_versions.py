@@ -20,21 +20,23 @@ GROUP, PLURAL = "older.trainium.dev", "olderjobs"
 """Group and name of the older definition: kubectl would take another `trainingjobs` for it."""
 
 
-def full(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") -> Any:
+def build_full_value(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") -> Any:
     """Return a value with all fields."""
     if "$ref" in schema:
         schema = {**definitions[schema["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in schema.items() if k != "$ref"}}
     if "anyOf" in schema:
-        return full(next(choice for choice in schema["anyOf"] if choice.get("type") != "null"), definitions, name)
+        return build_full_value(
+            next(choice for choice in schema["anyOf"] if choice.get("type") != "null"), definitions, name
+        )
     if "enum" in schema:
         return schema["enum"][-1]
     match schema.get("type"):
         case "object" if "properties" in schema:
-            return {key: full(value, definitions, key) for key, value in schema["properties"].items()}
+            return {key: build_full_value(value, definitions, key) for key, value in schema["properties"].items()}
         case "object":
-            return {"Crash": full(schema.get("additionalProperties", {"type": "integer"}), definitions)}
+            return {"Crash": build_full_value(schema.get("additionalProperties", {"type": "integer"}), definitions)}
         case "array":
-            return [full(schema["items"], definitions, name)] * schema.get("minItems", 1)
+            return [build_full_value(schema["items"], definitions, name)] * schema.get("minItems", 1)
         case "string":
             return "2027-01-15T08:00:00Z" if name.lower().endswith("time") else "text"
         case "integer":
@@ -50,7 +52,7 @@ def full(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") ->
 def status() -> dict[str, Any]:
     """Return a status with all fields, and some of a later version."""
     schema = TrainingJobStatus.model_json_schema(by_alias=True)
-    status: dict[str, Any] = full(schema, schema["$defs"])
+    status: dict[str, Any] = build_full_value(schema, schema["$defs"])
     status["shardsV9"] = [{"zone": "a"}]
     status["membership"]["quorumV9"] = 3
     status["history"][0]["blameV9"] = {"rank": 4}
@@ -58,33 +60,33 @@ def status() -> dict[str, Any]:
     return status
 
 
-def closed(schema: dict[str, Any]) -> None:
+def forbid_unknown_fields(schema: dict[str, Any]) -> None:
     """Make a schema refuse fields that it does not declare."""
     schema.pop("x-kubernetes-preserve-unknown-fields", None)
     for child in (*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")):
         if isinstance(child, dict):
-            closed(child)
+            forbid_unknown_fields(child)
 
 
 @pytest.fixture(scope="module")
-def older(defined: Api) -> Iterator[Api]:
+def older_api(crd_api: Api) -> Iterator[Api]:
     """Return the API server with another definition, whose status is closed and lacks some fields."""
     definition = custom_resource_definition()
     definition["metadata"] = {"name": f"{PLURAL}.{GROUP}", "labels": LABELS}
     definition["spec"]["group"] = GROUP
     definition["spec"]["names"].update(plural=PLURAL, singular="olderjob", shortNames=[], categories=[])
     schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
-    closed(schema)
+    forbid_unknown_fields(schema)
     for name in ("goodput", "verdict"):
         del schema["properties"][name]
-    defined.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(definition))
-    await_definition(defined.access, f"{PLURAL}.{GROUP}")
-    yield defined
-    defined.kubectl("delete", "crd", f"{PLURAL}.{GROUP}")
+    crd_api.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(definition))
+    await_definition(crd_api.access, f"{PLURAL}.{GROUP}")
+    yield crd_api
+    crd_api.kubectl("delete", "crd", f"{PLURAL}.{GROUP}")
 
 
 @pytest.fixture
-def write(older: Api) -> Iterator[Callable[[str, dict[str, Any]], str]]:
+def write(older_api: Api) -> Iterator[Callable[[str, dict[str, Any]], str]]:
     """Write a status by server-side apply, as the operator does; return the error of the API server."""
     created: list[str] = []
 
@@ -96,43 +98,43 @@ def write(older: Api) -> Iterator[Callable[[str, dict[str, Any]], str]]:
             "spec": {"workers": {"replicas": 1, "accelerator": {"device": "cpu"}}, "trainer": {}},
         }
         if group not in created:
-            older.kubectl("create", "-f", "-", stdin=json.dumps(job))
+            older_api.kubectl("create", "-f", "-", stdin=json.dumps(job))
             created.append(group)
         job.pop("spec")
         flags = ("--server-side", "--subresource=status", "--field-manager=operator", "--validate=false")
         written = json.dumps({**job, "status": status})
-        done = older.run("kubectl", "-n", older.namespace, "apply", *flags, "-f", "-", stdin=written)
+        done = older_api.run("kubectl", "-n", older_api.namespace, "apply", *flags, "-f", "-", stdin=written)
         return done.stderr if done.returncode else ""
 
     yield write
     for group in created:
-        older.kubectl("delete", resource(group), "written")
+        older_api.kubectl("delete", resource(group), "written")
 
 
 def resource(group: str) -> str:
     return f"{PLURAL if group == GROUP else 'trainingjobs'}.{group}"
 
 
-def stored(api: Api, group: str) -> dict[str, Any]:
+def read_stored_status(api: Api, group: str) -> dict[str, Any]:
     status: dict[str, Any] = json.loads(api.kubectl("get", resource(group), "written", "-o", "json"))["status"]
     return status
 
 
 def test_the_definition_accepts_the_status_of_a_later_version(
-    older: Api, status: dict[str, Any], write: Callable[[str, dict[str, Any]], str]
+    older_api: Api, status: dict[str, Any], write: Callable[[str, dict[str, Any]], str]
 ) -> None:
     assert write("trainium.dev", status) == ""
-    assert stored(older, "trainium.dev") == status
+    assert read_stored_status(older_api, "trainium.dev") == status
 
 
 def test_an_older_definition_names_undeclared_status_fields(
-    older: Api, status: dict[str, Any], write: Callable[[str, dict[str, Any]], str]
+    older_api: Api, status: dict[str, Any], write: Callable[[str, dict[str, Any]], str]
 ) -> None:
     undeclared, refusals = UndeclaredFields(lambda: 0.0), 0
     while refusal := write(GROUP, undeclared.without(status)):
         assert undeclared.learn(UndeclaredFieldError(refusal)), refusal
         refusals += 1
     assert refusals > 0
-    assert stored(older, GROUP) == undeclared.without(status)
-    assert {"phase", "membership", "history"} <= stored(older, GROUP).keys()
-    assert "goodput" not in stored(older, GROUP)
+    assert read_stored_status(older_api, GROUP) == undeclared.without(status)
+    assert {"phase", "membership", "history"} <= read_stored_status(older_api, GROUP).keys()
+    assert "goodput" not in read_stored_status(older_api, GROUP)

@@ -48,31 +48,31 @@ def event_about(job: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalOperator]:
+def readable(crd_api: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalOperator]:
     """Start an operator that serves pages, and create a job in each of two namespaces."""
-    if defined.existing:
+    if crd_api.is_existing:
         pytest.skip("an operator is not installed into a cluster that is somebody's own")
-    defined.make_namespaces(SYSTEM, OURS, THEIRS)
+    crd_api.make_namespaces(SYSTEM, OURS, THEIRS)
     for name, role in ROLES.items():
-        defined.kubectl("create", "serviceaccount", name, "-n", OURS)
+        crd_api.kubectl("create", "serviceaccount", name, "-n", OURS)
         if role:
             subject = f"--serviceaccount={OURS}:{name}"
-            defined.kubectl("create", "rolebinding", name, "-n", OURS, f"--clusterrole={role}", subject)
+            crd_api.kubectl("create", "rolebinding", name, "-n", OURS, f"--clusterrole={role}", subject)
     folder = tmp_path_factory.mktemp("pages")
-    with run_local_operator(defined, folder, "pages", SYSTEM, "ui.enabled=true,watchNodes=false") as running:
+    with run_local_operator(crd_api, folder, "pages", SYSTEM, "ui.enabled=true,watchNodes=false") as running:
         for namespace, name in ((OURS, "ours"), (THEIRS, "secret")):
             manifest = {**JOB, "metadata": {"name": name, "namespace": namespace}}
             made = json.loads(
-                defined.kubectl("apply", "-f", "-", "-n", namespace, "-o", "json", stdin=json.dumps(manifest))
+                crd_api.kubectl("apply", "-f", "-", "-n", namespace, "-o", "json", stdin=json.dumps(manifest))
             )
-            defined.kubectl("create", "-f", "-", "-n", namespace, stdin=json.dumps(event_about(made)))
+            crd_api.kubectl("create", "-f", "-", "-n", namespace, stdin=json.dumps(event_about(made)))
         yield running
         for namespace in (OURS, THEIRS):
-            defined.run("kubectl", "delete", "trn", "--all", "-n", namespace, "--wait=false")
-    defined.delete_namespaces(SYSTEM, OURS, THEIRS)
+            crd_api.run("kubectl", "delete", "trn", "--all", "-n", namespace, "--wait=false")
+    crd_api.delete_namespaces(SYSTEM, OURS, THEIRS)
 
 
-def shown(readable: LocalOperator, token: str, path: str, expected: str) -> str:
+def wait_for_page(readable: LocalOperator, token: str, path: str, expected: str) -> str:
     """Return the page once it has the expected text."""
 
     def observe() -> str:
@@ -85,12 +85,12 @@ def shown(readable: LocalOperator, token: str, path: str, expected: str) -> str:
 
 def test_a_viewer_of_one_namespace_sees_only_its_jobs(readable: LocalOperator) -> None:
     token = request_token(readable.api, "ann", OURS)
-    page = Page(shown(readable, token, f"/ui/{OURS}/ours", "Noticed"))
+    page = Page(wait_for_page(readable, token, f"/ui/{OURS}/ours", "Noticed"))
     assert "0 of 2 nodes" in page.text
     assert "<b>bold</b>" in page.text
     assert "Events" in page.text
     assert "Not shown" not in page.text
-    listed = Page(shown(readable, token, f"/ui/{OURS}", "ours"))
+    listed = Page(wait_for_page(readable, token, f"/ui/{OURS}", "ours"))
     assert "secret" not in listed.text
     user = f"system:serviceaccount:{OURS}:ann"
     for path, verb in ((f"/ui/{THEIRS}", "list"), (f"/ui/{THEIRS}/secret", "get"), (f"/ui/{THEIRS}/nothing", "get")):
@@ -114,7 +114,7 @@ def test_a_right_to_jobs_alone_shows_the_job_without_its_parts(readable: LocalOp
     api.kubectl("create", "role", "few", "-n", OURS, "--verb=get", "--resource=trainingjobs.trainium.dev")
     api.kubectl("create", "rolebinding", "few", "-n", OURS, "--role=few", f"--serviceaccount={OURS}:few")
     token = request_token(api, "few", OURS)
-    page = Page(shown(readable, token, f"/ui/{OURS}/ours", "Phase"))
+    page = Page(wait_for_page(readable, token, f"/ui/{OURS}/ours", "Phase"))
     for part in ("list pods", "get configmaps ours-membership", "list events"):
         assert f"you may not {part} in namespace {OURS}" in page.text
     assert "Noticed" not in page.text
@@ -163,7 +163,7 @@ def test_a_browser_behind_a_proxy_shows_a_changing_job(readable: LocalOperator) 
         api.kubectl("patch", "trn", "ours", "-n", OURS, "--type=merge", "-p", '{"spec": {"suspend": false}}')
         tab.open(f"{address}/ui/{THEIRS}/secret")
         assert "may not get trainingjobs.trainium.dev secret" in tab.visible_text()
-        assert [line for line in tab.complaints if "favicon" not in line and "403" not in line] == []
+        assert [line for line in tab.console_errors if "favicon" not in line and "403" not in line] == []
 
 
 @contextmanager
@@ -181,7 +181,7 @@ def pages_of_command(api: Api, kubeconfig: str, name: str, namespace: str) -> It
             process.wait(scaled(30))
 
 
-def fetched(url: str) -> tuple[int, str]:
+def fetch(url: str) -> tuple[int, str]:
     address, path = re.fullmatch(r"http://([^/]+)(/.*)", url).groups()  # type: ignore[union-attr]
     connection = http.client.HTTPConnection(address, timeout=scaled(60))
     try:
@@ -197,8 +197,8 @@ def test_kubectl_trn_ui_shows_what_its_credentials_may_see(readable: LocalOperat
     by_token = write_kubeconfig(api, request_token(api, "ann", OURS), tmp_path / "ann")
     for kubeconfig in (api.variables["KUBECONFIG"], by_token):
         with pages_of_command(api, kubeconfig, "ours", OURS) as url:
-            status, text = fetched(url)
+            status, text = fetch(url)
             assert (status, "Noticed" in Page(text).text) == (200, True)
-            status, text = fetched(url.replace(f"/{OURS}/ours", f"/{THEIRS}/secret"))
+            status, text = fetch(url.replace(f"/{OURS}/ours", f"/{THEIRS}/secret"))
             assert status == (403 if kubeconfig == by_token else 200)
-            assert fetched(url.replace(f"/{OURS}/ours", "/elsewhere/x/y"))[0] == 404
+            assert fetch(url.replace(f"/{OURS}/ours", "/elsewhere/x/y"))[0] == 404

@@ -37,15 +37,15 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def readable(defined: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalOperator]:
-    if defined.existing:
+def readable(crd_api: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalOperator]:
+    if crd_api.is_existing:
         pytest.skip("an operator is not installed into a cluster that is somebody's own")
-    defined.make_namespaces(SYSTEM, PEOPLE)
-    defined.kubectl("create", "serviceaccount", "prometheus", "-n", PEOPLE)
-    defined.kubectl("create", "serviceaccount", "tenant", "-n", PEOPLE)
-    with run_local_operator(defined, tmp_path_factory.mktemp("readable"), RELEASE, SYSTEM, SETTINGS) as running:
+    crd_api.make_namespaces(SYSTEM, PEOPLE)
+    crd_api.kubectl("create", "serviceaccount", "prometheus", "-n", PEOPLE)
+    crd_api.kubectl("create", "serviceaccount", "tenant", "-n", PEOPLE)
+    with run_local_operator(crd_api, tmp_path_factory.mktemp("readable"), RELEASE, SYSTEM, SETTINGS) as running:
         yield running
-    defined.delete_namespaces(SYSTEM, PEOPLE)
+    crd_api.delete_namespaces(SYSTEM, PEOPLE)
 
 
 def test_only_listed_readers_get_metrics(readable: LocalOperator) -> None:
@@ -85,18 +85,18 @@ def with_expiry(token: str, key: Path, *, ends_in: float) -> str:
     claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
     now = int(time.time())
     claims.update(iat=now - 1000, nbf=now - 1000, exp=now + int(ends_in))
-    body = f"{header}.{encoded(json.dumps(claims).encode())}"
+    body = f"{header}.{encode_base64url(json.dumps(claims).encode())}"
     signer = load_pem_private_key(key.read_bytes(), None)
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
     first, second = decode_dss_signature(signer.sign(body.encode(), ec.ECDSA(hashes.SHA256())))
-    return f"{body}.{encoded(first.to_bytes(32, 'big') + second.to_bytes(32, 'big'))}"
+    return f"{body}.{encode_base64url(first.to_bytes(32, 'big') + second.to_bytes(32, 'big'))}"
 
 
-def encoded(content: bytes) -> str:
+def encode_base64url(content: bytes) -> str:
     return base64.urlsafe_b64encode(content).decode().rstrip("=")
 
 
-def renewed_at(api: Api) -> tuple[str, str]:
+def read_renewal(api: Api) -> tuple[str, str]:
     """Return the holder of the Lease and the time of its renewal."""
     spec = json.loads(api.kubectl("get", "lease", ACCOUNT, "-n", SYSTEM, "-o", "json"))["spec"]
     return spec["holderIdentity"], spec["renewTime"]
@@ -119,19 +119,19 @@ def test_bad_tokens_delay_neither_the_lease_nor_scrapes(readable: LocalOperator)
                 refused.append(0)  # closed without an answer
 
     threads = [threading.Thread(target=flood, args=(f"127.0.0.{9 + number % 3}", number)) for number in range(12)]
-    holder, first = renewed_at(readable.api)
+    holder, first = read_renewal(readable.api)
     for thread in threads:
         thread.start()
     renewals = {first}
     try:
         answers = set()
 
-        def renewed_often() -> bool:
+        def is_renewed_often() -> bool:
             answers.add(readable.get(good)[0])
-            renewals.add(renewed_at(readable.api)[1])
+            renewals.add(read_renewal(readable.api)[1])
             return len(renewals) > 3 and len(refused) > 200
 
-        until(renewed_often, lambda: f"{renewals} {len(refused)}")
+        until(is_renewed_often, lambda: f"{renewals} {len(refused)}")
     finally:
         over.set()
         for thread in threads:
@@ -139,7 +139,7 @@ def test_bad_tokens_delay_neither_the_lease_nor_scrapes(readable: LocalOperator)
     assert answers == {200}
     assert set(refused) <= {0, 401, 429}
     assert refused.count(401) <= 3 * 10 + 12, "few of them reached the API server"
-    assert renewed_at(readable.api)[0] == holder
+    assert read_renewal(readable.api)[0] == holder
     assert readable.process.poll() is None
 
 
@@ -176,7 +176,7 @@ def test_prometheus_scrapes_with_its_token_and_the_operators_authority(readable:
     command += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
     query = urllib.parse.urlencode({"query": "trainingjob_operator_leader"})
 
-    def scraped() -> list[Any]:
+    def run_query() -> list[Any]:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{query}", timeout=scaled(5)) as answer:
                 result: list[Any] = json.load(answer)["data"]["result"]
@@ -187,7 +187,7 @@ def test_prometheus_scrapes_with_its_token_and_the_operators_authority(readable:
     log = tmp_path / "log"
     with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
         try:
-            (figure,) = until(scraped, log.read_text)
+            (figure,) = until(run_query, log.read_text)
         finally:
             process.terminate()
     assert figure["value"][1] == "1"

@@ -31,7 +31,7 @@ program: {image: 'team/own:5', command: [python, train.py]}
 """
 
 
-def job(change: str = "", name: str = "good", base: str = GOOD) -> dict[str, Any]:
+def build_job(change: str = "", name: str = "good", base: str = GOOD) -> dict[str, Any]:
     """Return a valid job with a YAML fragment merged into its spec."""
     return {
         "apiVersion": "trainium.dev/v1alpha1",
@@ -42,43 +42,43 @@ def job(change: str = "", name: str = "good", base: str = GOOD) -> dict[str, Any
 
 
 def program_job(change: str = "") -> dict[str, Any]:
-    return job(change, "program", PROGRAM)
+    return build_job(change, "program", PROGRAM)
 
 
 @pytest.mark.parametrize("case", CASES["refused_jobs"], ids=itemgetter("change"))
-def test_an_invalid_job_is_refused_with_a_remedy(defined: Api, case: dict[str, str]) -> None:
-    output = defined.refusal_of_new(job(case["change"], name="bad"))
+def test_an_invalid_job_is_refused_with_a_remedy(crd_api: Api, case: dict[str, str]) -> None:
+    output = crd_api.refusal_of_new(build_job(case["change"], name="bad"))
     assert case["refusal"] in output
     assert "evaluating rule" not in output
 
 
 @pytest.mark.parametrize("case", CASES["refused_programs"], ids=itemgetter("change"))
-def test_an_invalid_program_is_refused_with_the_name_of_the_field(defined: Api, case: dict[str, str]) -> None:
-    assert case["refusal"] in defined.refusal_of_new(program_job(case["change"]))
+def test_an_invalid_program_is_refused_with_the_name_of_the_field(crd_api: Api, case: dict[str, str]) -> None:
+    assert case["refusal"] in crd_api.refusal_of_new(program_job(case["change"]))
 
 
 @pytest.mark.parametrize("change", CASES["accepted_programs"])
-def test_a_valid_program_is_accepted(defined: Api, change: str) -> None:
-    assert defined.refusal_of_new(program_job(change)) == ""
+def test_a_valid_program_is_accepted(crd_api: Api, change: str) -> None:
+    assert crd_api.refusal_of_new(program_job(change)) == ""
 
 
-def test_program_and_fixed_size_are_immutable_while_the_job_runs(defined: Api) -> None:
+def test_program_and_fixed_size_are_immutable_while_the_job_runs(crd_api: Api) -> None:
     fixed = "program: {resize: Never}"
-    assert defined.refusal_of_change(program_job(fixed)) == ""
-    defined.report_status("program", {"phase": "Running"})
-    output = defined.refusal_of_change(program_job("program: {resize: Never, args: [--fast]}"))
+    assert crd_api.refusal_of_change(program_job(fixed)) == ""
+    crd_api.report_status("program", {"phase": "Running"})
+    output = crd_api.refusal_of_change(program_job("program: {resize: Never, args: [--fast]}"))
     assert "program cannot change while the job runs: suspend it first (spec.suspend: true), wait" in output
-    output = defined.refusal_of_change(program_job("{program: {resize: Never}, workers: {replicas: 6}}"))
+    output = crd_api.refusal_of_change(program_job("{program: {resize: Never}, workers: {replicas: 6}}"))
     assert "replicas (resize: Never) cannot change while the job runs" in output
-    output = defined.refusal_of_change(job("", name="program"))
+    output = crd_api.refusal_of_change(build_job("", name="program"))
     assert "program cannot change while the job runs" in output
-    defined.delete_job("program")
-    assert defined.refusal_of_change(program_job()) == ""
-    defined.report_status("program", {"phase": "Running"})
-    assert defined.refusal_of_change(program_job("workers: {replicas: 6}")) == "", (
+    crd_api.delete_job("program")
+    assert crd_api.refusal_of_change(program_job()) == ""
+    crd_api.report_status("program", {"phase": "Running"})
+    assert crd_api.refusal_of_change(program_job("workers: {replicas: 6}")) == "", (
         "a program may restart at another size"
     )
-    defined.delete_job("program")
+    crd_api.delete_job("program")
 
 
 @pytest.mark.parametrize(
@@ -89,20 +89,20 @@ def test_program_and_fixed_size_are_immutable_while_the_job_runs(defined: Api) -
         ("a.b", "only lowercase letters, digits and '-'"),
     ],
 )
-def test_a_name_that_is_no_host_name_is_refused(defined: Api, name: str, sentence: str) -> None:
-    assert sentence in defined.refusal(job(name=name))
+def test_a_name_that_is_no_host_name_is_refused(crd_api: Api, name: str, sentence: str) -> None:
+    assert sentence in crd_api.refusal(build_job(name=name))
 
 
 @pytest.mark.parametrize("change", CASES["accepted_jobs"])
-def test_a_valid_job_is_accepted(defined: Api, change: str) -> None:
-    assert defined.refusal_of_new(job(change)) == ""
+def test_a_valid_job_is_accepted(crd_api: Api, change: str) -> None:
+    assert crd_api.refusal_of_new(build_job(change)) == ""
 
 
 FEW_OR_ALL = pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.long)], ids=["half", "all"])
 
 
 @FEW_OR_ALL
-def test_sizes_are_accepted_exactly_when_the_trainer_has_them(defined: Api, share: int) -> None:
+def test_sizes_are_accepted_exactly_when_the_trainer_has_them(crd_api: Api, share: int) -> None:
     generator = random.Random(7)
 
     def pick(*numbers: int) -> int:
@@ -121,7 +121,7 @@ def test_sizes_are_accepted_exactly_when_the_trainer_has_them(defined: Api, shar
         nodes = pick(1, 2, 3, 4, 5, 6, 8, 12, 16, 40)
         legal[f"shape-{number}"] = shape.is_legal(nodes)
         jobs.append(job_of_shape(f"shape-{number}", shape, nodes))
-    accepted = apply_jobs(defined, jobs, dry_run=True)
+    accepted = apply_jobs(crd_api, jobs, dry_run=True)
     assert accepted == {name for name, good in legal.items() if good}
     assert 20 < len(accepted) * share < 100
 
@@ -133,16 +133,18 @@ def job_of_shape(name: str, shape: BatchShape, nodes: int, smallest: int = 1) ->
         f"{{tensor: {shape.tensor}, pipeline: {shape.pipeline}}}, trainer: {{batch: {{globalSize: "
         f"{shape.global_batch_size}, microSize: {shape.micro_batch_size}}}}}, elasticity: {{sizes: {shape.rule}}}}}"
     )
-    return job(change, name=name)
+    return build_job(change, name=name)
 
 
 def apply_jobs(api: Api, jobs: list[dict[str, Any]], *, dry_run: bool = False) -> set[str]:
     """Apply jobs and return the names of those that the API server accepts."""
-    return {job["metadata"]["name"] for job in jobs if not api.refusal_of_change(job, dry_run=dry_run)}
+    return {
+        build_job["metadata"]["name"] for build_job in jobs if not api.refusal_of_change(build_job, dry_run=dry_run)
+    }
 
 
 @FEW_OR_ALL
-def test_a_range_with_a_legal_size_is_accepted(defined: Api, share: int) -> None:
+def test_a_range_with_a_legal_size_is_accepted(crd_api: Api, share: int) -> None:
     generator = random.Random(11)
     jobs, changed, legal = [], [], {}
     for number in range(80 // share):
@@ -167,118 +169,128 @@ def test_a_range_with_a_legal_size_is_accepted(defined: Api, share: int) -> None
         changed.append(job_of_shape(name, shape, nodes, smallest))
         searched = rule is SizeRule.ANY or shape.global_batch_size <= micro << 20
         legal[name] = bool(shape.legal_sizes(smallest, nodes)) or nodes == start or not searched
-    assert apply_jobs(defined, jobs) == {*legal}
-    accepted = apply_jobs(defined, changed, dry_run=True)
-    defined.kubectl("delete", "trn", "--wait=false", *legal)
+    assert apply_jobs(crd_api, jobs) == {*legal}
+    accepted = apply_jobs(crd_api, changed, dry_run=True)
+    crd_api.kubectl("delete", "trn", "--wait=false", *legal)
     assert accepted == {name for name, good in legal.items() if good}
     assert 20 < len(accepted) * share < 75
 
 
 @pytest.fixture
-def running(defined: Api) -> Any:
+def api_with_job(crd_api: Api) -> Any:
     """Create a running job."""
-    assert defined.refusal_of_change(job("workers: {minReplicas: 2}")) == ""
-    defined.report_status("good", {"phase": "Running"})
-    yield defined
-    defined.delete_job("good")
+    assert crd_api.refusal_of_change(build_job("workers: {minReplicas: 2}")) == ""
+    crd_api.report_status("good", {"phase": "Running"})
+    yield crd_api
+    crd_api.delete_job("good")
 
 
 @pytest.mark.parametrize("case", CASES["immutable"], ids=itemgetter("change"))
-def test_an_immutable_field_cannot_change_while_the_job_runs(running: Api, case: dict[str, str]) -> None:
+def test_an_immutable_field_cannot_change_while_the_job_runs(api_with_job: Api, case: dict[str, str]) -> None:
     minimum = merge({"workers": {"minReplicas": 2}}, yaml.safe_load(case["change"]))
-    output = running.refusal_of_change(job(json.dumps(minimum)))
+    output = api_with_job.refusal_of_change(build_job(json.dumps(minimum)))
     assert f"{case['field']} cannot change while the job runs: suspend it first (spec.suspend: true), wait" in output
     assert "a failed job takes changes (then kubectl trn retry)" in output
 
 
 @pytest.mark.parametrize("change", CASES["mutable"])
-def test_a_mutable_field_can_change_while_the_job_runs(running: Api, change: str) -> None:
-    assert running.refusal_of_change(job(change)) == ""
+def test_a_mutable_field_can_change_while_the_job_runs(api_with_job: Api, change: str) -> None:
+    assert api_with_job.refusal_of_change(build_job(change)) == ""
 
 
-def test_deadlines_can_change_and_managed_by_cannot(running: Api) -> None:
-    assert running.refusal_of_change(job("activeDeadlineSeconds: 60")) == ""
-    assert running.refusal_of_change(job("{activeDeadlineSeconds: 6000, startupDeadlineSeconds: 600}")) == ""
+def test_deadlines_can_change_and_managed_by_cannot(api_with_job: Api) -> None:
+    assert api_with_job.refusal_of_change(build_job("activeDeadlineSeconds: 60")) == ""
+    assert api_with_job.refusal_of_change(build_job("{activeDeadlineSeconds: 6000, startupDeadlineSeconds: 600}")) == ""
     output = "managedBy cannot change: a job has one controller from its creation on"
-    assert output in running.refusal_of_change(job("managedBy: acme.io/scheduler"))
-    assert running.refusal_of_change(job("managedBy: acme.io/scheduler", name="foreign")) == ""
-    assert output in running.refusal_of_change(job("", name="foreign"))
-    assert output in running.refusal_of_change(job("managedBy: trainium.dev/trainium-operator", name="foreign"))
-    running.delete_job("foreign")
+    assert output in api_with_job.refusal_of_change(build_job("managedBy: acme.io/scheduler"))
+    assert api_with_job.refusal_of_change(build_job("managedBy: acme.io/scheduler", name="foreign")) == ""
+    assert output in api_with_job.refusal_of_change(build_job("", name="foreign"))
+    assert output in api_with_job.refusal_of_change(
+        build_job("managedBy: trainium.dev/trainium-operator", name="foreign")
+    )
+    api_with_job.delete_job("foreign")
 
 
-def test_a_suspended_job_can_be_changed_once_no_worker_is_left(running: Api) -> None:
+def test_a_suspended_job_can_be_changed_once_no_worker_is_left(api_with_job: Api) -> None:
     longer = "{suspend: true, trainer: {steps: 200}}"
-    assert running.refusal_of_change(job("suspend: true")) == ""
-    assert "trainer.steps cannot change while the job runs" in running.refusal_of_change(job(longer))
-    running.report_status("good", {"phase": "Suspended"})
-    assert running.refusal_of_change(job(longer)) == ""
-    assert running.refusal_of_change(job("{suspend: false, trainer: {steps: 300}}")) == ""
-    assert "trainer.steps cannot change" in running.refusal_of_change(job("{suspend: false, trainer: {steps: 400}}"))
+    assert api_with_job.refusal_of_change(build_job("suspend: true")) == ""
+    assert "trainer.steps cannot change while the job runs" in api_with_job.refusal_of_change(build_job(longer))
+    api_with_job.report_status("good", {"phase": "Suspended"})
+    assert api_with_job.refusal_of_change(build_job(longer)) == ""
+    assert api_with_job.refusal_of_change(build_job("{suspend: false, trainer: {steps: 300}}")) == ""
+    assert "trainer.steps cannot change" in api_with_job.refusal_of_change(
+        build_job("{suspend: false, trainer: {steps: 400}}")
+    )
 
 
-def test_a_failed_job_can_be_changed_and_a_completed_one_cannot(running: Api) -> None:
+def test_a_failed_job_can_be_changed_and_a_completed_one_cannot(api_with_job: Api) -> None:
     # The operator leaves this status, and a user corrects one mistake after the other.
     ended = {"type": "Failed", "status": "True", "reason": "UserError", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-    running.report_status("good", {"phase": "Failed", "conditions": [ended]})
+    api_with_job.report_status("good", {"phase": "Failed", "conditions": [ended]})
     for case in CASES["immutable"]:
         minimum = merge({"workers": {"minReplicas": 2}}, yaml.safe_load(case["change"]))
-        refused = running.refusal_of_change(job(json.dumps(minimum)))
+        refused = api_with_job.refusal_of_change(build_job(json.dumps(minimum)))
         assert "cannot change" not in refused, case
     assert (
-        running.refusal_of_change(job("{trainer: {steps: 300}, checkpoint: {storage: {hostPath: {path: /data}}}}"))
+        api_with_job.refusal_of_change(
+            build_job("{trainer: {steps: 300}, checkpoint: {storage: {hostPath: {path: /data}}}}")
+        )
         == ""
     )
-    output = running.refusal_of_change(job("{workers: {minReplicas: 2}, trainer: {batch: {microSize: 24}}}"))
+    output = api_with_job.refusal_of_change(build_job("{workers: {minReplicas: 2}, trainer: {batch: {microSize: 24}}}"))
     assert "trainer.batch.microSize 24 is above trainer.batch.globalSize 12" in output
-    assert "managedBy cannot change" in running.refusal_of_change(job("managedBy: acme.io/scheduler"))
-    running.report_status("good", {"phase": "Completed", "conditions": [{**ended, "type": "Complete"}]})
-    output = running.refusal_of_change(job("trainer: {steps: 400}"))
+    assert "managedBy cannot change" in api_with_job.refusal_of_change(build_job("managedBy: acme.io/scheduler"))
+    api_with_job.report_status("good", {"phase": "Completed", "conditions": [{**ended, "type": "Complete"}]})
+    output = api_with_job.refusal_of_change(build_job("trainer: {steps: 400}"))
     assert "trainer.steps cannot change while the job runs" in output
     assert "a completed one none" in output
 
 
-def test_a_job_is_scaled_only_within_its_range(running: Api) -> None:
-    running.kubectl("scale", "trn/good", "--replicas=5")
-    assert running.kubectl("get", "trn", "good", "-o", "jsonpath={.spec.workers.replicas}") == "5"
-    below = running.run("kubectl", "-n", running.namespace, "scale", "trn/good", "--replicas=1")
+def test_a_job_is_scaled_only_within_its_range(api_with_job: Api) -> None:
+    api_with_job.kubectl("scale", "trn/good", "--replicas=5")
+    assert api_with_job.kubectl("get", "trn", "good", "-o", "jsonpath={.spec.workers.replicas}") == "5"
+    below = api_with_job.run("kubectl", "-n", api_with_job.namespace, "scale", "trn/good", "--replicas=1")
     assert "minReplicas 2 is above workers.replicas 1" in below.stderr
 
 
 @pytest.mark.parametrize("command", ["scale", "apply"])
-def test_zero_replicas_are_refused_with_the_command_that_suspends(running: Api, command: str) -> None:
+def test_zero_replicas_are_refused_with_the_command_that_suspends(api_with_job: Api, command: str) -> None:
     if command == "scale":
-        output = running.run("kubectl", "-n", running.namespace, "scale", "trn/good", "--replicas=0").stderr
+        output = api_with_job.run("kubectl", "-n", api_with_job.namespace, "scale", "trn/good", "--replicas=0").stderr
     else:
-        output = running.refusal(job("workers: {replicas: 0, minReplicas: 2, maxReplicas: 8}"))
+        output = api_with_job.refusal(build_job("workers: {replicas: 0, minReplicas: 2, maxReplicas: 8}"))
     assert output.count("spec.suspend: true (kubectl trn suspend NAME)") == 1
     assert output.count("spec.workers") == 1, "no second sentence about minReplicas or legal sizes"
 
 
-def test_other_fields_can_change_at_a_size_that_is_not_legal(running: Api) -> None:
-    assert running.refusal_of_change(job("{elasticity: {sizes: Even}, workers: {maxReplicas: 8}}")) == ""
-    running.kubectl("scale", "trn/good", "--replicas=5")
+def test_other_fields_can_change_at_a_size_that_is_not_legal(api_with_job: Api) -> None:
+    assert api_with_job.refusal_of_change(build_job("{elasticity: {sizes: Even}, workers: {maxReplicas: 8}}")) == ""
+    api_with_job.kubectl("scale", "trn/good", "--replicas=5")
     more = {"spec": {"elasticity": {"idleNodes": "Take"}}}
-    running.kubectl("patch", "trn", "good", "--type=merge", "--patch", json.dumps(more))
+    api_with_job.kubectl("patch", "trn", "good", "--type=merge", "--patch", json.dumps(more))
 
 
-def test_a_changed_range_without_a_legal_size_is_refused(running: Api) -> None:
-    assert running.refusal_of_change(job("{workers: {minReplicas: 2}, elasticity: {sizes: Even}}")) == ""
-    output = running.refusal_of_change(job("{workers: {replicas: 8, minReplicas: 7}, elasticity: {sizes: Even}}"))
+def test_a_changed_range_without_a_legal_size_is_refused(api_with_job: Api) -> None:
+    assert api_with_job.refusal_of_change(build_job("{workers: {minReplicas: 2}, elasticity: {sizes: Even}}")) == ""
+    output = api_with_job.refusal_of_change(
+        build_job("{workers: {replicas: 8, minReplicas: 7}, elasticity: {sizes: Even}}")
+    )
     assert "no size from 7 to 8 is legal" in output
     assert "[6, 4, 3, 2, 1] below, [12] above" in output
 
 
-def test_the_most_expensive_rule_stays_within_the_cost_budget(defined: Api) -> None:
+def test_the_most_expensive_rule_stays_within_the_cost_budget(crd_api: Api) -> None:
     change = """{{workers: {{replicas: {}, minReplicas: {}}}, trainer: {{batch: {{globalSize: 69769, microSize: 7}}}},
     elasticity: {{sizes: Even}}}}"""
-    assert defined.refusal_of_change(job(change.format(1, 1), name="expensive")) == ""
-    assert "no size from 2 to 9966 is legal" in defined.refusal_of_change(job(change.format(9966, 2), name="expensive"))
-    defined.delete_job("expensive")
+    assert crd_api.refusal_of_change(build_job(change.format(1, 1), name="expensive")) == ""
+    assert "no size from 2 to 9966 is legal" in crd_api.refusal_of_change(
+        build_job(change.format(9966, 2), name="expensive")
+    )
+    crd_api.delete_job("expensive")
 
 
-def test_the_columns_of_kubectl_get_show_progress(running: Api) -> None:
-    running.report_status(
+def test_the_columns_of_kubectl_get_show_progress(api_with_job: Api) -> None:
+    api_with_job.report_status(
         "good",
         {
             "phase": "Running",
@@ -290,28 +302,28 @@ def test_the_columns_of_kubectl_get_show_progress(running: Api) -> None:
             "goodput": {"ratio": 0.97},
         },
     )
-    head, row = running.kubectl("get", "trn", "-o", "wide").splitlines()
+    head, row = api_with_job.kubectl("get", "trn", "-o", "wide").splitlines()
     assert head.split()[:9] == ["NAME", "PHASE", "STAGE", "READY", "DESIRED", "STEP", "LOSS", "CKPT", "RESTARTS"]
     assert row.split()[:9] == ["good", "Running", "Train", "4", "4", "70", "4.25", "60", "2"]
     assert row.split()[-1] == "0.97", "there is no artifact yet"
     artifacts = [{"kind": kind, "path": f"/out/{kind}", "step": 70} for kind in ("Adapter", "Model")]
-    running.report_status("good", {"artifacts": artifacts})
-    assert running.kubectl("get", "trn", "-o", "wide").splitlines()[1].split()[-1] == "/out/Model", "the newest"
-    assert "good" in running.kubectl("get", "training")
+    api_with_job.report_status("good", {"artifacts": artifacts})
+    assert api_with_job.kubectl("get", "trn", "-o", "wide").splitlines()[1].split()[-1] == "/out/Model", "the newest"
+    assert "good" in api_with_job.kubectl("get", "training")
 
 
-def test_an_unknown_phase_is_accepted_in_a_status(running: Api) -> None:
-    running.report_status("good", {"phase": "Levitating"})
-    assert running.kubectl("get", "trn", "good", "-o", "jsonpath={.status.phase}") == "Levitating"
+def test_an_unknown_phase_is_accepted_in_a_status(api_with_job: Api) -> None:
+    api_with_job.report_status("good", {"phase": "Levitating"})
+    assert api_with_job.kubectl("get", "trn", "good", "-o", "jsonpath={.status.phase}") == "Levitating"
 
 
-def test_kubectl_explain_describes_a_field(defined: Api) -> None:
-    output = defined.kubectl("explain", "trn.spec.workers.minReplicas")
+def test_kubectl_explain_describes_a_field(crd_api: Api) -> None:
+    output = crd_api.kubectl("explain", "trn.spec.workers.minReplicas")
     assert "Elastic floor" in output
 
 
 @pytest.mark.parametrize("kind", ["Complete", "Failed"])
-def test_an_ended_job_cannot_be_reopened_by_its_status(running: Api, kind: str) -> None:
+def test_an_ended_job_cannot_be_reopened_by_its_status(api_with_job: Api, kind: str) -> None:
     ended = {
         "type": kind,
         "status": "True",
@@ -319,13 +331,13 @@ def test_an_ended_job_cannot_be_reopened_by_its_status(running: Api, kind: str) 
         "message": "",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }
-    running.report_status("good", {"phase": "Ended", "conditions": [ended]})
+    api_with_job.report_status("good", {"phase": "Ended", "conditions": [ended]})
     for reopened in ([], [{**ended, "status": "False"}], None):
         patch = json.dumps({"status": {"conditions": reopened}})
-        done = running.run(
-            "kubectl", "--namespace", running.namespace, "patch", "trn", "good", "--subresource=status",
+        done = api_with_job.run(
+            "kubectl", "--namespace", api_with_job.namespace, "patch", "trn", "good", "--subresource=status",
             "--type=merge", "--patch", patch,
         )  # fmt: skip
         assert done.returncode != 0
         assert "a job that has ended stays ended" in done.stderr
-    running.report_status("good", {"phase": "Completed", "conditions": [{**ended, "message": "more"}]})
+    api_with_job.report_status("good", {"phase": "Completed", "conditions": [{**ended, "message": "more"}]})

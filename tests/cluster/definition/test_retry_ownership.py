@@ -23,96 +23,96 @@ SPEC: dict[str, Any] = {
 }
 
 
-def written(**trainer: Any) -> dict[str, Any]:
+def build_manifest(**trainer: Any) -> dict[str, Any]:
     spec = {**SPEC, "trainer": {**SPEC["trainer"], **trainer}}
     return {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": NAME}, "spec": spec}
 
 
 @pytest.fixture
-def client(defined: Api) -> Iterator[Client]:
-    with patch.dict(os.environ, defined.variables):
-        yield open_api(defined.namespace, None, None)
-    defined.run("kubectl", "-n", defined.namespace, "delete", "trn", NAME, "--wait=false", "--ignore-not-found")
+def client(crd_api: Api) -> Iterator[Client]:
+    with patch.dict(os.environ, crd_api.variables):
+        yield open_api(crd_api.namespace, None, None)
+    crd_api.run("kubectl", "-n", crd_api.namespace, "delete", "trn", NAME, "--wait=false", "--ignore-not-found")
 
 
-def applied(api: Api, document: dict[str, Any], *options: str) -> str:
+def apply_server_side(api: Api, document: dict[str, Any], *options: str) -> str:
     """Return the refusal of server-side apply; empty when it is accepted."""
     return api.refusal(document, "--server-side", *options)
 
 
-def failed(api: Api, client: Client) -> dict[str, Any]:
+def mark_failed(api: Api, client: Client) -> dict[str, Any]:
     status = json.dumps({"status": {"phase": "Failed"}})
     api.kubectl("patch", "trn", NAME, "--subresource=status", "--type=merge", "-p", status)
     return client.job(NAME)
 
 
-def trainer(client: Client) -> dict[str, Any]:
+def get_trainer_spec(client: Client) -> dict[str, Any]:
     return dict(client.job(NAME)["spec"]["trainer"])
 
 
 @pytest.mark.parametrize("tool", [(), ("--field-manager=argocd-controller",)])
-def test_server_side_apply_after_a_retry_has_no_conflict(defined: Api, client: Client, tool: tuple[str, ...]) -> None:
-    assert applied(defined, written(seed=7), *tool) == ""
-    recreated = retry_job(client, failed(defined, client))
+def test_server_side_apply_after_a_retry_has_no_conflict(crd_api: Api, client: Client, tool: tuple[str, ...]) -> None:
+    assert apply_server_side(crd_api, build_manifest(seed=7), *tool) == ""
+    recreated = retry_job(client, mark_failed(crd_api, client))
     owners = [(entry["manager"], entry["operation"]) for entry in recreated["metadata"]["managedFields"]]
     assert owners == [(tool[0].partition("=")[2] if tool else "kubectl", "Apply")]
 
-    failed(defined, client)
-    assert applied(defined, written(steps=50), *tool) == ""
-    assert trainer(client)["steps"] == 50
-    assert trainer(client).get("seed", 0) != 7, "the file no longer sets it"
+    mark_failed(crd_api, client)
+    assert apply_server_side(crd_api, build_manifest(steps=50), *tool) == ""
+    assert get_trainer_spec(client)["steps"] == 50
+    assert get_trainer_spec(client).get("seed", 0) != 7, "the manifest no longer sets it"
 
 
-def test_server_side_apply_after_a_corrected_retry_owns_its_fields(defined: Api, client: Client) -> None:
-    assert applied(defined, written(seed=7)) == ""
-    job = failed(defined, client)
-    right = written(data={"source": "/there.txt"})
-    recreated = retry_job(client, job, correct_manifest(job, right, "the file"))
+def test_server_side_apply_after_a_corrected_retry_owns_its_fields(crd_api: Api, client: Client) -> None:
+    assert apply_server_side(crd_api, build_manifest(seed=7)) == ""
+    job = mark_failed(crd_api, client)
+    corrected = build_manifest(data={"source": "/there.txt"})
+    recreated = retry_job(client, job, correct_manifest(job, corrected, "the file"))
     assert recreated["spec"]["trainer"]["data"]["source"] == "/there.txt"
 
-    assert applied(defined, right) == "", "the same again"
-    assert trainer(client)["data"]["source"] == "/there.txt"
-    failed(defined, client)
-    assert applied(defined, written(data={"source": "/other.txt"}, steps=90)) == ""
-    assert (trainer(client)["data"]["source"], trainer(client)["steps"]) == ("/other.txt", 90)
+    assert apply_server_side(crd_api, corrected) == "", "an unchanged manifest"
+    assert get_trainer_spec(client)["data"]["source"] == "/there.txt"
+    mark_failed(crd_api, client)
+    assert apply_server_side(crd_api, build_manifest(data={"source": "/other.txt"}, steps=90)) == ""
+    assert (get_trainer_spec(client)["data"]["source"], get_trainer_spec(client)["steps"]) == ("/other.txt", 90)
 
 
-def test_a_scaled_field_conflicts_after_a_retry(defined: Api, client: Client) -> None:
-    assert applied(defined, written()) == ""
+def test_a_scaled_field_conflicts_after_a_retry(crd_api: Api, client: Client) -> None:
+    assert apply_server_side(crd_api, build_manifest()) == ""
     client.scale_job(NAME, 6)
-    recreated = retry_job(client, failed(defined, client))
+    recreated = retry_job(client, mark_failed(crd_api, client))
     assert recreated["spec"]["workers"]["replicas"] == 6
-    assert "conflict" in applied(defined, written()), "as it would have been without the retry"
+    assert "conflict" in apply_server_side(crd_api, build_manifest()), "as without the retry"
 
 
-def test_a_client_side_applied_job_can_be_applied_server_side_after_a_retry(defined: Api, client: Client) -> None:
-    assert defined.refusal(written(seed=7)) == ""
-    retry_job(client, failed(defined, client))
-    failed(defined, client)
-    assert applied(defined, written(steps=50)) == ""
-    assert (trainer(client)["steps"], trainer(client).get("seed", 0)) == (50, 0)
+def test_a_client_side_applied_job_can_be_applied_server_side_after_a_retry(crd_api: Api, client: Client) -> None:
+    assert crd_api.refusal(build_manifest(seed=7)) == ""
+    retry_job(client, mark_failed(crd_api, client))
+    mark_failed(crd_api, client)
+    assert apply_server_side(crd_api, build_manifest(steps=50)) == ""
+    assert (get_trainer_spec(client)["steps"], get_trainer_spec(client).get("seed", 0)) == (50, 0)
 
-    job = failed(defined, client)
-    retry_job(client, job, correct_manifest(job, written(steps=60, seed=8), "the file"))
-    failed(defined, client)
-    assert applied(defined, written(steps=70)) == ""
-    assert (trainer(client)["steps"], trainer(client).get("seed", 0)) == (70, 0)
+    job = mark_failed(crd_api, client)
+    retry_job(client, job, correct_manifest(job, build_manifest(steps=60, seed=8), "the file"))
+    mark_failed(crd_api, client)
+    assert apply_server_side(crd_api, build_manifest(steps=70)) == ""
+    assert (get_trainer_spec(client)["steps"], get_trainer_spec(client).get("seed", 0)) == (70, 0)
 
 
-def test_a_job_recreated_by_another_tool_is_kept(defined: Api, client: Client) -> None:
-    assert applied(defined, written(), "--field-manager=argocd-controller") == ""
-    deleted = client.delete_job
+def test_a_job_recreated_by_another_tool_is_kept(crd_api: Api, client: Client) -> None:
+    assert apply_server_side(crd_api, build_manifest(), "--field-manager=argocd-controller") == ""
+    original_delete = client.delete_job
 
-    def and_recreated(name: str, uid: str, *, foreground: bool) -> None:
-        deleted(name, uid, foreground=foreground)
-        assert applied(defined, written(), "--field-manager=argocd-controller") == ""
+    def delete_and_recreate(name: str, uid: str, *, foreground: bool) -> None:
+        original_delete(name, uid, foreground=foreground)
+        assert apply_server_side(crd_api, build_manifest(), "--field-manager=argocd-controller") == ""
 
-    with patch.object(client, "delete_job", and_recreated):
-        job = failed(defined, client)
+    with patch.object(client, "delete_job", delete_and_recreate):
+        job = mark_failed(crd_api, client)
         assert retry_job(client, job)["metadata"]["uid"] == client.job(NAME)["metadata"]["uid"]
-        job = failed(defined, client)
+        job = mark_failed(crd_api, client)
         with pytest.raises(ClientError, match="recreated by argocd-controller"):
-            retry_job(client, job, correct_manifest(job, written(steps=50), "the file"))
-        job = failed(defined, client)
-        retry_job(client, job, correct_manifest(job, written(), "the file"))
-    assert trainer(client)["steps"] == 100
+            retry_job(client, job, correct_manifest(job, build_manifest(steps=50), "the file"))
+        job = mark_failed(crd_api, client)
+        retry_job(client, job, correct_manifest(job, build_manifest(), "the file"))
+    assert get_trainer_spec(client)["steps"] == 100

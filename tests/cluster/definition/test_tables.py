@@ -28,29 +28,29 @@ STATUSES: dict[str, dict[str, Any]] = {
 }
 
 
-def job(name: str) -> str:
+def build_job_json(name: str) -> str:
     spec = {"workers": {"replicas": 16, "accelerator": {"device": "cpu"}}, "trainer": {"steps": 10}}
     head = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": name}}
     return json.dumps({**head, "spec": spec})
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_our_table_equals_that_of_kubectl(defined: Api, wide: bool) -> None:
+def test_our_table_equals_that_of_kubectl(crd_api: Api, wide: bool) -> None:
     for name, status in STATUSES.items():
-        defined.kubectl("apply", "-f", "-", stdin=job(name))
+        crd_api.kubectl("apply", "-f", "-", stdin=build_job_json(name))
         if status:
-            defined.report_status(name, status)
+            crd_api.report_status(name, status)
     try:
-        jobs = [json.loads(defined.kubectl("get", "trn", name, "-o", "json")) for name in sorted(STATUSES)]
+        jobs = [json.loads(crd_api.kubectl("get", "trn", name, "-o", "json")) for name in sorted(STATUSES)]
         before = time.time()
-        printed = defined.kubectl("get", "trainingjobs", *STATUSES, *(["-o", "wide"] if wide else []))
+        printed = crd_api.kubectl("get", "trainingjobs", *STATUSES, *(["-o", "wide"] if wide else []))
         # Columns are as wide as the longest age, which may grow meanwhile.
         moments = range(int(before) - 1, int(time.time()) + 2)
         shown = "\n".join(line.rstrip() for line in printed.splitlines())
         assert shown in {table(sorted_as_shown(shown, jobs), float(now), wide=wide) for now in moments}
     finally:
         for name in STATUSES:
-            defined.delete_job(name)
+            crd_api.delete_job(name)
 
 
 def sorted_as_shown(shown: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:

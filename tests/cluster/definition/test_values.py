@@ -20,7 +20,7 @@ ELSEWHERE = ("cert-manager.io/", "monitoring.coreos.com/")
 """Groups of what others' operators define, which no API server has by itself."""
 
 
-def rendered(api: Api, values: Path) -> list[dict[str, Any]]:
+def render_chart(api: Api, values: Path) -> list[dict[str, Any]]:
     """Return all objects of the chart with these values, installed in and limited to the namespace of these tests."""
     lists = yaml.safe_load(values.read_text(encoding="utf-8")).get("watchNamespaces")
     served = ("--set", f"watchNamespaces={{{api.namespace}}}") if lists else ()
@@ -38,25 +38,25 @@ def refusals(api: Api, documents: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("values", FILES, ids=lambda file: file.name)
-def test_rendered_fields_are_declared_and_pass_the_lint(defined: Api, values: Path) -> None:
-    assert refusals(defined, rendered(defined, values)) == ""
-    defined.helm("lint", "--strict", defined.chart, "--values", str(values))
+def test_rendered_fields_are_declared_and_pass_the_lint(crd_api: Api, values: Path) -> None:
+    assert refusals(crd_api, render_chart(crd_api, values)) == ""
+    crd_api.helm("lint", "--strict", crd_api.chart, "--values", str(values))
 
 
-def test_a_misspelt_field_is_found(defined: Api) -> None:
-    documents = rendered(defined, FILES[0])
+def test_a_misspelt_field_is_found(crd_api: Api) -> None:
+    documents = render_chart(crd_api, FILES[0])
     (deployment,) = (document for document in documents if document["kind"] == "Deployment")
     deployment["spec"]["template"]["spec"]["hostnetwork"] = False
-    assert ".spec.template.spec.hostnetwork: field not declared in schema" in refusals(defined, [deployment])
+    assert ".spec.template.spec.hostnetwork: field not declared in schema" in refusals(crd_api, [deployment])
 
 
 def test_the_value_files_render_every_template(api: Api) -> None:
     templates = {file.name for file in (ROOT / "helm/trainium-operator/templates").rglob("*.yaml")}
-    rendered: set[str] = set()
+    render_chart: set[str] = set()
     for values in FILES:
         text = api.helm("template", "valued", api.chart, "--namespace", "system", "--values", str(values))
-        rendered |= {line.rpartition("/")[2] for line in text.splitlines() if line.startswith("# Source: ")}
-    assert rendered == templates
+        render_chart |= {line.rpartition("/")[2] for line in text.splitlines() if line.startswith("# Source: ")}
+    assert render_chart == templates
 
 
 def test_the_value_files_are_not_in_the_published_chart(api: Api, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.testing.cluster.pod_client import PodClient, is_ready, status, terminated
+from tests.testing.cluster.pod_client import PodClient, is_ready, status, terminated_state
 from tests.testing.suite.timeouts import until
 from trainium_devcluster.faults import Faults
 
@@ -22,13 +22,13 @@ def faults(client: PodClient) -> Faults:
 
 def test_a_rebooted_node_restarts_or_fails_its_pods(client: PodClient) -> None:
     node = client.cluster.worker_nodes()[-1]
-    always = client.pod("always", client.container("exec sleep 600"), restartPolicy="Always", nodeName=node)
-    never = client.pod("never", client.container("exec sleep 600"), nodeName=node)
+    always = client.create_pod("always", client.container("exec sleep 600"), restartPolicy="Always", nodeName=node)
+    never = client.create_pod("never", client.container("exec sleep 600"), nodeName=node)
     for name in (always, never):
         client.wait_ready(name)
     client.cluster.power_off(node)
     client.cluster.power_on(node)
-    end = terminated(client.wait_ended(never))
+    end = terminated_state(client.wait_ended(never))
     assert (end["exitCode"], end["reason"]) == (255, "Unknown")
     pod = client.wait(always, lambda pod: status(pod)["restartCount"] == 1 and is_ready(pod), "it ran again")
     assert status(pod)["lastState"]["terminated"]["exitCode"] == 255
@@ -37,7 +37,7 @@ def test_a_rebooted_node_restarts_or_fails_its_pods(client: PodClient) -> None:
 
 def test_a_partitioned_node_reports_after_it_is_healed(client: PodClient, faults: Faults) -> None:
     node = client.cluster.worker_nodes()[0]
-    name = client.pod("cut", client.container("sleep 1; echo done"), nodeName=node)
+    name = client.create_pod("cut", client.container("sleep 1; echo done"), nodeName=node)
     client.wait_ready(name)
     faults.partition_node(node)
     time.sleep(2)
@@ -55,7 +55,7 @@ def test_a_partition_delays_packets_until_it_is_healed(client: PodClient, faults
         "while data := peer.recv(100): peer.sendall(data)\n"
     )
     ip = [{"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
-    server = client.pod("echo", client.python(echo, env=ip), nodeName=nodes[0])
+    server = client.create_pod("echo", client.python(echo, env=ip), nodeName=nodes[0])
     client.wait_for_log(server, "up")
     address = client.get(server)["status"]["podIP"]
     script = (
@@ -68,7 +68,7 @@ def test_a_partition_delays_packets_until_it_is_healed(client: PodClient, faults
         "    except TimeoutError:\n"
         "        print('silence')\n"
     )
-    caller = client.pod("client", client.python(script), nodeName=nodes[1])
+    caller = client.create_pod("client", client.python(script), nodeName=nodes[1])
     client.wait_for_log(caller, "answer")
     faults.partition_node(nodes[0])
     client.wait_for_log(caller, "silence\nsilence")
@@ -81,7 +81,7 @@ def test_a_partition_delays_packets_until_it_is_healed(client: PodClient, faults
 
 def test_a_slow_node_limits_processor_time(client: PodClient, faults: Faults) -> None:
     node = client.cluster.worker_nodes()[0]
-    name = client.pod("slow", client.python(COUNT), nodeName=node)
+    name = client.create_pod("slow", client.python(COUNT), nodeName=node)
     client.wait_for_log(name, "5")
     faults.slow_node(node, 0.2)
     time.sleep(0.3)
@@ -94,7 +94,7 @@ def test_a_slow_node_limits_processor_time(client: PodClient, faults: Faults) ->
 
 
 def test_an_unsupported_field_is_refused_by_name(client: PodClient, faults: Faults) -> None:
-    name = client.pod("refused", client.container("true", securityContext={"privileged": True}))
+    name = client.create_pod("refused", client.container("true", securityContext={"privileged": True}))
     pod = client.wait_ended(name)
     assert (pod["status"]["phase"], pod["status"]["reason"]) == ("Failed", "NotSupported")
     for message in (pod["status"]["message"], client.event(name, "NotSupported")["message"]):
@@ -102,7 +102,9 @@ def test_an_unsupported_field_is_refused_by_name(client: PodClient, faults: Faul
 
 
 def test_limits_that_are_not_enforced_are_announced_on_the_node(client: PodClient, faults: Faults) -> None:
-    client.output(client.pod("limits", client.container("true", resources={"limits": {"memory": "64Mi", "cpu": "1"}})))
+    client.output(
+        client.create_pod("limits", client.container("true", resources={"limits": {"memory": "64Mi", "cpu": "1"}}))
+    )
 
     def is_announced() -> bool:
         events = client.cluster.get("events", "-n", "default")["items"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.testing.cluster.pod_client import PodClient, condition, is_ready, status, terminated
+from tests.testing.cluster.pod_client import PodClient, condition, is_ready, status, terminated_state
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(240)]
 
@@ -22,7 +22,7 @@ time.sleep(600)
 
 def test_init_containers_run_one_after_the_other_and_before_all_others(client: PodClient) -> None:
     mounts = [{"name": "shared", "mountPath": "/shared"}]
-    name = client.pod(
+    name = client.create_pod(
         "init",
         client.container("cat /shared/order", volumeMounts=mounts),
         initContainers=[
@@ -33,15 +33,15 @@ def test_init_containers_run_one_after_the_other_and_before_all_others(client: P
     )
     assert client.output(name) == "first\nsecond\n"
     pod = client.get(name)
-    assert terminated(pod, "one")["reason"] == "Completed"
+    assert terminated_state(pod, "one")["reason"] == "Completed"
     assert status(pod, "two")["ready"] is True
 
 
 def test_a_failed_init_container_fails_the_pod(client: PodClient) -> None:
-    name = client.pod("init-fails", client.container("true"), initContainers=[client.container("exit 4", "one")])
+    name = client.create_pod("init-fails", client.container("true"), initContainers=[client.container("exit 4", "one")])
     pod = client.wait_ended(name)
     assert pod["status"]["phase"] == "Failed"
-    assert terminated(pod, "one")["exitCode"] == 4
+    assert terminated_state(pod, "one")["exitCode"] == 4
     assert status(pod)["state"]["waiting"]["reason"] == "PodInitializing"
     assert condition(pod, "Initialized")["reason"] == "ContainersNotInitialized"
 
@@ -59,7 +59,7 @@ def test_a_sidecar_starts_before_the_main_container_and_ends_after_it(client: Po
         volumeMounts=mounts,
         startupProbe={"exec": {"command": ["ls", "/shared/up"]}, "periodSeconds": 1, "failureThreshold": 30},
     )
-    name = client.pod(
+    name = client.create_pod(
         "sidecar",
         client.container("ls /shared/up && touch /shared/end", volumeMounts=mounts),
         initContainers=[sidecar],
@@ -71,7 +71,7 @@ def test_a_sidecar_starts_before_the_main_container_and_ends_after_it(client: Po
 
 
 def test_a_failing_liveness_probe_restarts_the_container(client: PodClient) -> None:
-    name = client.pod(
+    name = client.create_pod(
         "liveness",
         client.container(
             "touch /tmp/alive; sleep 1; rm /tmp/alive; exec sleep 600",
@@ -100,7 +100,7 @@ def test_readiness_follows_its_probe_both_ways(client: PodClient) -> None:
         "    def log_message(self, *_): pass\n"
         "http.server.HTTPServer((os.environ['IP'], 8080), Handler).serve_forever()\n"
     )
-    name = client.pod(
+    name = client.create_pod(
         "readiness",
         client.python(
             server,
@@ -120,7 +120,7 @@ def test_readiness_follows_its_probe_both_ways(client: PodClient) -> None:
 
 
 def test_a_startup_probe_holds_the_other_probes_back(client: PodClient) -> None:
-    name = client.pod(
+    name = client.create_pod(
         "startup",
         client.container(
             "sleep 2; touch /tmp/up; exec sleep 600",
@@ -138,29 +138,29 @@ def test_a_startup_probe_holds_the_other_probes_back(client: PodClient) -> None:
 
 
 def test_a_container_that_handles_sigterm_has_its_exit_code(client: PodClient) -> None:
-    name = client.pod("polite", client.python(POLITE), hold=True, terminationGracePeriodSeconds=20)
+    name = client.create_pod("polite", client.python(POLITE), hold=True, terminationGracePeriodSeconds=20)
     client.wait_for_log(name, "up")
     client.delete(name)
     pod = client.wait_ended(name)
-    assert terminated(pod)["exitCode"] == 7
+    assert terminated_state(pod)["exitCode"] == 7
     assert pod["status"]["phase"] == "Failed"
     client.release(name)
     client.wait_deleted(name)
 
 
 def test_a_container_that_ignores_sigterm_is_killed(client: PodClient) -> None:
-    name = client.pod("stubborn", client.python(STUBBORN), hold=True, terminationGracePeriodSeconds=2)
+    name = client.create_pod("stubborn", client.python(STUBBORN), hold=True, terminationGracePeriodSeconds=2)
     client.wait_for_log(name, "up")
     started_at = time.monotonic()
     client.delete(name)
     pod = client.wait_ended(name)
     assert time.monotonic() - started_at >= 2
-    assert terminated(pod)["exitCode"] == 137
+    assert terminated_state(pod)["exitCode"] == 137
     client.release(name)
 
 
 def test_a_later_shorter_grace_period_is_ignored(client: PodClient) -> None:
-    name = client.pod("hastened", client.python(STUBBORN), terminationGracePeriodSeconds=4)
+    name = client.create_pod("hastened", client.python(STUBBORN), terminationGracePeriodSeconds=4)
     client.wait_for_log(name, "up")
     started_at = time.monotonic()
     client.delete(name)
@@ -176,7 +176,7 @@ def test_the_pre_stop_hook_runs_before_the_signal(client: PodClient) -> None:
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(30 + pathlib.Path('/shared/hook').exists()))\n"
         "print('up'); time.sleep(600)"
     )
-    name = client.pod(
+    name = client.create_pod(
         "pre-stop",
         client.python(
             script,
@@ -189,12 +189,12 @@ def test_the_pre_stop_hook_runs_before_the_signal(client: PodClient) -> None:
     )
     client.wait_for_log(name, "up")
     client.delete(name)
-    assert terminated(client.wait_ended(name))["exitCode"] == 31
+    assert terminated_state(client.wait_ended(name))["exitCode"] == 31
     client.release(name)
 
 
 def test_the_post_start_hook_runs_and_its_failure_ends_the_container(client: PodClient) -> None:
-    good = client.pod(
+    good = client.create_pod(
         "post-start",
         client.container(
             "while ! ls /tmp/hook 2>/dev/null; do sleep 0.05; done",
@@ -202,15 +202,15 @@ def test_the_post_start_hook_runs_and_its_failure_ends_the_container(client: Pod
         ),
     )
     assert client.output(good) == "/tmp/hook\n"
-    bad = client.pod(
+    bad = client.create_pod(
         "post-start", client.container("exec sleep 600", lifecycle={"postStart": {"exec": {"command": ["false"]}}})
     )
-    assert terminated(client.wait_ended(bad))["exitCode"] == 137
+    assert terminated_state(client.wait_ended(bad))["exitCode"] == 137
     assert client.event(bad, "FailedPostStartHook")["type"] == "Warning"
 
 
 def test_a_pod_that_outlives_its_deadline_fails(client: PodClient) -> None:
-    name = client.pod(
+    name = client.create_pod(
         "deadline", client.container("exec sleep 600"), activeDeadlineSeconds=2, terminationGracePeriodSeconds=1
     )
     pod = client.wait_ended(name)
@@ -218,7 +218,7 @@ def test_a_pod_that_outlives_its_deadline_fails(client: PodClient) -> None:
 
 
 def test_a_forced_deletion_frees_the_name(client: PodClient) -> None:
-    name = client.pod("forced", client.python(STUBBORN), terminationGracePeriodSeconds=2)
+    name = client.create_pod("forced", client.python(STUBBORN), terminationGracePeriodSeconds=2)
     client.wait_for_log(name, "up")
     client.delete(name, "--force", "--grace-period=0")
     client.wait_deleted(name, 20)
@@ -226,7 +226,7 @@ def test_a_forced_deletion_frees_the_name(client: PodClient) -> None:
 
 def test_a_deleted_pod_that_waits_for_a_volume_never_runs(client: PodClient) -> None:
     volumes = [{"name": "v", "configMap": {"name": "never"}}]
-    name = client.pod(
+    name = client.create_pod(
         "pending", client.container("true", volumeMounts=[{"name": "v", "mountPath": "/v"}]), volumes=volumes
     )
     client.event(name, "FailedMount")
@@ -236,7 +236,7 @@ def test_a_deleted_pod_that_waits_for_a_volume_never_runs(client: PodClient) -> 
 
 def test_foreign_conditions_are_kept(client: PodClient) -> None:
     gates = [{"conditionType": "example.com/gate"}]
-    name = client.pod("gated", client.container("exec sleep 600"), readinessGates=gates)
+    name = client.create_pod("gated", client.container("exec sleep 600"), readinessGates=gates)
     pod = client.wait(
         name, lambda pod: condition_or_none(pod, "ContainersReady") == "True", "its containers were ready"
     )

@@ -33,13 +33,13 @@ def service(name: str, selector: dict[str, str], **spec: object) -> dict[str, ob
 def test_every_pod_has_its_own_address_and_serves_on_the_same_port(client: PodClient) -> None:
     group = client.name("group")
     pods = [
-        client.pod("server", client.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": group})
+        client.create_pod("server", client.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": group})
         for _ in range(2)
     ]
     addresses = [client.wait_ready(pod)["status"]["podIP"] for pod in pods]
     assert len(set(addresses)) == 2
     fetch = "; ".join(f"print(urllib.request.urlopen('http://{a}:8080').read().decode())" for a in addresses)
-    caller = client.pod("client", client.python(f"import urllib.request; {fetch}"))
+    caller = client.create_pod("client", client.python(f"import urllib.request; {fetch}"))
     assert client.output(caller).split() == pods
     for pod in pods:
         client.delete(pod, "--grace-period=1")
@@ -49,7 +49,7 @@ def test_a_headless_service_resolves_to_all_its_pods_and_each_has_a_name(client:
     name = client.name("headless")
     client.create(service(name, {"app": name}, clusterIP="None", publishNotReadyAddresses=True))
     pods = [
-        client.pod(
+        client.create_pod(
             "member",
             client.container("exec sleep 600", readinessProbe={"exec": {"command": ["false"]}}),
             labels={"app": name},
@@ -75,7 +75,7 @@ def test_a_headless_service_resolves_to_all_its_pods_and_each_has_a_name(client:
         f"print(*look('host-2.{name}'))\n"
         "print(*look(socket.gethostname()))\n"
     )
-    caller = client.pod("resolver", client.python(script))
+    caller = client.create_pod("resolver", client.python(script))
     lines = [line.split() for line in client.output(caller).splitlines()]
     assert [sorted(line) for line in lines[:3]] == [expected] * 3
     assert lines[3] == [client.get(pods[1])["status"]["podIP"]]
@@ -98,11 +98,11 @@ def test_a_service_routes_to_ready_pods(client: PodClient) -> None:
         "    if found and found not in seen: print('reached', found); seen.append(found)\n"
         "    time.sleep(0.1)\n"
     )
-    caller = client.pod("client", client.python(script))
-    first = client.pod("server", client.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
+    caller = client.create_pod("client", client.python(script))
+    first = client.create_pod("server", client.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
     client.wait_for_log(caller, f"reached {first}")
     client.delete(first, "--grace-period=1")
-    second = client.pod("server", client.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
+    second = client.create_pod("server", client.python(SERVE, env=WHO, readinessProbe=READY), labels={"app": name})
     assert client.output(caller).split() == ["reached", first, "reached", second]
     client.delete(second, "--grace-period=1")
 
@@ -111,7 +111,7 @@ def test_logs_show_the_requested_lines(client: PodClient) -> None:
     script = (
         "for i in range(1, 6): print('line', i)\nimport sys; print('oops', file=sys.stderr); sys.stdout.write('no end')"
     )
-    name = client.pod("logs", client.python(script))
+    name = client.create_pod("logs", client.python(script))
     lines = client.output(name).splitlines()
     assert sorted(lines) == ["line 1", "line 2", "line 3", "line 4", "line 5", "no end", "oops"]
     assert client.logs(name, "--tail=2").splitlines() == lines[-2:]
@@ -123,7 +123,7 @@ def test_logs_show_the_requested_lines(client: PodClient) -> None:
 
 def test_followed_logs_end_with_the_container(client: PodClient) -> None:
     script = "echo line 1; until test -e /opt/go; do sleep 0.1; done; echo line 2"
-    name = client.pod("follow", client.container(script))
+    name = client.create_pod("follow", client.container(script))
     client.wait_for_log(name, "line 1")
     command = ["kubectl", "-n", client.namespace, "logs", "-f", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=client.environment()) as process:
@@ -138,7 +138,7 @@ def test_followed_logs_end_with_the_container(client: PodClient) -> None:
 
 
 def test_exec_has_input_output_and_exit_code(client: PodClient) -> None:
-    name = client.pod(
+    name = client.create_pod(
         "exec", client.container("echo mark > /opt/mark; exec sleep 600", env=[{"name": "X", "value": "y"}])
     )
     client.wait_ready(name)

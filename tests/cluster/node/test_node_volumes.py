@@ -22,7 +22,7 @@ def test_config_maps_and_secrets_are_mounted_with_modes_and_keys(client: PodClie
         config_map(name, a="one", b="two"),
         {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {"key": "hush"}},
     )
-    pod = client.pod(
+    pod = client.create_pod(
         "files",
         client.container(
             "cat /etc/trainium/a /etc/trainium/b /chosen/deep/x /var/run/keys/key; ls /chosen; "
@@ -58,7 +58,7 @@ def test_a_config_map_volume_is_updated_atomically(client: PodClient) -> None:
         "    time.sleep(0.05)\n"
         "print(sorted(p for p in os.listdir('/live') if not p.startswith('..')), open('/sub').read())\n"
     )
-    pod = client.pod(
+    pod = client.create_pod(
         "live",
         client.python(
             script,
@@ -80,7 +80,7 @@ def test_a_config_map_volume_is_updated_atomically(client: PodClient) -> None:
 
 def test_a_pod_waits_for_a_volume_s_config_map(client: PodClient) -> None:
     name = client.name("volume-late")
-    pod = client.pod(
+    pod = client.create_pod(
         "volume-late",
         client.container("cat /v/a", volumeMounts=[{"name": "v", "mountPath": "/v"}]),
         volumes=[{"name": "v", "configMap": {"name": name}}],
@@ -99,7 +99,7 @@ def test_a_downward_api_volume_follows_labels(client: PodClient) -> None:
         {"path": "name", "fieldRef": {"fieldPath": "metadata.name"}},
         {"path": "cpu", "resourceFieldRef": {"containerName": "main", "resource": "requests.cpu", "divisor": "1m"}},
     ]
-    pod = client.pod(
+    pod = client.create_pod(
         "downward",
         client.container(
             "cat /me/name /me/cpu; echo; cat /me/labels; echo; until grep -q blue /me/labels; do sleep 0.1; done",
@@ -116,7 +116,7 @@ def test_a_downward_api_volume_follows_labels(client: PodClient) -> None:
 
 def test_a_projected_token_has_its_audience_and_pod(client: PodClient) -> None:
     token = {"serviceAccountToken": {"path": "token", "audience": "example.com/test", "expirationSeconds": 600}}
-    pod = client.pod(
+    pod = client.create_pod(
         "token",
         client.container(
             "cat /tokens/token; echo; stat -L -c %a /tokens/token; "
@@ -143,7 +143,7 @@ def test_a_projected_token_has_its_audience_and_pod(client: PodClient) -> None:
 
 
 def test_a_token_is_readable_only_by_the_group_of_the_pod(client: PodClient) -> None:
-    pod = client.pod(
+    pod = client.create_pod(
         "group",
         client.container("stat -L -c %a /var/run/secrets/kubernetes.io/serviceaccount/token"),
         securityContext={"fsGroup": 2000},
@@ -162,7 +162,7 @@ def test_a_memory_volume_is_a_tmpfs_of_its_size(client: PodClient) -> None:
         "    print(errno.errorcode[error.errno])\n"
         "print(next(l.split()[0] for l in open('/proc/mounts') if l.split()[1] == '/dev/shm'))\n"
     )
-    pod = client.pod(
+    pod = client.create_pod(
         "memory",
         client.python(script, volumeMounts=[{"name": "shm", "mountPath": "/dev/shm"}]),
         volumes=[{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "4Mi"}}],
@@ -173,15 +173,15 @@ def test_a_memory_volume_is_a_tmpfs_of_its_size(client: PodClient) -> None:
 def test_dev_shm_is_shared_within_a_pod(client: PodClient) -> None:
     writer = client.container("echo secret > /dev/shm/note; exec sleep 600", "writer")
     reader = client.container("until cat /dev/shm/note 2>/dev/null; do sleep 0.1; done; exec sleep 600")
-    pod = client.pod("shm", writer, reader)
+    pod = client.create_pod("shm", writer, reader)
     client.wait_for_log(pod, "secret", "-c", "main")
-    other = client.pod("shm", client.container("ls /dev/shm | wc -l"))
+    other = client.create_pod("shm", client.container("ls /dev/shm | wc -l"))
     assert client.output(other) == "0\n"
     client.delete(pod, "--grace-period=1")
 
 
 def test_mounts_can_be_read_only_or_a_sub_path(client: PodClient) -> None:
-    pod = client.pod(
+    pod = client.create_pod(
         "parts",
         client.container(
             "touch /ro/x 2>&1 | grep -o 'Read-only file system'; echo $NAME > /part/file; cat /ro/sub/file /expr/file",
@@ -200,14 +200,14 @@ def test_mounts_can_be_read_only_or_a_sub_path(client: PodClient) -> None:
 def test_a_host_path_is_shared_and_its_type_checked(client: PodClient) -> None:
     folder = client.cluster.shared / client.name("host")
     mounts = [{"name": "h", "mountPath": "/data/host"}]
-    writer = client.pod(
+    writer = client.create_pod(
         "host",
         client.container("echo hello > /data/host/file", volumeMounts=mounts),
         volumes=[{"name": "h", "hostPath": {"path": str(folder), "type": "DirectoryOrCreate"}}],
     )
     assert client.wait_ended(writer)["status"]["phase"] == "Succeeded"
     assert (folder / "file").read_text() == "hello\n"
-    refused = client.pod(
+    refused = client.create_pod(
         "host",
         client.container("true", volumeMounts=mounts),
         volumes=[{"name": "h", "hostPath": {"path": str(folder / "file"), "type": "Directory"}}],
@@ -230,10 +230,12 @@ def test_a_persistent_volume_outlives_its_pod(client: PodClient) -> None:
     )
     volumes = [{"name": "c", "persistentVolumeClaim": {"claimName": claim}}]
     mounts = [{"name": "c", "mountPath": "/claim"}]
-    first = client.pod("claims", client.container("echo kept > /claim/file", volumeMounts=mounts), volumes=volumes)
+    first = client.create_pod(
+        "claims", client.container("echo kept > /claim/file", volumeMounts=mounts), volumes=volumes
+    )
     assert client.wait_ended(first)["status"]["phase"] == "Succeeded"
     client.delete(first)
-    second = client.pod("claims", client.container("cat /claim/file", volumeMounts=mounts), volumes=volumes)
+    second = client.create_pod("claims", client.container("cat /claim/file", volumeMounts=mounts), volumes=volumes)
     assert client.output(second) == "kept\n"
     client.delete(second)
     client.kubectl("delete", "pvc", claim, "--wait=false")
@@ -243,7 +245,7 @@ def test_programs_below_a_volume_can_be_started(client: PodClient) -> None:
     if client.cluster.kind != "local":
         pytest.skip("elsewhere programs come from the image")
     folder = f"/{Path(sys.prefix).parts[1]}"
-    pod = client.pod(
+    pod = client.create_pod(
         "covered",
         client.container(
             f"touch {folder}/mine && python -c 'import trainium_contract, yaml; print(\"alive\")'",

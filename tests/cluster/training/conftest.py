@@ -65,7 +65,7 @@ class UninterruptedRun:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(operator: SharedCluster) -> UninterruptedRun:
+def uninterrupted_run(operator: SharedCluster) -> UninterruptedRun:
     name = "reference"
     make_namespace(operator, name)
     job = Job(operator, name, name).apply()
@@ -77,6 +77,6 @@ def undisturbed(operator: SharedCluster) -> UninterruptedRun:
 
 
 @pytest.fixture(scope="session")
-def reference(undisturbed: UninterruptedRun) -> dict[int, float]:
+def reference(uninterrupted_run: UninterruptedRun) -> dict[int, float]:
     """Return the loss by step of the undisturbed base job on two nodes."""
-    return undisturbed.losses
+    return uninterrupted_run.losses

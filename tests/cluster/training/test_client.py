@@ -158,11 +158,11 @@ def test_a_quarantined_machine_is_listed_and_released(new_job: Callable[..., Job
     job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 3)
     node = job.members()[0]["nodeName"]
 
-    def held() -> list[dict[str, Any]]:
+    def find_machines_of_node() -> list[dict[str, Any]]:
         return [machine for machine in trn(None, "nodes") if machine["node"] == node]
 
     def is_attributed() -> bool:
-        strikes = [strike for machine in held() for strike in machine["strikes"]]
+        strikes = [strike for machine in find_machines_of_node() for strike in machine["strikes"]]
         source = f"{job.namespace}/{job.name}"
         return bool(strikes) and all(source in strike["by"].split("+") for strike in strikes)
 
@@ -175,19 +175,19 @@ def test_a_quarantined_machine_is_listed_and_released(new_job: Callable[..., Job
         until(is_attributed, lambda: str(trn(None, "nodes")))
     finally:
         faults.clear_condition(node, "NeuronHealth")
-    (found,) = held()
+    (found,) = find_machines_of_node()
     assert {strike["cause"] for strike in found["strikes"]} == {"Device"}
 
-    def under(machine: str) -> list[dict[str, Any]]:
+    def find_machines(machine: str) -> list[dict[str, Any]]:
         return [item for item in trn(None, "nodes") if item["machine"] == machine]
 
     with node_renamed(job.cluster, node) as name:
-        (renamed,) = under(found["machine"])
+        (renamed,) = find_machines(found["machine"])
         assert name in {renamed["renamed"], renamed["node"]}, "the operator records the new name a moment later"
         assert renamed["present"]
         assert name in trn(None, "nodes", as_json=False)
         assert trn(None, "release", name)["was"]["strikes"] == found["strikes"]
-        assert under(found["machine"]) == []
+        assert find_machines(found["machine"]) == []
 
 
 @pytest.mark.long

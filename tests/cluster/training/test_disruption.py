@@ -40,13 +40,13 @@ def until_budget(job: Job, allowed: int) -> None:
     """Wait until the disruption controller has counted the pods against the newest budget."""
     budgets: list[dict[str, Any]] = []
 
-    def counted() -> bool:
+    def is_budget_current() -> bool:
         budgets[:] = job.cluster.get("poddisruptionbudgets", "-n", job.namespace)["items"]
         status = budgets[0].get("status", {}) if budgets else {}
         seen = status.get("observedGeneration") == budgets[0]["metadata"]["generation"] if budgets else False
         return bool(seen) and status["disruptionsAllowed"] == allowed
 
-    until(counted, lambda: str(budgets), 40)
+    until(is_budget_current, lambda: str(budgets), 40)
 
 
 @pytest.mark.long
@@ -85,7 +85,7 @@ def test_a_drained_node_loses_no_step(new_job: Callable[..., Job]) -> None:
     job.until("a warm spare", lambda status: status.get("spares") == 1 and job.log.newest >= 5)
     until_budget(job, 1)
     node = job.members()[1]["nodeName"]
-    with job.cluster.cordoned(node):
+    with job.cluster.cordon_nodes(node):
         job.cluster.kubectl(
             "drain", node, f"--pod-selector=trainium.dev/job-name={job.name}", "--delete-emptydir-data",
             "--ignore-daemonsets", "--force", f"--timeout={scaled(60):.0f}s",

@@ -28,8 +28,8 @@ trainer: {{steps: 100000}}
 """
 
 
-def at_size(size: int, generation: int = 0) -> Callable[[dict[str, Any]], bool]:
-    def reached(status: dict[str, Any]) -> bool:
+def has_size(size: int, generation: int = 0) -> Callable[[dict[str, Any]], bool]:
+    def is_reached(status: dict[str, Any]) -> bool:
         membership = status.get("membership", {})
         return (
             status.get("phase") == "Running"
@@ -37,7 +37,7 @@ def at_size(size: int, generation: int = 0) -> Callable[[dict[str, Any]], bool]:
             and membership.get("generation", 0) > generation
         )
 
-    return reached
+    return is_reached
 
 
 @pytest.mark.long
@@ -48,21 +48,21 @@ def test_idle_nodes_are_used_and_released_without_a_lost_step(
     if sum(DEVICES.items() <= allocatable.items() for allocatable in nodes) != 5:
         pytest.skip("needs a cluster of five nodes with 16 devices each")
     job = new_job(change=TAKES)
-    grown = job.until("growth onto idle nodes", at_size(4))
+    grown = job.until("growth onto idle nodes", has_size(4))
     assert grown["idleNodes"]["taken"] == 2
     extras = [pod for pod in job.pods() if "trainium.dev/extra" in pod["metadata"]["labels"]]
     assert [pod["spec"]["priority"] for pod in extras] == [-10, -10]
     job.until_step(job.log.newest + 5)
 
     other = new_job("other", change=f"workers: {{replicas: 3, {WHOLE_NODES}}}\ntrainer: {{steps: 100000}}")
-    other.until("the other job on three nodes", at_size(3))
-    shrunk = job.until("the size that was asked for", at_size(2))
+    other.until("the other job on three nodes", has_size(3))
+    shrunk = job.until("the size that was asked for", has_size(2))
     assert shrunk["restarts"]["byCause"].keys() <= {"Preempted"}
     assert not shrunk.get("failures"), "it is no failure"
     job.until_step(job.log.newest + 5)
 
     other.delete()
-    job.until("growth onto nodes that are idle again", at_size(4, shrunk["membership"]["generation"]))
+    job.until("growth onto nodes that are idle again", has_size(4, shrunk["membership"]["generation"]))
     job.until_step(job.log.newest + 5)
 
     status = job.status()
@@ -73,6 +73,8 @@ def test_idle_nodes_are_used_and_released_without_a_lost_step(
     job.until_phase("Suspended")
     losses = job.losses()
     assert every_sample_once(job.folder, max(losses), 12)
-    undisturbed = new_job("undisturbed", change="trainer: {steps: 100000}")
-    undisturbed.until_step(max(losses), seconds=600)
-    assert curves_agree(losses, {step: loss for step, loss in undisturbed.losses().items() if step in losses}, 1e-5)
+    uninterrupted_run = new_job("undisturbed", change="trainer: {steps: 100000}")
+    uninterrupted_run.until_step(max(losses), seconds=600)
+    assert curves_agree(
+        losses, {step: loss for step, loss in uninterrupted_run.losses().items() if step in losses}, 1e-5
+    )

@@ -48,13 +48,15 @@ class Prometheus:
             found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return found
 
-    def firing(self, namespace: str = ".*") -> set[str]:
+    def firing_alerts(self, namespace: str = ".*") -> set[str]:
         """Return the firing alerts of jobs in a namespace, and those without a namespace."""
         alerts = self.query(f'ALERTS{{alertstate="firing", job_namespace=~"|{namespace}"}}')
         return {alert["metric"]["alertname"] for alert in alerts}
 
     def until(self, promql: str) -> list[dict[str, Any]]:
-        return until(lambda: self.query(promql), lambda: f"an answer to {promql}; firing: {self.firing()}", pause=0.5)
+        return until(
+            lambda: self.query(promql), lambda: f"an answer to {promql}; firing: {self.firing_alerts()}", pause=0.5
+        )
 
 
 def without_delays(rules: str) -> str:
@@ -116,7 +118,7 @@ def test_panels_and_alerts_show_faults_of_jobs(
     prometheus.until(f'trainingjob_operator_job_phase{{{own}, phase="Running"}}')
     prometheus.until(f"trainingjob_operator_job_step{{{own}}} > 3")
     prometheus.until('sum(trainingjob_operator_workers{state="spare_ready"}) == 1')
-    calm = prometheus.firing(namespace)
+    calm = prometheus.firing_alerts(namespace)
     job.kill_rank(0)
     job.until_recovered()
     prometheus.until(f'trainingjob_operator_job_interruptions_total{{{own}, cause="Crash"}} == 1')

@@ -1,4 +1,4 @@
-"""A cluster whose DNS is silent: a name server reads what workers ask and answers nothing."""
+"""A cluster whose name server records the queries of workers and answers none."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(300)]
 
 ADDRESS = ("127.83.82.53", 53)
-OF_AN_ADDRESS = b"\x07in-addr\x04arpa\x00"
-"""How every question for the name of an IPv4 address ends."""
-ASK = "import socket; socket.getnameinfo(('127.83.82.82', 1), 0)"
+REVERSE_QUERY_SUFFIX = b"\x07in-addr\x04arpa\x00"
+"""Last bytes of each reverse query for an IPv4 address."""
+REVERSE_LOOKUP = "import socket; socket.getnameinfo(('127.83.82.82', 1), 0)"
 
 
 class NameServer:
     """A silent name server that records queries."""
 
     def __init__(self) -> None:
-        self.questions: list[bytes] = []
+        self.queries: list[bytes] = []
 
     def reverse_queries(self) -> list[bytes]:
-        return [question for question in self.questions if OF_AN_ADDRESS in question]
+        return [query for query in self.queries if REVERSE_QUERY_SUFFIX in query]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[NameServer]:
@@ -54,8 +54,8 @@ class NameServer:
                 thread.join()
 
     def _listen(self, listener: socket.socket) -> None:
-        while question := listener.recv(512):
-            self.questions.append(question)
+        while query := listener.recv(512):
+            self.queries.append(query)
 
 
 @pytest.fixture
@@ -94,11 +94,11 @@ def test_recovery_does_not_wait_for_a_silent_name_server(
 
     assert (entry["rung"], entry["podsReplaced"]) == ("InPlace", 0)
     assert name_server.reverse_queries() == []
-    # A process that asked would be noticed.
+    # The name server would record a query.
     pod = job.members()[0]["podName"]
-    asks = ("env", "RES_OPTIONS=timeout:1 attempts:1", "python3", "-c", ASK)
-    job.cluster.run("kubectl", "exec", pod, "-n", job.namespace, "--", *asks)
-    until(name_server.reverse_queries, "the question of a process in a worker arrives")
+    lookup_command = ("env", "RES_OPTIONS=timeout:1 attempts:1", "python3", "-c", REVERSE_LOOKUP)
+    job.cluster.run("kubectl", "exec", pod, "-n", job.namespace, "--", *lookup_command)
+    until(name_server.reverse_queries, "the query of a process in a worker arrives")
     job.until_phase("Completed")
     assert job.losses() == reference
     assert every_sample_once(job.folder, 60, 12)

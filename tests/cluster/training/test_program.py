@@ -61,7 +61,7 @@ class ProgramJob(Job):
         return pod
 
 
-def applied(cluster: SharedCluster, namespace: str, change: str) -> ProgramJob:
+def apply_program_job(cluster: SharedCluster, namespace: str, change: str) -> ProgramJob:
     job = ProgramJob(cluster, namespace, "program", change)
     job.apply()
     return job
@@ -87,7 +87,7 @@ def step_of(status: dict[str, Any]) -> int:
 
 
 def test_a_program_completes_after_a_killed_process_and_a_lost_node(operator: SharedCluster, namespace: str) -> None:
-    job = applied(operator, namespace, "{workers: {spares: 1}, program: {}}")
+    job = apply_program_job(operator, namespace, "{workers: {spares: 1}, program: {}}")
     status = job.until("steps and a spare", lambda status: step_of(status) >= 5 and status.get("spares") == 1)
     assert status["hangDetection"] == "Steps"
     plugin = [sys.executable, "-m", "trainium_client.commands.main", "ranks", job.name, "-n", namespace, "-o", "json"]
@@ -143,6 +143,6 @@ def test_a_lost_node_and_the_ranks_that_miss_it_are_one_interruption(operator: S
 def test_a_program_that_cannot_start_fails_with_its_name_in_the_message(
     operator: SharedCluster, namespace: str
 ) -> None:
-    job = applied(operator, namespace, "program: {command: [no-such-program]}")
+    job = apply_program_job(operator, namespace, "program: {command: [no-such-program]}")
     status = job.until_phase("Failed", seconds=scaled(120))
     assert "no-such-program" in status["verdict"], json.dumps(status)

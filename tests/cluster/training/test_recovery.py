@@ -64,7 +64,7 @@ def test_a_job_shrinks_without_capacity_and_grows_back(
         pytest.skip("needs a cluster of 4 nodes")
     job.until_step(5)
     idle = set(job.cluster.worker_nodes()) - {member["nodeName"] for member in job.members()}
-    with job.cluster.cordoned(*idle), job.cluster.without_power(job.members()[-1]["nodeName"]):
+    with job.cluster.cordon_nodes(*idle), job.cluster.without_power(job.members()[-1]["nodeName"]):
         job.until("a smaller size", lambda status: status["membership"]["size"] == 2)
         assert job.until_recovered()["rung"] == "Shrink"
     job.until(
@@ -85,12 +85,12 @@ def test_a_tolerance_changes_the_batch_and_skips_no_sample(
     nodes = job.cluster.worker_nodes()
     if len(nodes) < 4:
         pytest.skip("needs a cluster of 4 nodes")
-    seen = [_at_size(job, 4)]
+    seen = [_wait_for_size(job, 4)]
     idle = set(nodes) - {member["nodeName"] for member in job.members()}
-    with job.cluster.cordoned(*idle), job.cluster.without_power(job.members()[-1]["nodeName"]):
-        seen.append(_at_size(job, 3))
+    with job.cluster.cordon_nodes(*idle), job.cluster.without_power(job.members()[-1]["nodeName"]):
+        seen.append(_wait_for_size(job, 3))
         assert job.status()["membership"]["batch"] == 9
-    seen.append(_at_size(job, 4))
+    seen.append(_wait_for_size(job, 4))
     job.suspend()
     job.until_phase("Suspended")
 
@@ -105,7 +105,7 @@ def test_a_tolerance_changes_the_batch_and_skips_no_sample(
     assert all(entry["stepsLost"] <= 1 for entry in job.history())
 
 
-def _at_size(job: Job, size: int) -> tuple[int, float]:
+def _wait_for_size(job: Job, size: int) -> tuple[int, float]:
     """Return the status of the job after a few steps at this size."""
     status = job.until(
         f"training on {size} nodes",
@@ -136,9 +136,11 @@ def test_a_resize_loses_no_step_and_keeps_the_curve(new_job: Callable[..., Job])
     losses = job.losses()
     assert every_sample_once(job.folder, max(losses), 12)
 
-    undisturbed = new_job("undisturbed", change=ENDLESS)
-    undisturbed.until_step(max(losses))
-    assert curves_agree(losses, {step: loss for step, loss in undisturbed.losses().items() if step in losses}, 1e-5)
+    uninterrupted_run = new_job("undisturbed", change=ENDLESS)
+    uninterrupted_run.until_step(max(losses))
+    assert curves_agree(
+        losses, {step: loss for step, loss in uninterrupted_run.losses().items() if step in losses}, 1e-5
+    )
 
 
 @pytest.mark.long

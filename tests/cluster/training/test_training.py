@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-def test_a_job_completes_with_status_metrics_and_samples(undisturbed: UninterruptedRun) -> None:
-    status = undisturbed.status
+def test_a_job_completes_with_status_metrics_and_samples(uninterrupted_run: UninterruptedRun) -> None:
+    status = uninterrupted_run.status
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 60
     assert status["restarts"]["total"] == 0
     assert not status.get("history")
     conditions = {condition["type"]: condition["status"] for condition in status["conditions"]}
     assert conditions["Complete"] == "True"
     assert conditions.get("Failed") != "True"
-    losses = undisturbed.losses
+    losses = uninterrupted_run.losses
     assert sorted(losses) == list(range(1, 61))
     assert losses[60] < losses[1]
-    assert every_sample_once(undisturbed.folder, 60, 12)
-    fields = json.loads((undisturbed.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert every_sample_once(uninterrupted_run.folder, 60, 12)
+    fields = json.loads((uninterrupted_run.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert {"step", "loss", "gradNorm", "learningRate", "tokens", "samples", "seconds"} <= set(fields)
 
 
 def test_the_network_policy_of_a_job_admits_the_operator(
-    undisturbed: UninterruptedRun, operator: SharedCluster
+    uninterrupted_run: UninterruptedRun, operator: SharedCluster
 ) -> None:
-    (policy,) = undisturbed.policies
+    (policy,) = uninterrupted_run.policies
     assert policy["metadata"]["name"] == "reference-workers"
     assert [owner["kind"] for owner in policy["metadata"]["ownerReferences"]] == ["TrainingJob"]
-    assert "NetworkPolicyApplied" not in {condition["type"] for condition in undisturbed.status["conditions"]}
+    assert "NetworkPolicyApplied" not in {condition["type"] for condition in uninterrupted_run.status["conditions"]}
     (peer,) = policy["spec"]["ingress"][1]["from"]
     labels = ",".join(f"{key}={value}" for key, value in peer["podSelector"]["matchLabels"].items())
     (label,) = peer["namespaceSelector"]["matchLabels"].items()
@@ -55,10 +55,10 @@ def test_the_network_policy_of_a_job_admits_the_operator(
     assert {pod["spec"]["containers"][0]["name"] for pod in pods} == {"operator"}
 
 
-def test_checkpoints_are_committed_and_verified(undisturbed: UninterruptedRun) -> None:
-    committed = sorted(path.parent.name for path in undisturbed.folder.glob("step-*/COMMITTED"))
+def test_checkpoints_are_committed_and_verified(uninterrupted_run: UninterruptedRun) -> None:
+    committed = sorted(path.parent.name for path in uninterrupted_run.folder.glob("step-*/COMMITTED"))
     assert committed == ["step-20", "step-40", "step-60"]
-    storage = PosixStorage(undisturbed.folder)
+    storage = PosixStorage(uninterrupted_run.folder)
     checkpoints = survey(storage).committed
     assert [f"step-{item.step}" for item in checkpoints] == committed[::-1]
     assert [verify(storage, item, Retry()) for item in checkpoints] == [[], [], []]

@@ -1,6 +1,8 @@
 """The fake API server over real HTTP, with the discovery that kopf asks for, and a kubeconfig for it."""
 
 import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +16,33 @@ from trainium_operator.cluster.api.resources import ALL
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 
 
+@asynccontextmanager
+async def run_http_server(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
+    """Answer all requests on loopback; yield the URL of the server."""
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=scaled(0.1))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 class FakeServer:
     """A server on loopback between `start` and `stop`."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
         self.url = ""
-        self._runner: web.AppRunner
+        self._running = AsyncExitStack()
 
     async def start(self) -> None:
-        application = web.Application()
-        application.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = await self._running.enter_async_context(run_http_server(self._answer))
 
     async def stop(self) -> None:
-        await self._runner.cleanup()
+        await self._running.aclose()
 
     def kubeconfig(self, folder: Path) -> Path:
         path = folder / "kubeconfig"

@@ -46,7 +46,7 @@ class PodClient:
             "create", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
         )
 
-    def pod(
+    def create_pod(
         self,
         stem: str,
         *containers: Json,
@@ -57,7 +57,7 @@ class PodClient:
     ) -> str:
         """Create a pod and return its name; `hold` keeps its final status readable after deletion.
 
-        It asks to be root, or leaves it to the image; the process node knows only its own user.
+        With `as_root` the pod runs as root, otherwise as the user of the image. The process node has only its user.
         """
         name = self.name(stem)
         metadata: Json = {"name": name, "labels": labels or {}}
@@ -176,7 +176,7 @@ def status(pod: Json, container: str = "main") -> Json:
     )
 
 
-def terminated(pod: Json, container: str = "main") -> Json:
+def terminated_state(pod: Json, container: str = "main") -> Json:
     """Return the terminated state of a container, or an empty one."""
     state: Json = status(pod, container)["state"].get("terminated", {})
     return state

@@ -83,7 +83,7 @@ class SessionLease:
         """The holder that acquired the Lease meanwhile; empty as long as this session has it."""
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Acquire, renew and release the Lease; raise LeaseHeldError when another session has it."""
         self._acquire()
         renewal = threading.Thread(target=self._renew, name="session-lease", daemon=True)

@@ -53,7 +53,7 @@ class SharedCluster(Access):
     # --- faults --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def cordoned(self, *nodes: str) -> Iterator[None]:
+    def cordon_nodes(self, *nodes: str) -> Iterator[None]:
         """Cordon nodes until the block ends."""
         try:
             self._cordon(nodes, on=True)
@@ -147,7 +147,7 @@ def _open_existing_cluster(settings: dict[str, Any]) -> Iterator[SharedCluster]:
         cluster.power_on(node)
 
     try:
-        with SessionLease(cluster).held():
+        with SessionLease(cluster).hold():
             check_unoccupied(cluster)
             remove_leftovers(cluster, power_on)
             try:

@@ -59,9 +59,9 @@ class Transport(asyncio.Transport):
         """See asyncio.BaseTransport."""
         if not self.closed:
             self.closed = True
-            self._loop.call_soon(self._lost)
+            self._loop.call_soon(self._close_protocol)
 
-    def _lost(self) -> None:
+    def _close_protocol(self) -> None:
         if self._protocol is not None:
             self._protocol.connection_lost(None)
 

@@ -29,16 +29,16 @@ class _SchemaWalker:
         self.values_by_key: dict[str, list[Any]] = {}
         self._active: set[str] = set()
 
-    def _resolved(self, schema: Schema) -> Schema:
+    def _resolve(self, schema: Schema) -> Schema:
         if "$ref" in schema:
             return self._definitions[schema["$ref"].rpartition("/")[2]]
         choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
-        return self._resolved(choices[0]) if choices else schema
+        return self._resolve(choices[0]) if choices else schema
 
     def example(self, schema: Schema) -> Any:
         if schema.get("default") not in (None, {}, [], ""):
             return schema["default"]
-        schema = self._resolved(schema)
+        schema = self._resolve(schema)
         if "enum" in schema:
             return schema["enum"][0]
         match schema.get("type"):
@@ -61,10 +61,10 @@ class _SchemaWalker:
                 return next((value for value in (text, *_TEXTS) if re.search(schema.get("pattern", ""), value)), text)
 
     def collect(self, schema: Schema) -> None:
-        schema = self._resolved(schema)
+        schema = self._resolve(schema)
         for key, inner in schema.get("properties", {}).items():
             known = self.values_by_key.setdefault(key, [])
-            known += [value for value in _edges_of(self._resolved(inner), inner.get("default")) if value not in known]
+            known += [value for value in _edges_of(self._resolve(inner), inner.get("default")) if value not in known]
             self._collect_nested(inner)
         values = schema.get("additionalProperties")
         if isinstance(values, dict):

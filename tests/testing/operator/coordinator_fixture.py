@@ -55,7 +55,7 @@ class CountedReviews:
     max_pending = 0
 
     def count(self, review: Review) -> Review:
-        async def ask(spec: dict[str, Any]) -> dict[str, Any]:
+        async def counting_review(spec: dict[str, Any]) -> dict[str, Any]:
             self.pending += 1
             self.max_pending = max(self.max_pending, self.pending)
             try:
@@ -63,7 +63,7 @@ class CountedReviews:
             finally:
                 self.pending -= 1
 
-        return ask
+        return counting_review
 
 
 class CoordinatorFixture:
@@ -76,12 +76,12 @@ class CoordinatorFixture:
         """Pods whose job was deleted."""
         self.serving_event: asyncio.Event | None = None
         self.api_up = True
-        self.notes: list[tuple[str, str, bool]] = []
+        self.notifications: list[tuple[str, str, bool]] = []
         self.server = CoordinatorServer(
             self.state,
             Authenticator(self.review, self, wall_clock=time.time),
             is_serving=lambda: self.leading,
-            notify=lambda *note: self.notes.append(note),
+            notify=lambda *notification: self.notifications.append(notification),
             until_serving=lambda: self.serving_event.wait() if self.serving_event is not None else None,
         )
         self.port = 0

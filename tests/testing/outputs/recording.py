@@ -188,7 +188,7 @@ def _record_calls(recording: Recording, times: list[float]) -> Iterator[None]:
         return answer
 
     @contextlib.contextmanager
-    def streaming(self: Connection, path: str, **more: Any) -> Iterator[LineStream]:
+    def record_stream(self: Connection, path: str, **more: Any) -> Iterator[LineStream]:
         with stream(self, path, **more) as opened:
             paths[id(opened)] = path
             recording.answers.setdefault(path, [])
@@ -199,7 +199,7 @@ def _record_calls(recording: Recording, times: list[float]) -> Iterator[None]:
             _append_answer(recording, paths[id(self)], line.decode(errors="replace") + "\n", appended=True)
             yield line
 
-    def running(api: Api, pod: str, command: Sequence[str], **more: Any) -> ExecOutput:
+    def record_exec(api: Api, pod: str, command: Sequence[str], **more: Any) -> ExecOutput:
         output = run(api, pod, command, **more)
         times.append(time.time())
         text = _pack_spans(output.out) if output.out[:2] == _GZIP else output.out.decode(errors="replace")
@@ -208,9 +208,9 @@ def _record_calls(recording: Recording, times: list[float]) -> Iterator[None]:
 
     with (
         mock.patch.object(Connection, "request", request),
-        mock.patch.object(Connection, "stream", streaming),
+        mock.patch.object(Connection, "stream", record_stream),
         mock.patch.object(LineStream, "lines", lines),
-        _programs(running),
+        _programs(record_exec),
     ):
         yield
 

@@ -33,7 +33,7 @@ class Browser:
         self._socket = socket
         self._number = 0
         self._events: list[dict[str, Any]] = []
-        self.complaints: list[str] = []
+        self.console_errors: list[str] = []
         """Lines of the console: refusals of the policy, errors of scripts, resources that failed to load."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
@@ -86,9 +86,9 @@ class Browser:
         except websocket.WebSocketTimeoutException as error:
             raise AssertionError(f"the browser did not answer in time: {what}") from error
         if message.get("method") == "Log.entryAdded":
-            self.complaints.append(message["params"]["entry"]["text"])
+            self.console_errors.append(message["params"]["entry"]["text"])
         elif message.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(json.dumps(message["params"]["exceptionDetails"]))
+            self.console_errors.append(json.dumps(message["params"]["exceptionDetails"]))
         elif "method" in message:
             self._events.append(message)
         return message

@@ -48,7 +48,7 @@ _CHANGES = ("remove", "replace", "replace from cases", "add", "wrap", "unwrap", 
 
 
 @st.composite
-def mutated(
+def mutated_values(
     draw: st.DrawFn, value: Any, most: int = 4, values_by_key: Mapping[str, Sequence[Any]] | None = None
 ) -> Any:
     """Return the value with a few mutated parts.
@@ -100,7 +100,7 @@ def _change(draw: st.DrawFn, holder: Any, key: Any, values_by_key: Mapping[str, 
             name = draw(names)
             holder[name] = draw(_value_of(name, values_by_key))
         case "repeat":
-            holder[key] = draw(_repeated(value))
+            holder[key] = draw(_repeated_values(value))
         case "wrap":
             holder[key] = draw(st.sampled_from(([value], {draw(names): value})))
         case "unwrap" if isinstance(value, (dict, list)) and value:
@@ -117,7 +117,7 @@ def _value_of(key: Any, values_by_key: Mapping[str, Sequence[Any]]) -> st.Search
 
 
 @st.composite
-def _repeated(draw: st.DrawFn, value: Any) -> Any:
+def _repeated_values(draw: st.DrawFn, value: Any) -> Any:
     times = draw(st.integers(2, 20) | st.integers(2, 300))
     if draw(st.integers(1, LARGE_ONE_IN)) == LARGE_ONE_IN:
         times = 1 << draw(st.integers(8, 17))

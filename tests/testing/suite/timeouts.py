@@ -65,20 +65,20 @@ class Deadline:
         self._seconds, self._clock, self._slow = seconds, clock, slow
         self._started_at = clock()
 
-    def waited(self) -> float:
+    def elapsed_seconds(self) -> float:
         """Return the seconds since the start."""
         return self._clock() - self._started_at
 
     def is_over(self) -> bool:
         """Return whether the limit has passed; measure slowness only after the limit of a quiet machine."""
-        waited = self.waited()
-        return waited > self._seconds and waited > self._seconds * self._slow()
+        elapsed_seconds = self.elapsed_seconds()
+        return elapsed_seconds > self._seconds and elapsed_seconds > self._seconds * self._slow()
 
     def check(self, message: Message) -> None:
         """Raise NotInTimeError with this message when the limit has passed."""
         if self.is_over():
             raise NotInTimeError(
-                f"not within {self.waited():.0f} s: {message if isinstance(message, str) else message()}"
+                f"not within {self.elapsed_seconds():.0f} s: {message if isinstance(message, str) else message()}"
             )
 
 

@@ -95,7 +95,10 @@ def write_parquet(path: Path) -> None:
 def write_arrow(
     path: Path, table: pa.Table = TABLE, *, rows: int | None = 9, open_writer: Any = pa.ipc.new_file
 ) -> None:
-    """Write batches of so many rows, or one; `open_writer`: that of the file or of the stream format."""
+    """Write record batches of at most `rows` rows (None: one batch).
+
+    `open_writer` selects the file or the stream format.
+    """
     with pa.OSFile(str(path), "wb") as sink, open_writer(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=rows)
 

@@ -1,7 +1,7 @@
 """Run a real S3 server (versitygw) over a folder on loopback, behind a proxy that injects faults.
 
     with run_gateway(tmp_path, monkeypatch) as server:  # has the bucket "bucket"; clients use the environment
-        server.fail(Fault(status=503, times=2, method="PUT"))
+        server.inject_fault(Fault(status=503, times=2, method="PUT"))
         ...
         assert server.objects("bucket")["key"] == b"..."
 
@@ -113,7 +113,7 @@ class S3Gateway:
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
         }
 
-    def make_bucket(self, name: str) -> None:
+    def create_bucket(self, name: str) -> None:
         """Create an empty bucket."""
         (self._buckets / name).mkdir()
 
@@ -135,7 +135,7 @@ class S3Gateway:
         if modified is not None:
             os.utime(path, (modified, modified))
 
-    def fail(self, fault: Fault) -> Fault:
+    def inject_fault(self, fault: Fault) -> Fault:
         """Inject a fault from now on."""
         with self._lock:
             self._faults.append(fault)
@@ -180,7 +180,7 @@ class S3Gateway:
 def run_gateway(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
     """Run a server with the bucket `bucket`, and set the environment of this process to use it."""
     with S3Gateway(folder) as server:
-        server.make_bucket("bucket")
+        server.create_bucket("bucket")
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         yield server

@@ -77,20 +77,20 @@ class Workers:
         self.agents: dict[str, Agent] = {}
         """By pod uid."""
         self.lost_nodes: set[str] = set()
-        self.taken_nodes: set[str] = set()
+        self.occupied_nodes: set[str] = set()
         """Nodes of foreign pods, which they hold or get as soon as an extra has left."""
         self.turns_per_step = 1
         self.cut_off = False
         """No agent reaches any operator."""
         self.muted_nodes: set[str] = set()
         """Nodes whose agents reach no operator."""
-        self.clocks_off: dict[str, float] = {}
+        self.clock_offsets: dict[str, float] = {}
         """Seconds by which the clock of a node is ahead; its agent's check reports it, and its times use it."""
         self.timings: dict[str, StepTiming] = {}
         """The steps that the members on a node report."""
-        self._asked_to_stop: dict[str, float] = {}
+        self._deletion_seen_at: dict[str, float] = {}
         for number in range(nodes):
-            cluster.add(NODES, _node(f"node-{number}"))
+            cluster.add(NODES, _build_node(f"node-{number}"))
 
     @property
     def operator(self) -> OperatorProcess | None:
@@ -135,11 +135,11 @@ class Workers:
         for namespace, name, raw in sorted(self._pods(), key=lambda pod: LABEL_EXTRA in pod[2]["metadata"]["labels"]):
             node = raw["spec"].get("nodeName")
             if "deletionTimestamp" in raw["metadata"]:
-                since = self._asked_to_stop.setdefault(raw["metadata"]["uid"], now)
+                since = self._deletion_seen_at.setdefault(raw["metadata"]["uid"], now)
                 if node not in self.lost_nodes and now - since >= STOP_SECONDS:
                     self.cluster.remove(PODS, namespace, name)
             elif raw["status"]["phase"] == "Pending" and node is None:
-                free = set(self.cluster.names(NODES, "")) - busy - self.lost_nodes - self.taken_nodes
+                free = set(self.cluster.names(NODES, "")) - busy - self.lost_nodes - self.occupied_nodes
                 if free:
                     number = min(int(name.removeprefix("node-")) for name in free)
                     busy.add(f"node-{number}")
@@ -150,7 +150,7 @@ class Workers:
         held = [pod for pod in self._pods() if pod[2]["spec"].get("nodeName") == node]
         if any(LABEL_EXTRA not in raw["metadata"]["labels"] for _, _, raw in held):
             return False
-        self.taken_nodes.add(node)
+        self.occupied_nodes.add(node)
         for namespace, name, _ in held:
             self.cluster.change(PODS, namespace, name, _preempt)
         return True
@@ -253,10 +253,10 @@ class Workers:
         )
 
     def _clock(self, agent: Agent) -> float:
-        return wall_clock() + self.clocks_off.get(agent.node, 0.0)
+        return wall_clock() + self.clock_offsets.get(agent.node, 0.0)
 
     def _check_results(self, agent: Agent) -> tuple[CheckResult, ...]:
-        offset = self.clocks_off.get(agent.node, 0.0)
+        offset = self.clock_offsets.get(agent.node, 0.0)
         detail = f"The node's clock is {offset:.1f} s ahead of the coordinator's; check its NTP." if offset else ""
         return (CheckResult(check=PreflightCheck.CLOCK, passed=not offset, seconds=0.0, detail=detail),)
 
@@ -338,7 +338,7 @@ def set_readiness(workers: Workers, status: str, nodes: Iterable[str]) -> None:
         workers.cluster.change(NODES, "", node, lambda raw: raw["status"]["conditions"][0].update(status=status))
 
 
-def _node(name: str) -> dict[str, Any]:
+def _build_node(name: str) -> dict[str, Any]:
     ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
     return {"metadata": {"name": name}, "spec": {}, "status": {"conditions": [ready]}}
 

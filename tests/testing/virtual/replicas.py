@@ -87,7 +87,7 @@ class OperatorDeployment(WorkerCluster):
         """Replicas that cannot reach the API server."""
         self.processes: dict[str, OperatorProcess] = {}
         self._settings = settings
-        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._restart_tasks: dict[str, asyncio.Task[None]] = {}
 
     # --- operators
 
@@ -105,7 +105,7 @@ class OperatorDeployment(WorkerCluster):
         self.processes[identity] = process
         self.workers.operators = list(self.processes.values())
         await process.start()
-        self._keepers[identity] = asyncio.create_task(self._restart_on_exit(identity, process))
+        self._restart_tasks[identity] = asyncio.create_task(self._restart_on_exit(identity, process))
         return process
 
     async def _restart_on_exit(self, identity: str, process: OperatorProcess) -> None:
@@ -128,7 +128,7 @@ class OperatorDeployment(WorkerCluster):
         await self._stop_restarting(identity).stop()
 
     def _stop_restarting(self, identity: str) -> OperatorProcess:
-        self._keepers.pop(identity).cancel()
+        self._restart_tasks.pop(identity).cancel()
         process = self.processes.pop(identity)
         self.workers.operators = list(self.processes.values())
         return process
@@ -170,15 +170,15 @@ class OperatorDeployment(WorkerCluster):
 
 
 def check_each_kill_point(
-    run: Callable[[int | None], tuple[dict[str, Any], int]], apart: int, *, first_write: int = 1
+    run: Callable[[int | None], tuple[dict[str, Any], int]], stride: int, *, first_write: int = 1
 ) -> None:
-    """Assert that a scenario ends the same whichever write the operator dies after; every `apart`-th is tried.
+    """Assert that a scenario ends the same whichever write the operator dies after; every `stride`-th write is tried.
 
     `run(write)` returns the end of the scenario and the writes of its first operator; None: nothing dies.
     """
     expected, writes = run(None)
     different = {}
-    for write in range(first_write, writes + 1, apart):
+    for write in range(first_write, writes + 1, stride):
         end, _ = run(write)
         if end != expected:
             different[write] = {key: (expected[key], end.get(key)) for key in expected if end.get(key) != expected[key]}
@@ -200,8 +200,8 @@ async def run_deployment(
             await deployment.wait_until_running()
         yield deployment
     finally:
-        for keeper in deployment._keepers.values():
-            keeper.cancel()
+        for task in deployment._restart_tasks.values():
+            task.cancel()
         for process in deployment.processes.values():
             await process.kill()
         agents.cancel()

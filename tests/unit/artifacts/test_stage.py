@@ -408,7 +408,7 @@ def test_a_bucket_that_refuses_writes_leaves_no_adapter_and_the_next_start_compl
     expected = write(run, 2)
     with run_gateway(tmp_path, monkeypatch) as server:
         config = with_bucket(run)
-        server.fail(
+        server.inject_fault(
             Fault(
                 status=403, code="AccessDenied", method="PUT", fits=lambda request: request.key.endswith(".safetensors")
             )

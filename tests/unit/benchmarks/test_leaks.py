@@ -41,7 +41,7 @@ def process(role: str = "operator", **more: Any) -> Process:
     return replace(Process(7, 1.0, role, 100.0, 20, 10, 5), **more)
 
 
-def reads(count: int, **slope: float) -> list[ResourceUsage]:
+def build_samples(count: int, **slope: float) -> list[ResourceUsage]:
     """Return samples of a process that grows by these amounts."""
     first = process()
     return [
@@ -54,14 +54,14 @@ def reads(count: int, **slope: float) -> list[ResourceUsage]:
 
 def test_a_run_without_leftovers_or_growth_has_no_leak() -> None:
     assert list(find_leftovers(resource_usage(process()), resource_usage(process(pid=8)))) == []
-    assert list(find_growth(reads(40))) == []
+    assert list(find_growth(build_samples(40))) == []
 
 
 @pytest.mark.parametrize(
     ("what", "slope"), [("MB", {"megabytes": 2.0}), ("sockets", {"sockets": 1}), ("files", {"files": 1})]
 )
 def test_steady_growth_is_reported(what: str, slope: dict[str, float]) -> None:
-    assert what in " ".join(find_growth(reads(60, **slope)))
+    assert what in " ".join(find_growth(build_samples(60, **slope)))
 
 
 def agents(*sockets: Callable[[int], float]) -> list[ResourceUsage]:
@@ -89,7 +89,7 @@ def test_agents_that_all_grow_have_grown() -> None:
 
 
 def test_a_process_with_few_samples_is_not_checked() -> None:
-    assert list(find_growth(reads(MIN_SAMPLES - 1, megabytes=50.0))) == []
+    assert list(find_growth(build_samples(MIN_SAMPLES - 1, megabytes=50.0))) == []
 
 
 def test_growth_of_kubernetes_components_is_not_checked() -> None:

@@ -73,7 +73,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a step with an adapter, the merged model and an evaluation."""
     folder = tmp_path_factory.mktemp("written")
     save_base(folder / "base")
@@ -103,16 +103,18 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def step(written: Path, tmp_path: Path) -> Path:
+def step(artifact_folder: Path, tmp_path: Path) -> Path:
     """Copy the written step."""
-    return Path(shutil.copytree(written, tmp_path / "step"))
+    return Path(shutil.copytree(artifact_folder, tmp_path / "step"))
 
 
-def test_complete_artifacts_have_no_difference(written: Path, step: Path) -> None:
+def test_complete_artifacts_have_no_difference(artifact_folder: Path, step: Path) -> None:
     assert artifact_checks.complete_artifacts(step).keys() == {"adapter", "model"}
     assert artifact_checks.find_incomplete(step) == []
     assert (
-        artifact_checks.compare_artifacts(artifact_checks.read_artifacts(step), artifact_checks.read_artifacts(written))
+        artifact_checks.compare_artifacts(
+            artifact_checks.read_artifacts(step), artifact_checks.read_artifacts(artifact_folder)
+        )
         == []
     )
     assert len(artifact_checks.complete_files(step)) > 3
@@ -142,7 +144,7 @@ def test_a_truncated_evaluation_is_found(step: Path) -> None:
     assert artifact_checks.find_incomplete(step)
 
 
-def nudged(left: ArtifactSnapshot, by: float) -> ArtifactSnapshot:
+def perturb(left: ArtifactSnapshot, by: float) -> ArtifactSnapshot:
     """Return a snapshot that differs in one number of each tensor."""
     tensors = {name: tensor.clone() for name, tensor in left.tensors.items()}
     for tensor in tensors.values():
@@ -150,24 +152,24 @@ def nudged(left: ArtifactSnapshot, by: float) -> ArtifactSnapshot:
     return replace(left, tensors=tensors)
 
 
-def test_a_changed_bit_is_a_difference_unless_sizes_changed(written: Path) -> None:
-    known = artifact_checks.read_artifacts(written)
-    assert artifact_checks.compare_artifacts(nudged(known, 1e-5), known)
-    assert artifact_checks.compare_artifacts(nudged(known, 1e-5), known, 1e-4) == []
-    assert artifact_checks.compare_artifacts(nudged(known, 1e-3), known, 1e-4)
+def test_a_changed_bit_is_a_difference_unless_sizes_changed(artifact_folder: Path) -> None:
+    known = artifact_checks.read_artifacts(artifact_folder)
+    assert artifact_checks.compare_artifacts(perturb(known, 1e-5), known)
+    assert artifact_checks.compare_artifacts(perturb(known, 1e-5), known, 1e-4) == []
+    assert artifact_checks.compare_artifacts(perturb(known, 1e-3), known, 1e-4)
 
 
-def test_an_additional_file_is_a_difference(written: Path, step: Path) -> None:
+def test_an_additional_file_is_a_difference(artifact_folder: Path, step: Path) -> None:
     (step / "model" / ".draft-00").write_bytes(b"half of it")
-    known = artifact_checks.read_artifacts(written)
+    known = artifact_checks.read_artifacts(artifact_folder)
     assert artifact_checks.compare_artifacts(artifact_checks.read_artifacts(step), known) == [
         "other files: ['model/.draft-00']"
     ]
     assert artifact_checks.compare_artifacts(artifact_checks.read_artifacts(step), known, 1e-4)
 
 
-def test_files_may_be_divided_differently_but_equal_names_have_equal_bytes(written: Path, step: Path) -> None:
-    known = artifact_checks.read_artifacts(written)
+def test_files_may_be_divided_differently_but_equal_names_have_equal_bytes(artifact_folder: Path, step: Path) -> None:
+    known = artifact_checks.read_artifacts(artifact_folder)
     divided = {name.replace("-of-0", "-of-9"): digest for name, digest in known.files.items()}
     index = {"model/model.safetensors.index.json": "another"}
     assert artifact_checks.compare_artifacts(replace(known, files=divided | index), known) == []
@@ -181,8 +183,8 @@ def test_files_may_be_divided_differently_but_equal_names_have_equal_bytes(writt
     ]
 
 
-def test_changed_figures_are_a_difference(written: Path) -> None:
-    known = artifact_checks.read_artifacts(written)
+def test_changed_figures_are_a_difference(artifact_folder: Path) -> None:
+    known = artifact_checks.read_artifacts(artifact_folder)
     figure = {"name": "perplexity", "before": 9.0, "after": 8.001}
     snapshot = replace(known, evaluation=known.evaluation | {"figures": [figure]})
     assert artifact_checks.compare_artifacts(snapshot, known)

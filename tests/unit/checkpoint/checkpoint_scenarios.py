@@ -77,12 +77,12 @@ def limit_snapshots(count: int) -> None:
     create = SnapshotFile.create
     remaining = iter(range(count))
 
-    def limited(path: Any, payload_bytes: int) -> SnapshotFile:
+    def create_or_fail(path: Any, payload_bytes: int) -> SnapshotFile:
         if next(remaining, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return create(path, payload_bytes)
 
-    SnapshotFile.create = staticmethod(limited)
+    SnapshotFile.create = staticmethod(create_or_fail)
 
 
 def gather_texts(coordinates: MeshCoordinates, sizes: list[int]) -> list[str]:
@@ -148,18 +148,18 @@ def scatter_with_failures(coordinates: MeshCoordinates) -> list[str]:
         contribute = functools.partial(return_or_raise, letter, failing.get(coordinates.rank))
         return describe_outcome(lambda: scatter_from_root(contribute, decide, group, label))
 
-    def answers(values: list[str]) -> list[str]:
+    def build_answers(values: list[str]) -> list[str]:
         return [f"{number} of {''.join(values)}{'x' * 50_000 * (number == 1)}" for number in range(len(values))]
 
     def refuse(_: list[str]) -> list[str]:
         raise StorageError("no room")
 
     return [
-        outcome({}, answers),
-        outcome({1: ValueError("one"), 2: StorageError("two")}, answers),
+        outcome({}, build_answers),
+        outcome({1: ValueError("one"), 2: StorageError("two")}, build_answers),
         outcome({}, refuse),
-        outcome({}, answers, label="late" if coordinates.rank == 1 else "same"),
+        outcome({}, build_answers, label="late" if coordinates.rank == 1 else "same"),
         outcome({}, lambda values: [lambda: values for _ in values]),
-        outcome({}, answers),
+        outcome({}, build_answers),
         outcome({}, lambda values: [gc.isenabled() for _ in values]) + str(gc.isenabled()),
     ]

@@ -463,15 +463,15 @@ def test_a_command_loads_neither_models_nor_the_kubernetes_library(server: ApiSe
 
 
 def test_shell_completion_offers_commands_and_then_jobs() -> None:
-    def jobs(words: list[str]) -> list[str]:
+    def complete_jobs(words: list[str]) -> list[str]:
         return ["llama", "broken"] if "team" in words else []
 
-    assert {"status", "stacks"} <= set(candidates(["st"], jobs))
-    assert candidates(["status", "-n", "team", ""], jobs) == ["broken", "llama"]
-    assert candidates(["logs", "-n", "team", "ll"], jobs) == ["llama"]
-    assert candidates(["status", "llama", "-o", "j"], jobs) == ["json"]
-    assert candidates(["scaling", "-n", "team", "--price-per-node-hour", "2", ""], jobs) == ["broken", "llama"]
-    assert candidates(["nodes", ""], jobs) == []
+    assert {"status", "stacks"} <= set(candidates(["st"], complete_jobs))
+    assert candidates(["status", "-n", "team", ""], complete_jobs) == ["broken", "llama"]
+    assert candidates(["logs", "-n", "team", "ll"], complete_jobs) == ["llama"]
+    assert candidates(["status", "llama", "-o", "j"], complete_jobs) == ["json"]
+    assert candidates(["scaling", "-n", "team", "--price-per-node-hour", "2", ""], complete_jobs) == ["broken", "llama"]
+    assert candidates(["nodes", ""], complete_jobs) == []
 
 
 def test_an_exec_plugin_provides_the_token_and_its_failure_is_one_sentence(

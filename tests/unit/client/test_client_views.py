@@ -52,7 +52,7 @@ def members() -> Members:
     return build_members(parse_membership(recorded_object("membership")))
 
 
-def rendered(content: RenderableType, width: int = 100) -> str:
+def render_plain(content: RenderableType, width: int = 100) -> str:
     return render_text(content, width=width, colour=False)
 
 
@@ -195,22 +195,22 @@ def condition(kind: str, reason: str, message: str) -> dict[str, str]:
 def test_a_failed_job_lists_its_changed_fields_and_the_retry_command() -> None:
     job = recorded_object("failed")
 
-    def advice(generation: int = 1, **record: Any) -> str:
+    def build_advice(generation: int = 1, **record: Any) -> str:
         job["metadata"]["generation"], job["status"]["observedGeneration"] = generation, 1
         job["status"]["failedSpec"] = record
         return build_job_view(job, now=NOW).advice[-1]
 
     name = job["metadata"]["name"]
-    assert advice(changes=[]).startswith("Nothing has changed since the failure. To run it again from ")
+    assert build_advice(changes=[]).startswith("Nothing has changed since the failure. To run it again from ")
     source = {"field": "trainer.data.source", "was": '"/a"', "now": '"/b"'}
     changes = [source, {"field": "trainer.seed", "was": "", "now": "7"}, {"field": "x", "was": "#1", "now": "#2"}]
-    output = advice(changes=changes)
+    output = build_advice(changes=changes)
     assert output.startswith(
         'Changed since the failure: trainer.data.source (was "/a", is "/b"), trainer.seed (was not set, is 7), x. '
     )
     assert f"kubectl trn retry {name}." in output
-    assert "and 4 more" in advice(changes=[source] * 10)
-    for unknown in (advice(), advice(generation=2, changes=[])):
+    assert "and 4 more" in build_advice(changes=[source] * 10)
+    for unknown in (build_advice(), build_advice(generation=2, changes=[])):
         assert unknown.startswith("To run it again from "), "the specs were not compared"
     assert "kubectl trn retry" in status_text(build_job_view(job, now=NOW))
 
@@ -273,7 +273,7 @@ def test_why_shows_pod_cause_and_log_line_of_a_crash() -> None:
     assert (report.entry.cause, report.entry.pod, report.number) == ("Crash", "llama-w-0", 3)
     assert any("rank 0 ended with code 137" in line for line in report.log_lines)
     assert len(report.log_lines) <= MAX_LINES
-    output = rendered(interruption_page(report))
+    output = render_plain(interruption_page(report))
     assert f"restart {format_duration(report.entry.stages['restart'])}" in output
     assert "processes restarted in place, pods kept" in output
 
@@ -290,7 +290,7 @@ def report_of(message: str, *, rung: str, log: str) -> str:
     job = recorded_object("job")
     last = job["status"]["history"][-1]
     last |= {"message": message, "rung": rung}
-    return rendered(interruption_page(explain_interruption(job, log=log)), 110)
+    return render_plain(interruption_page(explain_interruption(job, log=log)), 110)
 
 
 def test_why_shows_the_whole_verdict_before_the_log() -> None:
@@ -328,10 +328,10 @@ def test_why_shows_python_frames_and_no_cpp_frames() -> None:
 
 def test_wrapped_lines_are_indented() -> None:
     job = recorded_object("failed")
-    output = rendered(interruption_page(explain_interruption(job, advice=("word " * 40,))), 60)
+    output = render_plain(interruption_page(explain_interruption(job, advice=("word " * 40,))), 60)
     assert re.search(r"^- word .*\n  word ", output, re.MULTILINE)
     log = recorded_log()
-    report = rendered(interruption_page(explain_interruption(recorded_object("job"), log=log)), 60)
+    report = render_plain(interruption_page(explain_interruption(recorded_object("job"), log=log)), 60)
     lines = report.partition(" at that time\n")[2]
     assert all(line.startswith("  ") for line in lines.splitlines())
 
@@ -354,12 +354,12 @@ def test_the_ledger_shows_the_cost_of_each_part_where_a_price_is_given() -> None
     view = job_view()
     goodput = replace(view.goodput, cost=cost_view(view, price=3600.0))
 
-    page = rendered(goodput_page(goodput, 120))
+    page = render_plain(goodput_page(goodput, 120))
     assert re.search(r"Cost +633\.81 so far, [\d,.]+ more until the last step", page)
     assert re.search(r"CAUSE +SECONDS +SHARE +COST", page)
     assert re.search(r"productive +79\.6 +65\.8 % +159\.15", page)
     assert re.search(r"idle nodes +\d", page)
-    assert "COST" not in rendered(goodput_page(view.goodput, 120))
+    assert "COST" not in render_plain(goodput_page(view.goodput, 120))
 
 
 def test_a_job_that_has_not_started_costs_nothing_yet() -> None:
@@ -379,7 +379,7 @@ def test_speeds_are_compared_with_the_smallest_size() -> None:
     assert [(row.nodes, row.steps, row.current) for row in rows] == [(1, 10, False), (2, 20, True), (4, 30, False)]
     assert [row.samples_per_second for row in rows] == pytest.approx([10.0, 16.0, 30.0])
     assert [(row.speedup, row.efficiency) for row in rows] == [(1.0, 1.0), (1.6, 0.8), (3.0, 0.75)]
-    assert re.search(r"4 +30 .* 30 +x3\.00 +75\.0 %", rendered(scaling_page(rows, 100)))
+    assert re.search(r"4 +30 .* 30 +x3\.00 +75\.0 %", render_plain(scaling_page(rows, 100)))
 
 
 def test_speeds_of_a_program_whose_batch_is_not_known_are_step_times() -> None:
@@ -389,8 +389,8 @@ def test_speeds_of_a_program_whose_batch_is_not_known_are_step_times() -> None:
 
     (row,) = scaling_rows(job)
     assert (row.step_seconds, row.samples_per_second, row.efficiency) == (0.301376, None, None)
-    assert "Give program.batch" in rendered(scaling_page((row,), 100))
-    assert "no step time was measured yet" in rendered(scaling_page((), 100))
+    assert "Give program.batch" in render_plain(scaling_page((row,), 100))
+    assert "no step time was measured yet" in render_plain(scaling_page((), 100))
 
 
 def test_the_command_of_a_program_is_shown_on_one_line() -> None:
@@ -405,9 +405,9 @@ def test_the_stage_decide_is_labelled_as_the_wait_for_a_worker() -> None:
     job["status"]["history"][-1]["stages"]["decide"] = 41.0
     job["status"]["goodput"]["lostByStage"]["Decide"] = 41.0
 
-    output = rendered(interruption_page(explain_interruption(job)), 200)
+    output = render_plain(interruption_page(explain_interruption(job)), 200)
     assert f"decide (wait for a worker) {format_duration(41.0)}" in output
-    ledger = rendered(goodput_page(build_job_view(job, now=NOW).goodput, 100))
+    ledger = render_plain(goodput_page(build_job_view(job, now=NOW).goodput, 100))
     assert re.search(r"Decide \(wait for a worker\) +41\.0", ledger)
     assert "Decide (wait for a worker): 41.0 s" in report_html(
         JobReport(build_job_view(job, now=NOW), (), None, None, (), ()), NOW
@@ -430,14 +430,14 @@ def test_the_report_of_a_failed_job_is_its_verdict() -> None:
 
     assert report.entry is not None
     assert report.entry.stopped
-    assert "stopped for good" in rendered(interruption_page(report))
+    assert "stopped for good" in render_plain(interruption_page(report))
 
 
 def test_a_job_without_interruptions_has_nothing_to_explain() -> None:
     job = recorded_object("job")
     job["status"]["history"] = []
 
-    assert "nothing has interrupted this job" in rendered(interruption_page(explain_interruption(job)))
+    assert "nothing has interrupted this job" in render_plain(interruption_page(explain_interruption(job)))
 
 
 def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> None:
@@ -455,7 +455,7 @@ def test_machines_are_shown_with_their_evidence_and_found_by_node_or_key() -> No
     assert {machine.state for machine in machines[1:]} == {"Unreadable"}
     assert find_machine(machines, "ip-10-0-3-7") is machines[0]
     assert find_machine(machines, "nowhere") is None
-    assert "Device 11-23 02:00 by team/llama" in rendered(machines_page(machines, 160, now=NOW), 160)
+    assert "Device 11-23 02:00 by team/llama" in render_plain(machines_page(machines, 160, now=NOW), 160)
 
 
 def test_machines_are_sorted_by_the_states_that_the_operator_writes() -> None:
@@ -512,7 +512,7 @@ def test_sizes_above_the_requested_one_are_marked_as_idle_nodes() -> None:
         (2, 1.0, False),
         (1, 0.5, False),
     ]
-    assert rendered(sizes_page(rows, 120), 120).count("idle nodes") == 2
+    assert render_plain(sizes_page(rows, 120), 120).count("idle nodes") == 2
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
@@ -528,7 +528,7 @@ def test_no_page_is_wider_than_the_terminal(width: int) -> None:
         interruption_page(explain_interruption(recorded_object("job"), log=recorded_log())),
     ]
 
-    shown = [rendered(content, width) for content in pages]
+    shown = [render_plain(content, width) for content in pages]
 
     assert all(len(line) <= width for text in shown for line in text.splitlines())
     assert "Running" in shown[0]
@@ -661,7 +661,7 @@ def test_a_job_that_exceeds_its_deadline_shows_it_while_stopping_and_afterwards(
     job = recorded_object("job")
     entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "rung": "Stop", "message": output}
     job["status"] |= {"phase": "Failed", "verdict": output, "history": [entry]}
-    report = rendered(interruption_page(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)))
+    report = render_plain(interruption_page(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)))
     assert "stopped for good" in report
     assert "active for 60 s" in report
     assert "kubectl trn retry" in report

@@ -52,7 +52,7 @@ class UiHarness:
 
 
 @contextmanager
-def serving(api: ApiServer) -> Iterator[UiHarness]:
+def run_ui(api: ApiServer) -> Iterator[UiHarness]:
     harness = UiHarness(api)
     thread = threading.Thread(target=harness.server.serve_forever, args=(0.05,))
     thread.start()
@@ -70,7 +70,7 @@ def serving(api: ApiServer) -> Iterator[UiHarness]:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[UiHarness]:
-    with ApiServer(recorded_responses(), tmp_path).running() as api, serving(api) as harness:
+    with ApiServer(recorded_responses(), tmp_path).running() as api, run_ui(api) as harness:
         yield harness
 
 
@@ -202,4 +202,4 @@ def test_a_real_browser_updates_the_page_and_runs_no_foreign_script(harness: UiH
         harness.now = 300.0
         harness.api.answers[f"{JOBS}/llama"] = job
         tab.until("document.getElementById('quiet').hidden")
-        assert not [line for line in tab.complaints if "favicon" not in line and "403" not in line]
+        assert not [line for line in tab.console_errors if "favicon" not in line and "403" not in line]

@@ -51,10 +51,10 @@ async def test_async_watch_prints_the_same_lines(server: ApiServer, capsys: pyte
 
 
 def test_an_interrupted_or_timed_out_watch_leaves_the_job_alone(server: ApiServer) -> None:
-    def interrupted(_seconds: float) -> None:
+    def interrupt(_seconds: float) -> None:
         raise KeyboardInterrupt
 
-    assert open_job(server).watch(pause=interrupted).phase == "Running"
+    assert open_job(server).watch(pause=interrupt).phase == "Running"
     assert open_job(server).watch(timeout_seconds=0.0).phase == "Running"
     assert {method for method, _, _ in server.requests} == {"GET"}
 

@@ -11,7 +11,7 @@ from trainium_trainer.data.workers import pool
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forked() -> Iterator[None]:
+def _fork_data_workers() -> Iterator[None]:
     with forked_workers():
         yield
 

@@ -304,7 +304,7 @@ def test_documents_end_with_the_folders_eos_token_where_the_vocabulary_has_no_co
 
 
 @pytest.fixture
-def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a cache that no user can write to, beside a temporary folder of this test."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(text_sources, "_temporary_folder", lambda: tmp_path / "temporary")
@@ -338,7 +338,7 @@ def test_an_unwritable_cache_is_read_and_missing_data_are_prepared_elsewhere(
     rows = [{"messages": ONE_TURN, "text": "a rank of a mesh " * 30}] * 9
     config = chat_config(tmp_path, rows, record_format=record_format, validation={"fraction": 0.5, "split": "Tail"})
     before = open_data(config, 1).identity
-    request.getfixturevalue("unwritable")
+    request.getfixturevalue("unwritable_cache")
     assert open_data(config, 1).identity == before
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "the cache has all data"
     other = config.model_copy(update={"sequence_length": 128, "tokenizer": TokenizerConfig()})

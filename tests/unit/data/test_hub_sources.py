@@ -125,13 +125,15 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def refused(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def refused_sources(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return read_sources(tmp_path_factory.mktemp("home"), hub, *REFUSED)
 
 
 @pytest.mark.parametrize("location", REFUSED)
-def test_data_sets_that_cannot_be_read_are_refused_with_the_field(refused: dict[str, Any], location: str) -> None:
-    kind, sentence = refused[location]
+def test_data_sets_that_cannot_be_read_are_refused_with_the_field(
+    refused_sources: dict[str, Any], location: str
+) -> None:
+    kind, sentence = refused_sources[location]
     assert kind in ("UserError", "UnreadableError")
     assert REFUSED[location] in sentence
 
@@ -172,9 +174,9 @@ def test_a_commit_is_resolved_once_and_a_branch_at_each_start(hub: HubServer, tm
 
 def test_known_files_are_read_when_the_cache_becomes_unwritable(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    (refused,) = read_sources(tmp_path / "file" / "home", hub, "owner/lines").values()
-    assert refused[0] == "StorageError"
-    assert "cannot be written (Not a directory): set HF_HOME to a folder that can" in refused[1]
+    (refusal,) = read_sources(tmp_path / "file" / "home", hub, "owner/lines").values()
+    assert refusal[0] == "StorageError"
+    assert "cannot be written (Not a directory): set HF_HOME to a folder that can" in refusal[1]
     home, pinned = tmp_path / "home", f"owner/lines@{hub.add('datasets/owner/lines', LINES)}"
     before = read_sources(home, hub, pinned)
     (file_list,) = (home / "trainium").glob("files-*.json")

@@ -111,8 +111,8 @@ def test_a_changed_object_is_tokenised_again(server: S3Gateway, tmp_path: Path) 
 
 def test_a_request_to_a_failing_store_is_retried(server: S3Gateway, tmp_path: Path) -> None:
     put(server, tmp_path, "d.jsonl")
-    server.fail(Fault(status=503, code="SlowDown", times=7))
-    server.fail(Fault(cut=100, method="GET", fits=lambda request: request.key != "", times=2))
+    server.inject_fault(Fault(status=503, code="SlowDown", times=7))
+    server.inject_fault(Fault(cut=100, method="GET", fits=lambda request: request.key != "", times=2))
     assert decode_all(open_text(data_config(tmp_path, "s3://bucket/data"))) == "".join(text + END for text in TEXTS)
 
 
@@ -121,7 +121,7 @@ def test_a_store_that_keeps_failing_ends_the_run_with_the_storage_exit_code(
 ) -> None:
     put(server, tmp_path, "d.jsonl")
     monkeypatch.setattr(files, "_TRIES", 2)
-    server.fail(Fault(status=500, times=10**6))
+    server.inject_fault(Fault(status=500, times=10**6))
     with pytest.raises(
         StorageError, match=r"s3://bucket/data: cannot be read after 2 tries .*: look at the storage"
     ) as error:
@@ -151,7 +151,7 @@ def test_prepared_data_in_s3_are_copied_into_the_cache_once(server: S3Gateway, t
         tmp_path, "s3://bucket/made/", cache_directory=str(tmp_path / "elsewhere"), tokenizer={}
     )
     assert find_vocabulary_size(settings) == 300
-    server.fail(Fault(status=500, method="GET", fits=lambda request: request.key.endswith(".arrow"), times=2))
+    server.inject_fault(Fault(status=500, method="GET", fits=lambda request: request.key.endswith(".arrow"), times=2))
     copied = open_text(settings)
     assert copied.identity == local.identity
     assert decode_all(copied) == decode_all(local)

@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
 
 @cache
-def tracked(*patterns: str) -> tuple[str, ...]:
+def list_tracked_files(*patterns: str) -> tuple[str, ...]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return tuple(sorted(path for path in set(listed) if (ROOT / path).exists()))
@@ -139,7 +139,7 @@ def messages(nodes: Iterable[ast.AST]) -> Iterator[Text]:
                     yield Text(node.lineno, keyword.arg, literal(keyword.value))
 
 
-def in_code(path: str, source: str) -> list[str]:
+def find_words_in_code(path: str, source: str) -> list[str]:
     """Return the private words in a Python file, with places and words to use."""
     nodes = [*ast.walk(ast.parse(source))]
     names = [Text(1, "file name", Path(path).stem), *defined_names(nodes)]
@@ -187,7 +187,7 @@ def prose_lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def in_page(path: str, text: str) -> list[str]:
+def find_words_in_page(path: str, text: str) -> list[str]:
     found = []
     lines = dict(prose_lines(text))
     paragraph: list[int] = []
@@ -220,24 +220,26 @@ def findings(find: Callable[[str, str], list[str]], paths: Iterable[str]) -> lis
     return [finding for path in paths for finding in find(path, (ROOT / path).read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("folder", sorted({path.partition("/")[0] for path in tracked("*.py")}))
+@pytest.mark.parametrize("folder", sorted({path.partition("/")[0] for path in list_tracked_files("*.py")}))
 def test_code_uses_standard_words(folder: str) -> None:
-    assert findings(in_code, tracked(f"{folder}/*.py")) == []
+    assert findings(find_words_in_code, list_tracked_files(f"{folder}/*.py")) == []
 
 
 def test_pages_use_standard_words() -> None:
-    assert findings(in_page, tracked("*.md")) == []
+    assert findings(find_words_in_page, list_tracked_files("*.md")) == []
 
 
 def test_table_cells_are_short() -> None:
-    assert findings(long_cells, (path for path in tracked("*.md") if path not in LIST["reference_pages"])) == []
+    assert (
+        findings(long_cells, (path for path in list_tracked_files("*.md") if path not in LIST["reference_pages"])) == []
+    )
 
 
 @pytest.mark.parametrize("exception", LIST["exceptions"], ids=lambda each: each["phrase"])
 def test_an_exception_names_files_and_a_reason(exception: dict[str, Any]) -> None:
     assert exception["reason"]
     for pattern in exception["paths"].split():
-        assert any(matches(path, pattern) for path in tracked("*.py", "*.md")), f"{pattern} names no file"
+        assert any(matches(path, pattern) for path in list_tracked_files("*.py", "*.md")), f"{pattern} names no file"
 
 
 SAMPLE = '''"""What a job needs."""
@@ -258,7 +260,7 @@ def look_up(gone_by: int) -> str:
 
 
 def test_private_words_are_found_in_names_docstrings_comments_and_messages() -> None:
-    assert [item.partition(";")[0] for item in in_code("a.py", SAMPLE)] == [
+    assert [item.partition(";")[0] for item in find_words_in_code("a.py", SAMPLE)] == [
         "a.py:3: name has `told`",
         "a.py:4: docstring has `tell`",
         "a.py:6: name has `guest`",
@@ -276,7 +278,7 @@ def test_private_words_are_found_in_names_docstrings_comments_and_messages() -> 
 
 def test_private_words_are_found_in_the_prose_of_a_page_only() -> None:
     page = "# Told\n\nIt is `told` to [you](told.md), taken\ndown.\n\n```\ntold\n```\n\n    told\n\n| a | anew |\n"
-    assert [item.partition(";")[0] for item in in_page("a.md", page)] == [
+    assert [item.partition(";")[0] for item in find_words_in_page("a.md", page)] == [
         "a.md:1: `told`", "a.md:3: `taken down`", "a.md:12: `anew`",
     ]  # fmt: skip
 
@@ -288,6 +290,8 @@ def test_a_cell_with_a_paragraph_is_found() -> None:
 
 
 if __name__ == "__main__":
-    listed = tracked(*sys.argv[1:])
+    listed = list_tracked_files(*sys.argv[1:])
     code, pages = ([path for path in listed if path.endswith(ending)] for ending in (".py", ".md"))
-    sys.stdout.writelines(f"{finding}\n" for finding in findings(in_code, code) + findings(in_page, pages))
+    sys.stdout.writelines(
+        f"{finding}\n" for finding in findings(find_words_in_code, code) + findings(find_words_in_page, pages)
+    )

@@ -100,7 +100,7 @@ def _drip(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
         time.sleep(0.05)
 
 
-def _silent(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
+def _never_answer(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
     handler.rfile.read(1)  # until the client closes the connection
 
 
@@ -123,7 +123,7 @@ def _endless(handler: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
         (lambda handler, _: respond(handler, b""), "the answer breaks off after 0 parts"),
         (lambda handler, _: respond(handler, b"wrong key", 401), "answers 401 Unauthorized to completions (wrong key)"),
         (_drip, "no whole answer in 1 s"),
-        (_silent, "no whole answer in 1 s"),
+        (_never_answer, "no whole answer in 1 s"),
         (_endless, "more than 16 MiB"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_failure_of_the_server_is_reported_in_time(
 def test_the_model_of_a_server_is_its_only_one(
     listing: bytes, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with run_server(_silent, listing) as url:
+    with run_server(_never_answer, listing) as url:
         assert run(["generate", "--endpoint", url, "--prompt", "Say"]) == 64
     assert sentence in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.testing.fuzz.runner import TARGETS
 from tests.testing.fuzz.schemas import edge_values, example
 from tests.testing.fuzz.spec_target import SpecTarget
-from tests.testing.suite.any_json import LARGEST, SLOW_ALLOWED, as_stored, collect_values, mutated
+from tests.testing.suite.any_json import LARGEST, SLOW_ALLOWED, as_stored, collect_values, mutated_values
 from trainium_contract.definition.crd import object_schema
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 
@@ -27,7 +27,7 @@ def test_mutations_do_not_change_a_seed_and_are_bounded(name: str) -> None:
     before, drawn = json.dumps(seeds), set()
 
     @settings(SLOW_ALLOWED, max_examples=200)
-    @given(st.sampled_from(seeds).flatmap(lambda seed: mutated(seed, 5, values_by_key)))
+    @given(st.sampled_from(seeds).flatmap(lambda seed: mutated_values(seed, 5, values_by_key)))
     def draw(case: Any) -> None:
         text = json.dumps(case)
         assert len(text) <= 16 * LARGEST

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.testing.fuzz.invariants import LONGEST_LINE, InvariantError, require
 from tests.testing.fuzz.runner import TARGETS, run_case
-from tests.testing.suite.any_json import collect_values, mutated
+from tests.testing.suite.any_json import collect_values, mutated_values
 from tests.testing.suite.trials import trials
 
 CASES = {"coordinator": 500, "cluster": 250, "spec": 200}
@@ -28,7 +28,7 @@ def hostile_test(name: str) -> Callable[[], None]:
     values_by_key = collect_values(seeds, target.values())
 
     @settings(max_examples=trials(CASES[name]), suppress_health_check=list(HealthCheck))
-    @given(st.sampled_from(seeds).flatmap(lambda seed: mutated(seed, MOST_MUTATIONS, values_by_key)))
+    @given(st.sampled_from(seeds).flatmap(lambda seed: mutated_values(seed, MOST_MUTATIONS, values_by_key)))
     def test(case: Any) -> None:
         run_case(target, case)
 

@@ -174,17 +174,17 @@ def test_log_lines_caused_by_clients_are_rate_limited_and_counted() -> None:
     now = 0.0
     bounded = LineLimitFilter(lambda: now)
 
-    def written(name: str = LIMITED_LOGGERS[0], level: int = logging.INFO) -> str:
+    def filter_message(name: str = LIMITED_LOGGERS[0], level: int = logging.INFO) -> str:
         record = logging.LogRecord(name, level, "", 0, "%s: the connection broke", ("/v1",), None)
         return record.getMessage() if bounded.filter(record) else ""
 
-    assert sum(bool(written()) for _ in range(1000)) == MAX_LINES
-    assert written(LIMITED_LOGGERS[1]), "each has its own share"
-    assert written(level=logging.ERROR), "errors are always logged"
-    assert all(written("trainium_operator.cluster.lease") for _ in range(1000))
+    assert sum(bool(filter_message()) for _ in range(1000)) == MAX_LINES
+    assert filter_message(LIMITED_LOGGERS[1]), "each has its own share"
+    assert filter_message(level=logging.ERROR), "errors are always logged"
+    assert all(filter_message("trainium_operator.cluster.lease") for _ in range(1000))
     now = 60.0
-    assert written() == "/v1: the connection broke (940 lines before it were left out)"
-    assert written() == "/v1: the connection broke"
+    assert filter_message() == "/v1: the connection broke (940 lines before it were left out)"
+    assert filter_message() == "/v1: the connection broke"
 
 
 def test_rate_limited_loggers_are_coordinator_and_listener(lines: io.StringIO) -> None:

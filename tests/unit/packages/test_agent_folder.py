@@ -21,7 +21,7 @@ PACKAGES = (
 )
 
 
-def installed(name: str) -> Path:
+def find_module_file(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.origin is not None
@@ -33,8 +33,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a root folder with `trainium` and nothing else."""
     site, root = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("image")
     for name in PACKAGES:
-        shutil.copytree(installed(name).parent, site / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(installed("typing_extensions"), site)
+        shutil.copytree(find_module_file(name).parent, site / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(find_module_file("typing_extensions"), site)
     script = ROOT / "scripts/agent_folder.py"
     subprocess.run([sys.executable, str(script), str(root / "trainium"), str(site)], check=True)
     return root

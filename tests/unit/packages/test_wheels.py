@@ -140,7 +140,7 @@ def distributions(module: str) -> set[str]:
     return {canonicalize_name(name) for name in _provided_by().get(module, ())}
 
 
-def declared(wheel: Wheel, *, extras: bool) -> set[str]:
+def required_distributions(wheel: Wheel, *, extras: bool) -> set[str]:
     """Return the distributions that a wheel requires, without and with all its extras."""
     needs = [Requirement(text) for text in wheel.metadata.get_all("Requires-Dist", [])]
     return {canonicalize_name(need.name) for need in needs if extras or "extra" not in str(need.marker)}
@@ -149,7 +149,7 @@ def declared(wheel: Wheel, *, extras: bool) -> set[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_imported_module_is_declared(wheels: dict[str, Wheel], name: str) -> None:
     wheel = wheels[name]
-    always, ever = declared(wheel, extras=False), declared(wheel, extras=True)
+    always, ever = required_distributions(wheel, extras=False), required_distributions(wheel, extras=True)
     undeclared = {
         used_import
         for used_import in imports(wheel)
@@ -169,7 +169,7 @@ def test_every_declared_dependency_is_imported(wheels: dict[str, Wheel], name: s
         for used_import in imports(wheel)
         for item in (*distributions(used_import.module), extra.get(used_import.module, ""))
     }
-    assert declared(wheel, extras=True) - used == PROGRAMS_OF.get(name, set())
+    assert required_distributions(wheel, extras=True) - used == PROGRAMS_OF.get(name, set())
 
 
 def test_only_the_nxd_backend_imports_modules_of_the_vendor(wheels: dict[str, Wheel]) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yaml"))
 
 
-def jobs(path: Path) -> dict[str, Any]:
+def read_jobs(path: Path) -> dict[str, Any]:
     workflow_jobs: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
     return workflow_jobs
 
@@ -28,7 +28,7 @@ def test_make_targets_and_image_stages_of_workflows_exist() -> None:
     called, built = set(), set()
     for path in WORKFLOWS:
         called |= set(re.findall(r"\bmake ([a-z][a-z-]*)", path.read_text()))
-        for job in jobs(path).values():
+        for job in read_jobs(path).values():
             matrix = job.get("strategy", {}).get("matrix", {})
             called |= {target.split()[0] for target in matrix.get("target", ())}
             built |= {entry["target"] for entry in matrix.get("include", ())}
@@ -41,7 +41,7 @@ def test_workflows_have_only_the_permissions_that_they_need() -> None:
     for path in WORKFLOWS:
         assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}, path.name
     rights = {
-        name: job["permissions"] for path in WORKFLOWS for name, job in jobs(path).items() if "permissions" in job
+        name: job["permissions"] for path in WORKFLOWS for name, job in read_jobs(path).items() if "permissions" in job
     }
     assert rights == {
         "images": {"contents": "read", "id-token": "write"},
@@ -51,7 +51,7 @@ def test_workflows_have_only_the_permissions_that_they_need() -> None:
 
 def steps(name: str, job: str) -> str:
     """Return what the steps of a job run, as one text."""
-    found = jobs(ROOT / ".github/workflows" / name)[job]["steps"]
+    found = read_jobs(ROOT / ".github/workflows" / name)[job]["steps"]
     return "\n".join(step.get("run", "") for step in found)
 
 
@@ -109,7 +109,7 @@ def test_programs_that_workflows_build_are_pinned() -> None:
 
 
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rendered_manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Render the manifests that the checks read, as they do: a folder with the files that their commands name."""
     if not is_cached(CLUSTER_PROGRAMS):
         pytest.skip("the cluster's programs are not there; `make binaries` brings them, helm among them")
@@ -123,10 +123,10 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_checked_manifests_are_renderings_of_the_chart(checked: Path) -> None:
+def test_checked_manifests_are_renderings_of_the_chart(rendered_manifests: Path) -> None:
     kinds = {
         file.stem: {document["kind"] for document in yaml.safe_load_all(file.read_text()) if document}
-        for file in (checked / "out/rendered").iterdir()
+        for file in (rendered_manifests / "out/rendered").iterdir()
     }
     assert kinds["smallest"] < kinds["defaults"] < kinds["everything"]
     assert {"NetworkPolicy", "PodMonitor", "PrometheusRule", "Certificate", "ConfigMap"} <= kinds["everything"]
@@ -171,10 +171,12 @@ def test_workflows_pass_actionlint() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kube-linter") is None, reason="needs kube-linter on PATH")
-def test_manifests_pass_kube_linter(checked: Path) -> None:
+def test_manifests_pass_kube_linter(rendered_manifests: Path) -> None:
     (loop,) = re.findall(r"for file in [^;]+; do\n.*?kube-linter.*?done", steps("checks.yaml", "manifests"), re.DOTALL)
     script = re.sub(r"go run \S+", "kube-linter", loop)
-    done = subprocess.run(["bash", "-e", "-c", script], cwd=checked, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-e", "-c", script], cwd=rendered_manifests, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     assert done.stderr.count("No lint errors found!") + done.stdout.count("No lint errors found!") == 5
 

@@ -56,7 +56,7 @@ class FakeCluster(FaultyDataPlane):
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy.nodes = {name: replace(node) for name, node in self.nodes.items()}
-        copy.pods = {name: _copied(pod) for name, pod in self.pods.items()}
+        copy.pods = {name: _copy_pod(pod) for name, pod in self.pods.items()}
         copy.known_agents, copy.children, copy.stepped = (
             dict(self.known_agents),
             dict(self.children),
@@ -330,7 +330,7 @@ def start_cluster(job_spec: TrainingJobSpec, nodes: int, seconds: float = 15.0) 
     return cluster
 
 
-def _copied(pod: Pod) -> Pod:
+def _copy_pod(pod: Pod) -> Pod:
     agent = pod.agent
     if agent is not None:
         agent = replace(agent, failures=list(agent.failures), restarts=list(agent.restarts))

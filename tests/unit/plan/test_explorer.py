@@ -125,7 +125,7 @@ def test_a_rigid_job_that_shrinks_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_unfinished_decision_is_found_by_the_liveness_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "finish_decided_generation", lambda _facts, status: Decision(status=status))
     lost = [transition for transition in FAULTS if transition.name == "the spare's node is lost"]
-    up = [transition.dying(1) for transition in USER_CHANGES if transition.name == "the user scales up"]
+    up = [transition.with_operator_death(1) for transition in USER_CHANGES if transition.name == "the user scales up"]
     violation = find_mutation(2, (*lost, *up)).violation
     assert violation is not None
     assert "the job has not converged" in violation.sentence

@@ -17,23 +17,23 @@ SLACK = 1.15
 """Above a straight line through zero; a square would be at 4."""
 
 
-def training(count: int) -> Observed:
+def training_job(count: int) -> Observed:
     return build.running_job(count, spares=1)
 
 
-def joining(count: int) -> Observed:
-    def waits(ordinal: int) -> AgentView:
+def joining_job(count: int) -> Observed:
+    def joining_agent(ordinal: int) -> AgentView:
         since = build.NOW - 1
         return build.agent(ordinal, WorkerPhase.JOINING, generation=1, waiting_for=tuple(range(8)), joining_since=since)
 
-    return build.running_job(count, spares=1, agents={ordinal: waits(ordinal) for ordinal in range(count)})
+    return build.running_job(count, spares=1, agents={ordinal: joining_agent(ordinal) for ordinal in range(count)})
 
 
-def half_silent(count: int) -> Observed:
+def half_silent_job(count: int) -> Observed:
     return build.running_job(count, spares=1, agents=build.training_agents(range(count // 2), silent=30.0))
 
 
-def half_failed(count: int) -> Observed:
+def half_failed_job(count: int) -> Observed:
     phases = [PodPhase.FAILED if ordinal % 2 else PodPhase.RUNNING for ordinal in range(count)]
     return build.running_job(count, pods=tuple(build.pod(ordinal, phase=phase) for ordinal, phase in enumerate(phases)))
 
@@ -46,11 +46,11 @@ def half_of_the_nodes_not_ready(count: int) -> Observed:
     return build.running_job(count, nodes={node.name: node for node in nodes})
 
 
-def not_started(count: int) -> Observed:
+def job_without_pods(count: int) -> Observed:
     return build.observation(build.job(build.spec(workers={"replicas": count, "spares": 1})))
 
 
-def on_standby(count: int) -> Observed:
+def standby_job(count: int) -> Observed:
     job = build.job(build.spec(workers={"replicas": count, "spares": 1}))
     pods = tuple(build.pod(ordinal) for ordinal in range(count + 1))
     return build.observation(job, pods, build.agents(range(count + 1)))
@@ -75,7 +75,16 @@ def lines(do: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(
-    "state", [training, joining, half_silent, half_failed, half_of_the_nodes_not_ready, not_started, on_standby]
+    "state",
+    [
+        training_job,
+        joining_job,
+        half_silent_job,
+        half_failed_job,
+        half_of_the_nodes_not_ready,
+        job_without_pods,
+        standby_job,
+    ],
 )
 def test_planning_time_is_linear_in_the_workers(state: Callable[[int], Observed]) -> None:
     few, many = (lines(partial(make_plan, state(count))) for count in (FEW, MANY))

@@ -39,7 +39,7 @@ def write_file(tmp_path: Path, name: str, text: str) -> str:
     return str(path)
 
 
-def rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def assert_rejected(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(arguments) == ExitCode.USER_ERROR
     out = capsys.readouterr()
     assert out.out == ""
@@ -141,7 +141,7 @@ def test_a_picture_is_drawn(job: Path, tmp_path: Path) -> None:
 def test_an_invalid_option_is_refused(
     job: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
-    assert words in rejected(capsys, str(job), *arguments)
+    assert words in assert_rejected(capsys, str(job), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_an_invalid_option_is_refused(
 def test_a_bad_trace_is_refused_with_its_line(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, words: str
 ) -> None:
-    assert words in rejected(capsys, str(job), "--trace", write_file(tmp_path, "trace.csv", rows))
+    assert words in assert_rejected(capsys, str(job), "--trace", write_file(tmp_path, "trace.csv", rows))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_bad_trace_is_refused_with_its_line(
 def test_a_job_that_does_not_validate_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:
-    assert words in rejected(capsys, write_file(tmp_path, "job.yaml", text))
+    assert words in assert_rejected(capsys, write_file(tmp_path, "job.yaml", text))
 
 
 def test_stages_and_models_are_read_from_files_and_mistakes_in_them_refused(
@@ -188,11 +188,11 @@ def test_stages_and_models_are_read_from_files_and_mistakes_in_them_refused(
     assert StageTimes().step_seconds != 3
 
     bad = write_file(tmp_path, "bad.yaml", "restartSecond: 7\n")
-    assert "Known are compileSeconds" in rejected(capsys, str(job), "--stages", bad)
+    assert "Known are compileSeconds" in assert_rejected(capsys, str(job), "--stages", bad)
     negative = write_file(tmp_path, "negative.yaml", "restartSeconds: -7\n")
-    assert "restartSeconds" in rejected(capsys, str(job), "--stages", negative)
+    assert "restartSeconds" in assert_rejected(capsys, str(job), "--stages", negative)
     model = write_file(tmp_path, "model.yaml", "lemonShare: 2\n")
-    assert "lemonShare" in rejected(capsys, str(job), "--model", model)
+    assert "lemonShare" in assert_rejected(capsys, str(job), "--model", model)
 
 
 def test_stages_are_learned_from_the_history_of_a_job(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_trace_has_resizes_and_faults_without_a_node(tmp_path: Path) -> None:
 
 
 def test_learning_needs_a_status(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "has no status to learn from" in rejected(capsys, str(job), "--learn-from", str(job))
+    assert "has no status to learn from" in assert_rejected(capsys, str(job), "--learn-from", str(job))
 
 
 def test_counts_and_rates_accept_ranges_and_lists() -> None:

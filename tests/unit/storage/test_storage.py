@@ -175,7 +175,7 @@ def test_a_write_that_fails_half_way_leaves_no_object(s3: S3Gateway) -> None:
 
     with pytest.raises(OSError, match="the disk that it is read from"):
         storage.write_stream("shard", failing_pieces(), len(data) + 1)
-    s3.fail(Fault(status=500, times=99, fits=lambda request: "partNumber" in request.query))
+    s3.inject_fault(Fault(status=500, times=99, fits=lambda request: "partNumber" in request.query))
     with pytest.raises(OSError, match="InternalError"):
         storage.write_stream("shard", pieces(data, 8 << 20), len(data))
     assert s3.objects("bucket") == {}
@@ -185,8 +185,8 @@ def test_a_write_that_fails_half_way_leaves_no_object(s3: S3Gateway) -> None:
 def test_a_large_file_is_uploaded_in_parts_that_are_retried(s3: S3Gateway) -> None:
     storage = ObjectStorage("s3://bucket/run", replace(FAST_LIMITS, request_seconds=20))
     data = os.urandom(40 << 20)
-    s3.fail(Fault(status=503, code="SlowDown", times=2, method="POST"))
-    s3.fail(Fault(status=500, times=3, method="PUT"))
+    s3.inject_fault(Fault(status=503, code="SlowDown", times=2, method="POST"))
+    s3.inject_fault(Fault(status=500, times=3, method="PUT"))
     storage.write_stream("shard", pieces(data, 8 << 20), len(data))
     assert s3.objects("bucket") == {"run/shard": data}
     assert sum(request.method == "PUT" for request in s3.requests) == 3 + 3
@@ -197,14 +197,14 @@ def test_a_read_is_retried_after_failures_and_truncated_responses(s3: S3Gateway)
     storage = ObjectStorage("s3://bucket/run", FAST_LIMITS)
     data = os.urandom(100_000)
     storage.write("shard", data)
-    s3.fail(Fault(status=500, times=2))
-    s3.fail(Fault(cut=1000))
+    s3.inject_fault(Fault(status=500, times=2))
+    s3.inject_fault(Fault(cut=1000))
     assert read_all(storage, "shard", len(data)) == data
 
 
 def test_a_request_without_an_answer_times_out_and_is_retried(s3: S3Gateway) -> None:
     storage = ObjectStorage("s3://bucket/run", replace(FAST_LIMITS, request_seconds=0.2))
-    stalled = s3.fail(Fault(stall=threading.Event(), times=99))
+    stalled = s3.inject_fault(Fault(stall=threading.Event(), times=99))
     with pytest.raises(StorageError, match="did not answer in time") as caught:
         Retry(()).run(lambda: storage.write("GENERATION", b"1"), storage.location)
     assert find_exit_code(caught.value) == ExitCode.STORAGE_UNAVAILABLE
@@ -219,7 +219,7 @@ def test_a_request_without_an_answer_times_out_and_is_retried(s3: S3Gateway) -> 
 def test_a_file_whose_response_was_lost_exists_at_the_next_attempt(s3: S3Gateway) -> None:
     """The store has the file, but the client received an error."""
     storage = ObjectStorage("s3://bucket/run", FAST_LIMITS)
-    s3.fail(Fault(status=500, after=True, method="PUT"))
+    s3.inject_fault(Fault(status=500, after=True, method="PUT"))
     with pytest.raises(FileExistsError):
         storage.create("step-1/COMMITTED", b"mine")
     assert storage.read("step-1/COMMITTED") == b"mine"

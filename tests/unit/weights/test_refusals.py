@@ -41,7 +41,7 @@ def parts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def single(tmp_path: Path) -> Path:
+def single_file_base(tmp_path: Path) -> Path:
     """Save a base in one file."""
     save_base(tmp_path / "base")
     return tmp_path / "base"
@@ -65,9 +65,9 @@ def test_a_missing_folder_and_a_file_are_refused_as_a_base(tmp_path: Path) -> No
     assert "is a file: name the folder that holds it" in refusal(file)
 
 
-def test_a_folder_without_a_configuration_is_refused(single: Path) -> None:
-    (single / "config.json").unlink()
-    assert "has no config.json: name a folder that holds one" in refusal(single)
+def test_a_folder_without_a_configuration_is_refused(single_file_base: Path) -> None:
+    (single_file_base / "config.json").unlink()
+    assert "has no config.json: name a folder that holds one" in refusal(single_file_base)
 
 
 @pytest.mark.parametrize(
@@ -82,23 +82,23 @@ def test_a_folder_without_a_configuration_is_refused(single: Path) -> None:
     ids=["architecture", "quantized"],
 )
 def test_a_model_of_another_kind_is_refused_by_its_configuration(
-    single: Path, fields: dict[str, Any], sentence: str
+    single_file_base: Path, fields: dict[str, Any], sentence: str
 ) -> None:
-    edit(single / "config.json", **fields)
-    assert re.search(sentence, refusal(single))
+    edit(single_file_base / "config.json", **fields)
+    assert re.search(sentence, refusal(single_file_base))
     with pytest.raises(UserError, match=sentence):
-        open_shape(str(single))
+        open_shape(str(single_file_base))
 
 
-def test_a_configuration_that_is_not_json_is_refused(single: Path) -> None:
-    (single / "config.json").write_text('{"hidden')
-    assert "config.json is not valid JSON: copy or fetch the file again" in refusal(single)
+def test_a_configuration_that_is_not_json_is_refused(single_file_base: Path) -> None:
+    (single_file_base / "config.json").write_text('{"hidden')
+    assert "config.json is not valid JSON: copy or fetch the file again" in refusal(single_file_base)
 
 
-def test_pickles_are_refused_with_the_remedy(single: Path) -> None:
-    (single / "model.safetensors").unlink()
-    torch.save({"a": torch.ones(1)}, single / "pytorch_model.bin")
-    sentence = refusal(single)
+def test_pickles_are_refused_with_the_remedy(single_file_base: Path) -> None:
+    (single_file_base / "model.safetensors").unlink()
+    torch.save({"a": torch.ones(1)}, single_file_base / "pytorch_model.bin")
+    sentence = refusal(single_file_base)
     assert "holds its weights as pickles only (pytorch_model.bin)" in sentence
     assert "save_pretrained(NEW, safe_serialization=True)" in sentence
 
@@ -137,11 +137,13 @@ def test_an_invalid_index_is_refused(parts: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 5, 100, -1000, -1])
-def test_a_truncated_file_is_refused_wherever_it_ends(single: Path, length: int) -> None:
-    file = single / "model.safetensors"
+def test_a_truncated_file_is_refused_wherever_it_ends(single_file_base: Path, length: int) -> None:
+    file = single_file_base / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:length])
-    assert re.search(r"model\.safetensors (ends within|is cut short).*copy or fetch the file again", refusal(single))
+    assert re.search(
+        r"model\.safetensors (ends within|is cut short).*copy or fetch the file again", refusal(single_file_base)
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,37 +154,39 @@ def test_a_truncated_file_is_refused_wherever_it_ends(single: Path, length: int)
         ((2).to_bytes(8, "little") + b"[]", "has an invalid header"),
     ],
 )
-def test_a_file_that_is_no_safetensors_is_refused(single: Path, header: bytes, sentence: str) -> None:
-    (single / "model.safetensors").write_bytes(header + bytes(100))
-    assert f"model.safetensors {sentence}" in refusal(single)
+def test_a_file_that_is_no_safetensors_is_refused(single_file_base: Path, header: bytes, sentence: str) -> None:
+    (single_file_base / "model.safetensors").write_bytes(header + bytes(100))
+    assert f"model.safetensors {sentence}" in refusal(single_file_base)
 
 
-def test_a_header_whose_sizes_and_bytes_disagree_is_refused(single: Path) -> None:
-    file = single / "model.safetensors"
+def test_a_header_whose_sizes_and_bytes_disagree_is_refused(single_file_base: Path) -> None:
+    file = single_file_base / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     header["model.norm.weight"]["shape"] = [33]
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    assert "gives model.norm.weight of size [33] in F32 128 bytes, not 132" in refusal(single)
+    assert "gives model.norm.weight of size [33] in F32 128 bytes, not 132" in refusal(single_file_base)
 
 
-def test_a_tensor_of_another_size_and_a_missing_one_are_named(single: Path) -> None:
-    change(single, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
-    assert "model.norm.weight has the size [31], but config.json describes [32]" in refusal(single)
-    change(single, lambda tensors: tensors.pop("model.norm.weight"))
-    assert "the files lack model.norm.weight: copy or fetch the folder again" in refusal(single)
+def test_a_tensor_of_another_size_and_a_missing_one_are_named(single_file_base: Path) -> None:
+    change(single_file_base, lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
+    assert "model.norm.weight has the size [31], but config.json describes [32]" in refusal(single_file_base)
+    change(single_file_base, lambda tensors: tensors.pop("model.norm.weight"))
+    assert "the files lack model.norm.weight: copy or fetch the folder again" in refusal(single_file_base)
 
 
-def test_weights_in_a_type_of_few_bits_are_refused(single: Path) -> None:
-    change(single, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}))
-    assert "model.norm.weight is stored as F8_E4M3, but weights must be F64, F32, F16, BF16" in refusal(single)
+def test_weights_in_a_type_of_few_bits_are_refused(single_file_base: Path) -> None:
+    change(single_file_base, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}))
+    assert "model.norm.weight is stored as F8_E4M3, but weights must be F64, F32, F16, BF16" in refusal(
+        single_file_base
+    )
 
 
-def test_tensors_that_the_model_has_no_place_for_are_not_left_out_silently(single: Path) -> None:
-    change(single, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}))
-    assert "the files hold model.layers.0.self_attn.q_proj.bias, for which" in refusal(single)
+def test_tensors_that_the_model_has_no_place_for_are_not_left_out_silently(single_file_base: Path) -> None:
+    change(single_file_base, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}))
+    assert "the files hold model.layers.0.self_attn.q_proj.bias, for which" in refusal(single_file_base)
 
 
 def test_an_output_layer_that_the_configuration_ties_to_the_embedding_but_that_differs_is_refused(
@@ -193,9 +197,9 @@ def test_an_output_layer_that_the_configuration_ties_to_the_embedding_but_that_d
     assert "set tie_word_embeddings to false in config.json" in refusal(tmp_path)
 
 
-def test_a_file_truncated_after_it_was_opened_is_reported(single: Path) -> None:
-    weights = BaseWeights.open(str(single))
-    os.truncate(single / "model.safetensors", 5000)
+def test_a_file_truncated_after_it_was_opened_is_reported(single_file_base: Path) -> None:
+    weights = BaseWeights.open(str(single_file_base))
+    os.truncate(single_file_base / "model.safetensors", 5000)
     with pytest.raises(UserError, match=r"model\.safetensors ends too early: copy or fetch the file again"):
         weights.fill("model.norm.weight", (0,), torch.empty(32))
 
@@ -207,7 +211,7 @@ def test_an_empty_prefix_and_a_refused_request_are_reported_in_a_sentence(
 
     with run_gateway(tmp_path, monkeypatch) as server:
         assert "there is nothing below this prefix: correct it" in refusal("s3://bucket/models/none")
-        server.fail(Fault(status=403, code="AccessDenied", times=100))
+        server.inject_fault(Fault(status=403, code="AccessDenied", times=100))
         with pytest.raises(
             TrainerError, match=r"model\.weights s3://bucket/base: cannot be read \(AccessDen"
         ) as caught:

@@ -15,7 +15,7 @@ from trainium_operator.cluster.api.transport import ConnectionFailedError, HttpR
 BODY = {"metadata": {"name": "a"}}
 
 
-def failing(times: int, outcome: HttpResponse | Exception) -> Fault:
+def fail_first(times: int, outcome: HttpResponse | Exception) -> Fault:
     remaining = [times]
 
     def fault(_method: str, _path: str) -> HttpResponse | Exception | None:
@@ -38,7 +38,7 @@ def failing(times: int, outcome: HttpResponse | Exception) -> Fault:
 @in_virtual_time
 async def test_a_request_is_retried_on_overload_and_outage(outcome: HttpResponse | Exception) -> None:
     cluster = FakeCluster()
-    cluster.faults.append(failing(3, outcome))
+    cluster.faults.append(fail_first(3, outcome))
     await Api(cluster).create(CONFIG_MAPS, "default", BODY)
     assert len(cluster.requests) == 4
     assert cluster.names(CONFIG_MAPS) == ["a"]
@@ -48,7 +48,7 @@ async def test_a_request_is_retried_on_overload_and_outage(outcome: HttpResponse
 async def test_retry_after_is_honoured() -> None:
     cluster = FakeCluster()
     cluster.add(CONFIG_MAPS, BODY)
-    cluster.faults.append(failing(1, http_error(429, "TooManyRequests", retry_after="7")))
+    cluster.faults.append(fail_first(1, http_error(429, "TooManyRequests", retry_after="7")))
     started = asyncio.get_running_loop().time()
     await Api(cluster).get(CONFIG_MAPS, "default", "a")
     assert (asyncio.get_running_loop().time() - started) == pytest.approx(7, abs=0.01)

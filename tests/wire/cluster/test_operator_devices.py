@@ -28,8 +28,8 @@ def claiming_job(**workers: Any) -> dict[str, Any]:
     return job
 
 
-def published(node: str, effect: str = "") -> dict[str, Any]:
-    devices: list[dict[str, Any]] = [{"name": f"neurondevice{at}"} for at in range(16)]
+def build_resource_slice(node: str, effect: str = "") -> dict[str, Any]:
+    devices: list[dict[str, Any]] = [{"name": f"neurondevice{number}"} for number in range(16)]
     if effect:
         devices[3]["taints"] = [{"key": "neuron.aws.com/unhealthy", "effect": effect}]
     pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
@@ -40,7 +40,9 @@ def published(node: str, effect: str = "") -> dict[str, Any]:
 
 
 def taint(env: OperatorDeployment, node: str, effect: str) -> None:
-    env.cluster.change(SLICES, "", f"{node}-neuron", lambda raw: raw.update(spec=published(node, effect)["spec"]))
+    env.cluster.change(
+        SLICES, "", f"{node}-neuron", lambda raw: raw.update(spec=build_resource_slice(node, effect)["spec"])
+    )
 
 
 async def _allocate(env: OperatorDeployment) -> None:
@@ -58,7 +60,9 @@ async def _allocate(env: OperatorDeployment) -> None:
 
 def _claim(pod: str, uid: str, node: str) -> dict[str, Any]:
     owner = {"apiVersion": "v1", "kind": "Pod", "name": pod, "uid": uid, "controller": True}
-    results = [{"driver": DRIVER, "pool": node, "device": f"neurondevice{at}", "request": "neuron"} for at in range(16)]
+    results = [
+        {"driver": DRIVER, "pool": node, "device": f"neurondevice{number}", "request": "neuron"} for number in range(16)
+    ]
     return {
         "metadata": {"name": f"{pod}-claim", "namespace": "default", "ownerReferences": [owner]},
         "status": {
@@ -79,7 +83,7 @@ def _assert_templates_exist(env: OperatorDeployment, write: Write) -> None:
 async def devices(job: dict[str, Any], **options: Any) -> AsyncIterator[OperatorDeployment]:
     async with run_deployment(job=job, nodes=5, replicas=0, start=False, dra=True) as env:
         for node in env.cluster.names(NODES, ""):
-            env.cluster.add(SLICES, published(node))
+            env.cluster.add(SLICES, build_resource_slice(node))
         env.cluster.after_write = lambda write: _assert_templates_exist(env, write)
         allocating = asyncio.create_task(_allocate(env))
         try:
@@ -147,10 +151,10 @@ def test_a_job_with_claims_keeps_one_template_and_blames_no_node(name: str, caus
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", ["taint", pytest.param("shape", marks=pytest.mark.long)])
-def test_a_scenario_with_claims_ends_the_same_after_each_death_of_the_operator(name: str, apart: int) -> None:
-    check_each_kill_point(partial(run_scenario, name), apart)
+def test_a_scenario_with_claims_ends_the_same_after_each_death_of_the_operator(name: str, stride: int) -> None:
+    check_each_kill_point(partial(run_scenario, name), stride)
 
 
 @in_virtual_time

@@ -61,7 +61,7 @@ def _with_message(raw: dict[str, Any], text: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def evaluating(**options: Any) -> AsyncIterator[tuple[OperatorDeployment, Kubelet]]:
+async def run_evaluations(**options: Any) -> AsyncIterator[tuple[OperatorDeployment, Kubelet]]:
     async with run_deployment(job=job_with_milestones(), start=False, **options) as env:
         kubelet = Kubelet(env)
         task = asyncio.create_task(kubelet.run())
@@ -75,10 +75,10 @@ def is_evaluated(env: OperatorDeployment) -> bool:
     return all(evaluation.get("figures") for evaluation in env.status()["evaluations"])
 
 
-@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 4])
-def test_each_model_is_measured_once_after_each_death_of_the_operator(apart: int) -> None:
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 4])
+def test_each_model_is_measured_once_after_each_death_of_the_operator(stride: int) -> None:
     async def scenario(die_after_write: int | None) -> tuple[dict[str, Any], int]:
-        async with evaluating(replicas=0) as (env, kubelet):
+        async with run_evaluations(replicas=0) as (env, kubelet):
             first = await env.start_operator("operator-0", die_after_write=die_after_write)
             await until(lambda: is_evaluated(env), 300, "all are measured")
             await until(lambda: NAME not in env.cluster.names(PODS), 60, "no pod is left")
@@ -94,52 +94,52 @@ def test_each_model_is_measured_once_after_each_death_of_the_operator(apart: int
             }
             return end, len(first.connection.writes)
 
-    undisturbed = run_virtual(scenario(None))
-    assert undisturbed[0]["figures"] == [(10, 0.1, 0), (20, 0.2, 1), (30, 0.3, 0)]
+    end_without_kill = run_virtual(scenario(None))
+    assert end_without_kill[0]["figures"] == [(10, 0.1, 0), (20, 0.2, 1), (30, 0.3, 0)]
     attempts = ("0 s3://bucket/10", "0 s3://bucket/20", "1 s3://bucket/20", "0 s3://bucket/30")
-    assert undisturbed[0]["ended"] == dict.fromkeys(attempts, 1)
-    check_each_kill_point(lambda write: undisturbed if write is None else run_virtual(scenario(write)), apart)
+    assert end_without_kill[0]["ended"] == dict.fromkeys(attempts, 1)
+    check_each_kill_point(lambda write: end_without_kill if write is None else run_virtual(scenario(write)), stride)
 
 
 @in_virtual_time
 async def test_a_refused_evaluation_pod_does_not_stop_training() -> None:
-    async with evaluating(replicas=1) as (env, _):
+    async with run_evaluations(replicas=1) as (env, _):
         create = env.cluster._create
-        denied = http_error(403, "Forbidden", "exceeded quota: evaluations")
-        forbids = True
+        quota_error = http_error(403, "Forbidden", "exceeded quota: evaluations")
+        refuse_evaluation_pods = True
 
-        def created(resource: Any, namespace: str, body: dict[str, Any]) -> Any:
-            evaluates = body.get("metadata", {}).get("labels", {}).get(LABEL_ROLE) == ROLE_EVALUATION
-            return denied if forbids and evaluates else create(resource, namespace, body)
+        def create_or_refuse(resource: Any, namespace: str, body: dict[str, Any]) -> Any:
+            is_evaluation_pod = body.get("metadata", {}).get("labels", {}).get(LABEL_ROLE) == ROLE_EVALUATION
+            return quota_error if refuse_evaluation_pods and is_evaluation_pod else create(resource, namespace, body)
 
-        env.cluster._create = created  # type: ignore[method-assign]
+        env.cluster._create = create_or_refuse  # type: ignore[method-assign]
         await env.wait_until_running()
-        lost = env.cluster.names(PODS)[0]
-        env.workers.kill_pod(lost)
+        killed_pod = env.cluster.names(PODS)[0]
+        env.workers.kill_pod(killed_pod)
         await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
         await env.wait_until_running()
         assert "exceeded quota: evaluations" in env.status()["evaluations"][0]["message"]
-        forbids = False
+        refuse_evaluation_pods = False
         await until(lambda: is_evaluated(env), 900, "all are measured")
         assert not env.status()["evaluations"][0].get("message")
 
 
 @in_virtual_time
 async def test_a_foreign_pod_with_the_name_is_unchanged_and_reported() -> None:
-    async with evaluating(replicas=0) as (env, _):
-        mine = env.cluster.add(
+    async with run_evaluations(replicas=0) as (env, _):
+        foreign_pod = env.cluster.add(
             PODS, {"metadata": {"name": NAME, "labels": {}}, "spec": {}, "status": {"phase": "Running"}}
         )
         await env.start_operator("operator-0")
         await env.wait_until_running()
         await env.wait_for_steps()
         assert f"Pod {NAME} exists and does not belong to this job" in env.status()["evaluations"][0]["message"]
-        assert env.cluster.get(PODS, "default", NAME)["metadata"]["uid"] == mine["metadata"]["uid"]
+        assert env.cluster.get(PODS, "default", NAME)["metadata"]["uid"] == foreign_pod["metadata"]["uid"]
 
 
 @in_virtual_time
 async def test_the_evaluation_pod_is_deleted_with_its_job() -> None:
-    async with evaluating(replicas=1) as (env, _):
+    async with run_evaluations(replicas=1) as (env, _):
         exists = lambda: NAME in env.cluster.names(PODS)  # noqa: E731
         await until(exists, 60, "a model is measured")
         owner = env.cluster.get(PODS, "default", NAME)["metadata"]["ownerReferences"][0]

@@ -23,7 +23,7 @@ class Scenario(replicas.Scenario):
     def __init__(self, settings: Settings = SETTINGS) -> None:
         super().__init__(training_job("llama", replicas=2), total_steps=100_000, settings=settings)
 
-    def applied(self) -> dict[str, Any]:
+    def applied_condition(self) -> dict[str, Any]:
         return self.condition("NetworkPolicyApplied")
 
     def writes(self, method: str) -> int:
@@ -33,7 +33,7 @@ class Scenario(replicas.Scenario):
     def policies(self) -> list[str]:
         return self.cluster.names(NETWORK_POLICIES)
 
-    async def recovers(self) -> None:
+    async def wait_for_replacement(self) -> None:
         """Delete one worker, and wait until another one replaces it."""
         lost = self.cluster.names(PODS)[0]
         self.cluster.remove(PODS, "default", lost)
@@ -41,7 +41,7 @@ class Scenario(replicas.Scenario):
         await self.wait_for_steps()
 
 
-def refusing(answer: Any, *, of: str = "") -> Fault:
+def create_fault(answer: Any, *, of: str = "") -> Fault:
     """Return a fault for all requests about policies, or those of one method."""
     return lambda method, path: answer if NETWORK_POLICIES.plural in path and of in method else None
 
@@ -53,9 +53,9 @@ async def test_a_policy_is_written_once_after_the_first_pods() -> None:
         policy = scenario.cluster.get(NETWORK_POLICIES, "default", NAME)
         assert policy["apiVersion"] == "networking.k8s.io/v1"
         assert policy["spec"]["ingress"][1]["from"][0]["podSelector"] == {"matchLabels": {"app": "operator"}}
-        await scenario.recovers()
+        await scenario.wait_for_replacement()
         await asyncio.sleep(700)  # past a list and a resync
-        assert scenario.applied() == {}
+        assert scenario.applied_condition() == {}
         assert (scenario.writes("POST"), scenario.writes("PATCH")) == (1, 0)
         paths = [write.path for write in scenario.cluster.writes if write.method == "POST"]
         first = next(at for at, path in enumerate(paths) if path.endswith("/networkpolicies"))
@@ -91,23 +91,23 @@ async def test_a_deleted_policy_is_recreated_and_an_edited_one_is_reverted() -> 
 async def test_a_foreign_policy_is_unchanged_and_reported() -> None:
     async with Scenario() as scenario:
         mine = scenario.cluster.add(NETWORK_POLICIES, {"metadata": {"name": NAME}, "spec": {"podSelector": {}}})
-        await until(lambda: scenario.applied().get("reason") == "NameTaken", 60, "the condition")
-        assert f"NetworkPolicy {NAME} exists and does not belong to this job" in scenario.applied()["message"]
-        await scenario.recovers()
+        await until(lambda: scenario.applied_condition().get("reason") == "NameTaken", 60, "the condition")
+        assert f"NetworkPolicy {NAME} exists and does not belong to this job" in scenario.applied_condition()["message"]
+        await scenario.wait_for_replacement()
         await asyncio.sleep(600)
         assert scenario.cluster.get(NETWORK_POLICIES, "default", NAME) == mine
         assert scenario.writes("") < 12, "it is not insisted"
         scenario.cluster.remove(NETWORK_POLICIES, "default", NAME)
-        await until(lambda: scenario.applied().get("status") == "True", 330, "the job has its own")
+        await until(lambda: scenario.applied_condition().get("status") == "True", 330, "the job has its own")
         assert scenario.cluster.get(NETWORK_POLICIES, "default", NAME)["metadata"]["ownerReferences"]
 
 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (refusing(http_error(403, "Forbidden", "networkpolicies is forbidden: old role")), "old role"),
-        (refusing(http_error(403, "Forbidden", "denied by admission"), of="POST"), "denied by admission"),
-        (refusing(http_error(500, "InternalError", "failed calling webhook"), of="POST"), "failed calling webhook"),
+        (create_fault(http_error(403, "Forbidden", "networkpolicies is forbidden: old role")), "old role"),
+        (create_fault(http_error(403, "Forbidden", "denied by admission"), of="POST"), "denied by admission"),
+        (create_fault(http_error(500, "InternalError", "failed calling webhook"), of="POST"), "failed calling webhook"),
     ],
 )
 @in_virtual_time
@@ -115,13 +115,16 @@ async def test_a_refused_policy_is_reported_and_the_job_trains_and_recovers(faul
     async with Scenario() as scenario:
         scenario.cluster.faults.append(fault)
         await scenario.wait_for_steps()
-        await until(lambda: scenario.applied().get("status") == "False", 60, "the condition")
-        assert (scenario.applied()["reason"], words in scenario.applied()["message"]) == ("WriteFailed", True)
+        await until(lambda: scenario.applied_condition().get("status") == "False", 60, "the condition")
+        assert (scenario.applied_condition()["reason"], words in scenario.applied_condition()["message"]) == (
+            "WriteFailed",
+            True,
+        )
         events = [raw for key, raw in scenario.cluster.objects.items() if key[0] == EVENTS.plural]
         assert [words in raw["note"] for raw in events if raw["reason"] == "WriteFailed"] == [True]
-        await scenario.recovers()
+        await scenario.wait_for_replacement()
         scenario.cluster.faults.clear()
-        await until(lambda: scenario.applied().get("status") == "True", 400, "it is made once it may be")
+        await until(lambda: scenario.applied_condition().get("status") == "True", 400, "it is made once it may be")
         assert scenario.policies() == [NAME]
 
 

@@ -13,7 +13,7 @@ from trainium_operator.settings import Settings
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "WATCH": "watch"}
 
 
-def used(cluster: FakeCluster) -> set[tuple[str, str, str]]:
+def used_rights(cluster: FakeCluster) -> set[tuple[str, str, str]]:
     """Return group, resource and verb of each request."""
     rights = set()
     for method, path in cluster.requests:
@@ -50,10 +50,10 @@ async def test_the_operator_uses_only_the_listed_rights() -> None:
         task.cancel()
     await process.kill()
     granted = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
-    assert used(cluster) <= granted
-    assert ("", "secrets", "update") in used(cluster)
-    assert ("apps", "deployments", "get") in used(cluster)
-    assert ("trainium.dev", "trainingjobs/status", "patch") in used(cluster)
+    assert used_rights(cluster) <= granted
+    assert ("", "secrets", "update") in used_rights(cluster)
+    assert ("apps", "deployments", "get") in used_rights(cluster)
+    assert ("trainium.dev", "trainingjobs/status", "patch") in used_rights(cluster)
 
 
 def test_the_listed_rights_are_narrow() -> None:

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import yaml
 from aiohttp import web
 
+from tests.testing.api.fake_http import run_http_server
 from tests.testing.api.recorded_jobs import kubeconfig
-from tests.testing.suite.timeouts import scaled
 from trainium_contract.api_server import kubeconfig as files
 from trainium_contract.api_server.aio import ConnectionFailedError
 from trainium_contract.api_server.errors import NoClusterError
@@ -20,31 +19,18 @@ from trainium_contract.api_server.kubeconfig import find_access
 from trainium_operator.cluster.api.client import APPLY_PATCH
 from trainium_operator.cluster.api.transport import connect
 
-QUESTION: dict[str, Any] = {"query": {}, "body": None, "content_type": "application/json", "timeout": 5.0}
+REQUEST_OPTIONS: dict[str, Any] = {"query": {}, "body": None, "content_type": "application/json", "timeout": 5.0}
 PLUGIN = """#!/bin/sh
 echo asked >>{log}
 echo '{{"status": {{"token": "t'$(wc -l <{log})'", "expirationTimestamp": "{expiry}"}}}}'
 """
 
 
-@asynccontextmanager
-async def serving(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
-    application = web.Application()
-    application.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=scaled(0.1))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 async def echo(request: web.Request) -> web.Response:
     return web.json_response({"token": request.headers.get("Authorization", ""), "body": await request.text()})
 
 
-def written(folder: Path, server: str, **user: Any) -> str:
+def write_kubeconfig(folder: Path, server: str, **user: Any) -> str:
     path = folder / "config"
     path.write_text(yaml.safe_dump(kubeconfig(server, **user)))
     return str(path)
@@ -53,17 +39,17 @@ def written(folder: Path, server: str, **user: Any) -> str:
 async def test_a_token_file_is_reloaded_after_its_age_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = tmp_path / "token"
     token.write_text("first")
-    async with serving(echo) as server:
-        client = await connect(written(tmp_path, server, tokenFile=str(token)))
+    async with run_http_server(echo) as server:
+        client = await connect(write_kubeconfig(tmp_path, server, tokenFile=str(token)))
         token.write_text("second")
-        young = await client.request("GET", "/x", **QUESTION)
+        young = await client.request("GET", "/x", **REQUEST_OPTIONS)
         monkeypatch.setattr(client, "_read_at", client._read_at - files._FILE_SECONDS)
-        old = await client.request("GET", "/x", **QUESTION)
+        old = await client.request("GET", "/x", **REQUEST_OPTIONS)
         token.unlink()
         monkeypatch.setattr(client, "_read_at", client._read_at - files._FILE_SECONDS)
-        missing = await client.request("GET", "/x", **QUESTION)
+        missing = await client.request("GET", "/x", **REQUEST_OPTIONS)
         separate = client.with_separate_pool(1)
-        restored = await separate.request("GET", "/x", **QUESTION)
+        restored = await separate.request("GET", "/x", **REQUEST_OPTIONS)
         await separate.close()
         await client.close()
     assert [json.loads(response.body)["token"] for response in (young, old, missing, restored)] == [
@@ -90,18 +76,18 @@ async def test_a_pod_uses_its_service_account_and_reloads_the_token(
 
 
 @pytest.mark.parametrize(
-    ("expiry", "least", "most"), [("2100-01-01T00:00:00Z", 1e9, 1e10), ("2020-01-01T00:00:00Z", 60, 60)]
+    ("expiry", "min_seconds", "max_seconds"), [("2100-01-01T00:00:00Z", 1e9, 1e10), ("2020-01-01T00:00:00Z", 60, 60)]
 )
 def test_a_credential_plugin_is_called_again_before_expiry(
-    tmp_path: Path, expiry: str, least: float, most: float
+    tmp_path: Path, expiry: str, min_seconds: float, max_seconds: float
 ) -> None:
     program = tmp_path / "login"
     program.write_text(PLUGIN.format(log=tmp_path / "log", expiry=expiry))
     program.chmod(0o755)
-    access = find_access(written(tmp_path, "https://example.test", exec={"command": "./login"}), None, {})
+    access = find_access(write_kubeconfig(tmp_path, "https://example.test", exec={"command": "./login"}), None, {})
     assert access.headers == (("Authorization", "Bearer t1"),)
     assert access.valid_seconds is not None
-    assert least <= access.valid_seconds <= most
+    assert min_seconds <= access.valid_seconds <= max_seconds
 
 
 async def test_a_watch_event_of_any_size_is_one_line(tmp_path: Path) -> None:
@@ -114,8 +100,8 @@ async def test_a_watch_event_of_any_size_is_one_line(tmp_path: Path) -> None:
             await response.write(piece)
         return response
 
-    async with serving(answer) as server:
-        client = await connect(written(tmp_path, server, token="t"))
+    async with run_http_server(answer) as server:
+        client = await connect(write_kubeconfig(tmp_path, server, token="t"))
         async with client.stream("/watch", query={"watch": "true"}, silence=5.0) as stream:
             lines = [line async for line in stream.lines]
         await client.close()
@@ -130,14 +116,14 @@ async def test_a_silent_stream_and_a_stopped_server_are_failed_connections(tmp_p
         await asyncio.sleep(5)
         return response
 
-    async with serving(answer) as server:
-        client = await connect(written(tmp_path, server, token="t"))
+    async with run_http_server(answer) as server:
+        client = await connect(write_kubeconfig(tmp_path, server, token="t"))
         async with client.stream("/watch", query={}, silence=0.2) as stream, aclosing(stream.lines) as lines:
             assert await anext(lines) == b"first"
             with pytest.raises(ConnectionFailedError, match="GET /watch"):
                 await anext(lines)
     with pytest.raises(ConnectionFailedError, match="GET /x"):
-        await client.request("GET", "/x", **QUESTION)
+        await client.request("GET", "/x", **REQUEST_OPTIONS)
     await client.close()
 
 
@@ -145,9 +131,9 @@ async def test_an_apply_patch_is_sent_as_yaml(tmp_path: Path) -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"type": request.headers["Content-Type"], "body": await request.text()})
 
-    async with serving(answer) as server:
-        client = await connect(written(tmp_path, server, token="t"))
-        applied = {**QUESTION, "body": {"word": "\N{GRINNING FACE}"}, "content_type": APPLY_PATCH}
+    async with run_http_server(answer) as server:
+        client = await connect(write_kubeconfig(tmp_path, server, token="t"))
+        applied = {**REQUEST_OPTIONS, "body": {"word": "\N{GRINNING FACE}"}, "content_type": APPLY_PATCH}
         received = json.loads((await client.request("PATCH", "/x", **applied)).body)
         await client.close()
     assert received == {"type": APPLY_PATCH, "body": '{"word": "\N{GRINNING FACE}"}'}
@@ -159,9 +145,9 @@ async def test_a_write_does_not_follow_redirects(tmp_path: Path) -> None:
         raise web.HTTPTemporaryRedirect("/elsewhere")
 
     reached: list[str] = []
-    async with serving(redirect) as server:
-        client = await connect(written(tmp_path, server))
-        answer = await client.request("POST", "/x", **QUESTION)
+    async with run_http_server(redirect) as server:
+        client = await connect(write_kubeconfig(tmp_path, server))
+        answer = await client.request("POST", "/x", **REQUEST_OPTIONS)
         await client.close()
     assert (answer.status, reached) == (307, ["/x"])
 

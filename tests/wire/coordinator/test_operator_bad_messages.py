@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from tests.testing.fuzz import objects
 from tests.testing.operator import coordinator_fixture
 from tests.testing.operator.coordinator_fixture import LLAMA, CoordinatorFixture, membership, register
-from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, mutated
+from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, mutated_values
 from trainium_contract.status.results import MAX_ARTIFACTS, MAX_FIGURES
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
 from trainium_contract.wire.stream import FrameKind
@@ -38,7 +38,7 @@ async def coordinator() -> AsyncIterator[CoordinatorFixture]:
     await coordinator.start()
     await coordinator.register()
     coordinator.state.publish(LLAMA, membership(7, "w-0"))
-    coordinator.notes.clear()
+    coordinator.notifications.clear()
     yield coordinator
     await coordinator.stop()
 
@@ -90,7 +90,7 @@ async def test_an_invalid_heartbeat_is_refused_and_ignored(coordinator: Coordina
     assert answer["error"].startswith("the message is not valid")
     assert len(answer["error"]) <= 1024
     assert agent(coordinator) == before
-    assert coordinator.notes == []
+    assert coordinator.notifications == []
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,14 @@ async def test_a_future_generation_is_refused(coordinator: CoordinatorFixture) -
 async def test_a_late_heartbeat_updates_only_the_last_contact(coordinator: CoordinatorFixture) -> None:
     await coordinator.send(FrameKind.HEARTBEAT, heartbeat(attempt=2, progress={"step": 9}))
     last_seen = agent(coordinator).last_seen
-    coordinator.notes.clear()
+    coordinator.notifications.clear()
     assert (await coordinator.send(FrameKind.HEARTBEAT, heartbeat(attempt=1, phase="Failed", verdict=failure())))[
         0
     ] == 200
     assert agent(coordinator).heartbeat.attempt == 2
     assert agent(coordinator).heartbeat.verdict is None
     assert agent(coordinator).last_seen >= last_seen
-    assert coordinator.notes == []
+    assert coordinator.notifications == []
 
 
 async def test_repeated_messages_keep_one_agent(coordinator: CoordinatorFixture) -> None:
@@ -169,7 +169,7 @@ async def test_repeated_messages_keep_one_agent(coordinator: CoordinatorFixture)
 
 
 @SLOW_ALLOWED
-@given(mutated(objects.REGISTER) | ANYTHING, mutated(objects.HEARTBEAT, most=8) | ANYTHING)
+@given(mutated_values(objects.REGISTER) | ANYTHING, mutated_values(objects.HEARTBEAT, most=8) | ANYTHING)
 def test_any_message_is_parsed_or_a_validation_error(register: Any, heartbeat: Any) -> None:
     for model, message in ((RegisterRequest, register), (HeartbeatRequest, heartbeat)):
         sent = json.dumps(message)

@@ -27,9 +27,9 @@ async def test_a_registration_returns_the_current_membership(coordinator: Coordi
     assert answer["membership"]["generation"] == 3
     assert answer["heartbeatSeconds"] == 1.0
     assert abs(answer["time"] - time.time()) < 60
-    assert coordinator.notes == [("team", "llama", True)]
+    assert coordinator.notifications == [("team", "llama", True)]
     await coordinator.send(FrameKind.REGISTER, register())
-    assert len(coordinator.notes) == 1  # an equal registration notifies nobody
+    assert len(coordinator.notifications) == 1  # an equal registration notifies nobody
     agent = coordinator.state.agents(LLAMA)["uid-w-0"]
     assert agent.registration.rendezvous_port == 29500
 
@@ -37,22 +37,22 @@ async def test_a_registration_returns_the_current_membership(coordinator: Coordi
 async def test_only_important_heartbeats_notify_at_once(coordinator: CoordinatorFixture) -> None:
     coordinator.state.publish(LLAMA, membership(1))
     await coordinator.send(FrameKind.REGISTER, register())
-    coordinator.notes.clear()
+    coordinator.notifications.clear()
 
     def step(number: int, **changes: Any) -> dict[str, Any]:
         return heartbeat(progress={"step": number, "samples": number}, **changes)
 
     status, answer = await coordinator.send(FrameKind.HEARTBEAT, step(1))
     assert (status, answer["generation"]) == (200, 1)
-    assert coordinator.notes.pop() == ("team", "llama", True)  # the first of all
+    assert coordinator.notifications.pop() == ("team", "llama", True)  # the first of all
     await coordinator.send(FrameKind.HEARTBEAT, step(2))
-    assert coordinator.notes.pop() == ("team", "llama", False)
+    assert coordinator.notifications.pop() == ("team", "llama", False)
     await coordinator.send(FrameKind.HEARTBEAT, step(2))
-    assert coordinator.notes == []
+    assert coordinator.notifications == []
     await coordinator.send(FrameKind.HEARTBEAT, step(2, attempt=1, phase="Loading"))
-    assert coordinator.notes.pop() == ("team", "llama", True)
+    assert coordinator.notifications.pop() == ("team", "llama", True)
     await coordinator.send(FrameKind.HEARTBEAT, step(3, attempt=1, phase="Loading"))
-    assert coordinator.notes.pop() == ("team", "llama", True)  # the first new step ends an interruption
+    assert coordinator.notifications.pop() == ("team", "llama", True)  # the first new step ends an interruption
     agent = coordinator.state.agents(LLAMA)["uid-w-0"]
     assert agent.heartbeat is not None
     assert agent.heartbeat.attempt == 1

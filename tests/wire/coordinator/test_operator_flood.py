@@ -327,19 +327,19 @@ async def test_a_hanging_renewal_is_retried(tmp_path: Path) -> None:
 
 async def test_a_few_connections_are_accepted_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open connections would otherwise wait for all of their handshakes."""
-    crowd, turns, handshakes = 120, count(), Counter[int]()
-    shake = sslproto.SSLProtocol._do_handshake  # type: ignore[attr-defined]
+    connection_count, turns, handshakes = 120, count(), Counter[int]()
+    original_do_handshake = sslproto.SSLProtocol._do_handshake  # type: ignore[attr-defined]
     turn, anonymous = 0, [0]
 
-    def counted(protocol: sslproto.SSLProtocol) -> None:
+    def count_handshake(protocol: sslproto.SSLProtocol) -> None:
         if not protocol._sslobj._sslobj.server_side:  # type: ignore[attr-defined]
-            return shake(protocol)
+            return original_do_handshake(protocol)
         handshakes[turn] += 1
-        return shake(protocol)
+        return original_do_handshake(protocol)
 
     async with run_coordinator(tmp_path) as coordinator, coordinator.agents() as agents:
         assert await agents.register() == {200}
-        monkeypatch.setattr(sslproto.SSLProtocol, "_do_handshake", counted)
+        monkeypatch.setattr(sslproto.SSLProtocol, "_do_handshake", count_handshake)
         loop, ended = asyncio.get_running_loop(), False
 
         def next_turn() -> None:
@@ -351,12 +351,12 @@ async def test_a_few_connections_are_accepted_at_a_time(tmp_path: Path, monkeypa
 
         hello = _client_hello()
         sockets = [
-            socket.create_connection(("127.0.0.1", coordinator.port)) for _ in range(crowd)
+            socket.create_connection(("127.0.0.1", coordinator.port)) for _ in range(connection_count)
         ]  # this blocks the loop
         for connection in sockets:
             connection.sendall(hello)
         loop.call_soon(next_turn)
-        await async_until(lambda: handshakes.total() >= crowd, "all of them are answered")
+        await async_until(lambda: handshakes.total() >= connection_count, "all handshakes have started")
         ended = True
         await asyncio.sleep(0)
         assert max(later - before for before, later in pairwise(anonymous)) <= listener.ACCEPTED_AT_ONCE

@@ -33,13 +33,13 @@ EVERYTHING = {
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
 
-def may_in_team(rights: set[tuple[str, str]], user: str = "ann") -> Any:
-    def may(spec: dict[str, Any]) -> bool:
+def allow_in_team(rights: set[tuple[str, str]], user: str = "ann") -> Any:
+    def is_allowed(spec: dict[str, Any]) -> bool:
         attributes = spec.get("resourceAttributes") or {}
         right = (attributes.get("resource"), attributes.get("verb"))
         return bool(spec["user"] == user and attributes.get("namespace") == "team" and right in rights)
 
-    return may
+    return is_allowed
 
 
 def add_recorded_jobs(cluster: FakeCluster) -> None:
@@ -70,14 +70,14 @@ async def run_pages(rights: set[tuple[str, str]] = EVERYTHING) -> AsyncIterator[
     await asyncio.gather(*(cache.refresh() for cache in (caches.jobs, caches.pods, caches.config_maps)))
     page_data: list[JobPageData] = []
 
-    def jobs(endpoints: EndpointsFixture) -> JobPageData:
+    def create_page_data(endpoints: EndpointsFixture) -> JobPageData:
         page_data.append(JobPageData(Api(cluster), caches, lambda: endpoints.now))
         return page_data[0]
 
-    async with run_endpoints(cluster, jobs=jobs) as endpoints:
+    async with run_endpoints(cluster, jobs=create_page_data) as endpoints:
         endpoints.now = NOW
         cluster.tokens["ann"] = ANN
-        cluster.may = may_in_team(rights)
+        cluster.may = allow_in_team(rights)
         page_data[0].sample()
         cluster.requests.clear()
         yield endpoints
@@ -215,7 +215,7 @@ async def test_a_page_is_not_shared_with_readers_of_fewer_rights() -> None:
     async with run_pages() as endpoints, endpoints.session() as session:
         assert "node-4" in (await get_page(endpoints, session, "/ui/team/llama"))[1]
         endpoints.cluster.tokens["bob"] = {**ANN, "username": "bob"}
-        ann, bob = may_in_team(EVERYTHING), may_in_team({("trainingjobs", "get")}, "bob")
+        ann, bob = allow_in_team(EVERYTHING), allow_in_team({("trainingjobs", "get")}, "bob")
         endpoints.cluster.may = lambda spec: ann(spec) or bob(spec)
         shown = Page((await get_page(endpoints, session, "/ui/team/llama", "bob"))[1]).text
         assert "node-4" not in shown.partition("Interruptions")[0]

@@ -158,14 +158,14 @@ def run_scenario(name: str, die_after_write: int | None) -> tuple[dict[str, Any]
             first = await deployment.start_operator("operator-0", die_after_write=die_after_write)
             await act(deployment)
             await asyncio.sleep(SETTLE_SECONDS)
-            return ending(deployment), len(first.connection.writes)
+            return final_state(deployment), len(first.connection.writes)
 
     end, writes = run_virtual(scenario())
     record.check()
     return end, writes, record
 
 
-def ending(deployment: OperatorDeployment) -> dict[str, Any]:
+def final_state(deployment: OperatorDeployment) -> dict[str, Any]:
     """Return what must be the same however often the operator died."""
     if (JOBS.plural, "default", JOB) not in deployment.cluster.objects:
         remaining = [key for key in deployment.cluster.objects if key[0] not in ("nodes", "leases", EVENTS.plural)]
@@ -192,25 +192,25 @@ def ending(deployment: OperatorDeployment) -> dict[str, Any]:
 
 
 @cache
-def undisturbed(name: str) -> tuple[dict[str, Any], int]:
+def run_without_kill(name: str) -> tuple[dict[str, Any], int]:
     end, writes, record = run_scenario(name, None)
     # The user's own change may come between a plan and its write.
     refused = [write for write in record.refused if not (EDITED[name] and write.path.endswith("/status"))]
-    assert refused == [], "nothing stood in its way, and yet a write was refused"
+    assert refused == [], "a write was refused without a concurrent change"
     return end, writes
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_ends_the_same_after_each_death_of_the_operator(name: str, apart: int) -> None:
+def test_a_scenario_ends_the_same_after_each_death_of_the_operator(name: str, stride: int) -> None:
     def run(write: int | None) -> tuple[dict[str, Any], int]:
-        return undisturbed(name) if write is None else run_scenario(name, write)[:2]
+        return run_without_kill(name) if write is None else run_scenario(name, write)[:2]
 
-    check_each_kill_point(run, apart, first_write=1 if name == "first start" else START_WRITES)
+    check_each_kill_point(run, stride, first_write=1 if name == "first start" else START_WRITES)
 
 
 @pytest.mark.parametrize("name", ["first start", "lost node"])
 def test_an_undisturbed_scenario_has_few_writes(name: str) -> None:
-    _, writes = undisturbed(name)
+    _, writes = run_without_kill(name)
     assert writes < 45, "status is written when something happened, not all the time"

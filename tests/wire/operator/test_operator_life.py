@@ -21,44 +21,41 @@ class Scenario(replicas.Scenario):
         super().__init__(job, total_steps=40)
         self.cluster.graceful_pods = True
 
-    def writes(self, method: str, part: str) -> list[Write]:
-        return [write for write in self.cluster.writes if method in write.method and part in write.path]
+    def find_writes(self, method: str, path_part: str) -> list[Write]:
+        return [write for write in self.cluster.writes if method in write.method and path_part in write.path]
 
-    async def trained(self) -> None:
-        await until(lambda: self.workers.step >= 5, 120, "five steps")
-
-    async def ended(self) -> None:
-        await until(lambda: self.status().get("phase") == "Completed", 240, "the end")
+    async def wait_until_completed(self) -> None:
+        await until(lambda: self.status().get("phase") == "Completed", 240, "the job is completed")
 
 
-def jobs(scenario: Scenario) -> list[str]:
+def list_jobs(scenario: Scenario) -> list[str]:
     return scenario.cluster.names(JOBS)
 
 
 @in_virtual_time
 async def test_a_job_with_a_ttl_is_deleted_with_its_objects() -> None:
     async with Scenario({"ttlSecondsAfterFinished": 60}) as scenario:
-        await scenario.ended()
+        await scenario.wait_until_completed()
         version = scenario.cluster.get(JOBS, "default", "llama")["metadata"]["resourceVersion"]
         await asyncio.sleep(50)
-        assert jobs(scenario) == ["llama"]
+        assert list_jobs(scenario) == ["llama"]
         await asyncio.sleep(20)
-        assert jobs(scenario) == []
-        (write,) = scenario.writes("DELETE", "trainingjobs")
+        assert list_jobs(scenario) == []
+        (write,) = scenario.find_writes("DELETE", "trainingjobs")
         assert write.body["preconditions"]["resourceVersion"] >= version
         assert write.body["preconditions"]["uid"]
         await asyncio.sleep(30)
     for resource in (PODS, CONFIG_MAPS, DISRUPTION_BUDGETS):
         assert scenario.cluster.names(resource) == []
-    assert len(scenario.writes("DELETE", "trainingjobs")) == 1
+    assert len(scenario.find_writes("DELETE", "trainingjobs")) == 1
 
 
 @in_virtual_time
 async def test_a_job_changed_during_its_deletion_is_kept() -> None:
     async with Scenario({"ttlSecondsAfterFinished": 60}) as scenario:
-        await scenario.ended()
+        await scenario.wait_until_completed()
 
-        def keep(method: str, path: str) -> Any:
+        def change_during_delete(method: str, path: str) -> Any:
             if method == "DELETE" and "trainingjobs" in path:
                 scenario.cluster.faults.clear()
                 scenario.cluster.change(
@@ -67,33 +64,33 @@ async def test_a_job_changed_during_its_deletion_is_kept() -> None:
                 return http_error(409, "Conflict", "the ResourceVersion in the precondition does not match")
             return None
 
-        scenario.cluster.faults.append(keep)
+        scenario.cluster.faults.append(change_during_delete)
         await asyncio.sleep(120)
-        assert jobs(scenario) == ["llama"]
+        assert list_jobs(scenario) == ["llama"]
 
 
 @in_virtual_time
 async def test_the_disruption_budget_is_written_once_at_the_first_step() -> None:
     storage = {"checkpoint": {"storage": {"hostPath": {"path": "/fsx"}}}}
     async with Scenario(storage) as scenario:
-        await scenario.trained()
+        await scenario.wait_for_steps()
         await until(lambda: scenario.cluster.names(DISRUPTION_BUDGETS) == ["llama"], 30, "the budget")
         budget = scenario.cluster.get(DISRUPTION_BUDGETS, "default", "llama")
         assert budget["spec"]["minAvailable"] == 1
         assert budget["apiVersion"] == "policy/v1"
-        await scenario.ended()
-    assert len(scenario.writes("POST", "poddisruptionbudgets")) == 1
-    assert scenario.writes("PATCH", "poddisruptionbudgets") == []
+        await scenario.wait_until_completed()
+    assert len(scenario.find_writes("POST", "poddisruptionbudgets")) == 1
+    assert scenario.find_writes("PATCH", "poddisruptionbudgets") == []
 
 
-@pytest.mark.parametrize("wipe", ["phase", "conditions", "history"])
+@pytest.mark.parametrize("field", ["phase", "conditions", "history"])
 @in_virtual_time
-async def test_an_unreadable_status_is_repaired_and_training_continues(wipe: str) -> None:
+async def test_an_unreadable_status_is_repaired_and_training_continues(field: str) -> None:
     async with Scenario() as scenario:
-        await scenario.trained()
-        scenario.cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].update({wipe: "nonsense"}))
+        await scenario.wait_for_steps()
+        scenario.cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].update({field: "nonsense"}))
         await scenario.wait_for_steps(seconds=60)
-        await scenario.ended()
+        await scenario.wait_until_completed()
         assert isinstance(scenario.status()["conditions"], list)
 
 
@@ -104,12 +101,12 @@ async def test_a_program_with_an_unreadable_checkpoint_fails_on_its_second_node(
     async with Scenario() as scenario:
         change = {"trainer": None, "program": {**program, "checkpoints": checkpoints}}
         scenario.cluster.change(JOBS, "default", "llama", lambda raw: raw["spec"].update(change))
-        await scenario.trained()
+        await scenario.wait_for_steps()
         scenario.workers.give_up("llama", 0, 1)
-        scenario.workers.steps["llama"] -= 5  # what was trained since its checkpoint is repeated
+        scenario.workers.steps["llama"] -= 5  # the steps after its checkpoint are repeated
         await until(lambda: scenario.status()["membership"]["generation"] == 2, 60, "another node")
         await until(lambda: len(scenario.workers.members("llama")) == 2, 60, "ranks")
         scenario.workers.give_up("llama", 1, 1)
-        await until(lambda: scenario.status().get("phase") == "Failed", 60, "the end")
+        await until(lambda: scenario.status().get("phase") == "Failed", 60, "the job has failed")
         assert "in /checkpoints/run, a lost node has torn that file" in scenario.status()["verdict"]
         assert [entry["cause"] for entry in scenario.status()["history"]] == ["Crash", "UserCode"]

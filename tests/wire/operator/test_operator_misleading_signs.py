@@ -84,13 +84,13 @@ async def test_alternating_idle_capacity_loses_no_step_and_blames_no_node(seed: 
         start = scenario.workers.step
         for minute in range(60):
             if minute % 2:
-                scenario.workers.taken_nodes.clear()
+                scenario.workers.occupied_nodes.clear()
             else:
                 assert sum(scenario.workers.occupy_node(f"node-{number}") for number in range(4)) == 2
             await asyncio.sleep(60)
             assert scenario.status()["membership"]["size"] >= 2
         assert scenario.workers.step - start > 0.9 * HOUR
-        scenario.workers.taken_nodes.clear()
+        scenario.workers.occupied_nodes.clear()
         await scenario.until_size(4, 600)
         assert scenario.status()["membership"]["generation"] <= 40
         assert not scenario.status().get("failures")
@@ -137,13 +137,13 @@ async def test_a_clock_that_is_an_hour_wrong_affects_no_figure(seed: int) -> Non
         await asyncio.sleep(5)
         spares = scenario.spare_nodes()
         wrong = [scenario.members()[rank]["nodeName"], spares[0]]
-        scenario.workers.clocks_off = dict.fromkeys(wrong, offset)
+        scenario.workers.clock_offsets = dict.fromkeys(wrong, offset)
 
-        def reported() -> bool:
+        def is_reported() -> bool:
             message = str(scenario.condition("NodesHealthy").get("message", ""))
             return all(f"{node}: check Clock" in message for node in wrong)
 
-        await until(reported, 30, "the clocks are reported")
+        await until(is_reported, 30, "the clocks are reported")
         await asyncio.sleep(60)
         assert not scenario.history(), "a wrong clock interrupted training"
         scenario.workers.crash_process(NAME, rank)

@@ -81,7 +81,7 @@ async def test_failures_during_an_outage_are_counted_once() -> None:
         assert sorted(entry["rung"] for entry in status["history"]) == ["InPlace", "Spare"]
 
 
-def storm(share: float, outcome: Callable[[], HttpResponse], seed: int) -> Fault:
+def create_write_faults(share: float, outcome: Callable[[], HttpResponse], seed: int) -> Fault:
     """Return a fault that makes a share of all writes fail."""
     dice = random.Random(seed)
 
@@ -105,7 +105,7 @@ def storm(share: float, outcome: Callable[[], HttpResponse], seed: int) -> Fault
 @in_virtual_time
 async def test_many_refused_writes_only_delay_a_replacement(share: float, outcome: Callable[[], HttpResponse]) -> None:
     async with run_deployment() as deployment:
-        deployment.cluster.faults.append(storm(share, outcome, seed=1))
+        deployment.cluster.faults.append(create_write_faults(share, outcome, seed=1))
         requests_before = len(deployment.cluster.requests)
         lose_node(deployment.workers, deployment.membership()["members"][1]["nodeName"])
         await asyncio.sleep(60)
@@ -198,10 +198,10 @@ async def test_100_new_jobs_run_with_a_limited_number_of_writes() -> None:
         for number in range(1, 100):
             deployment.cluster.add(JOBS, training_job(f"job-{number}", replicas=1))
 
-        def running() -> int:
+        def count_running() -> int:
             return sum(deployment.status(f"job-{number}").get("phase") == "Running" for number in range(100))
 
-        await until(lambda: running() == 100, 120, "all run")
+        await until(lambda: count_running() == 100, 120, "all run")
         leader = deployment.leader()
         assert leader is not None
         writes = leader.connection.writes

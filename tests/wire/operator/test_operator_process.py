@@ -43,13 +43,13 @@ class Operator:
             assert read.source is LogSource.OPERATOR
             self.lines.append(read.to_wire())
 
-    async def logged(self, text: str) -> str:
+    async def wait_for_line(self, text: str) -> str:
         found = lambda: [line["message"] for line in self.lines if text in line["message"]]  # noqa: E731
         await async_until(lambda: bool(found()) or self.process.returncode is not None, self.log, 30)
         assert found(), self.log()
         return str(found()[0])
 
-    async def ended(self) -> int:
+    async def wait_for_exit(self) -> int:
         async with asyncio.timeout(scaled(20)):
             code = await self.process.wait()
             await self._reader
@@ -68,7 +68,7 @@ async def spawn(*arguments: str) -> Operator:
 
 
 @asynccontextmanager
-async def operated(cluster: FakeCluster, folder: Path, *arguments: str) -> AsyncIterator[Operator]:
+async def run_operator(cluster: FakeCluster, folder: Path, *arguments: str) -> AsyncIterator[Operator]:
     server = FakeServer(cluster)
     await server.start()
     config = str(server.kubeconfig(folder))
@@ -79,7 +79,7 @@ async def operated(cluster: FakeCluster, folder: Path, *arguments: str) -> Async
     finally:
         if operator.process.returncode is None:
             operator.process.kill()
-            await operator.ended()
+            await operator.wait_for_exit()
         await server.stop()
 
 
@@ -97,8 +97,8 @@ async def test_the_operator_watches_only_listed_namespaces(
         job = training_job("early")
         job["metadata"]["namespace"] = namespace
         cluster.add(JOBS, job)
-    async with operated(cluster, tmp_path, "--watch-namespaces", "red,blue") as operator:
-        await operator.logged("leading as")
+    async with run_operator(cluster, tmp_path, "--watch-namespaces", "red,blue") as operator:
+        await operator.wait_for_line("leading as")
         for namespace in ("red", "blue"):
             await async_until(lambda: cluster.names(PODS, namespace) == ["early-w-0", "early-w-1"], operator.log, 20)  # noqa: B023
         await async_until(lambda: cluster.open_streams(JOBS) == 2, operator.log, 20)
@@ -108,7 +108,7 @@ async def test_the_operator_watches_only_listed_namespaces(
         await async_until(lambda: "late-w-1" in cluster.names(PODS, "blue"), operator.log, 20)
         assert cluster.names(PODS, "grey") == []
         operator.process.send_signal(signal.SIGTERM)
-        assert await operator.ended() == 0
+        assert await operator.wait_for_exit() == 0
 
 
 async def test_secure_metrics_are_served_over_https_alone(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ async def test_secure_metrics_are_served_over_https_alone(tmp_path: Path) -> Non
         probe.bind(("127.0.0.1", 0))
         plain = probe.getsockname()[1]
     ours = ("--secure-metrics", "true", "--https-port", "0", "--metrics-port", str(plain))
-    async with operated(cluster, tmp_path, *ours) as operator:
-        port = int((await operator.logged("readers are served on port")).rpartition(" ")[2])
+    async with run_operator(cluster, tmp_path, *ours) as operator:
+        port = int((await operator.wait_for_line("readers are served on port")).rpartition(" ")[2])
         bundle = cluster.get(SECRETS, "system", SECRET)["data"]["ca.crt"]
         trust = ssl.create_default_context(cadata=base64.b64decode(bundle).decode())
         async with aiohttp.ClientSession() as session:
@@ -137,16 +137,16 @@ async def test_secure_metrics_are_served_over_https_alone(tmp_path: Path) -> Non
         # kopf logs its pending request when it is stopped during its start.
         await async_until(lambda: cluster.open_streams(JOBS) > 0, operator.log, 20)
         operator.process.send_signal(signal.SIGTERM)
-        assert await operator.ended() == 0, operator.log()
+        assert await operator.wait_for_exit() == 0, operator.log()
         assert not [line for line in operator.lines if line.get("level") == "error"], operator.log()
 
 
 async def test_the_operator_leads_serves_agents_and_stops(tmp_path: Path) -> None:
     cluster = fake_cluster()
     cluster.add(JOBS, training_job("early"))
-    async with operated(cluster, tmp_path) as operator:
-        port = int((await operator.logged("agents are served on port")).rpartition(" ")[2])
-        await operator.logged("leading as")
+    async with run_operator(cluster, tmp_path) as operator:
+        port = int((await operator.wait_for_line("agents are served on port")).rpartition(" ")[2])
+        await operator.wait_for_line("leading as")
         await async_until(lambda: cluster.names(PODS) == ["early-w-0", "early-w-1"], operator.log, 20)
         await async_until(lambda: cluster.open_streams(JOBS) == 1, operator.log, 20)
         cluster.add(JOBS, training_job("late"))
@@ -162,7 +162,7 @@ async def test_the_operator_leads_serves_agents_and_stops(tmp_path: Path) -> Non
 
         stopped = time.monotonic()
         operator.process.send_signal(signal.SIGTERM)
-        assert await operator.ended() == 0, operator.log()
+        assert await operator.wait_for_exit() == 0, operator.log()
         assert time.monotonic() - stopped < scaled(15)
         assert cluster.get(LEASES, "system", "trainium-operator")["spec"]["holderIdentity"] == ""
         assert not [line for line in operator.lines if line.get("level") == "error"], operator.log()
@@ -172,14 +172,14 @@ async def test_the_operator_leads_serves_agents_and_stops(tmp_path: Path) -> Non
 
 async def test_a_replaced_lease_holder_ends_the_process(tmp_path: Path) -> None:
     cluster = fake_cluster()
-    async with operated(cluster, tmp_path) as operator:
-        await operator.logged("leading as")
+    async with run_operator(cluster, tmp_path) as operator:
+        await operator.wait_for_line("leading as")
         cluster.change(LEASES, "system", "trainium-operator", lambda raw: raw["spec"].update(holderIdentity="thief"))
-        assert await operator.ended() == 1
-        await operator.logged("thief holds the lease now")
+        assert await operator.wait_for_exit() == 1
+        await operator.wait_for_line("thief holds the lease now")
     assert cluster.get(LEASES, "system", "trainium-operator")["spec"]["holderIdentity"] == "thief"
 
 
 async def test_a_missing_secret_is_reported_with_the_command_that_creates_it(tmp_path: Path) -> None:
-    async with operated(FakeCluster(time.time), tmp_path) as operator:
-        assert "kubectl create secret generic" in await operator.logged(f"Secret system/{SECRET} is missing")
+    async with run_operator(FakeCluster(time.time), tmp_path) as operator:
+        assert "kubectl create secret generic" in await operator.wait_for_line(f"Secret system/{SECRET} is missing")

@@ -48,13 +48,13 @@ def test_kopf_has_one_event_handler_and_no_finalizer() -> None:
 async def test_kopf_starts_under_a_user_id_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """User 65532 of our image is in no password file."""
 
-    def nameless() -> str:
+    def raise_unknown_uid() -> str:
         raise KeyError("getpwuid(): uid not found: 65532")
 
     async def credentials() -> None:
         return None
 
-    monkeypatch.setattr(getpass, "getuser", nameless)
+    monkeypatch.setattr(getpass, "getuser", raise_unknown_uid)
     registry = handlers.make_registry(observe=lambda _raw, _deleted: None, credentials=credentials)
     stop = asyncio.Event()
     stop.set()
@@ -135,26 +135,26 @@ async def test_only_changes_of_observed_fields_enqueue_a_job() -> None:
     await runtime.caches.synced()
     await run_pending_tasks()
 
-    async def puts() -> bool:
+    async def take_key() -> bool:
         await run_pending_tasks()
         if len(runtime.queue) == 0:
             return False
         runtime.queue.done(await runtime.queue.get())
         return True
 
-    assert await puts()
+    assert await take_key()
     cluster.change(PODS, "default", "j-w-0", lambda raw: raw["metadata"].update(annotations={"a": "b"}))
-    assert not await puts()
+    assert not await take_key()
     cluster.change(PODS, "default", "j-w-0", lambda raw: raw.update(status={"phase": "Failed"}))
-    assert await puts()
+    assert await take_key()
     cluster.change(NODES, "", "n", lambda raw: raw["metadata"].update(labels={"a": "b"}))
-    assert not await puts()
+    assert not await take_key()
     cluster.change(NODES, "", "n", lambda raw: raw["spec"].update(unschedulable=True))
-    assert await puts()
+    assert await take_key()
     cluster.remove(CONFIG_MAPS, "default", "j-config")
-    assert await puts()
+    assert await take_key()
     cluster.remove(PODS, "default", "j-w-0")
-    assert await puts()
+    assert await take_key()
     for task in tasks:
         task.cancel()
 
@@ -230,11 +230,11 @@ async def test_jobs_deleted_during_a_plan_leave_no_memory() -> None:
             cluster.add(JOBS, training_job(name))
             published = len(cluster.writes)
 
-            def being_published(name: str = name, since: int = published) -> bool:
+            def is_being_published(name: str = name, since: int = published) -> bool:
                 done = cluster.writes[since:]
                 return any(write.method == "POST" and f"{name}-membership" in str(write.body) for write in done)
 
-            await until(being_published, 60, "the membership is written")
+            await until(is_being_published, 60, "the membership is written")
             cluster.remove(JOBS, "default", name)
             await asyncio.sleep(5)
         state, text = process.runtime.state, process.runtime.metrics.exposition().decode()

@@ -7,13 +7,13 @@ of a surrogate pair, and a job whose template is nested 9,000 levels deep, and g
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from tests.testing.api.fake_http import discovery_response
+from tests.testing.api.fake_http import discovery_response, run_http_server
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_contract.api_server.kubeconfig import Access
 from trainium_operator import handlers
@@ -112,20 +112,9 @@ async def test_a_refusal_message_is_truncated() -> None:
     assert len(str(caught.value)) == MAX_REFUSAL_CHARACTERS
 
 
-def job(name: str, version: int, template: str) -> str:
+def build_job_json(name: str, version: int, template: str) -> str:
     metadata = f'{{"name":"{name}","namespace":"team","uid":"{name}","resourceVersion":"{version}"}}'
     return f'{{"kind":"TrainingJob","metadata":{metadata},"spec":{{"workers":{{"template":{template}}}}}}}'
-
-
-@contextlib.asynccontextmanager
-async def serving(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
-    application = web.Application()
-    application.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
 
 
 async def test_a_deeply_nested_job_does_not_stop_kopf() -> None:
@@ -137,13 +126,12 @@ async def test_a_deeply_nested_job_does_not_stop_kopf() -> None:
         if found is not None:
             return web.json_response(found)
         if request.query.get("watch") != "true":
-            page = (
-                f'{{"metadata":{{"resourceVersion":"7"}},"items":[{job("first", 1, DEEP)},{job("second", 2, "{}")}]}}'
-            )
+            items = f"{build_job_json('first', 1, DEEP)},{build_job_json('second', 2, '{}')}"
+            page = f'{{"metadata":{{"resourceVersion":"7"}},"items":[{items}]}}'
             return web.Response(text=page, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
-        for raw in (job("third", 8, DEEP), job("fourth", 9, "{}")):
+        for raw in (build_job_json("third", 8, DEEP), build_job_json("fourth", 9, "{}")):
             await response.write(f'{{"type":"ADDED","object":{raw}}}\n'.encode())
         await stop.wait()
         return response
@@ -156,7 +144,7 @@ async def test_a_deeply_nested_job_does_not_stop_kopf() -> None:
         if seen.keys() == {"first", "second", "third", "fourth"}:
             all_seen.set()
 
-    async with serving(answer) as url:
+    async with run_http_server(answer) as url:
         registry = handlers.make_registry(observe=observe, credentials=credentials)
         running = asyncio.create_task(handlers.run_kopf(registry, stop=stop, ready=asyncio.Event()))
         waiting = asyncio.create_task(all_seen.wait())

@@ -38,18 +38,18 @@ class RecordingCoordinator(CoordinatorFixture):
 
     def heartbeat(self) -> HeartbeatRequest:
         self.step += 1
-        known = self.memberships[-1].generation if self.memberships else 0
+        known_generation = self.memberships[-1].generation if self.memberships else 0
         return HeartbeatRequest(
             namespace="team",
             job="llama",
             pod_name="w-0",
             pod_uid="uid-w-0",
-            generation=known,
-            phase=self.phase if known else WorkerPhase.STANDBY,
-            progress=Progress(step=self.step + 10, resume_step=1) if known else None,
+            generation=known_generation,
+            phase=self.phase if known_generation else WorkerPhase.STANDBY,
+            progress=Progress(step=self.step + 10, resume_step=1) if known_generation else None,
         )
 
-    def welcomed(self, _theirs: float, _asked: float, _answered: float) -> None:
+    def count_welcome(self, _theirs: float, _asked: float, _answered: float) -> None:
         self.welcomes += 1
 
 
@@ -60,18 +60,18 @@ async def run_coordinator_and_agent(folder: Path, patch: pytest.MonkeyPatch) -> 
     tls.load(material.server_cert, material.server_key)
     (folder / "ca.crt").write_bytes(material.ca_bundle)
     (folder / "token").write_text("token-of-w-0")
-    taken, sent = streams.Stream._handle, streams.Stream._send
+    original_handle, original_send = streams.Stream._handle, streams.Stream._send
 
-    def take(stream: streams.Stream, kind: int, payload: bytes) -> None:
+    def record_frame(stream: streams.Stream, kind: int, payload: bytes) -> None:
         coordinator.frames.append(kind)
-        taken(stream, kind, payload)
+        original_handle(stream, kind, payload)
 
-    def send(stream: streams.Stream, kind: FrameKind, payload: bytes) -> int:
+    def record_answer(stream: streams.Stream, kind: FrameKind, payload: bytes) -> int:
         coordinator.answers.append(kind)
-        return sent(stream, kind, payload)
+        return original_send(stream, kind, payload)
 
-    patch.setattr(streams.Stream, "_handle", take)
-    patch.setattr(streams.Stream, "_send", send)
+    patch.setattr(streams.Stream, "_handle", record_frame)
+    patch.setattr(streams.Stream, "_send", record_answer)
     port = await coordinator.server.start("127.0.0.1", 0, tls.context)
     settings = agent_settings(folder, coordinator=(Endpoint("localhost", port),))
     coordinator.client = CoordinatorClient(
@@ -82,7 +82,7 @@ async def run_coordinator_and_agent(folder: Path, patch: pytest.MonkeyPatch) -> 
         on_membership=coordinator.memberships.append,
         on_acknowledged=coordinator.acknowledged.append,
         on_job_deleted=coordinator.deleted.set,
-        on_coordinator_time=coordinator.welcomed,
+        on_coordinator_time=coordinator.count_welcome,
     )
     running = asyncio.create_task(coordinator.client.run())
     try:
@@ -100,9 +100,7 @@ async def test_an_idle_agent_sends_keepalives_and_heartbeats(tmp_path: Path, mon
         coordinator.state.publish(LLAMA, membership(1))
         # The order of the two kinds is random.
         await async_until(lambda: coordinator.frames.count(FrameKind.HEARTBEAT) >= 4, "heartbeats in full")
-        await async_until(
-            lambda: coordinator.frames.count(FrameKind.KEEPALIVE) >= 4, "signs of life that say nothing else"
-        )
+        await async_until(lambda: coordinator.frames.count(FrameKind.KEEPALIVE) >= 4, "keepalives")
         assert coordinator.memberships[0].generation == 1
         assert coordinator.frames.count(FrameKind.REGISTER) == 1
         view = coordinator.state.agents(LLAMA)["uid-w-0"]
@@ -116,7 +114,7 @@ async def test_a_changed_phase_is_sent_at_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(state, "FULL_HEARTBEATS_PER_SECOND", 1 / 1000.0)
     async with run_coordinator_and_agent(tmp_path, monkeypatch) as coordinator:
         coordinator.state.publish(LLAMA, membership(1))
-        await async_until(lambda: FrameKind.KEEPALIVE in coordinator.frames, "it is at rest")
+        await async_until(lambda: FrameKind.KEEPALIVE in coordinator.frames, "the client sends only keepalives")
         coordinator.phase = WorkerPhase.FINISHED
         coordinator.client.heartbeat_now()
         await async_until(

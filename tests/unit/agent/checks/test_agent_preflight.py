@@ -149,12 +149,12 @@ def test_clocks_may_differ_by_seconds_and_half_the_round_trip(
 def test_a_wrong_matrix_product_is_detected() -> None:
     assert has_exact_product(0)
 
-    def flipped(left: Any, right: Any) -> Any:
+    def multiply_wrongly(left: Any, right: Any) -> Any:
         product = left @ right
         product[3, 5] += 1.0
         return product
 
-    assert not has_exact_product(0, flipped)
+    assert not has_exact_product(0, multiply_wrongly)
 
 
 class FakeProcess:

@@ -63,7 +63,7 @@ class FakeWriter:
         self.aborted = True
 
 
-def connected(*frames: bytes, ended: bool = False) -> tuple[Stream, FakeWriter]:
+def create_stream(*frames: bytes, ended: bool = False) -> tuple[Stream, FakeWriter]:
     """Return a stream that has received these frames."""
     reader, writer = asyncio.StreamReader(limit=1 << 12), FakeWriter()
     reader.feed_data(b"".join(frames))
@@ -78,7 +78,7 @@ CONFLICT = to_json(ErrorResponse(error="generation 2 is over", status=409))
 
 async def test_a_registration_skips_frames_before_its_reply() -> None:
     welcome = RegisterResponse(heartbeat_seconds=3.0, time=7.0)
-    stream, writer = connected(
+    stream, writer = create_stream(
         encode_frame(FrameKind.HEARTBEAT_ACK, b"{}"), encode_frame(FrameKind.REGISTERED, to_json(welcome))
     )
     assert await stream.register(REQUEST, 5.0) == welcome
@@ -100,28 +100,28 @@ async def test_a_registration_skips_frames_before_its_reply() -> None:
 async def test_a_failed_registration_raises_one_sentence_and_closes_the_stream(
     frames: tuple[bytes, ...], sentence: str
 ) -> None:
-    stream, writer = connected(*frames, ended=True)
+    stream, writer = create_stream(*frames, ended=True)
     with pytest.raises(StreamEndedError, match=sentence):
         await stream.register(REQUEST, 5.0)
     assert writer.aborted
 
 
 async def test_a_registration_without_reply_times_out() -> None:
-    stream, writer = connected()
+    stream, writer = create_stream()
     with pytest.raises(StreamEndedError, match=r"was not answered \(TimeoutError\)"):
         await stream.register(REQUEST, 0.01)
     assert writer.aborted
 
 
 async def test_a_broken_connection_raises_one_sentence() -> None:
-    stream, writer = connected()
+    stream, writer = create_stream()
     writer.broken = True
     with pytest.raises(StreamEndedError, match=r"the connection broke \(reset by peer\)"):
         await stream.send(FrameKind.KEEPALIVE, b"")
 
 
 async def test_a_packed_membership_is_unpacked() -> None:
-    stream, _ = connected(encode_frame(FrameKind.PACKED_MEMBERSHIP, gzip.compress(to_json(MEMBERSHIP))))
+    stream, _ = create_stream(encode_frame(FrameKind.PACKED_MEMBERSHIP, gzip.compress(to_json(MEMBERSHIP))))
     kind, payload = await stream.receive()
     assert (kind, Membership.model_validate_json(payload)) == (FrameKind.MEMBERSHIP, MEMBERSHIP)
 
@@ -134,7 +134,7 @@ class RecordingSession:
         self.memberships: list[Membership] = []
         self.changes: list[MembershipChange] = []
         self.answers = 0
-        self.stream, self.writer = connected(*frames, ended=ended)
+        self.stream, self.writer = create_stream(*frames, ended=ended)
         self.session = StreamSession(
             self.stream,
             self.heartbeat,
@@ -236,7 +236,7 @@ async def test_a_heartbeat_that_cannot_be_sent_ends_the_stream() -> None:
     ],
 )
 async def test_a_refused_upgrade_is_an_error(head: bytes, error: type[Exception], sentence: str) -> None:
-    stream, _ = connected(head)
+    stream, _ = create_stream(head)
     with pytest.raises(error, match=sentence):
         await stream._await_upgrade()
 

@@ -33,8 +33,8 @@ def test_lines_of_faults_are_numbered_and_other_lines_ignored(events: KernelEven
 
 def test_one_kind_of_line_is_limited_to_one_in_ten_seconds_and_evicts_no_other(events: KernelEvents) -> None:
     events.add(SRAM, NOW)
-    accepted = sum(events.add(f"{DISK} {number}", NOW + number / 1000) for number in range(30_000))
-    assert accepted == 3
+    accepted_count = sum(events.add(f"{DISK} {number}", NOW + number / 1000) for number in range(30_000))
+    assert accepted_count == 3
     assert events.newest[0].line == SRAM
     assert len(events.newest) == 2
 
@@ -97,7 +97,7 @@ def test_a_line_after_any_bytes_is_still_read(chunks: list[bytes]) -> None:
 
 
 @pytest.fixture
-def accepted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def accepted_lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(KernelEvents, "add", lambda _, line, __: lines.append(line))
     return lines
@@ -112,11 +112,11 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.param([LONGEST, b"y", b"z\n"], [f"{LONGEST.decode()}y", "z"], id="a line that never ends, in pieces"),
     ],
 )
-def test_chunks_become_lines(chunks: list[bytes], lines: list[str], accepted: list[str]) -> None:
+def test_chunks_become_lines(chunks: list[bytes], lines: list[str], accepted_lines: list[str]) -> None:
     log = KernelLog(Path("/nonexistent"), KernelEvents(lambda: None))
     for chunk in chunks:
         log._handle(chunk)
-    assert accepted == lines
+    assert accepted_lines == lines
 
 
 def test_the_least_specific_kind_is_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_the_least_specific_kind_is_evicted_first(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_burst_of_lines_and_a_truncated_file_are_followed(
-    tmp_path: Path, accepted: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, accepted_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_log, "_LINES_PER_POLL", 2)
     monkeypatch.setattr(kernel_log, "_POLL_SECONDS", 0.01)
@@ -142,13 +142,13 @@ def test_a_burst_of_lines_and_a_truncated_file_are_followed(
     until(lambda: not log._skips, "the old lines are skipped", pause=0.01)
     with path.open("ab") as file:
         file.write(b"".join(b"line %d\n" % number for number in range(200)))
-    until(lambda: len(accepted) == 200, "all lines are read", pause=0.01)
+    until(lambda: len(accepted_lines) == 200, "all lines are read", pause=0.01)
     with path.open("r+b") as file:
         file.truncate(0)
         file.write(b"after\n")
-    until(lambda: accepted[-1] == "after", "the new line is read", pause=0.01)
+    until(lambda: accepted_lines[-1] == "after", "the new line is read", pause=0.01)
     log.stop()
-    assert accepted[0] == "line 0"
+    assert accepted_lines[0] == "line 0"
 
 
 def test_a_file_without_read_permission_ends_the_follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

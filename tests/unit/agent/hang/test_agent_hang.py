@@ -47,13 +47,13 @@ STEP, SAVE, COMPILE, INIT, LOAD = (
 )
 
 
-def stalled(rank: int, seconds: float = 16.0, *, waiting: bool | None = True, **changes: object) -> Stall:
+def build_stall(rank: int, seconds: float = 16.0, *, waiting: bool | None = True, **changes: object) -> Stall:
     """Return a rank that has waited for its peers in step 120 for longer than its limit."""
     base = Stall(rank=rank, phase=STEP, step=119, seconds=seconds, limit=15.0, reported_waiting=waiting)
     return replace(base, **changes)
 
 
-UNREPORTED = stalled(1, waiting=None, phase=TrainerPhase.INIT, step=-1, limit=1e9, unreported=True)
+UNREPORTED = build_stall(1, waiting=None, phase=TrainerPhase.INIT, step=-1, limit=1e9, unreported=True)
 
 
 @pytest.mark.parametrize(
@@ -142,39 +142,48 @@ def test_a_stall_has_the_share_of_processor_time() -> None:
     assert sample(watch, 2.0, state="R", cpu_seconds=50.9).busy == pytest.approx(0.9)
 
 
-WAITING = {0: (stalled(0), stalled(1)), 1: (stalled(2), stalled(3))}
+WAITING = {0: (build_stall(0), build_stall(1)), 1: (build_stall(2), build_stall(3))}
 
 
 @pytest.mark.parametrize(
     ("reports", "finding"),
     [
         (WAITING, Finding(FindingKind.COLLECTIVE)),
-        ({**WAITING, 1: (stalled(2), stalled(3, waiting=False))}, Finding(FindingKind.STUCK, (3,))),
-        ({**WAITING, 1: (stalled(2), stalled(3, state="T"))}, Finding(FindingKind.STUCK, (3,))),
-        ({**WAITING, 1: (stalled(2, waiting=False), stalled(3, waiting=False))}, Finding(FindingKind.STUCK, (2, 3))),
-        ({0: (stalled(0, waiting=False),), 1: (stalled(1, waiting=False),)}, Finding(FindingKind.COLLECTIVE)),
-        ({0: (stalled(0, waiting=False, limit=15.0),)}, Finding(FindingKind.STUCK, (0,))),
+        ({**WAITING, 1: (build_stall(2), build_stall(3, waiting=False))}, Finding(FindingKind.STUCK, (3,))),
+        ({**WAITING, 1: (build_stall(2), build_stall(3, state="T"))}, Finding(FindingKind.STUCK, (3,))),
+        (
+            {**WAITING, 1: (build_stall(2, waiting=False), build_stall(3, waiting=False))},
+            Finding(FindingKind.STUCK, (2, 3)),
+        ),
+        ({0: (build_stall(0, waiting=False),), 1: (build_stall(1, waiting=False),)}, Finding(FindingKind.COLLECTIVE)),
+        ({0: (build_stall(0, waiting=False, limit=15.0),)}, Finding(FindingKind.STUCK, (0,))),
         ({0: WAITING[0]}, Finding(FindingKind.SILENT, silent=(1,))),
         (
-            {0: (stalled(0, 3.0), stalled(1, 3.0)), 1: (stalled(2, 2.0), stalled(3, 0.0))},
+            {0: (build_stall(0, 3.0), build_stall(1, 3.0)), 1: (build_stall(2, 2.0), build_stall(3, 0.0))},
             Finding(FindingKind.PROGRESSING),
         ),
         # All collectives are inside the work: the processor, then the kernel's state, then nothing distinguishes them.
-        ({0: (stalled(0, waiting=None),), 1: (stalled(1, waiting=None),)}, Finding(FindingKind.COLLECTIVE)),
+        ({0: (build_stall(0, waiting=None),), 1: (build_stall(1, waiting=None),)}, Finding(FindingKind.COLLECTIVE)),
         # Ranks of a program that report nothing neither excuse a reporting one nor show the cause.
-        ({0: (stalled(0, waiting=False),), 1: (UNREPORTED,)}, Finding(FindingKind.COLLECTIVE)),
-        ({0: (stalled(0),), 1: (replace(UNREPORTED, state="T"),)}, Finding(FindingKind.STUCK, (1,))),
+        ({0: (build_stall(0, waiting=False),), 1: (UNREPORTED,)}, Finding(FindingKind.COLLECTIVE)),
+        ({0: (build_stall(0),), 1: (replace(UNREPORTED, state="T"),)}, Finding(FindingKind.STUCK, (1,))),
         (
-            {0: (stalled(0, 3.0),), 1: (replace(UNREPORTED, limit=10.0),)},
+            {0: (build_stall(0, 3.0),), 1: (replace(UNREPORTED, limit=10.0),)},
             Finding(FindingKind.PROGRESSING, retry_seconds=5.0),
         ),
         (
             {0: (replace(UNREPORTED, limit=10.0),), 1: (UNREPORTED,)},
             Finding(FindingKind.PROGRESSING, retry_seconds=5.0),
         ),
-        ({0: (stalled(0, waiting=None),), 1: (stalled(1, waiting=None, busy=0.9),)}, Finding(FindingKind.STUCK, (1,))),
-        ({0: (stalled(0, waiting=None),), 1: (stalled(1, waiting=None, state="D"),)}, Finding(FindingKind.STUCK, (1,))),
-        ({0: (stalled(0, waiting=True),), 1: (stalled(1, waiting=None),)}, Finding(FindingKind.STUCK, (1,))),
+        (
+            {0: (build_stall(0, waiting=None),), 1: (build_stall(1, waiting=None, busy=0.9),)},
+            Finding(FindingKind.STUCK, (1,)),
+        ),
+        (
+            {0: (build_stall(0, waiting=None),), 1: (build_stall(1, waiting=None, state="D"),)},
+            Finding(FindingKind.STUCK, (1,)),
+        ),
+        ({0: (build_stall(0, waiting=True),), 1: (build_stall(1, waiting=None),)}, Finding(FindingKind.STUCK, (1,))),
     ],
 )
 def test_a_finding_blames_ranks_that_do_not_wait(reports: dict[int, tuple[Stall, ...]], finding: Finding) -> None:
@@ -184,22 +193,22 @@ def test_a_finding_blames_ranks_that_do_not_wait(reports: dict[int, tuple[Stall,
 @pytest.mark.parametrize(
     "excused",
     [
-        stalled(2, 600.0, waiting=False, phase=SAVE, limit=1200.0),
-        stalled(2, 900.0, waiting=False, phase=LOAD, limit=1200.0),
-        stalled(2, 3000.0, waiting=False, phase=COMPILE, limit=7200.0),
-        stalled(2, 0.2, waiting=False),
-        stalled(2, 14.0, waiting=None),
-        stalled(2, 14.0),
+        build_stall(2, 600.0, waiting=False, phase=SAVE, limit=1200.0),
+        build_stall(2, 900.0, waiting=False, phase=LOAD, limit=1200.0),
+        build_stall(2, 3000.0, waiting=False, phase=COMPILE, limit=7200.0),
+        build_stall(2, 0.2, waiting=False),
+        build_stall(2, 14.0, waiting=None),
+        build_stall(2, 14.0),
     ],
 )
 def test_a_rank_within_its_limit_excuses_its_waiting_peers(excused: Stall) -> None:
-    finding = find_culprits({0: (stalled(0), stalled(1)), 1: (excused,)}, 2)
+    finding = find_culprits({0: (build_stall(0), build_stall(1)), 1: (excused,)}, 2)
     assert finding.kind is FindingKind.PROGRESSING
     assert 0 < finding.retry_seconds <= 5
 
 
 def test_the_first_of_several_stalled_ranks_is_not_blamed() -> None:
-    first, second = stalled(0, 15.1, waiting=False), stalled(1, 14.8, waiting=False)
+    first, second = build_stall(0, 15.1, waiting=False), build_stall(1, 14.8, waiting=False)
     assert find_culprits({0: (first,), 1: (second,)}, 2).kind is FindingKind.PROGRESSING
     late = replace(second, seconds=15.2)
     assert find_culprits({0: (first,), 1: (late,)}, 2).kind is FindingKind.COLLECTIVE
@@ -278,29 +287,31 @@ def test_a_hang_counts_once_and_is_unexplained_without_a_blamed_rank() -> None:
     collective = after_hang(Finding(FindingKind.COLLECTIVE), 1, 120, stuck, 3)
     assert (collective.attempt, collective.unexplained_failures) == (2, 1)
     assert after_hang(Finding(FindingKind.COLLECTIVE), 1, 120, collective, 3).unexplained_failures == 1
-    hopeless = after_hang(Finding(FindingKind.STUCK, (3,)), 2, 120, replace(collective, restarts_without_progress=3), 3)
-    assert hopeless.stopped == 77
+    exhausted = after_hang(
+        Finding(FindingKind.STUCK, (3,)), 2, 120, replace(collective, restarts_without_progress=3), 3
+    )
+    assert exhausted.stopped == 77
 
 
 @pytest.mark.parametrize(
     ("stall", "circumstances"),
     [
-        (stalled(3, waiting=False, state="T"), "in step 120 (not waiting for peers, stopped by a signal)"),
-        (stalled(3), "in step 120 (waiting for its peers)"),
+        (build_stall(3, waiting=False, state="T"), "in step 120 (not waiting for peers, stopped by a signal)"),
+        (build_stall(3), "in step 120 (waiting for its peers)"),
         (
-            stalled(3, waiting=False, phase=COMPILE, step=0, busy=0.9),
+            build_stall(3, waiting=False, phase=COMPILE, step=0, busy=0.9),
             "in step 1, its first (not waiting for peers, using 90% of a processor)",
         ),
         (
-            stalled(3, waiting=False, phase=SAVE, stage=RunStage.EXPORT),
+            build_stall(3, waiting=False, phase=SAVE, stage=RunStage.EXPORT),
             "while writing artifacts after step 119 (not waiting for peers)",
         ),
-        (stalled(3, phase=SAVE), "while saving after step 119 (waiting for its peers)"),
+        (build_stall(3, phase=SAVE), "while saving after step 119 (waiting for its peers)"),
         (
-            stalled(3, phase=LOAD, waiting=None),
+            build_stall(3, phase=LOAD, waiting=None),
             "while loading its state (in work that has collectives inside)",
         ),
-        (stalled(3, phase=INIT), "while starting (waiting for its peers)"),
+        (build_stall(3, phase=INIT), "while starting (waiting for its peers)"),
     ],
 )
 def test_a_stall_is_described_in_one_sentence(stall: Stall, circumstances: str) -> None:
@@ -314,10 +325,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def inquiries(shared: FakeGenerationStore, count: int = 2) -> list[Inquiry]:
-    """Return the inquiries of agents whose ranks all wait for peers, but for the first."""
+def create_inquiries(shared: FakeGenerationStore, count: int = 2) -> list[Inquiry]:
+    """Return the inquiries of agents whose ranks wait for peers, except the first."""
     return [
-        Inquiry(shared, node_rank, count, lambda node_rank=node_rank: (stalled(node_rank, waiting=node_rank > 0),))  # type: ignore[arg-type]
+        Inquiry(shared, node_rank, count, lambda node_rank=node_rank: (build_stall(node_rank, waiting=node_rank > 0),))  # type: ignore[arg-type]
         for node_rank in range(count)
     ]
 
@@ -325,7 +336,7 @@ def inquiries(shared: FakeGenerationStore, count: int = 2) -> list[Inquiry]:
 @pytest.mark.usefixtures("clock")
 def test_the_agent_that_asked_concludes_once_all_have_answered() -> None:
     shared = FakeGenerationStore()
-    first, second = inquiries(shared)
+    first, second = create_inquiries(shared)
     second.open(0)
     assert second.is_open
     assert not first.is_open
@@ -341,13 +352,13 @@ def test_the_agent_that_asked_concludes_once_all_have_answered() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_missing_finding_blames_no_rank() -> None:
-    assert inquiries(FakeGenerationStore())[0].read_finding(0) == Finding(FindingKind.COLLECTIVE)
+    assert create_inquiries(FakeGenerationStore())[0].read_finding(0) == Finding(FindingKind.COLLECTIVE)
 
 
 @pytest.mark.usefixtures("clock")
 def test_no_inquiry_is_opened_after_the_attempt_or_generation_ended() -> None:
     for shared in (FakeGenerationStore(attempt=1), FakeGenerationStore(stopped=64)):
-        first = inquiries(shared)[0]
+        first = create_inquiries(shared)[0]
         first.open(0)
         assert not first.is_open
         assert shared.values == {}
@@ -357,7 +368,7 @@ def test_no_inquiry_is_opened_after_the_attempt_or_generation_ended() -> None:
 @pytest.mark.usefixtures("clock")
 def test_an_inquiry_of_an_earlier_attempt_is_not_answered() -> None:
     shared = FakeGenerationStore()
-    first, second = inquiries(shared)
+    first, second = create_inquiries(shared)
     first.open(0)
     second.answer(
         shared.update_state(lambda state: GenerationState(attempt=1, inquiry=state.inquiry, inquiry_attempt=0))
@@ -367,7 +378,7 @@ def test_an_inquiry_of_an_earlier_attempt_is_not_answered() -> None:
 
 def test_an_agent_takes_over_only_an_overdue_inquiry(clock: list[float]) -> None:
     shared = FakeGenerationStore()
-    first, second = inquiries(shared)
+    first, second = create_inquiries(shared)
     first.open(0)
     second.answer(shared.state())
     second.open(0)
@@ -381,7 +392,7 @@ def test_an_agent_takes_over_only_an_overdue_inquiry(clock: list[float]) -> None
 
 def test_an_open_inquiry_is_not_repeated_and_is_forgotten_with_its_attempt(clock: list[float]) -> None:
     shared = FakeGenerationStore()
-    first = inquiries(shared)[0]
+    first = create_inquiries(shared)[0]
     first.open(0)
     first.open(0)
     assert shared.state().inquiry == 1
@@ -391,7 +402,7 @@ def test_an_open_inquiry_is_not_repeated_and_is_forgotten_with_its_attempt(clock
 
 def test_an_inquiry_times_out_and_answers_to_it_do_not_count_for_the_next(clock: list[float]) -> None:
     shared = FakeGenerationStore()
-    first, second, third = inquiries(shared, 3)
+    first, second, third = create_inquiries(shared, 3)
     third.open(0)
     second.answer(shared.state())
     clock[0] += 1000.0

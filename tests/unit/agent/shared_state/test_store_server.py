@@ -140,14 +140,14 @@ class UnsignedClient:
         self._client.send(("set", key, value), lambda: 5.0)
 
 
-def connected(membership: Membership) -> GenerationStore:
+def connect_store(membership: Membership) -> GenerationStore:
     store = GenerationStore(membership)
     store.connect()
     return store
 
 
 def test_agents_of_a_generation_share_values_state_and_counters(server: StoreServer) -> None:
-    first, second = (connected(build_membership(server.port)) for _ in range(2))
+    first, second = (connect_store(build_membership(server.port)) for _ in range(2))
     first.create_state(GenerationState())
     first.set(first.key(0, "port"), "29500")
     assert second.get(second.key(0, "port")) == "29500"
@@ -159,7 +159,7 @@ def test_agents_of_a_generation_share_values_state_and_counters(server: StoreSer
 
 def test_an_unsigned_state_is_rejected_and_logged_once(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
     membership = build_membership(server.port)
-    store = connected(membership)
+    store = connect_store(membership)
     store.create_state(GenerationState())
     signed = UnsignedClient(server).get(store.key("state"))
     stopped = GenerationState(attempt=5, stopped=int(ExitCode.USER_ERROR)).encode()
@@ -175,7 +175,7 @@ def test_an_unsigned_state_is_rejected_and_logged_once(server: StoreServer, capl
 
 
 def test_a_signature_is_valid_for_one_key_and_generation(server: StoreServer) -> None:
-    store = connected(build_membership(server.port))
+    store = connect_store(build_membership(server.port))
     store.set(store.key(0, "port"), "29500")
     signed = UnsignedClient(server).get(store.key(0, "port"))
     UnsignedClient(server).set(store.key(1, "port"), signed)
@@ -229,7 +229,7 @@ def test_the_first_node_checks_all_others_in_one_request_and_names_the_missing()
     is_named = threading.Event()
     missing: list[tuple[int, ...]] = []
 
-    def waiting_for(ranks: tuple[int, ...]) -> None:
+    def record_missing(ranks: tuple[int, ...]) -> None:
         missing.append(ranks)
         if ranks == tuple(range(1, 65)):
             is_named.set()
@@ -238,7 +238,7 @@ def test_the_first_node_checks_all_others_in_one_request_and_names_the_missing()
         membership,
         0,
         initial=GenerationState(),
-        waiting_for=waiting_for,
+        waiting_for=record_missing,
         watcher=StateWatcher(membership, lambda _: None, lambda: None),
         reserve_port=ReservedPort,
         pair_rounds={},

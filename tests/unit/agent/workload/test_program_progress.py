@@ -62,144 +62,144 @@ def _observe_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def monitored(tmp_path: Path) -> MonitoredProgram:
+def monitored_program(tmp_path: Path) -> MonitoredProgram:
     return MonitoredProgram(tmp_path)
 
 
-def test_steps_and_losses_are_parsed_from_output(monitored: MonitoredProgram) -> None:
-    assert monitored.record().phase is ProgressPhase.LOADING
-    monitored.print_lines("loading", "step 1 loss 2.5", "noise step x", "step 2 loss 2.25")
-    reading = monitored.monitor.read(monitored.path())
+def test_steps_and_losses_are_parsed_from_output(monitored_program: MonitoredProgram) -> None:
+    assert monitored_program.record().phase is ProgressPhase.LOADING
+    monitored_program.print_lines("loading", "step 1 loss 2.5", "noise step x", "step 2 loss 2.25")
+    reading = monitored_program.monitor.read(monitored_program.path())
     assert reading is not None
     record, pulse = reading.record, reading.pulse
     assert (record.phase, record.step, record.loss, record.resume_step) == (ProgressPhase.TRAINING, 2, 2.25, 0)
     assert pulse is not None
     assert pulse.first_step_seconds > 0
     assert abs(record.updated - time.time()) < 5
-    monitored.print_lines("step 4")
-    assert monitored.record().step == 4
-    assert monitored.record().loss != monitored.record().loss, "a line without a loss has none"
-    assert monitored.monitor.hang_detection is HangDetection.STEPS
-    assert monitored.monitor.problem == ""
+    monitored_program.print_lines("step 4")
+    assert monitored_program.record().step == 4
+    assert monitored_program.record().loss != monitored_program.record().loss, "a line without a loss has none"
+    assert monitored_program.monitor.hang_detection is HangDetection.STEPS
+    assert monitored_program.monitor.problem == ""
 
 
-def test_a_restart_keeps_the_productive_time_of_kept_steps(monitored: MonitoredProgram) -> None:
-    monitored.print_lines("step 1")
+def test_a_restart_keeps_the_productive_time_of_kept_steps(monitored_program: MonitoredProgram) -> None:
+    monitored_program.print_lines("step 1")
     time.sleep(0.05)
-    monitored.print_lines("step 11")
-    before = monitored.record()
+    monitored_program.print_lines("step 11")
+    before = monitored_program.record()
     assert before.productive_seconds >= 0.05
-    monitored.start_attempt(attempt=1)
-    monitored.print_lines("step 6")
-    after = monitored.record()
+    monitored_program.start_attempt(attempt=1)
+    monitored_program.print_lines("step 6")
+    after = monitored_program.record()
     assert after.attempt == 1
     assert after.productive_seconds == pytest.approx(before.productive_seconds / 2, rel=0.01)
     assert after.resume_step == 5, "no checkpoint is known, so it resumed before the first step that it printed"
 
 
-def test_a_step_that_is_printed_twice_counts_once(monitored: MonitoredProgram) -> None:
-    monitored.print_lines("step 1", "step 1")
+def test_a_step_that_is_printed_twice_counts_once(monitored_program: MonitoredProgram) -> None:
+    monitored_program.print_lines("step 1", "step 1")
     time.sleep(0.05)
-    monitored.print_lines("step 2 loss 2.0", "step 2 loss 2.5")
-    record = monitored.record()
+    monitored_program.print_lines("step 2 loss 2.0", "step 2 loss 2.5")
+    record = monitored_program.record()
     assert (record.step, record.loss) == (2, 2.0)
     assert record.step_seconds >= 0.05, "not the time between the lines of two ranks"
 
 
-def test_a_restarted_rank_is_loading_until_its_first_step(monitored: MonitoredProgram) -> None:
-    monitored.print_lines("step 7")
-    ProgressWriter(monitored.path(), generation=1, attempt=0).publish(step=8)
-    monitored.start_attempt(attempt=1)
-    assert (monitored.record().attempt, monitored.record().phase) == (1, ProgressPhase.LOADING)
-    monitored.print_lines("step 6")
-    assert (monitored.record().attempt, monitored.record().step) == (1, 6)
+def test_a_restarted_rank_is_loading_until_its_first_step(monitored_program: MonitoredProgram) -> None:
+    monitored_program.print_lines("step 7")
+    ProgressWriter(monitored_program.path(), generation=1, attempt=0).publish(step=8)
+    monitored_program.start_attempt(attempt=1)
+    assert (monitored_program.record().attempt, monitored_program.record().phase) == (1, ProgressPhase.LOADING)
+    monitored_program.print_lines("step 6")
+    assert (monitored_program.record().attempt, monitored_program.record().step) == (1, 6)
 
 
 def test_the_last_step_is_read_at_the_end_of_a_rank(
-    monitored: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
+    monitored_program: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitored.print_lines("step 1")
+    monitored_program.print_lines("step 1")
     monkeypatch.setattr(program_progress, "_READ_SECONDS", 60.0)
-    monitored.print_lines("step 2")
-    newest = [monitored.monitor.newest(())]
-    monitored.monitor.observe(fresh=True)
-    newest.append(monitored.monitor.newest(()))
+    monitored_program.print_lines("step 2")
+    newest = [monitored_program.monitor.newest(())]
+    monitored_program.monitor.observe(fresh=True)
+    newest.append(monitored_program.monitor.newest(()))
     assert [progress[0].step for progress in newest if progress is not None] == [1, 2]
 
 
-def test_the_library_takes_precedence_over_the_pattern(monitored: MonitoredProgram) -> None:
-    monitored.print_lines("step 1")
-    writer = ProgressWriter(monitored.path(), generation=1, attempt=0)
-    assert monitored.record().step == 1, "the library has no step yet"
+def test_the_library_takes_precedence_over_the_pattern(monitored_program: MonitoredProgram) -> None:
+    monitored_program.print_lines("step 1")
+    writer = ProgressWriter(monitored_program.path(), generation=1, attempt=0)
+    assert monitored_program.record().step == 1, "the library has no step yet"
     writer.publish(step=7, phase=ProgressPhase.TRAINING)
-    assert monitored.record().step == 7
+    assert monitored_program.record().step == 7
     writer.close()
 
 
 def test_exit_code_0_after_a_stop_request_completes_only_a_program_at_its_last_step(
-    monitored: MonitoredProgram,
+    monitored_program: MonitoredProgram,
 ) -> None:
-    writer = ProgressWriter(monitored.path(), generation=1, attempt=0)
+    writer = ProgressWriter(monitored_program.path(), generation=1, attempt=0)
     codes = (0, 75, 1, 143)
     for step, total, meaning in ((4, 0, 75), (4, 5, 75), (5, 5, 0)):
         writer.publish(step=step, total_steps=total)
-        monitored.monitor.observe()
-        assert [monitored.monitor.exit_code_after_request(code) for code in codes] == [meaning, 75, 1, 143]
+        monitored_program.monitor.observe()
+        assert [monitored_program.monitor.exit_code_after_request(code) for code in codes] == [meaning, 75, 1, 143]
 
 
 def test_a_program_without_a_pattern_is_training_at_once(tmp_path: Path) -> None:
-    monitored = MonitoredProgram(tmp_path, pattern=None)
-    record = monitored.record()
+    monitored_program = MonitoredProgram(tmp_path, pattern=None)
+    record = monitored_program.record()
     assert (record.phase, record.step) == (ProgressPhase.TRAINING, -1)
-    assert monitored.monitor.hang_detection is HangDetection.OFF
-    monitored.print_lines("hello")
-    assert monitored.monitor.hang_detection is HangDetection.OUTPUT
-    assert not monitored.monitor.has_steps
+    assert monitored_program.monitor.hang_detection is HangDetection.OFF
+    monitored_program.print_lines("hello")
+    assert monitored_program.monitor.hang_detection is HangDetection.OUTPUT
+    assert not monitored_program.monitor.has_steps
 
 
 def test_only_the_first_node_is_loading_until_a_step_or_a_timeout(
-    monitored: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
+    monitored_program: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitored.print_lines("banner")
-    assert monitored.record().phase is ProgressPhase.LOADING
+    monitored_program.print_lines("banner")
+    assert monitored_program.record().phase is ProgressPhase.LOADING
     monkeypatch.setattr(program_progress, "_UNMATCHED_SECONDS", -1)
-    assert monitored.record().phase is ProgressPhase.TRAINING
+    assert monitored_program.record().phase is ProgressPhase.TRAINING
     monkeypatch.undo()
-    monitored.start_attempt(node_rank=1)
-    assert monitored.record().phase is ProgressPhase.TRAINING
+    monitored_program.start_attempt(node_rank=1)
+    assert monitored_program.record().phase is ProgressPhase.TRAINING
 
 
 def test_a_pattern_that_matches_nothing_is_a_problem_after_a_minute_of_output(
-    monitored: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
+    monitored_program: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitored.print_lines("epoch 1")
-    assert monitored.monitor.problem == ""
+    monitored_program.print_lines("epoch 1")
+    assert monitored_program.monitor.problem == ""
     monkeypatch.setattr(program_progress, "_UNMATCHED_SECONDS", -1)
-    assert "has matched no line of output" in monitored.monitor.problem
-    assert "the last line of rank 0 is 'epoch 1': correct the pattern" in monitored.monitor.problem
-    monitored.print_lines("step 1", rank=1)
-    assert monitored.monitor.problem == ""
+    assert "has matched no line of output" in monitored_program.monitor.problem
+    assert "the last line of rank 0 is 'epoch 1': correct the pattern" in monitored_program.monitor.problem
+    monitored_program.print_lines("step 1", rank=1)
+    assert monitored_program.monitor.problem == ""
 
 
-def test_steps_that_run_backwards_are_a_problem(monitored: MonitoredProgram) -> None:
-    monitored.print_lines("step 5", "step 3")
-    assert monitored.monitor.problem.startswith("step 3 of rank 0 follows step 5 within one start")
+def test_steps_that_run_backwards_are_a_problem(monitored_program: MonitoredProgram) -> None:
+    monitored_program.print_lines("step 5", "step 3")
+    assert monitored_program.monitor.problem.startswith("step 3 of rank 0 follows step 5 within one start")
 
 
-def test_ranks_that_report_different_steps_are_a_problem(monitored: MonitoredProgram) -> None:
-    monitored.print_lines("step 10")
-    monitored.print_lines("step 11", rank=1)
-    assert monitored.monitor.problem == ""
-    monitored.print_lines("step 80", rank=1)
-    assert monitored.monitor.problem.startswith("rank 0 reports step 10 and rank 1 step 80")
+def test_ranks_that_report_different_steps_are_a_problem(monitored_program: MonitoredProgram) -> None:
+    monitored_program.print_lines("step 10")
+    monitored_program.print_lines("step 11", rank=1)
+    assert monitored_program.monitor.problem == ""
+    monitored_program.print_lines("step 80", rank=1)
+    assert monitored_program.monitor.problem.startswith("rank 0 reports step 10 and rank 1 step 80")
 
 
 def test_a_slow_expression_is_interrupted_and_then_disabled(tmp_path: Path) -> None:
-    monitored = MonitoredProgram(tmp_path, pattern=r"(a+)+(?P<step>\d+)b")
+    monitored_program = MonitoredProgram(tmp_path, pattern=r"(a+)+(?P<step>\d+)b")
     started_at = time.monotonic()
-    monitored.print_lines(*["a" * 64 + "1"] * 30)
+    monitored_program.print_lines(*["a" * 64 + "1"] * 30)
     assert time.monotonic() - started_at < 10
-    assert "takes more than 50 ms of CPU time a line and is no longer searched for" in monitored.monitor.problem
+    assert "takes more than 50 ms of CPU time a line and is no longer searched for" in monitored_program.monitor.problem
 
 
 def test_a_search_is_limited_by_processor_time_not_by_time_in_which_the_agent_is_suspended() -> None:
@@ -209,35 +209,35 @@ def test_a_search_is_limited_by_processor_time_not_by_time_in_which_the_agent_is
         all(number >= 0 for number in itertools.count())
 
 
-def test_a_fast_search_leaves_no_timer(monitored: MonitoredProgram) -> None:
-    monitored.print_lines(*[f"step {step}" for step in range(1, 200)])
+def test_a_fast_search_leaves_no_timer(monitored_program: MonitoredProgram) -> None:
+    monitored_program.print_lines(*[f"step {step}" for step in range(1, 200)])
     time.sleep(0.1)
-    assert monitored.record().step == 199
+    assert monitored_program.record().step == 199
 
 
-def test_the_newest_lines_of_a_burst_are_searched(monitored: MonitoredProgram) -> None:
+def test_the_newest_lines_of_a_burst_are_searched(monitored_program: MonitoredProgram) -> None:
     for step in range(1, 1001):
-        monitored.output[0](f"step {step}".encode())
-    monitored.monitor.observe()
-    assert monitored.record().step == 1000
+        monitored_program.output[0](f"step {step}".encode())
+    monitored_program.monitor.observe()
+    assert monitored_program.record().step == 1000
 
 
 def test_output_and_processor_time_are_activity_and_idleness_is_not(
-    monitored: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
+    monitored_program: MonitoredProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = RankProcess(0, 0, 0, os.getpid(), OutputTail(""))
-    assert monitored.monitor.activity_counter(process, 0.0) is None, "it has written nothing"
-    monitored.print_lines("hello")
+    assert monitored_program.monitor.activity_counter(process, 0.0) is None, "it has written nothing"
+    monitored_program.print_lines("hello")
     used = [1.0]
     monkeypatch.setattr(kernel, "process_state", lambda _: SimpleNamespace(cpu_seconds=used[0]))
     monkeypatch.setattr(kernel, "descendants", lambda _: [])
-    first = monitored.monitor.activity_counter(process, 10.0)
-    assert monitored.monitor.activity_counter(process, 20.0) == first, "idle"
+    first = monitored_program.monitor.activity_counter(process, 10.0)
+    assert monitored_program.monitor.activity_counter(process, 20.0) == first, "idle"
     used[0] = 3.0
-    busy = monitored.monitor.activity_counter(process, 30.0)
+    busy = monitored_program.monitor.activity_counter(process, 30.0)
     assert busy != first
-    monitored.print_lines("again")
-    assert monitored.monitor.activity_counter(process, 31.0) != busy
+    monitored_program.print_lines("again")
+    assert monitored_program.monitor.activity_counter(process, 31.0) != busy
 
 
 def test_the_newest_complete_checkpoint_is_observed(tmp_path: Path) -> None:
@@ -247,20 +247,20 @@ def test_the_newest_complete_checkpoint_is_observed(tmp_path: Path) -> None:
     (folder / "step-30").mkdir()
     (folder / "step-x").mkdir()
     spec = {"path": str(folder), "committed": "step-{step}/.metadata"}
-    monitored = MonitoredProgram(tmp_path, checkpoints=spec)
-    until(lambda: monitored.monitor.durable_step >= 0, "the checkpoint is listed", pause=0.01)
-    assert monitored.monitor.durable_step == 20
-    monitored.print_lines("step 0", "step 25")
-    assert monitored.record().resume_step == 20, "a progress bar begins at 0, wherever the program resumes"
+    monitored_program = MonitoredProgram(tmp_path, checkpoints=spec)
+    until(lambda: monitored_program.monitor.durable_step >= 0, "the checkpoint is listed", pause=0.01)
+    assert monitored_program.monitor.durable_step == 20
+    monitored_program.print_lines("step 0", "step 25")
+    assert monitored_program.record().resume_step == 20, "a progress bar begins at 0, wherever the program resumes"
     (folder / "step-30/.metadata").touch()
-    assert monitored.monitor.on_finish(()) == ""
-    assert monitored.monitor.durable_step == 30, "saved at the end, between two listings"
+    assert monitored_program.monitor.on_finish(()) == ""
+    assert monitored_program.monitor.durable_step == 30, "saved at the end, between two listings"
 
 
 def test_a_missing_folder_of_checkpoints_is_a_problem(tmp_path: Path) -> None:
-    monitored = MonitoredProgram(tmp_path, checkpoints={"path": "/nowhere/run", "committed": "{step}"})
-    until(lambda: monitored.monitor.problem, "the problem is reported", pause=0.01)
-    assert monitored.monitor.problem == (
+    monitored_program = MonitoredProgram(tmp_path, checkpoints={"path": "/nowhere/run", "committed": "{step}"})
+    until(lambda: monitored_program.monitor.problem, "the problem is reported", pause=0.01)
+    assert monitored_program.monitor.problem == (
         "program.checkpoints.path /nowhere/run cannot be listed (it does not exist): mount the volume there, or "
         "correct the path"
     )
@@ -269,11 +269,11 @@ def test_a_missing_folder_of_checkpoints_is_a_problem(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_created_yet_is_no_problem_for_an_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitored = MonitoredProgram(
+    monitored_program = MonitoredProgram(
         tmp_path, checkpoints={"path": str(tmp_path / "run/checkpoint"), "committed": "{step}"}
     )
-    monitored.monitor.on_finish(())
-    assert monitored.monitor.problem == ""
+    monitored_program.monitor.on_finish(())
+    assert monitored_program.monitor.problem == ""
     monkeypatch.setattr(program_progress, "_CREATED_SECONDS", 0.0)
-    monitored.monitor.on_finish(())
-    assert "cannot be listed (it does not exist)" in monitored.monitor.problem
+    monitored_program.monitor.on_finish(())
+    assert "cannot be listed (it does not exist)" in monitored_program.monitor.problem

@@ -141,12 +141,12 @@ def test_tables_that_do_not_fit_the_files_are_damage(
 def test_the_index_of_a_checkpoint_of_another_size_is_damage_and_no_value_is_read(tmp_path: Path, ranks: int) -> None:
     """Mix the folders of two sizes, with a manifest whose digests match the mixture."""
 
-    def divided(data: int) -> CheckpointLayout:
+    def build_layout(data: int) -> CheckpointLayout:
         return CheckpointLayout(Grid(1, data, 1), [TensorMetadata("model.w", "F32", (48,), 0, (Cut(0, Axis.DATA),))])
 
     values = torch.arange(48.0)
-    checkpoint = write_checkpoint(tmp_path, divided(8), lambda rank, _: values.chunk(8)[rank])
-    mixed = edit_table(tmp_path, checkpoint, "index.json", lambda index: index | divided(ranks).to_json())
+    checkpoint = write_checkpoint(tmp_path, build_layout(8), lambda rank, _: values.chunk(8)[rank])
+    mixed = edit_table(tmp_path, checkpoint, "index.json", lambda index: index | build_layout(ranks).to_json())
     target = torch.full((48,), -1.0)
 
     def read() -> None:

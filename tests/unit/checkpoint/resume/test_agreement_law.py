@@ -190,7 +190,7 @@ def test_a_rank_receives_a_snapshot_from_a_store_that_held_it(views: list[RankVi
 # ---- costs ----------------------------------------------------------------------------------------------------------
 
 
-def fleet(ranks: int, *, replaced: int = 0) -> list[RankView]:
+def build_rank_views(ranks: int, *, replaced: int = 0) -> list[RankView]:
     """Return ranks in nodes of 32: tensor parallel 8, otherwise sharded, with copies on a buddy.
 
     `replaced`: the number of first nodes that are new and hold nothing.
@@ -240,14 +240,16 @@ def count_bytecodes(module: Any, call: Callable[[], object]) -> int:
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_the_decision_costs_in_proportion_to_ranks_and_snapshots(replaced: int) -> None:
     """A quarter of the nodes are new, or none."""
-    views_by_size = [report_claims(fleet(ranks, replaced=replaced * ranks // 128)).views() for ranks in (128, 1024)]
+    views_by_size = [
+        report_claims(build_rank_views(ranks, replaced=replaced * ranks // 128)).views() for ranks in (128, 1024)
+    ]
     small, large = (count_bytecodes(agreement, lambda views=views: decide(views, [1])) for views in views_by_size)
     assert isinstance(decide(views_by_size[1], [1]), ResumeFromMemory)
     assert large < 8.5 * small
 
 
 def test_choosing_buddies_costs_in_proportion_to_the_ranks() -> None:
-    views_by_size = [fleet(ranks) for ranks in (128, 1024)]
+    views_by_size = [build_rank_views(ranks) for ranks in (128, 1024)]
     small, large = (
         count_bytecodes(agreement, lambda views=views: choose_buddies(views, {view.store for view in views}))
         for views in views_by_size
@@ -257,7 +259,7 @@ def test_choosing_buddies_costs_in_proportion_to_the_ranks() -> None:
 
 def test_a_start_from_memory_costs_the_first_rank_less_than_256_bytes_of_every_other() -> None:
     """It then receives less than a MiB at 4,096 ranks (measured in `docs/scale.md`)."""
-    views = fleet(512)
+    views = build_rank_views(512)
     empty_views = [RankView(view.rank, view.store, view.needs, view.layout) for view in views]
     reported = [claims_to_report(views, view.rank, view.claims) for view in views]
     received = sum(len(pack_values([pickle.dumps(value) for value in values])) for values in (empty_views, reported))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
 from tests.unit.checkpoint.checkpoint_builders import committed_checkpoint
-from tests.unit.checkpoint.resume.test_agreement_law import STEPS, decide_plainly, fleet, rank_views
+from tests.unit.checkpoint.resume.test_agreement_law import STEPS, build_rank_views, decide_plainly, rank_views
 from trainium_trainer.checkpoint.collectives import pack_part, pack_values
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey
@@ -140,7 +140,7 @@ def test_every_rank_ends_with_its_shard_of_the_newest_state_that_is_whole(
 
 
 def test_all_ranks_resume_from_the_checkpoint_before_a_damaged_one() -> None:
-    ends = FakeRanks(fleet(64, replaced=2), [2, 4, 6]).start(damaged=frozenset({6, 4}))
+    ends = FakeRanks(build_rank_views(64, replaced=2), [2, 4, 6]).start(damaged=frozenset({6, 4}))
     assert {end.agreed.decision for end in ends} == {ResumeFromDurable(2)}
     assert ends[0].agreed.known_bad == {"step-6", "step-4"}
     assert ends[0].agreed.durable_step == 2
@@ -148,8 +148,8 @@ def test_all_ranks_resume_from_the_checkpoint_before_a_damaged_one() -> None:
 
 def test_a_start_with_nothing_whole_below_its_root_is_refused() -> None:
     with pytest.raises(UnusableCheckpointError, match="root holds checkpoints but none is whole"):
-        FakeRanks(fleet(64, replaced=2), [2]).start(damaged=frozenset({2}))
-    assert {end.agreed.decision for end in FakeRanks(fleet(64, replaced=2)).start()} == {FreshStart()}
+        FakeRanks(build_rank_views(64, replaced=2), [2]).start(damaged=frozenset({2}))
+    assert {end.agreed.decision for end in FakeRanks(build_rank_views(64, replaced=2)).start()} == {FreshStart()}
 
 
 def test_a_rank_whose_mesh_differs_is_named() -> None:
@@ -160,7 +160,7 @@ def test_a_rank_whose_mesh_differs_is_named() -> None:
 
 
 def test_the_error_of_one_rank_is_raised_for_all() -> None:
-    ranks = FakeRanks(fleet(64), [1])
+    ranks = FakeRanks(build_rank_views(64), [1])
     leader = ranks.leader
     leader.collect(list(ranks.views))
     leader.decide([ClaimReport() for _ in ranks.views])
@@ -169,7 +169,7 @@ def test_the_error_of_one_rank_is_raised_for_all() -> None:
 
 
 def test_warnings_that_all_ranks_receive_are_bounded_and_the_first_rank_has_them_all() -> None:
-    ranks = FakeRanks(fleet(64))
+    ranks = FakeRanks(build_rank_views(64))
     leader = ranks.leader
     leader.collect(list(ranks.views))
     leader.decide([ClaimReport(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
@@ -205,7 +205,7 @@ def test_the_bytes_of_a_start_grow_with_ranks_and_the_height_of_the_tree(replace
     """From 128 to 1,024 ranks, they grow by 8 x 10/7; if all sent to all, by 64. `replaced`: quarters of new nodes."""
     byte_counts = []
     for size in (128, 1024):
-        ranks = FakeRanks(fleet(size, replaced=replaced * size // 128))
+        ranks = FakeRanks(build_rank_views(size, replaced=replaced * size // 128))
         assert isinstance(ranks.start()[0].agreed.decision, ResumeFromMemory)
         wanted, views = ranks.leader.buddy_copies, ranks.leader.views
         tasks = plan_replicas(wanted, views, [1000] * size)
@@ -221,7 +221,7 @@ def test_the_bytes_of_a_start_grow_with_ranks_and_the_height_of_the_tree(replace
 
 
 def test_each_copy_with_capacity_is_assigned_to_both_its_ranks_and_to_the_node_that_keeps_it() -> None:
-    ranks = FakeRanks(fleet(128))
+    ranks = FakeRanks(build_rank_views(128))
     ranks.start()
     wanted, views = ranks.leader.buddy_copies, ranks.leader.views
     assert len(wanted) == 128

@@ -66,12 +66,12 @@ def test_a_store_that_fails_five_times_in_a_row_costs_time_and_nothing_else(tmp_
     waits: list[float] = []
     failures = [OSError(5, "Input/output error")] * 5
 
-    def fail(access: str) -> None:
+    def inject_fault(access: str) -> None:
         if "before write step-" in access and failures:
             raise failures.pop()
 
     run = (
-        start_run(tmp_path, storage=HookedStorage(tmp_path, fail), retry=replace(Retry(), sleep=waits.append))
+        start_run(tmp_path, storage=HookedStorage(tmp_path, inject_fault), retry=replace(Retry(), sleep=waits.append))
         .flush()
         .save_steps(1)
     )
@@ -109,7 +109,7 @@ def test_a_bucket_that_stalls_for_two_requests_is_tolerated(tmp_path: Path, monk
         assert Limits().retry_seconds > 60
         storage = ObjectStorage("s3://bucket/run", limits)
         run = start_run("s3://bucket/run", storage=storage).flush()
-        server.fail(Fault(stall=threading.Event(), times=2, method="PUT"))
+        server.inject_fault(Fault(stall=threading.Event(), times=2, method="PUT"))
         run.save_steps(1)
         assert (run.manager.durable_step, run.manager.warnings) == (1, [])
         assert start_run("s3://bucket/run").resumed.step == 1

@@ -126,7 +126,7 @@ def test_one_of_many_jobs_that_start_together_owns_the_folder(store: Storage) ->
     retry = Retry(delays=(0.01,) * 10)
     store.prepare()
 
-    def own_folder(job: JobIdentity) -> None:
+    def attempt_ownership(job: JobIdentity) -> None:
         records = OwnerRecords(store, job)
         start_barrier.wait()
         try:
@@ -135,7 +135,7 @@ def test_one_of_many_jobs_that_start_together_owns_the_folder(store: Storage) ->
         except TrainerError as error:
             outcomes[job.name] = str(error)
 
-    threads = [threading.Thread(target=own_folder, args=(job,)) for job in jobs]
+    threads = [threading.Thread(target=attempt_ownership, args=(job,)) for job in jobs]
     for thread in threads:
         thread.start()
     for thread in threads:

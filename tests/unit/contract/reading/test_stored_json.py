@@ -8,7 +8,7 @@ from pydantic_core import from_json
 from trainium_contract.stored_json import MAX_DEPTH, OMITTED, read_json, remove_deep_parts
 
 
-def nested(levels: int, inner: str = "1") -> str:
+def nest(levels: int, inner: str = "1") -> str:
     return '{"a":' * levels + inner + "}" * levels
 
 
@@ -20,8 +20,8 @@ def list_with(part: bytes) -> bytes:
 @pytest.mark.parametrize(
     "part",
     [
-        nested(250).encode(),
-        nested(10_000).encode(),
+        nest(250).encode(),
+        nest(10_000).encode(),
         b"[" * 9_000 + b"]" * 9_000,
         b'{"a":"\\ud800"}',
         b'{"a":"\xff\xfe"}',
@@ -38,7 +38,7 @@ def test_an_unparsable_object_does_not_hide_the_rest_of_a_list(part: bytes) -> N
 
 
 def test_nesting_beyond_the_limit_is_replaced_by_a_marker() -> None:
-    parsed = read_json(nested(10_000).encode())
+    parsed = read_json(nest(10_000).encode())
     for _ in range(MAX_DEPTH):
         parsed = parsed["a"]
 
@@ -47,11 +47,11 @@ def test_nesting_beyond_the_limit_is_replaced_by_a_marker() -> None:
 
 def test_nesting_within_the_limit_is_kept_byte_for_byte() -> None:
     for inner in ("1", '"}]\\\\"', '"{\\"["', "1.50e3"):
-        text = nested(MAX_DEPTH, inner).encode()
+        text = nest(MAX_DEPTH, inner).encode()
         assert remove_deep_parts(text) == text
 
 
-@pytest.mark.parametrize("text", [b"", b"<html>", b'{"a":', nested(300)[:-7].encode(), b'{"a":1}}', b'"', b"[" * 300])
+@pytest.mark.parametrize("text", [b"", b"<html>", b'{"a":', nest(300)[:-7].encode(), b'{"a":1}}', b'"', b"[" * 300])
 def test_malformed_json_raises_value_error(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_json(text)

@@ -25,7 +25,7 @@ def membership(generation: int, *pods: int, processes: int = 32, **changes: Any)
     return wire_messages.membership(generation, *(member(f"w-{pod}", node_name=f"n-{pod}") for pod in pods), **changes)
 
 
-def received(change: MembershipChange) -> MembershipChange:
+def round_trip(change: MembershipChange) -> MembershipChange:
     """Return the change after serialization and parsing."""
     return MembershipChange.model_validate_json(change.model_dump_json(by_alias=True, exclude_none=True))
 
@@ -38,7 +38,7 @@ def test_applying_a_change_to_its_base_gives_the_new_membership(
     new = membership(8, *after, cause=cause, processes=processes, accumulation=accumulation)
     change = diff_memberships(old, new)
     if change is not None:
-        assert apply_change(received(change), old) == new
+        assert apply_change(round_trip(change), old) == new
     else:
         assert set(new.members) - set(old.members)
 

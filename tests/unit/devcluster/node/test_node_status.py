@@ -25,7 +25,7 @@ NOW = "2026-01-01T00:00:00Z"
 UP, CREATING = Running(10.0), Waiting("ContainerCreating")
 
 
-def ended(code: int) -> Terminated:
+def build_terminated(code: int) -> Terminated:
     return Terminated(code, "Completed" if code == 0 else "Error", "", 1.0, 2.0, "process://x")
 
 
@@ -49,12 +49,12 @@ def container(name: str, state: State, kind: ContainerKind = ContainerKind.MAIN,
         ("Never", [CREATING], "Pending"),
         ("Never", [UP], "Running"),
         ("Never", [UP, CREATING], "Pending"),
-        ("Never", [UP, ended(1)], "Running"),
-        ("Never", [ended(0), ended(0)], "Succeeded"),
-        ("Never", [ended(0), ended(1)], "Failed"),
-        ("OnFailure", [ended(1)], "Running"),
-        ("OnFailure", [ended(0)], "Succeeded"),
-        ("Always", [ended(0)], "Running"),
+        ("Never", [UP, build_terminated(1)], "Running"),
+        ("Never", [build_terminated(0), build_terminated(0)], "Succeeded"),
+        ("Never", [build_terminated(0), build_terminated(1)], "Failed"),
+        ("OnFailure", [build_terminated(1)], "Running"),
+        ("OnFailure", [build_terminated(0)], "Succeeded"),
+        ("Always", [build_terminated(0)], "Running"),
     ],
 )
 def test_the_phase_is_computed_from_the_main_containers(policy: str, states: list[State], expected: str) -> None:
@@ -63,7 +63,7 @@ def test_the_phase_is_computed_from_the_main_containers(policy: str, states: lis
 
 
 def test_a_container_in_back_off_counts_as_having_run() -> None:
-    waiting = container("m0", Waiting("CrashLoopBackOff"), last_termination=ended(1))
+    waiting = container("m0", Waiting("CrashLoopBackOff"), last_termination=build_terminated(1))
     assert phase(pod("Always"), [waiting], terminal=False) == "Running"
 
 
@@ -71,9 +71,9 @@ def test_a_container_in_back_off_counts_as_having_run() -> None:
     ("policy", "state", "expected"),
     [
         ("Never", UP, "Pending"),
-        ("Never", ended(1), "Failed"),
-        ("OnFailure", ended(1), "Pending"),
-        ("Always", ended(1), "Pending"),
+        ("Never", build_terminated(1), "Failed"),
+        ("OnFailure", build_terminated(1), "Pending"),
+        ("Always", build_terminated(1), "Pending"),
     ],
 )
 def test_a_pod_is_pending_until_its_init_containers_are_done(policy: str, state: State, expected: str) -> None:
@@ -82,9 +82,9 @@ def test_a_pod_is_pending_until_its_init_containers_are_done(policy: str, state:
 
 
 def test_a_running_sidecar_keeps_the_pod_running() -> None:
-    views = [container("i0", UP, ContainerKind.SIDECAR, started=True), container("m0", ended(0))]
+    views = [container("i0", UP, ContainerKind.SIDECAR, started=True), container("m0", build_terminated(0))]
     assert phase(pod(init="Always"), views, terminal=False) == "Running"
-    views[0] = container("i0", ended(143), ContainerKind.SIDECAR)
+    views[0] = container("i0", build_terminated(143), ContainerKind.SIDECAR)
     assert phase(pod(init="Always"), views, terminal=False) == "Succeeded"
 
 

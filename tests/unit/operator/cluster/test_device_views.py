@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated
+from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated_values
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.cache import device_views
@@ -140,7 +140,7 @@ def test_device_texts_and_lists_are_bounded() -> None:
 
 
 @SLOW_ALLOWED
-@given(mutated(SLICE), mutated(CLAIM), mutated(POD))
+@given(mutated_values(SLICE), mutated_values(CLAIM), mutated_values(POD))
 def test_malformed_objects_raise_no_error(a_slice: Any, claim: Any, pod: Any) -> None:
     device_views.slice_view(as_json(a_slice))
     device_views.claim_view(as_json(claim))
@@ -171,7 +171,7 @@ changes = st.lists(
 )
 
 
-def recounted(known: dict[str, device_views.SliceView], held: set[tuple[str, str]]) -> dict[str, int]:
+def count_free_devices(known: dict[str, device_views.SliceView], held: set[tuple[str, str]]) -> dict[str, int]:
     found = {}
     for node in {view.node for view in known.values() if view.node}:
         there = [view for view in known.values() if view.node == node]
@@ -208,7 +208,7 @@ def test_free_devices_and_taints_equal_a_count_from_scratch(timeline: list[tuple
             store.put(("", name), Entry(view, f"{name}-{version}", version))
     known = {key[1]: entry.view for key, entry in by_slice.snapshot().items()}
     held = {device for entry in by_claim.snapshot().values() for device in entry.view.held}
-    assert {node: inventory.free_on(node) for node in inventory.nodes()} == recounted(known, held)
+    assert {node: inventory.free_on(node) for node in inventory.nodes()} == count_free_devices(known, held)
     for pod in PODS:
         of_pod = [entry.view.held for entry in by_claim.snapshot().values() if pod in entry.view.pods]
         assert len(inventory.find_taints(pod)) == taints_among(known, [device for held in of_pod for device in held])

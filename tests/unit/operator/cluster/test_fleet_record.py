@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.testing.fuzz.objects import MACHINE
-from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, as_json, mutated
+from tests.testing.suite.any_json import ANYTHING, SLOW_ALLOWED, as_json, mutated_values
 from trainium_contract.faults.causes import Cause
 from trainium_operator.cluster.fleet.fleet_record import ACCOUNTED, decode, encode
 from trainium_operator.plan.fleet.memory import Machine, MachineState, Memory, Strike
@@ -111,7 +111,9 @@ def test_any_memory_round_trips(entries: list[Machine]) -> None:
 
 @SLOW_ALLOWED
 @given(
-    st.dictionaries(st.sampled_from(["node-1", "aws.us-west-2a.i-0abc", ACCOUNTED]), mutated(MACHINE) | ANYTHING),
+    st.dictionaries(
+        st.sampled_from(["node-1", "aws.us-west-2a.i-0abc", ACCOUNTED]), mutated_values(MACHINE) | ANYTHING
+    ),
     st.dictionaries(st.sampled_from(["about", ACCOUNTED, "a", "b"]), st.text() | st.text("{}[]:-'\"!&*?|> \nax0")),
 )
 def test_any_config_map_is_read_and_rewritten_stably(notes: dict[str, Any], texts: dict[str, str]) -> None:

@@ -13,13 +13,13 @@ from trainium_operator.plan.model.quota import PodSetGrant, WorkloadCondition, W
 NOW = "2026-11-23T09:20:00Z"
 
 
-def recorded(name: str) -> dict[str, Any]:
+def read_workload(name: str) -> dict[str, Any]:
     workload: dict[str, Any] = json.loads((Path(__file__).parent / "kueue_recorded" / f"{name}.json").read_text())
     return workload
 
 
 def test_an_eviction_overrides_the_admission() -> None:
-    view = workload_view(recorded("evicted"))
+    view = workload_view(read_workload("evicted"))
     assert view.is_true(WorkloadCondition.ADMITTED)
     assert view.is_true(WorkloadCondition.EVICTED)
     assert (view.admitted, view.holds_quota) == (False, True)
@@ -28,15 +28,15 @@ def test_an_eviction_overrides_the_admission() -> None:
 
 
 def test_returned_quota_is_not_held_and_readmission_ends_the_eviction() -> None:
-    cleared, readmitted = workload_view(recorded("cleared")), workload_view(recorded("readmitted"))
+    cleared, readmitted = workload_view(read_workload("cleared")), workload_view(read_workload("readmitted"))
     assert (cleared.admitted, cleared.holds_quota, cleared.is_true(WorkloadCondition.EVICTED)) == (False, False, True)
     assert (readmitted.admitted, readmitted.is_true(WorkloadCondition.EVICTED)) == (True, False)
 
 
 def test_the_conditions_that_return_quota_equal_the_recorded_ones() -> None:
-    raw = recorded("evicted")
+    raw = read_workload("evicted")
     written = with_conditions(raw["status"]["conditions"], build_quota_return(workload_view(raw)).conditions, NOW)
-    taken = recorded("cleared")["status"]["conditions"]
+    taken = read_workload("cleared")["status"]["conditions"]
 
     def without_messages(conditions: list[dict[str, Any]]) -> set[tuple[str, str, str, str]]:
         return {
@@ -55,14 +55,14 @@ def test_the_time_of_a_condition_changes_only_with_its_status() -> None:
 
 
 def test_a_workload_without_a_part_is_foreign() -> None:
-    raw = recorded("evicted")
+    raw = read_workload("evicted")
     del raw["metadata"]["annotations"]["trainium.dev/part"]
     with pytest.raises(KeyError):
         workload_view(raw)
 
 
 def test_ready_admission_checks_update_pod_sets() -> None:
-    raw = recorded("readmitted")
+    raw = read_workload("readmitted")
     update = {"name": "workers", "nodeSelector": {"zone": "a"}, "tolerations": [{"key": "k", "operator": "Exists"}]}
     raw["status"]["admissionChecks"] = [
         {"name": "a", "state": "Ready", "podSetUpdates": [update]},

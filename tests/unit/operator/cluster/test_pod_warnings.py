@@ -29,7 +29,7 @@ class WarningsHarness:
         self.now = CREATED
         self.warnings = PodWarnings(api, self.caches.pods, lambda: self.now)
 
-    def pod(self, ordinal: int = 0, *, init: dict[str, Any] | None = None, node: str = "n") -> None:
+    def add_pod(self, ordinal: int = 0, *, init: dict[str, Any] | None = None, node: str = "n") -> None:
         owner = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": "j", "controller": True}
         waiting = {"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}
         raw = {
@@ -81,7 +81,7 @@ async def start_harness() -> WarningsHarness:
 @in_virtual_time
 async def test_a_slow_pod_shows_its_mount_failure_from_events() -> None:
     harness = await start_harness()
-    harness.pod()
+    harness.add_pod()
     harness.event("FailedScheduling", "0/3 nodes", "2026-01-01T00:00:09Z", "older")
     harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
     harness.now += SLOW_SECONDS - 1
@@ -99,7 +99,7 @@ async def test_a_slow_pod_shows_its_mount_failure_from_events() -> None:
 @in_virtual_time
 async def test_a_stale_warning_is_not_shown() -> None:
     harness = await start_harness()
-    harness.pod()
+    harness.add_pod()
     harness.event("FailedMount", MISSING, "2026-01-01T00:00:08Z")
     harness.now += SLOW_SECONDS + FRESH_SECONDS
     assert (await harness.read()).reason == "ContainerCreating"
@@ -110,9 +110,9 @@ async def test_a_stale_warning_is_not_shown() -> None:
 async def test_events_are_not_listed_if_the_status_names_the_problem(case: str) -> None:
     harness = await start_harness()
     if case == "no node":
-        harness.pod(node="")
+        harness.add_pod(node="")
     else:
-        harness.pod(init={"name": "fetch", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}})
+        harness.add_pod(init={"name": "fetch", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}})
     harness.now += 100
     await harness.read()
     assert harness.lists() == 0
@@ -122,7 +122,7 @@ async def test_events_are_not_listed_if_the_status_names_the_problem(case: str) 
 @in_virtual_time
 async def test_without_permission_to_list_events_the_status_is_used() -> None:
     harness = await start_harness()
-    harness.pod()
+    harness.add_pod()
     harness.cluster.faults.append(
         lambda _method, path: http_error(403, "Forbidden", "no") if path.endswith("/events") else None
     )

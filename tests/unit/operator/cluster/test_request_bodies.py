@@ -22,7 +22,7 @@ _VALUES = st.recursive(
 _CONTENTS = st.dictionaries(_KEYS, _VALUES, max_size=3)
 
 
-def patched(target: Any, patch: Any) -> Any:
+def apply_merge_patch(target: Any, patch: Any) -> Any:
     """Apply a merge patch by the algorithm of RFC 7386."""
     if not isinstance(patch, dict):
         return patch
@@ -31,7 +31,7 @@ def patched(target: Any, patch: Any) -> Any:
         if value is None:
             result.pop(name, None)
         else:
-            result[name] = patched(result.get(name), value)
+            result[name] = apply_merge_patch(result.get(name), value)
     return result
 
 
@@ -39,16 +39,16 @@ def patched(target: Any, patch: Any) -> Any:
 @given(old=_CONTENTS, new=_CONTENTS)
 def test_a_merge_patch_replaces_content_at_any_depth(old: Any, new: Any) -> None:
     current, manifest = {"spec": copy.deepcopy(old), "status": {"seen": 1}}, {"spec": copy.deepcopy(new)}
-    after = patched(current, replace_content(current, manifest))
+    after = apply_merge_patch(current, replace_content(current, manifest))
     assert after.get("spec", {}) == new
     assert after["status"] == {"seen": 1}
     assert replace_content(after, manifest) == replace_content(copy.deepcopy(after), manifest)
-    assert patched(after, replace_content(after, manifest)) == after, "a second time it changes nothing"
+    assert apply_merge_patch(after, replace_content(after, manifest)) == after, "a second time it changes nothing"
 
 
 def test_unwanted_content_is_removed_and_metadata_kept() -> None:
     current = {"data": {"a": "1"}, "binaryData": {"b": "2"}, "metadata": {"labels": {"x": "y"}}}
-    assert patched(current, replace_content(current, {"data": {"a": "3"}})) == {
+    assert apply_merge_patch(current, replace_content(current, {"data": {"a": "3"}})) == {
         "data": {"a": "3"},
         "metadata": {"labels": {"x": "y"}},
     }

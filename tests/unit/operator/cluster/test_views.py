@@ -15,7 +15,7 @@ from tests.testing.api.recorded_jobs import recorded_object
 from tests.testing.fuzz.invariants import check_type
 from tests.testing.fuzz.objects import NODE, POD
 from tests.testing.operator import wire_messages
-from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated
+from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated_values
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.messages import MAX_GENERATION, Membership
 from trainium_contract.wire.recorded_membership import MAX_RECORD_BYTES, MEMBERSHIP_KEY
@@ -44,7 +44,7 @@ def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]
     }
 
 
-def terminated(name: str = "worker", **state: Any) -> dict[str, Any]:
+def terminated_status(name: str = "worker", **state: Any) -> dict[str, Any]:
     return {"name": name, "state": {"terminated": {"exitCode": 1, "reason": "Error", **state}}}
 
 
@@ -70,7 +70,10 @@ def test_a_new_pod_without_any_status_is_pending() -> None:
 
 
 def test_the_worker_container_is_found_by_name() -> None:
-    statuses = [terminated("aside", exitCode=0), terminated(exitCode=137, reason="OOMKilled", finishedAt=CREATED)]
+    statuses = [
+        terminated_status("aside", exitCode=0),
+        terminated_status(exitCode=137, reason="OOMKilled", finishedAt=CREATED),
+    ]
     view = views.pod_view(pod({"phase": "Failed", "containerStatuses": statuses}))
     assert (view.exit_code, view.reason, view.finished) == (137, "OOMKilled", 1767225600.0)
 
@@ -78,15 +81,15 @@ def test_the_worker_container_is_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("status", "reason", "message"),
     [
-        ({"reason": "Evicted", "message": "disk", "containerStatuses": [terminated()]}, "Evicted", "disk"),
-        ({"containerStatuses": [terminated(message="last words")]}, "Error", "last words"),
+        ({"reason": "Evicted", "message": "disk", "containerStatuses": [terminated_status()]}, "Evicted", "disk"),
+        ({"containerStatuses": [terminated_status(message="last words")]}, "Error", "last words"),
         (
             {"containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]},
             "ImagePullBackOff",
             "",
         ),
         (
-            {"initContainerStatuses": [terminated("prepare", message="no disk")], "containerStatuses": []},
+            {"initContainerStatuses": [terminated_status("prepare", message="no disk")], "containerStatuses": []},
             "Error",
             "init container prepare ended with exit code 1: no disk",
         ),
@@ -106,7 +109,7 @@ PROXY = state("mesh-proxy", running={"startedAt": CREATED})
 
 @pytest.mark.parametrize("first", [True, False])
 def test_an_injected_container_is_not_the_worker(first: bool) -> None:
-    killed = terminated(exitCode=137, reason="OOMKilled", finishedAt=CREATED)
+    killed = terminated_status(exitCode=137, reason="OOMKilled", finishedAt=CREATED)
     raw = pod({"phase": "Running", "containerStatuses": [PROXY, killed] if first else [killed, PROXY]})
     ours, others = (
         {"name": "worker", "image": "mirror/trainer@sha256:0"},
@@ -127,15 +130,19 @@ WAITS = state("worker", waiting={"reason": "PodInitializing"})
     ("inits", "worker", "reason", "held_by", "code"),
     [
         pytest.param(
-            [terminated("mesh", exitCode=137)],
-            terminated(reason="OOMKilled"),
+            [terminated_status("mesh", exitCode=137)],
+            terminated_status(reason="OOMKilled"),
             "OOMKilled",
             "",
             None,
             id="both ended",
         ),
-        pytest.param([terminated("mesh", exitCode=2)], RUNS, "", "", None, id="a sidecar ended, the worker runs"),
-        pytest.param([terminated("mesh", exitCode=2)], WAITS, "PodInitializing", "", None, id="a sidecar ends first"),
+        pytest.param(
+            [terminated_status("mesh", exitCode=2)], RUNS, "", "", None, id="a sidecar ended, the worker runs"
+        ),
+        pytest.param(
+            [terminated_status("mesh", exitCode=2)], WAITS, "PodInitializing", "", None, id="a sidecar ends first"
+        ),
         pytest.param(
             [state("mesh", waiting={"reason": "CrashLoopBackOff"})],
             WAITS,
@@ -144,7 +151,9 @@ WAITS = state("worker", waiting={"reason": "PodInitializing"})
             None,
             id="loops",
         ),
-        pytest.param([terminated("fetch", exitCode=7)], WAITS, "Error", "fetch", 7, id="an init container failed"),
+        pytest.param(
+            [terminated_status("fetch", exitCode=7)], WAITS, "Error", "fetch", 7, id="an init container failed"
+        ),
         pytest.param(
             [
                 {**state("mesh", running={}), "started": True},
@@ -406,7 +415,7 @@ def test_malformed_parts_are_counted_and_logged_once(caplog: pytest.LogCaptureFi
 
 
 @SLOW_ALLOWED
-@given(mutated({"data": {"theirs": "{}"}, "binaryData": recorded_object("membership")["binaryData"]}), st.text())
+@given(mutated_values({"data": {"theirs": "{}"}, "binaryData": recorded_object("membership")["binaryData"]}), st.text())
 def test_any_config_map_is_read_as_a_membership_or_none(parts: Any, text: str) -> None:
     raw = {**parts, "metadata": {"annotations": {}}}  # which no object is without
     for packed in (None, text, base64.b64encode(gzip.compress(text.encode())).decode()):
@@ -416,7 +425,7 @@ def test_any_config_map_is_read_as_a_membership_or_none(parts: Any, text: str) -
 
 
 @SLOW_ALLOWED
-@given(mutated({**NODE, "metadata": {**NODE["metadata"], "deletionTimestamp": CREATED}}, most=6))
+@given(mutated_values({**NODE, "metadata": {**NODE["metadata"], "deletionTimestamp": CREATED}}, most=6))
 def test_any_malformed_node_is_kept_by_name(raw: dict[str, Any]) -> None:
     metadata = raw["metadata"] if isinstance(raw.get("metadata"), dict) else {}
     view = views.node_view(as_json({**raw, "metadata": {**metadata, "name": "n"}}))

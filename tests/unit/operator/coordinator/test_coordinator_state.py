@@ -99,36 +99,36 @@ def test_stages_and_results_matter_at_once_and_stage_progress_like_steps(
 ) -> None:
     state.register(JOB, registration(build_member("a")))
 
-    def accepted(**fields: Any) -> tuple[bool, bool]:
+    def send_progress(**fields: Any) -> tuple[bool, bool]:
         result = state.record_heartbeat(
             JOB, step_heartbeat("a", 10).model_copy(update={"progress": messages.Progress(step=10, **fields)})
         )
         return result.is_urgent, result.has_progressed
 
     artifact = ArtifactReport(kind="Model", path="/out", step=10)
-    accepted()
-    assert accepted() == (False, False)
-    assert accepted(stage="Export", stage_progress=0.0) == (True, True)
-    assert accepted(stage="Export", stage_progress=0.5) == (False, True)
-    assert accepted(stage="Export", stage_progress=0.5) == (False, False)
-    assert accepted(stage="Export", stage_progress=0.5, artifacts=(artifact,)) == (True, False)
+    send_progress()
+    assert send_progress() == (False, False)
+    assert send_progress(stage="Export", stage_progress=0.0) == (True, True)
+    assert send_progress(stage="Export", stage_progress=0.5) == (False, True)
+    assert send_progress(stage="Export", stage_progress=0.5) == (False, False)
+    assert send_progress(stage="Export", stage_progress=0.5, artifacts=(artifact,)) == (True, False)
     view = state.agents(JOB)["a"]
     assert view.step_seconds is None, "no step was made"
 
 
 def test_joining_since_is_the_first_joining_report_of_an_attempt(state: CoordinatorState, clock: Clock) -> None:
-    def since(attempt: int, phase: messages.WorkerPhase = messages.WorkerPhase.JOINING) -> float | None:
+    def send_phase(attempt: int, phase: messages.WorkerPhase = messages.WorkerPhase.JOINING) -> float | None:
         clock.now += 1
         state.record_heartbeat(JOB, step_heartbeat("a", 1).model_copy(update={"phase": phase, "attempt": attempt}))
         return state.agents(JOB)["a"].joining_since
 
     state.register(JOB, registration(build_member("a")))
-    first = since(0)
+    first = send_phase(0)
     assert first == clock.now
-    assert since(0) == first
-    assert since(0, messages.WorkerPhase.LOADING) is None
-    assert since(0) == clock.now
-    assert since(1) == clock.now
+    assert send_phase(0) == first
+    assert send_phase(0, messages.WorkerPhase.LOADING) is None
+    assert send_phase(0) == clock.now
+    assert send_phase(1) == clock.now
 
 
 def test_the_last_report_of_a_failed_member_is_kept_until_the_next_generation(state: CoordinatorState) -> None:

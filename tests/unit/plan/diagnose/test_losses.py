@@ -200,7 +200,7 @@ def test_silence_of_all_members_at_once_has_no_effect() -> None:
     assert result.actions == ()
 
 
-def not_reconnected(*missing: int, since: float, **changes: Any) -> Any:
+def build_reconnecting_job(*missing: int, since: float, **changes: Any) -> Any:
     """Return four members that wait for those which have not reconnected since the takeover."""
     observed = build.running_job(
         4,
@@ -218,14 +218,14 @@ def not_reconnected(*missing: int, since: float, **changes: Any) -> Any:
     [((1, 2), 5.0, False), ((1, 2), 13.9, False), ((1, 2), 14.0, True), ((1,), 3.9, False), ((1,), 4.0, True)],
 )
 def test_agents_get_time_to_reconnect_and_a_single_one_less(missing: tuple[int, ...], since: float, lost: bool) -> None:
-    assert bool(make_plan(not_reconnected(*missing, since=since)).status.history) is lost
+    assert bool(make_plan(build_reconnecting_job(*missing, since=since)).status.history) is lost
 
 
 def test_a_loss_before_the_operator_took_over_is_dated_to_the_last_step() -> None:
     progress = Progress(step=20, updated=NOW - 22)
-    entry = make_plan(not_reconnected(1, since=6, progress=progress)).newest_entry
+    entry = make_plan(build_reconnecting_job(1, since=6, progress=progress)).newest_entry
     assert (entry.failed_at, entry.detected_seconds) == (pytest.approx(NOW - 22), pytest.approx(22))
-    deleted = build.without_pods(not_reconnected(1, since=1, progress=progress), 1, keep_agents=True)
+    deleted = build.without_pods(build_reconnecting_job(1, since=1, progress=progress), 1, keep_agents=True)
     assert make_plan(deleted).newest_entry.failed_at == pytest.approx(NOW - 22)
 
 

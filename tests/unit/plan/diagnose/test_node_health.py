@@ -41,7 +41,7 @@ def forbidden_nodes(result: PlanResult) -> list[str]:
     return list(term["matchExpressions"][-1]["values"])
 
 
-def healthy(result: PlanResult) -> tuple[ConditionStatus, str]:
+def nodes_healthy_condition(result: PlanResult) -> tuple[ConditionStatus, str]:
     condition = result.condition(ConditionType.NODES_HEALTHY)
     return condition.status, condition.message
 
@@ -77,7 +77,7 @@ def test_a_device_fault_moves_the_rank_to_a_spare_gracefully() -> None:
     assert result.created_pods == ["demo-w-5"]
     assert forbidden_nodes(result) == ["node-2"]
     assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.DEVICE, "node-2")]
-    status, message = healthy(result)
+    status, message = nodes_healthy_condition(result)
     assert status is ConditionStatus.FALSE
     assert "node-2: condition NeuronHealth (NeuronHasError_DMA_ERROR) since 2027-01-15T07:59:59Z" in message
 
@@ -158,7 +158,7 @@ def test_a_not_ready_node_with_a_training_agent_is_kept() -> None:
     result = make_plan(with_bad_node(build.running_job(spares=1), 2, ready=NodeReadiness.FALSE, unready_since=NOW - 40))
     assert result.published_membership is None
     assert result.deleted_pods == {}
-    assert healthy(result)[0] is ConditionStatus.FALSE
+    assert nodes_healthy_condition(result)[0] is ConditionStatus.FALSE
 
 
 @pytest.mark.parametrize("condition", [DEVICE, NETWORK])
@@ -179,7 +179,7 @@ def test_non_fatal_problems_are_debounced() -> None:
     assert result.published_membership is None
     assert result.requeue_after is not None
     assert result.requeue_after <= 2.0
-    assert healthy(result)[0] is ConditionStatus.TRUE
+    assert nodes_healthy_condition(result)[0] is ConditionStatus.TRUE
     assert make_plan(replace(observed, now=NOW + 2)).published_membership is not None
     assert make_plan(with_bad_node(observed, 2, DEVICE)).published_membership is not None, (
         "a broken device counts at once"
@@ -201,7 +201,7 @@ def test_a_frozen_fleet_replaces_only_lost_workers() -> None:
     assert result.published_membership is None
     assert result.deleted_pods == {}
     assert result.created_pods == []
-    assert "6 of 20 nodes" in healthy(result)[1]
+    assert "6 of 20 nodes" in nodes_healthy_condition(result)[1]
     lost = build.without_pods(observed, 0, keep_agents=True)
     assert make_plan(lost).published_members[0] == "demo-w-4"
 
@@ -309,14 +309,14 @@ def test_an_unchanged_condition_is_stable() -> None:
     observed = with_bad_node(build.running_job(), 2, PRESSURE)
     first = make_plan(observed)
     again = replace(observed, job=replace(observed.job, status=first.status), now=NOW + 3)
-    assert healthy(make_plan(again)) == healthy(first)
+    assert nodes_healthy_condition(make_plan(again)) == nodes_healthy_condition(first)
 
 
 def test_many_bad_nodes_make_a_short_message() -> None:
     observed = build.running_job(8)
     for ordinal in range(8):
         observed = with_bad_node(observed, ordinal, PRESSURE)
-    assert healthy(make_plan(observed))[1].endswith("and 5 more nodes")
+    assert nodes_healthy_condition(make_plan(observed))[1].endswith("and 5 more nodes")
 
 
 def test_a_silent_member_is_not_replaced_gracefully() -> None:

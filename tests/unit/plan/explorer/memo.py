@@ -13,13 +13,13 @@ from trainium_operator.plan.pods import replicas
 def cached_manifests() -> Iterator[None]:
     """Build each manifest once for a spec and its keyword arguments."""
     with (
-        patch.object(replicas, "build_config_map", _cached(config_maps.build_config_map)),
-        patch.object(worker_pod, "build_pod_template", _cached(worker_pod.build_pod_template)),
+        patch.object(replicas, "build_config_map", _cache_by_spec(config_maps.build_config_map)),
+        patch.object(worker_pod, "build_pod_template", _cache_by_spec(worker_pod.build_pod_template)),
     ):
         yield
 
 
-def _cached(build: Callable[..., Any]) -> Callable[..., Any]:
+def _cache_by_spec(build: Callable[..., Any]) -> Callable[..., Any]:
     cache: dict[tuple[int, *tuple[tuple[str, Any], ...]], tuple[Any, Any]] = {}
 
     def get_or_build(job: Any, *others: Any, **arguments: Any) -> Any:

@@ -40,7 +40,7 @@ def uses_idle_nodes() -> FakeCluster:
     return cluster
 
 
-def compiles_ahead(*sizes: int) -> FakeCluster:
+def build_compiling_cluster(*sizes: int) -> FakeCluster:
     """Return a job of four that compiles ahead and trains; its workers report that these sizes are compiled."""
     job_spec = _model(batch=8, replicas=4, minReplicas=1).spec
     cluster = FakeCluster(job_spec.replaced(precompile=PrecompileSpec(enabled=True)), NODES)
@@ -55,7 +55,7 @@ MODELS: Mapping[str, tuple[Callable[[], FakeCluster], ...]] = {
     # After the loss of a node three are left. Two train as fast as three, so the third is in reserve.
     "reserve": (lambda: trains(batch=4, replicas=4, minReplicas=1),),
     # After the loss of a node two train, because only their size is compiled, although three would be faster.
-    "compiled": (lambda: compiles_ahead(2),),
+    "compiled": (lambda: build_compiling_cluster(2),),
     # Two workers more than requested train, and leave first.
     "idle": (uses_idle_nodes,),
     # The deadline passes during the reaction to a transition: while training, and at a start with too few nodes.

@@ -57,7 +57,7 @@ class Transition:
         cluster.run(self.seconds, tick=1.0 if self.seconds < 10 else 2.0)
         return True
 
-    def dying(self, after: int) -> Self:
+    def with_operator_death(self, after: int) -> Self:
         """Return the same transition after which the operator dies."""
         return replace(self, name=f"{self.name}; the operator dies after {after} writes", crash_after=after)
 
@@ -126,7 +126,7 @@ def _on_first_node(
     return apply
 
 
-def _down(cluster: FakeCluster, name: str) -> bool:
+def _is_down(cluster: FakeCluster, name: str) -> bool:
     return not cluster.nodes[name].up
 
 
@@ -252,8 +252,12 @@ FAULTS = (
         "the node of rank 0 is deleted", _on_node_of_rank(0, lambda cluster, node: cluster.delete_node(node)), HARDWARE
     ),
     Transition("the spare's node is lost", _on_node_of_spare(lambda cluster, node: cluster.lose_node(node)), HARDWARE),
-    Transition("a lost node boots", _on_first_node(_down, lambda cluster, node: cluster.restore_node(node)), HARDWARE),
-    Transition("a lost node was only frozen", _on_first_node(_down, lambda cluster, node: cluster.resume_node(node))),
+    Transition(
+        "a lost node boots", _on_first_node(_is_down, lambda cluster, node: cluster.restore_node(node)), HARDWARE
+    ),
+    Transition(
+        "a lost node was only frozen", _on_first_node(_is_down, lambda cluster, node: cluster.resume_node(node))
+    ),
     Transition(
         "the network between rank 0 and the operator is cut",
         _on_node_of_rank(0, lambda cluster, node: cluster.partition_node(node)),
@@ -304,14 +308,14 @@ OPERATOR = (Transition("the operator is away for 15 s", _crash_operator(15.0)),)
 
 
 def all_transitions(crash_points: tuple[int, ...] = CRASH_POINTS) -> tuple[Transition, ...]:
-    """Return all transitions, and each that makes the operator write with a crash between its writes."""
+    """Return all transitions, and those with writes again with a crash of the operator between them."""
     waiting = Transition("nothing new", _do_nothing)
-    dying = (
-        transition.dying(after)
+    deadly_transitions = (
+        transition.with_operator_death(after)
         for transition in (*FAULTS, *MARKS, *USER_CHANGES, *FOREIGN_PODS, waiting)
         for after in crash_points
     )
-    return (*TIME, *FAULTS, *MARKS, *USER_CHANGES, *FOREIGN_PODS, *OPERATOR, *dying)
+    return (*TIME, *FAULTS, *MARKS, *USER_CHANGES, *FOREIGN_PODS, *OPERATOR, *deadly_transitions)
 
 
 def repair(cluster: FakeCluster) -> None:

@@ -187,7 +187,7 @@ def test_a_failed_job_lists_fields_that_differ_from_the_failed_spec() -> None:
     assert (failed.status.history[-1].pod, failed.status.history[-1].rank) == ("demo-w-0", 0)
     observed = failed_job(codes={0: 64})
 
-    def changed(generation: int, unknown: tuple[str, ...] = (), **wish: Any) -> Any:
+    def find_changes(generation: int, unknown: tuple[str, ...] = (), **wish: Any) -> Any:
         job = replace(
             observed.job,
             spec=observed.job.spec.replaced(**wish),
@@ -199,10 +199,10 @@ def test_a_failed_job_lists_fields_that_differ_from_the_failed_spec() -> None:
         assert failed_spec is not None
         return failed_spec.changes
 
-    [change] = changed(7, suspend=True)
+    [change] = find_changes(7, suspend=True)
     assert (change.field, change.was, change.now) == ("suspend", "false", "true")
-    assert changed(8) == ()
-    assert changed(9, ("spec.newer",), suspend=True) is None, "what differs besides is not known here"
+    assert find_changes(8) == ()
+    assert find_changes(9, ("spec.newer",), suspend=True) is None, "what differs besides is not known here"
 
 
 def test_a_change_of_a_completed_job_is_observed_without_effect() -> None:

@@ -191,7 +191,7 @@ def test_the_startup_deadline_ends_with_the_first_step_and_restarts_on_resume() 
 
 
 def test_loading_a_checkpoint_is_no_step() -> None:
-    def stepped(step: int, resumed: int | None, stage: str = "Train") -> bool:
+    def has_stepped(step: int, resumed: int | None, stage: str = "Train") -> bool:
         progress = Progress(step=step, resume_step=resumed, stage=stage)
         agents = build.training_agents(range(2), progress=progress)
         observed = build.running_job(
@@ -199,10 +199,10 @@ def test_loading_a_checkpoint_is_no_step() -> None:
         )
         return make_plan(observed).status.activity.stepped
 
-    assert not stepped(40, 40)
-    assert stepped(41, 40)
-    assert not stepped(0, None)
-    assert stepped(100, 100, "Export"), "no step is left to be made"
+    assert not has_stepped(40, 40)
+    assert has_stepped(41, 40)
+    assert not has_stepped(0, None)
+    assert has_stepped(100, 100, "Export"), "no step is left to be made"
 
 
 def test_the_time_in_a_queue_does_not_count() -> None:

@@ -102,12 +102,12 @@ def test_computed_requests_do_not_change_the_template_hash() -> None:
 def test_a_workload_requests_only_resources_of_the_template() -> None:
     """Kueue refuses a workload that asks for a resource which its queue does not name."""
 
-    def queued(workers: dict[str, Any]) -> Any:
+    def queued_requests(workers: dict[str, Any]) -> Any:
         view = build.job(
             build.spec(workers=workers, trainer={"batch": {"globalSize": 128}}, scheduling={"queueName": "q"})
         )
         pod = build_workload(view, SETTINGS, part=0, workers=4)["spec"]["podSets"][0]["template"]["spec"]
         return resources(pod).get("requests", {})
 
-    assert {"memory", "cpu"} & queued(TRN1).keys() == set()
-    assert queued(with_template({"resources": {"requests": {"cpu": "2"}}}))["cpu"] == "2"
+    assert {"memory", "cpu"} & queued_requests(TRN1).keys() == set()
+    assert queued_requests(with_template({"resources": {"requests": {"cpu": "2"}}}))["cpu"] == "2"

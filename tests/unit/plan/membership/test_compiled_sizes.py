@@ -11,7 +11,7 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import CompiledStatus
 from trainium_operator.plan.model.conditions import is_true
 
-REST = 30
+RESCALE_AFTER_SECONDS = 30
 COMPILE = 600.0
 
 
@@ -19,7 +19,7 @@ def start_job(sizes: str = "Background", **changes: Any) -> FakeCluster:
     """Start a job for which 8 nodes make one pass a step, 4 to 7 two, 3 three, 2 four."""
     job_spec = build.spec(
         workers={"replicas": 8, "minReplicas": 2},
-        recovery={"rescaleAfterSeconds": REST},
+        recovery={"rescaleAfterSeconds": RESCALE_AFTER_SECONDS},
         trainer={"steps": 10**7, "batch": {"globalSize": 8}},
         precompile={"enabled": True, "sizes": sizes},
         **changes,
@@ -73,7 +73,7 @@ def test_a_job_that_does_not_compile_ahead_takes_the_best_size() -> None:
     cluster.spec = cluster.spec.replaced(precompile=cluster.spec.precompile.replaced(enabled=False))
     cluster.dirty = True
     cluster.lose_node("node-7")
-    cluster.run(REST + 20)
+    cluster.run(RESCALE_AFTER_SECONDS + 20)
     assert (cluster.size, cluster.status.compiled.sizes) == (4, ())
 
 
@@ -82,14 +82,14 @@ def test_a_job_shrinks_to_a_compiled_size_and_grows_when_a_better_one_is_compile
     report_compiled(cluster, 3)
     cluster.run(2)
     cluster.lose_node("node-7")
-    cluster.run(REST + 20)
+    cluster.run(RESCALE_AFTER_SECONDS + 20)
     assert cluster.size == 3, "4 nodes would make two passes in place of three, after ten minutes"
-    cluster.run(5 * REST)
+    cluster.run(5 * RESCALE_AFTER_SECONDS)
     assert cluster.size == 3
     report_compiled(cluster, 3, 4)
-    cluster.run(2 * REST)
+    cluster.run(2 * RESCALE_AFTER_SECONDS)
     assert cluster.size == 4
     assert cluster.newest_entry.rung is Rung.GROW
     cluster.restore_node("node-7")
-    cluster.run(6 * REST)
+    cluster.run(6 * RESCALE_AFTER_SECONDS)
     assert cluster.size == 8

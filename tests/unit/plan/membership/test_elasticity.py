@@ -15,7 +15,7 @@ from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.model.conditions import is_true
 
-REST = 30
+RESCALE_AFTER_SECONDS = 30
 
 
 def start_job(
@@ -30,7 +30,7 @@ def start_job(
 ) -> FakeCluster:
     job_spec = build.spec(
         workers={"replicas": replicas, "spares": spares, **workers},
-        recovery={"rescaleAfterSeconds": REST},
+        recovery={"rescaleAfterSeconds": RESCALE_AFTER_SECONDS},
         trainer={"steps": 10**7, "batch": {"globalSize": batch, "tolerance": tolerance}},
         elasticity={"sizes": sizes},
     )
@@ -115,7 +115,7 @@ def test_a_spare_on_a_suspected_node_is_used_last() -> None:
 def test_an_even_sizes_job_shrinks_to_an_even_size() -> None:
     cluster = start_job(nodes=6, replicas=6, minReplicas=2, sizes="Even")
     cluster.lose_node("node-5")
-    cluster.run(REST + 20)
+    cluster.run(RESCALE_AFTER_SECONDS + 20)
     assert cluster.size == 4, "24 samples do not go into 5 equal parts"
     shape = cluster.spec.batch_shape()
     for nodes in (6, 4, 2):
@@ -157,12 +157,12 @@ def test_a_job_without_a_spare_continues_at_each_smaller_size_and_grows_back(
     lost = [f"node-{nodes - number}" for number in range(1, len(expected) - 1)]
     for node in lost:
         cluster.lose_node(node)
-        cluster.run(REST + 30)
+        cluster.run(RESCALE_AFTER_SECONDS + 30)
         reported.append((size_figures(cluster), cluster.status.membership.batch))
         assert cluster.status.phase is Phase.RUNNING
     for node in lost:
         cluster.restore_node(node)
-    cluster.run(6 * REST)
+    cluster.run(6 * RESCALE_AFTER_SECONDS)
     reported.append((size_figures(cluster), cluster.status.membership.batch))
     assert reported == expected
 
@@ -176,18 +176,18 @@ def test_nodes_in_reserve_replace_the_next_loss_at_once() -> None:
     cluster = start_job(nodes=8, replicas=8, minReplicas=2, batch=8)
     assert size_figures(cluster) == (8, 1, 1.0, 0)
     cluster.lose_node("node-7")
-    cluster.run(REST + 30)
+    cluster.run(RESCALE_AFTER_SECONDS + 30)
     assert size_figures(cluster) == (4, 2, 0.5, 3), "7, 6 and 5 nodes make two passes as well"
     assert len(cluster.pods) >= 7
     before = cluster.status.membership.generation
     cluster.lose_node(cluster.node_of_rank(1))
-    cluster.run(REST - 10)
+    cluster.run(RESCALE_AFTER_SECONDS - 10)
     assert cluster.status.membership.generation == before + 1
     assert size_figures(cluster) == (4, 2, 0.5, 2)
     assert cluster.rungs()[-1] is Rung.SPARE
-    generation_then = generation(cluster)
-    cluster.run(6 * REST)
-    assert generation(cluster) == generation_then, "what would save no pass does not change the membership"
+    generation_before = generation(cluster)
+    cluster.run(6 * RESCALE_AFTER_SECONDS)
+    assert generation(cluster) == generation_before, "what would save no pass does not change the membership"
 
 
 def test_nodes_that_save_no_pass_are_in_reserve() -> None:
@@ -208,7 +208,7 @@ def test_intermittent_capacity_does_not_flap_the_job() -> None:
         cluster.restore_node("node-3")
         cluster.run(60, tick=2.0)
     assert generation(cluster) - before <= 24, "without a rest it would be sixty"
-    cluster.run(9 * REST)
+    cluster.run(9 * RESCALE_AFTER_SECONDS)
     assert cluster.size == 4
 
 

@@ -21,15 +21,15 @@ from trainium_operator.plan.model.feature import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 
-REST = 30
+RESCALE_AFTER_SECONDS = 30
 
 
 def elastic_job(members: int, newcomers: int = 0, **changes: Any) -> Observed:
     """Return a job of two to four workers, and warm `newcomers` without a rank."""
     job_spec = build.spec(
         workers={"replicas": 4, "minReplicas": 2, **changes.pop("workers", {})},
-        recovery={"rescaleAfterSeconds": REST},
-        **changes.pop("more", {}),
+        recovery={"rescaleAfterSeconds": RESCALE_AFTER_SECONDS},
+        **changes.pop("spec_changes", {}),
     )
     return build.running_job(members, spares=newcomers, job_spec=job_spec, **changes)
 
@@ -94,7 +94,10 @@ def test_a_member_without_a_pod_does_not_keep_the_job_from_shrinking() -> None:
     assert new_size(decide(replace(observed, pods=observed.pods[:3]), desired_status(3))) == 3
 
 
-@pytest.mark.parametrize(("ago", "until"), [(REST - 1, NOW + 1), (REST, None), (REST + 1, None)])
+@pytest.mark.parametrize(
+    ("ago", "until"),
+    [(RESCALE_AFTER_SECONDS - 1, NOW + 1), (RESCALE_AFTER_SECONDS, None), (RESCALE_AFTER_SECONDS + 1, None)],
+)
 def test_automatic_growth_has_a_cooldown(ago: float, until: float | None) -> None:
     status = desired_status(history=(build.interruption(Rung.REPLACE, ago=ago),))
     decision = decide(elastic_job(2, 2), status)
@@ -131,9 +134,9 @@ def test_growth_that_does_not_pay_is_skipped() -> None:
     ("waiting_since", "size", "requeue_at"),
     [
         (NOW - 10, None, (NOW + 20,)),
-        (NOW - REST, 3, ()),
-        (NOW - REST - 1, 3, ()),
-        (None, None, (NOW + REST,)),
+        (NOW - RESCALE_AFTER_SECONDS, 3, ()),
+        (NOW - RESCALE_AFTER_SECONDS - 1, 3, ()),
+        (None, None, (NOW + RESCALE_AFTER_SECONDS,)),
     ],
 )
 def test_partial_growth_happens_only_after_a_wait(
@@ -144,7 +147,7 @@ def test_partial_growth_happens_only_after_a_wait(
 
 
 def test_partial_growth_to_an_illegal_size_is_skipped() -> None:
-    pairs = {"more": {"parallelism": {"tensor": 2}}}
+    pairs = {"spec_changes": {"parallelism": {"tensor": 2}}}
     for since in (NOW - 100, NOW - 10):
         assert decide(elastic_job(2, 1, **pairs), desired_status(waiting_since=since)) == Decision(
             status=desired_status(waiting_since=since)

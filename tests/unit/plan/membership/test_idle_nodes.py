@@ -14,7 +14,7 @@ from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.model.observed import Taint
 from trainium_operator.plan.view.size import decide_size
 
-REST = 30
+RESCALE_AFTER_SECONDS = 30
 TAKES = {"idleNodes": "Take"}
 
 
@@ -25,7 +25,7 @@ def start_job(
     most: int = 4,
     batch: int = 24,
     steps: int = 10**7,
-    rest: int = REST,
+    rest: int = RESCALE_AFTER_SECONDS,
     **workers: Any,
 ) -> FakeCluster:
     """Start a job that may use idle nodes."""

@@ -160,22 +160,22 @@ def test_a_complete_job_resumes_at_an_uncompiled_size() -> None:
     assert len(make_plan(observed).published_members) == 4
 
 
-def waits_since(observed: Any, since: float | None, losses: tuple[Loss, ...] = ()) -> float | None:
+def decide_waiting_since(observed: Any, since: float | None, losses: tuple[Loss, ...] = ()) -> float | None:
     status = observed.job.status.replaced(waiting_since=since)
     return decide_generation(build.facts(observed), status, losses).status.waiting_since
 
 
 def test_waiting_since_is_set_once_and_cleared_when_complete() -> None:
     complete, short = build.running_job(4), build.running_job(3, status={"desired": 4})
-    assert waits_since(complete, NOW - 30) is None
-    assert waits_since(short, None) == NOW
-    assert waits_since(short, NOW - 30) == NOW - 30
+    assert decide_waiting_since(complete, NOW - 30) is None
+    assert decide_waiting_since(short, None) == NOW
+    assert decide_waiting_since(short, NOW - 30) == NOW - 30
     finished = build.running_job(
         3, status={"desired": 4}, agents={2: build.agent(2, WorkerPhase.FINISHED, generation=1)}
     )
-    assert waits_since(finished, None) is None, "at the end of a run there is no wait"
-    assert waits_since(finished, NOW - 30) == NOW - 30
+    assert decide_waiting_since(finished, None) is None, "at the end of a run there is no wait"
+    assert decide_waiting_since(finished, NOW - 30) == NOW - 30
     member, worker = build.facts(complete).members[1]
     lost = (Loss(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
-    assert waits_since(complete, NOW - 5, lost) == NOW - 5
-    assert waits_since(complete, None, lost) is None, "the loss itself has written it"
+    assert decide_waiting_since(complete, NOW - 5, lost) == NOW - 5
+    assert decide_waiting_since(complete, None, lost) is None, "the loss itself has written it"

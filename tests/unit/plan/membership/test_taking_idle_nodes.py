@@ -22,7 +22,7 @@ from trainium_operator.plan.model.feature import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 
-REST = 30
+RESCALE_AFTER_SECONDS = 30
 FIRST_SEEN = NOW - 50
 """When the agents of extras were first seen."""
 
@@ -31,10 +31,9 @@ def job_with_extras(*, extras: int = 0, waiting: int = 0, most: int = 4, members
     """Return a job of two workers with warm and pending extras."""
     job_spec = build.spec(
         workers={"replicas": 2, "maxReplicas": most},
-        recovery={"rescaleAfterSeconds": REST},
+        recovery={"rescaleAfterSeconds": RESCALE_AFTER_SECONDS},
         elasticity={"idleNodes": "Take"},
         trainer={"steps": 10**6, **changes.pop("trainer", {})},
-        **changes.pop("more", {}),
     )
     started = members + extras
     pods = (
@@ -77,7 +76,7 @@ def test_a_training_job_requests_extras_up_to_its_maximum() -> None:
     result = decide(job_with_extras())
     assert sizes(result) == (2, 0, 2)
     assert result.status.idle_nodes.asked_at == NOW
-    assert result.requeue_at == (NOW + REST,)
+    assert result.requeue_at == (NOW + RESCALE_AFTER_SECONDS,)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +153,8 @@ def test_no_extras_while_a_member_is_lost_or_the_job_is_too_small() -> None:
         ({"retry_at": NOW + 7}, TrainingJobStatus(), 0.0, NOW + 7),
         ({"retry_at": NOW}, TrainingJobStatus(), 0.0, None),
         ({"retry_at": NOW + 600}, TrainingJobStatus(), 0.0, NOW + 600),
-        ({}, with_resize_cost(1.0, ago=10), 0.0, NOW - 10 + REST),
-        ({}, with_resize_cost(1.0, ago=REST), 0.0, None),
+        ({}, with_resize_cost(1.0, ago=10), 0.0, NOW - 10 + RESCALE_AFTER_SECONDS),
+        ({}, with_resize_cost(1.0, ago=RESCALE_AFTER_SECONDS), 0.0, None),
         ({}, TrainingJobStatus(), NOW + 3, NOW + 3),
         ({}, TrainingJobStatus(), NOW, None),
     ],
@@ -226,10 +225,13 @@ def test_the_age_of_extras_is_that_of_the_youngest() -> None:
 
 
 def test_a_job_grows_after_its_cooldown() -> None:
-    result = decide(job_with_extras(extras=2), idle_status(with_resize_cost(1.0, ago=REST - 1)))
+    result = decide(job_with_extras(extras=2), idle_status(with_resize_cost(1.0, ago=RESCALE_AFTER_SECONDS - 1)))
     assert result.status.desired == 2
     assert result.requeue_at == (NOW + 1,)
-    assert decide(job_with_extras(extras=2), idle_status(with_resize_cost(1.0, ago=REST))).status.desired == 4
+    assert (
+        decide(job_with_extras(extras=2), idle_status(with_resize_cost(1.0, ago=RESCALE_AFTER_SECONDS))).status.desired
+        == 4
+    )
 
 
 def test_a_job_of_unknown_resize_cost_grows_at_once() -> None:
@@ -284,7 +286,7 @@ def test_unschedulable_extras_are_withdrawn_after_the_timeout(since: float, wait
     idle = result.status.idle_nodes
     if waits:
         assert (idle.wanted, idle.asked_at, idle.failed_requests) == (2, NOW - since, 0)
-        assert NOW - since + REST in result.requeue_at
+        assert NOW - since + RESCALE_AFTER_SECONDS in result.requeue_at
     else:
         assert (idle.wanted, idle.asked_at, idle.failed_requests) == (1, None, 1), "the one that has a node stays"
         assert idle.retry_at == NOW + 60
@@ -297,7 +299,9 @@ def test_pending_extras_are_limited_by_the_maximum_size() -> None:
 
 @pytest.mark.parametrize(("times", "pause"), [(0, 60), (1, 120), (2, 240), (3, 480), (4, 600), (5, 600), (5000, 600)])
 def test_the_backoff_of_extras_doubles_up_to_ten_minutes(times: int, pause: int) -> None:
-    result = decide(job_with_extras(waiting=2), idle_status(wanted=2, asked_at=NOW - REST, failed_requests=times))
+    result = decide(
+        job_with_extras(waiting=2), idle_status(wanted=2, asked_at=NOW - RESCALE_AFTER_SECONDS, failed_requests=times)
+    )
     assert result.status.idle_nodes == IdleNodesStatus(wanted=0, failed_requests=times + 1, retry_at=NOW + pause)
     assert result.requeue_at == (NOW + pause,)
 

@@ -14,11 +14,11 @@ from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_operator.plan.membership import growth
 from trainium_operator.plan.view.facts import Facts
 
-REST = 30
+RESCALE_AFTER_SECONDS = 30
 
 
 def job_facts(count: int = 2, **changes: Any) -> Facts:
-    recovery = {"rescaleAfterSeconds": REST}
+    recovery = {"rescaleAfterSeconds": RESCALE_AFTER_SECONDS}
     workers = {"replicas": 8, "minReplicas": 2}
     return build.facts(build.running_job(count, job_spec=build.spec(workers=workers, recovery=recovery, **changes)))
 
@@ -37,25 +37,34 @@ CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
 @pytest.mark.parametrize(
     ("status", "until"),
     [
-        (with_history(), REST),
-        (with_history(build.interruption(Rung.REPLACE, ago=60)), NOW - 60 + REST),
+        (with_history(), RESCALE_AFTER_SECONDS),
+        (with_history(build.interruption(Rung.REPLACE, ago=60)), NOW - 60 + RESCALE_AFTER_SECONDS),
         (
             with_history(build.interruption(Rung.REPLACE, ago=60, took=None)),
-            NOW - 60 + REST,
+            NOW - 60 + RESCALE_AFTER_SECONDS,
         ),  # not over: from the failure
-        (with_history(build.interruption(Rung.REPLACE, ago=5, took=40, failed_at=None)), 40 + REST),
-        (with_history(build.interruption(Rung.REPLACE, ago=9), build.interruption(Rung.SPARE, ago=50)), NOW - 9 + REST),
-        (with_history(build.interruption(Rung.GROW, ago=5), build.interruption(Rung.STOP, ago=5)), REST),
-        (with_history(build.interruption(Rung.RESIZE, ago=5, **BY_A_PERSON)), REST),
-        (with_history(build.interruption(Rung.RESIZE, ago=5, **CAPACITY)), NOW - 5 + REST),
-        (with_history(*[build.interruption(Rung.REPLACE, ago=5)] * 4), NOW - 5 + REST),
-        (with_shrinks(70), NOW - 70 + REST),
-        (with_shrinks(90, 70), NOW - 70 + 2 * REST),
-        (with_shrinks(90, 80, 70), NOW - 70 + 4 * REST),
-        (with_shrinks(90, 80, 75, 70), NOW - 70 + 8 * REST),
-        (with_shrinks(90, 85, 80, 75, 70), NOW - 70 + 8 * REST),
-        (with_shrinks(3601, 3600, 3599, 70), NOW - 70 + 2 * REST),
-        (with_history(*[build.interruption(Rung.RESIZE, ago=70, **CAPACITY)] * 2), NOW - 70 + 2 * REST),
+        (with_history(build.interruption(Rung.REPLACE, ago=5, took=40, failed_at=None)), 40 + RESCALE_AFTER_SECONDS),
+        (
+            with_history(build.interruption(Rung.REPLACE, ago=9), build.interruption(Rung.SPARE, ago=50)),
+            NOW - 9 + RESCALE_AFTER_SECONDS,
+        ),
+        (
+            with_history(build.interruption(Rung.GROW, ago=5), build.interruption(Rung.STOP, ago=5)),
+            RESCALE_AFTER_SECONDS,
+        ),
+        (with_history(build.interruption(Rung.RESIZE, ago=5, **BY_A_PERSON)), RESCALE_AFTER_SECONDS),
+        (with_history(build.interruption(Rung.RESIZE, ago=5, **CAPACITY)), NOW - 5 + RESCALE_AFTER_SECONDS),
+        (with_history(*[build.interruption(Rung.REPLACE, ago=5)] * 4), NOW - 5 + RESCALE_AFTER_SECONDS),
+        (with_shrinks(70), NOW - 70 + RESCALE_AFTER_SECONDS),
+        (with_shrinks(90, 70), NOW - 70 + 2 * RESCALE_AFTER_SECONDS),
+        (with_shrinks(90, 80, 70), NOW - 70 + 4 * RESCALE_AFTER_SECONDS),
+        (with_shrinks(90, 80, 75, 70), NOW - 70 + 8 * RESCALE_AFTER_SECONDS),
+        (with_shrinks(90, 85, 80, 75, 70), NOW - 70 + 8 * RESCALE_AFTER_SECONDS),
+        (with_shrinks(3601, 3600, 3599, 70), NOW - 70 + 2 * RESCALE_AFTER_SECONDS),
+        (
+            with_history(*[build.interruption(Rung.RESIZE, ago=70, **CAPACITY)] * 2),
+            NOW - 70 + 2 * RESCALE_AFTER_SECONDS,
+        ),
     ],
 )
 def test_the_cooldown_of_growth_doubles_with_each_recent_shrink(status: TrainingJobStatus, until: float) -> None:

@@ -26,7 +26,7 @@ def template_name() -> str:
     return name
 
 
-def planned(observed: Observed, state: ApiState = ApiState.READY) -> PlanResult:
+def plan_claims(observed: Observed, state: ApiState = ApiState.READY) -> PlanResult:
     return make_plan(observed, replace(SETTINGS, dra=state))
 
 
@@ -49,7 +49,7 @@ def job_with_devices(taints: dict[int, str] | None = None, **changes: Any) -> Ob
 
 
 def test_the_template_is_made_before_the_pods_that_refer_to_it() -> None:
-    result = planned(build.observation(build.job(SPEC), devices=DevicesView()))
+    result = plan_claims(build.observation(build.job(SPEC), devices=DevicesView()))
     kinds = [type(action) for action in result.actions]
     applied = [action.manifest for action in result.actions_of_type(ApplyObject)]
     assert [manifest["kind"] for manifest in applied] == ["ResourceClaimTemplate"]
@@ -58,7 +58,7 @@ def test_the_template_is_made_before_the_pods_that_refer_to_it() -> None:
 
 def test_a_template_that_is_there_is_not_written_again() -> None:
     assert (
-        planned(build.observation(build.job(SPEC), devices=DevicesView(templates={template_name(): "u"})))
+        plan_claims(build.observation(build.job(SPEC), devices=DevicesView(templates={template_name(): "u"})))
         .actions[0]
         .__class__
         is CreatePod
@@ -68,16 +68,16 @@ def test_a_template_that_is_there_is_not_written_again() -> None:
 def test_an_outdated_template_is_deleted_without_referring_pods() -> None:
     both = DevicesView(templates={template_name(): "u", "demo-devices-old": "old-uid"})
     observed = replace(job_with_devices(), devices=both)
-    assert DeleteTemplate("demo-devices-old", "old-uid") in planned(observed).actions
+    assert DeleteTemplate("demo-devices-old", "old-uid") in plan_claims(observed).actions
     kept = build.with_pod(observed, build.pod(4, claim_template="demo-devices-old"))
-    assert planned(kept).actions_of_type(DeleteTemplate) == []
+    assert plan_claims(kept).actions_of_type(DeleteTemplate) == []
 
 
 def test_with_fields_of_a_newer_version_a_template_is_made_and_none_removed() -> None:
     observed = build.observation(
         build.job(SPEC, unknown=("spec.new",)), devices=DevicesView(templates={"demo-devices-newer": "u"})
     )
-    actions = planned(observed).actions
+    actions = plan_claims(observed).actions
     assert any(
         isinstance(action, ApplyObject) and action.manifest["metadata"]["name"] == template_name() for action in actions
     )
@@ -86,7 +86,7 @@ def test_with_fields_of_a_newer_version_a_template_is_made_and_none_removed() ->
 
 def test_the_template_of_a_job_without_claims_is_deleted() -> None:
     observed = build.observation(build.job(build.spec()), devices=DevicesView(templates={template_name(): "u"}))
-    assert DeleteTemplate(template_name(), "u") in planned(observed).actions
+    assert DeleteTemplate(template_name(), "u") in plan_claims(observed).actions
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_template_of_a_job_without_claims_is_deleted() -> None:
     ],
 )
 def test_a_job_that_cannot_claim_waits_and_reports_the_reason(state: ApiState, reason: str, words: str) -> None:
-    result = planned(build.observation(build.job(SPEC)), state)
+    result = plan_claims(build.observation(build.job(SPEC)), state)
     assert result.created_pods == []
     for kind in (ConditionType.ADMITTED, ConditionType.PODS_READY):
         status, why, message = condition_of(result, kind)
@@ -108,16 +108,16 @@ def test_a_job_that_cannot_claim_waits_and_reports_the_reason(state: ApiState, r
 
 @pytest.mark.parametrize("state", list(ApiState))
 def test_a_job_without_a_claim_does_not_wait(state: ApiState) -> None:
-    assert len(planned(build.observation(build.job(build.spec())), state).created_pods) == 4
+    assert len(plan_claims(build.observation(build.job(build.spec())), state).created_pods) == 4
 
 
 def test_a_running_job_continues_without_the_claim_api() -> None:
-    result = planned(replace(job_with_devices(), devices=None), ApiState.ABSENT)
+    result = plan_claims(replace(job_with_devices(), devices=None), ApiState.ABSENT)
     assert (result.created_pods, result.deleted_pods, result.status.phase) == ([], {}, Phase.RUNNING)
 
 
 def test_a_member_whose_device_is_tainted_hands_its_rank_to_a_spare_before_it_is_evicted() -> None:
-    result = planned(job_with_devices({1: "NoExecute"}))
+    result = plan_claims(job_with_devices({1: "NoExecute"}))
     entry = result.newest_entry
     assert (entry.cause, entry.node) == (Cause.DEVICE_TAINTED, "node-1")
     assert "device taint neuron.aws.com/x (NoExecute, device node-1/neurondevice3)" in entry.message
@@ -127,7 +127,7 @@ def test_a_member_whose_device_is_tainted_hands_its_rank_to_a_spare_before_it_is
 
 def test_a_new_worker_may_come_back_to_other_devices_of_the_same_node() -> None:
     observed = job_with_devices({1: "NoExecute"})
-    result = planned(replace(observed, pods=observed.pods[:4]))  # without its spare, so pods are made
+    result = plan_claims(replace(observed, pods=observed.pods[:4]))  # without its spare, so pods are made
     manifests = result.created_manifests
     assert manifests
     assert not any("nodeAffinity" in manifest["spec"]["affinity"] for manifest in manifests)
@@ -135,7 +135,7 @@ def test_a_new_worker_may_come_back_to_other_devices_of_the_same_node() -> None:
 
 @pytest.mark.parametrize("effect", ["NoSchedule", "None"])
 def test_a_device_taint_without_eviction_replaces_nobody(effect: str) -> None:
-    result = planned(job_with_devices({1: effect}))
+    result = plan_claims(job_with_devices({1: effect}))
     assert result.status.history == ()
     healthy = find_condition(result.status, ConditionType.NODES_HEALTHY)
     assert healthy is not None
@@ -146,7 +146,7 @@ def test_an_eviction_for_a_tainted_device_has_a_separate_cause() -> None:
     evicted = build.pod(
         1, claim_template=template_name(), deleting=True, disrupted=True, disruption="DeletionByDeviceTaintManager"
     )
-    result = planned(build.with_pod(job_with_devices({1: "NoExecute"}), evicted))
+    result = plan_claims(build.with_pod(job_with_devices({1: "NoExecute"}), evicted))
     assert result.newest_entry.cause is Cause.DEVICE_TAINTED
     assert result.newest_entry.message == (
         "pod demo-w-1 on node node-1 is being deleted or evicted: "
@@ -154,14 +154,14 @@ def test_an_eviction_for_a_tainted_device_has_a_separate_cause() -> None:
     )
     assert result.status.failures == ()
     plain = replace(evicted, disruption="EvictionByEvictionAPI")
-    assert planned(build.with_pod(job_with_devices(), plain)).newest_entry.cause is Cause.PREEMPTED
+    assert plan_claims(build.with_pod(job_with_devices(), plain)).newest_entry.cause is Cause.PREEMPTED
 
 
 def test_an_unhealthy_device_replaces_the_worker_and_avoids_the_node() -> None:
     ill = build.pod(
         1, claim_template=template_name(), device_health=("Unhealthy", "neuron.aws.com/node-1/neurondevice3: HBM")
     )
-    result = planned(build.with_pod(job_with_devices(), ill))
+    result = plan_claims(build.with_pod(job_with_devices(), ill))
     assert result.newest_entry.cause is Cause.DEVICE
     assert "claim health (Unhealthy, neuron.aws.com/node-1/neurondevice3: HBM)" in result.newest_entry.message
     assert result.status.avoided_nodes == ("node-1",)
@@ -175,7 +175,7 @@ def test_an_unschedulable_pod_reports_nodes_with_free_devices() -> None:
         unschedulable_message="0/3 nodes are available: 2 cannot allocate all claims.",
     )
     devices = DevicesView(templates={template_name(): "u"}, free_nodes=("a",), nodes=3)
-    result = planned(build.observation(build.job(SPEC), (waiting,), {}, devices=devices, nodes={}))
+    result = plan_claims(build.observation(build.job(SPEC), (waiting,), {}, devices=devices, nodes={}))
     _, reason, message = condition_of(result, ConditionType.PODS_READY)
     assert reason == "Unschedulable"
     assert "2 cannot allocate all claims. Nodes that have 16 free devices: 1 of 3." in message
@@ -194,14 +194,14 @@ def test_missing_device_plugin_capacity_is_ignored_for_claims() -> None:
         )
         for name, view in observed.nodes.items()
     }
-    assert condition_of(planned(replace(observed, nodes=nodes)), ConditionType.NODES_HEALTHY)[0] == "True"
+    assert condition_of(plan_claims(replace(observed, nodes=nodes)), ConditionType.NODES_HEALTHY)[0] == "True"
     plain = build.running_job(
         4,
         job_spec=build.spec(
             workers={"accelerator": {"instanceType": "trn1.32xlarge"}}, trainer={"batch": {"globalSize": 128}}
         ),
     )
-    assert condition_of(planned(replace(plain, nodes=nodes)), ConditionType.NODES_HEALTHY)[0] == "False"
+    assert condition_of(plan_claims(replace(plain, nodes=nodes)), ConditionType.NODES_HEALTHY)[0] == "False"
 
 
 def job_with_claim(claim: dict[str, Any] | None = None, instance: str = "trn1.32xlarge", **accelerator: Any) -> JobView:

@@ -30,7 +30,7 @@ def new_job(scheduling: dict[str, Any] | None = None, **workers: Any) -> Observe
     )
 
 
-def planned(observed: Observed, served: dict[GangApi, str] | None = None) -> PlanResult:
+def plan_gang(observed: Observed, served: dict[GangApi, str] | None = None) -> PlanResult:
     return make_plan(observed, replace(SETTINGS, gang_apis=served or {}))
 
 
@@ -47,7 +47,7 @@ def admitted_condition(result: PlanResult) -> tuple[str, str]:
 
 
 def test_a_native_gang_is_a_pod_group_of_the_smallest_size_that_pods_name() -> None:
-    result = planned(new_job(), NATIVE)
+    result = plan_gang(new_job(), NATIVE)
     gang = applied_group(result)
     assert (gang["apiVersion"], gang["kind"]) == ("scheduling.k8s.io/v1alpha2", "PodGroup")
     assert gang["spec"] == {"schedulingPolicy": {"gang": {"minCount": 4}}}, "the spare is not part of the minimum"
@@ -60,11 +60,11 @@ def test_a_native_gang_is_a_pod_group_of_the_smallest_size_that_pods_name() -> N
 
 
 def test_the_least_of_an_elastic_job_is_its_smallest_legal_size() -> None:
-    assert applied_group(planned(new_job(minReplicas=2), NATIVE))["spec"]["schedulingPolicy"]["gang"]["minCount"] == 2
+    assert applied_group(plan_gang(new_job(minReplicas=2), NATIVE))["spec"]["schedulingPolicy"]["gang"]["minCount"] == 2
 
 
 def test_kubernetes_1_35_has_a_workload_that_pods_refer_to() -> None:
-    result = planned(new_job(), OLD_NATIVE)
+    result = plan_gang(new_job(), OLD_NATIVE)
     gang = applied_group(result)
     assert gang["kind"] == "Workload"
     assert gang["spec"]["podGroups"] == [{"name": "workers", "policy": {"gang": {"minCount": 4}}}]
@@ -76,7 +76,7 @@ def test_kubernetes_1_35_has_a_workload_that_pods_refer_to() -> None:
 
 
 def test_coscheduling_has_a_pod_group_and_a_label() -> None:
-    result = planned(new_job({"gang": "Coscheduling"}), ALL)
+    result = plan_gang(new_job({"gang": "Coscheduling"}), ALL)
     gang = applied_group(result)
     assert (gang["apiVersion"], gang["spec"]) == ("scheduling.x-k8s.io/v1alpha1", {"minMember": 4})
     assert (
@@ -98,12 +98,12 @@ def test_coscheduling_has_a_pod_group_and_a_label() -> None:
 def test_the_first_api_that_is_served_and_wanted_is_used(
     scheduling: dict[str, Any], served: dict[GangApi, str], kind: str | None
 ) -> None:
-    gang = applied_group(planned(new_job(scheduling), served))
+    gang = applied_group(plan_gang(new_job(scheduling), served))
     assert (gang and gang["apiVersion"]) == kind
 
 
 def test_a_gang_that_cannot_be_scheduled_is_reported() -> None:
-    result = planned(new_job({"gang": "Native"}), COSCHEDULING)
+    result = plan_gang(new_job({"gang": "Native"}), COSCHEDULING)
     condition = find_condition(result.status, ConditionType.ADMITTED)
     assert condition is not None
     assert "does not serve the requested gang API, Native" in condition.message
@@ -111,13 +111,13 @@ def test_a_gang_that_cannot_be_scheduled_is_reported() -> None:
 
 
 def test_a_single_worker_is_no_gang() -> None:
-    assert applied_group(planned(new_job(replicas=1, spares=0), NATIVE)) is None
+    assert applied_group(plan_gang(new_job(replicas=1, spares=0), NATIVE)) is None
 
 
 def test_newcomers_of_a_running_job_are_not_in_a_group() -> None:
     observed = build.running_job(4)
     observed = build.without_pods(observed, 3, keep_agents=True)
-    result = planned(observed, NATIVE)
+    result = plan_gang(observed, NATIVE)
     assert result.created_pods == ["demo-w-4"]
     assert applied_group(result) is None
     assert "schedulingGroup" not in result.created_manifests[0]["spec"]
@@ -130,11 +130,11 @@ def test_a_pending_gang_pod_is_recreated_without_the_group_after_the_start() -> 
         observed = build.running_job(
             4, pods=(*(build.pod(ordinal) for ordinal in range(4)), extra), job_spec=build.spec(workers={"spares": 1})
         )
-        assert planned(observed, NATIVE).deleted_pods == expected
+        assert plan_gang(observed, NATIVE).deleted_pods == expected
 
 
 def test_another_smallest_size_before_the_start_makes_another_group() -> None:
-    first = applied_group(planned(new_job(), NATIVE))["metadata"]["name"]
+    first = applied_group(plan_gang(new_job(), NATIVE))["metadata"]["name"]
     pods = tuple(
         build.pod(ordinal, phase=PodPhase.PENDING, node="", ip="", gang=first, scheduled=False, template_hash="")
         for ordinal in range(5)
@@ -142,7 +142,7 @@ def test_another_smallest_size_before_the_start_makes_another_group() -> None:
     changed = build.observation(
         build.job(build.spec(workers={"replicas": 3, "spares": 1}), TrainingJobStatus(next_pod_ordinal=5)), pods
     )
-    result = planned(changed, NATIVE)
+    result = plan_gang(changed, NATIVE)
     assert set(result.deleted_pods) == {pod.name for pod in pods}
     assert applied_group(result)["metadata"]["name"] != first
 
@@ -166,10 +166,10 @@ def partially_bound_job(bound: int, *, since: float | None = None, elastic: bool
 
 
 def test_a_partial_gang_releases_its_nodes_after_the_timeout() -> None:
-    waiting = planned(partially_bound_job(3))
+    waiting = plan_gang(partially_bound_job(3))
     assert waiting.status.gang.holding_since == NOW
     assert waiting.deleted_pods == {}
-    result = planned(partially_bound_job(3, since=NOW - 600))
+    result = plan_gang(partially_bound_job(3, since=NOW - 600))
     assert set(result.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in range(4)}
     assert result.created_pods == []
     assert result.status.gang.releases == 1
@@ -181,26 +181,26 @@ def test_a_partial_gang_releases_its_nodes_after_the_timeout() -> None:
 def test_holding_since_is_not_written_while_pods_are_being_bound() -> None:
     """Nor is it one that nothing is wrong with the first of those nodes."""
     observed = partially_bound_job(3)
-    status = planned(replace(observed, nodes={})).status
+    status = plan_gang(replace(observed, nodes={})).status
     held = build.with_status(observed, status.replaced(gang=GangStatus()))
     assert find_condition(status, ConditionType.NODES_HEALTHY) is None
-    assert find_condition(planned(held).status, ConditionType.NODES_HEALTHY) is not None
-    waiting = planned(replace(held, status_written=NOW - 1))
+    assert find_condition(plan_gang(held).status, ConditionType.NODES_HEALTHY) is not None
+    waiting = plan_gang(replace(held, status_written=NOW - 1))
     assert waiting.status == held.job.status
     assert waiting.requeue_after == pytest.approx(COUNT_INTERVAL_SECONDS - 1)
-    written = planned(replace(held, status_written=NOW - COUNT_INTERVAL_SECONDS))
+    written = plan_gang(replace(held, status_written=NOW - COUNT_INTERVAL_SECONDS))
     assert written.status.gang.holding_since == NOW
 
 
 def test_that_nodes_are_no_longer_held_is_written_at_once() -> None:
     """Else those of the next attempt would be released too early."""
     observed = partially_bound_job(0, since=NOW - 300)
-    held = build.with_status(observed, planned(observed).status.replaced(gang=observed.job.status.gang))
-    assert planned(replace(held, status_written=NOW)).status.gang.holding_since is None
+    held = build.with_status(observed, plan_gang(observed).status.replaced(gang=observed.job.status.gang))
+    assert plan_gang(replace(held, status_written=NOW)).status.gang.holding_since is None
 
 
 def test_a_job_that_waits_for_nodes_shows_until_when() -> None:
-    admitted = find_condition(planned(partially_bound_job(3)).status, ConditionType.ADMITTED)
+    admitted = find_condition(plan_gang(partially_bound_job(3)).status, ConditionType.ADMITTED)
     assert admitted is not None
     assert admitted.message == (
         "not all workers have a node; if too few have one after 600 s, the job releases these nodes"
@@ -208,29 +208,29 @@ def test_a_job_that_waits_for_nodes_shows_until_when() -> None:
 
 
 def test_a_crash_after_a_gang_timeout_reports_it_once() -> None:
-    first = planned(partially_bound_job(3, since=NOW - 600))
+    first = plan_gang(partially_bound_job(3, since=NOW - 600))
     observed = partially_bound_job(3)
-    again = planned(replace(observed, job=replace(observed.job, status=first.status), now=NOW + 1))
+    again = plan_gang(replace(observed, job=replace(observed.job, status=first.status), now=NOW + 1))
     assert set(again.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in range(4)}
     assert again.status.gang == first.status.gang
     assert again.events == ()
 
 
 def test_an_elastic_job_that_can_start_smaller_keeps_its_nodes() -> None:
-    result = planned(partially_bound_job(3, since=NOW - 600, elastic=True))
+    result = plan_gang(partially_bound_job(3, since=NOW - 600, elastic=True))
     assert result.deleted_pods == {}
     assert result.status.gang.holding_since is None
     later = partially_bound_job(3, elastic=True)
-    started = planned(build.with_status(later, waiting_since=NOW - 121))
+    started = plan_gang(build.with_status(later, waiting_since=NOW - 121))
     assert started.status.membership.size == 3
 
 
 def test_an_elastic_job_that_cannot_start_at_all_releases_its_nodes() -> None:
-    assert len(planned(partially_bound_job(1, since=NOW - 600, elastic=True)).deleted_pods) == 4
+    assert len(plan_gang(partially_bound_job(1, since=NOW - 600, elastic=True)).deleted_pods) == 4
 
 
 def test_a_gang_without_nodes_holds_nothing() -> None:
-    assert planned(partially_bound_job(0)).status.gang.holding_since is None
+    assert plan_gang(partially_bound_job(0)).status.gang.holding_since is None
 
 
 def test_pauses_grow_and_are_deterministic_for_each_job() -> None:
@@ -267,4 +267,4 @@ def test_a_job_without_enough_nodes_retries_until_it_starts() -> None:
 
 def test_a_suspended_job_is_not_admitted() -> None:
     observed = build.observation(build.job(build.spec(suspend=True)), nodes={"node-0": build.node("node-0")})
-    assert admitted_condition(planned(observed)) == ("False", "Suspended")
+    assert admitted_condition(plan_gang(observed)) == ("False", "Suspended")

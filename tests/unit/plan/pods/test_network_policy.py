@@ -22,7 +22,7 @@ INGRESS = WorkerIngress(operator_namespace="system", operator_labels={"app": "op
 PLACE = f"{KIND}/demo-workers"
 
 
-def planned(observed: Observed, ingress: WorkerIngress | None = INGRESS) -> PlanResult:
+def plan_policy(observed: Observed, ingress: WorkerIngress | None = INGRESS) -> PlanResult:
     return make_plan(observed, replace(SETTINGS, worker_ingress=ingress))
 
 
@@ -45,19 +45,19 @@ def with_status_of(observed: Observed, result: PlanResult, **changes: Any) -> Ob
 
 
 def test_the_network_policy_is_written_last_and_once_pods_exist() -> None:
-    first = planned(build.observation(build.job(), policies_listed=True))
+    first = plan_policy(build.observation(build.job(), policies_listed=True))
     assert len(first.created_pods) == 4
     assert first.actions_of_type(ApplyPolicy) == []
-    then = planned(build.observation(build.job(), (build.pod(0),), policies_listed=True))
+    then = plan_policy(build.observation(build.job(), (build.pod(0),), policies_listed=True))
     assert len(then.created_pods) > 0
     assert isinstance(then.actions[-1], ApplyPolicy)
     assert policy_condition(then) is None
 
 
 def test_an_unchanged_policy_is_not_written_again_and_a_different_one_is() -> None:
-    assert planned(with_policy(running_job())).actions_of_type(ApplyPolicy) == []
+    assert plan_policy(with_policy(running_job())).actions_of_type(ApplyPolicy) == []
     moved = replace(INGRESS, operator_namespace="elsewhere")
-    (action,) = planned(with_policy(running_job()), moved).actions_of_type(ApplyPolicy)
+    (action,) = plan_policy(with_policy(running_job()), moved).actions_of_type(ApplyPolicy)
     assert action.manifest["spec"]["ingress"][1]["from"][0]["namespaceSelector"]["matchLabels"] == {
         "kubernetes.io/metadata.name": "elsewhere"
     }
@@ -65,7 +65,7 @@ def test_an_unchanged_policy_is_not_written_again_and_a_different_one_is() -> No
 
 @pytest.mark.parametrize("ingress", [None, INGRESS])
 def test_without_the_setting_or_before_the_policies_were_read_none_is_written(ingress: WorkerIngress | None) -> None:
-    result = planned(replace(running_job(), policies_listed=ingress is None), ingress)
+    result = plan_policy(replace(running_job(), policies_listed=ingress is None), ingress)
     assert result.actions_of_type(ApplyPolicy) == []
     assert (result.requeue_after is not None and result.requeue_after <= 5.0) or ingress is None
 
@@ -77,7 +77,7 @@ def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_co
     taken: bool, state: str, reason: str
 ) -> None:
     observed = running_job(policy_refusal=WriteRefusal("may not create it", taken, NOW + 30))
-    result = planned(observed)
+    result = plan_policy(observed)
     assert result.actions_of_type(ApplyPolicy) == []
     problem = policy_condition(result)
     assert problem is not None
@@ -89,33 +89,33 @@ def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_co
     )
     stalled = result.condition(ConditionType.STALLED)
     assert stalled.status.value == "False"
-    again = planned(with_status_of(observed, result))
+    again = plan_policy(with_status_of(observed, result))
     assert not [event for event in again.events if event.reason == reason]
     assert again.requeue_after is not None
     assert again.requeue_after <= 30
-    late = planned(with_status_of(observed, result, now=NOW + 31))
+    late = plan_policy(with_status_of(observed, result, now=NOW + 31))
     assert len(late.actions_of_type(ApplyPolicy)) == 1
 
 
 def test_a_refused_network_policy_does_not_block_replacement() -> None:
     observed = running_job(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW + 30))
     fewer = replace(observed, pods=observed.pods[1:])
-    assert planned(fewer).created_pods == planned(fewer, None).created_pods != []
+    assert plan_policy(fewer).created_pods == plan_policy(fewer, None).created_pods != []
 
 
 def test_the_policy_condition_follows_the_setting() -> None:
     observed = running_job(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW))
-    result = planned(observed)
-    done = planned(with_policy(with_status_of(observed, result, policy_refusal=None)))
+    result = plan_policy(observed)
+    done = plan_policy(with_policy(with_status_of(observed, result, policy_refusal=None)))
     assert policy_condition(done) == ("True", "PolicyApplied", "")
-    assert policy_condition(planned(with_status_of(observed, result), None)) is None
+    assert policy_condition(plan_policy(with_status_of(observed, result), None)) is None
 
 
 def test_host_network_jobs_get_no_policy_and_open_an_existing_one() -> None:
     hosts = build.spec(workers={"template": {"spec": {"hostNetwork": True}}})
     observed = running_job(job_spec=hosts)
-    assert planned(observed).actions_of_type(ApplyPolicy) == []
-    (action,) = planned(replace(observed, children={**observed.children, PLACE: "of-before"})).actions_of_type(
+    assert plan_policy(observed).actions_of_type(ApplyPolicy) == []
+    (action,) = plan_policy(replace(observed, children={**observed.children, PLACE: "of-before"})).actions_of_type(
         ApplyPolicy
     )
     assert action.manifest["spec"]["ingress"] == [{}]
@@ -124,8 +124,8 @@ def test_host_network_jobs_get_no_policy_and_open_an_existing_one() -> None:
 def test_an_ended_job_gets_no_network_policy() -> None:
     observed = running_job()
     ended = with_condition(observed.job.status, ConditionType.COMPLETE, True, Reason.COMPLETED, "", now=NOW)
-    assert planned(observed).actions_of_type(ApplyPolicy)
-    assert planned(build.with_status(observed, ended)).actions_of_type(ApplyPolicy) == []
+    assert plan_policy(observed).actions_of_type(ApplyPolicy)
+    assert plan_policy(build.with_status(observed, ended)).actions_of_type(ApplyPolicy) == []
 
 
 OPERATOR = {"app.kubernetes.io/name": "trainium-operator", "app.kubernetes.io/instance": "prod"}

@@ -348,19 +348,19 @@ def test_a_returning_member_in_a_stage_closes_the_interruption() -> None:
 
 def test_a_member_that_reports_again_in_training_is_recovered_with_the_next_step() -> None:
     entry = open_interruption(Rung.REPLACE, ago=5, step_before=20)
-    for step, recovered in ((20, None), (21, 5.0)):
+    for step, recovered_seconds in ((20, None), (21, 5.0)):
         observed = build.running_job(4, agents=build.training_agents(range(4), step=step), status={"history": (entry,)})
-        assert make_plan(observed).status.history[0].recovered_seconds == recovered
+        assert make_plan(observed).status.history[0].recovered_seconds == recovered_seconds
 
 
 def test_another_generation_in_a_stage_ends_the_interruption_without_a_step() -> None:
     entry = open_interruption(Rung.SPARE, ago=30, generation=0, step_before=100)
 
-    def recovered(**fields: Any) -> float | None:
+    def plan_recovery(**fields: Any) -> float | None:
         progress = Progress(step=100, resume_step=100, updated=NOW - 300, **fields)
         agents = build.training_agents(range(4), progress=progress)
         observed = build.running_job(4, agents=agents, status={"history": (entry,)})
         return make_plan(observed).status.history[0].recovered_seconds
 
-    assert recovered() is None
-    assert recovered(stage="Export", stage_since=NOW - 10) == 20.0
+    assert plan_recovery() is None
+    assert plan_recovery(stage="Export", stage_since=NOW - 10) == 20.0

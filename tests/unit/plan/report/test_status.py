@@ -328,13 +328,13 @@ def test_the_agents_record_shows_from_which_step_training_resumed() -> None:
 
 
 def test_heartbeats_alone_show_from_which_step_a_new_generation_resumed() -> None:
-    def resumed(step: int, resume_step: int) -> Interruption:
+    def plan_resumption(step: int, resume_step: int) -> Interruption:
         progress = Progress(step=step, resume_step=resume_step, updated=NOW - 1)
         return make_plan(build.with_heartbeats(second_generation(step), progress=progress)).newest_entry
 
-    assert resumed(22, 22).recovered_seconds is None, "a step that was made before the change is not a new one"
-    assert (resumed(23, 22).steps_lost, resumed(23, 22).resume_step) == (0, 22)
-    assert (resumed(21, 18).steps_lost, resumed(21, 18).resume_step) == (2, 18)
+    assert plan_resumption(22, 22).recovered_seconds is None, "a step that was made before the change is not a new one"
+    assert (plan_resumption(23, 22).steps_lost, plan_resumption(23, 22).resume_step) == (0, 22)
+    assert (plan_resumption(21, 18).steps_lost, plan_resumption(21, 18).resume_step) == (2, 18)
 
 
 def test_records_of_an_older_generation_do_not_keep_an_interruption_open() -> None:
@@ -387,8 +387,8 @@ def test_an_alert_of_the_trainer_becomes_one_event() -> None:
     (event,) = [event for event in result.events if event.reason == "LossSpike"]
     assert (event.type.value, event.note) == ("Warning", "Step 29: the gradient norm is high")
     assert [(alert.kind, alert.step) for alert in result.status.alerts] == [("LossSpike", 29)]
-    resumed = spike.model_copy(update={"message": "Step 29 again, after a resume"})
-    later = with_alerts(with_written_status(observed), resumed, now=NOW + 60)
+    plan_resumption = spike.model_copy(update={"message": "Step 29 again, after a resume"})
+    later = with_alerts(with_written_status(observed), plan_resumption, now=NOW + 60)
     assert make_plan(later).event_notes("LossSpike") == []
     silent = with_alerts(with_written_status(observed), now=NOW + 60)
     assert make_plan(silent).status.alerts == result.status.alerts

@@ -86,13 +86,13 @@ def test_a_gang_pause_written_by_a_fast_clock_ends() -> None:
 
 
 def test_a_creation_backoff_written_by_a_fast_clock_ends() -> None:
-    def refused(time: float) -> TrainingJobStatus:
+    def status_with_refusals(time: float) -> TrainingJobStatus:
         return TrainingJobStatus(
             observed_generation=build.job().generation, start_failures=StartFailuresStatus(rounds=9, at=time)
         )
 
-    assert make_plan(build.observation(build.job(status=refused(NOW - 1)))).created_pods == []
-    assert len(make_plan(build.observation(build.job(status=refused(NOW + 3600)))).created_pods) == 4
+    assert make_plan(build.observation(build.job(status=status_with_refusals(NOW - 1)))).created_pods == []
+    assert len(make_plan(build.observation(build.job(status=status_with_refusals(NOW + 3600)))).created_pods) == 4
 
 
 RECORDED = MembershipStatus(generation=1, attempt=0, size=4, data_parallel=4)

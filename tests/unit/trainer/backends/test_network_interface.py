@@ -18,7 +18,7 @@ dist.destroy_process_group()
 """
 
 
-def own_address() -> str:
+def find_own_address() -> str:
     """Return the address from which this host reaches others, without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -34,7 +34,7 @@ def test_any_loopback_address_uses_loopback(address: str) -> None:
 
 
 def test_an_address_of_this_host_uses_its_interface() -> None:
-    name = find_interface(own_address())
+    name = find_interface(find_own_address())
     assert name in {name for _, name in socket.if_nameindex()} - {LOOPBACK}
 
 
@@ -60,7 +60,7 @@ def test_the_users_choice_precedes_the_address_of_the_pod_and_that_any_other(
 
 
 def test_gloo_uses_the_interface_of_the_address_of_this_host(tmp_path_factory: pytest.TempPathFactory) -> None:
-    address = own_address()
+    address = find_own_address()
     environment = {name: text for name, text in os.environ.items() if name != ENV_INTERFACE}
     file = str(tmp_path_factory.mktemp("store") / "file")
     completed = run_python("-c", JOIN_GROUP, file, env={**environment, ENV_POD_IP: address})

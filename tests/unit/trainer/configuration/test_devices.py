@@ -20,7 +20,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 @pytest.fixture
-def neuron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def fake_neuron(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Register a fake TorchNeuron: the library runs only on its hardware."""
     module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 4)
     monkeypatch.setattr(torch, "neuron", module, raising=False)
@@ -56,10 +56,10 @@ def test_a_node_with_unusable_neuron_devices_trains_on_its_cpu_only_on_request(t
     assert pick_device(0, DeviceChoice.CPU, devices=tmp_path) == torch.device("cpu")
 
 
-def test_an_available_neuron_device_is_chosen_and_each_process_has_a_core(neuron: SimpleNamespace) -> None:
+def test_an_available_neuron_device_is_chosen_and_each_process_has_a_core(fake_neuron: SimpleNamespace) -> None:
     assert pick_device(3) == ("neuron", 3)
     with pytest.raises(UserError, match="process 4 of this node has no device, there are 4 Neuron cores"):
         pick_device(4)
-    neuron.is_available = lambda: False
+    fake_neuron.is_available = lambda: False
     with pytest.raises(UserError, match="TorchNeuron finds no core that it can use"):
         pick_device(0, DeviceChoice.NEURON)

@@ -36,7 +36,7 @@ def ordinary_user() -> Iterator[int]:
 
 
 @pytest.fixture
-def locked() -> Iterator[Path]:
+def locked_folder() -> Iterator[Path]:
     """Create a folder that all users can enter but only root can write; only root can enter folders of pytest."""
     folder = Path(tempfile.mkdtemp(prefix="locked-"))
     folder.chmod(0o555)
@@ -46,7 +46,7 @@ def locked() -> Iterator[Path]:
 
 
 @pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
+def read_only_volume(tmp_path: Path) -> Iterator[Path]:
     """Mount a volume read-only."""
     root = tmp_path / "volume"
     root.mkdir()
@@ -89,27 +89,27 @@ WRITERS = [
 
 @pytest.mark.parametrize(("write", "kind"), WRITERS)
 def test_a_folder_of_another_user_is_reported_with_the_user_who_cannot_write_it(
-    locked: Path, write: Callable[[Path], None], kind: type[Exception]
+    locked_folder: Path, write: Callable[[Path], None], kind: type[Exception]
 ) -> None:
     with ordinary_user() as user, pytest.raises(kind) as refused:
-        write(locked)
+        write(locked_folder)
     message = str(refused.value)
     assert f"user {user} cannot write there: make it writable for that user (fsGroup; a hostPath takes none" in message
-    assert str(locked) in message
+    assert str(locked_folder) in message
     assert "space" not in message
 
 
 @pytest.mark.parametrize(("write", "kind"), WRITERS)
 def test_a_volume_that_is_mounted_read_only_is_reported_as_read_only(
-    read_only: Path, write: Callable[[Path], None], kind: type[Exception]
+    read_only_volume: Path, write: Callable[[Path], None], kind: type[Exception]
 ) -> None:
     with pytest.raises(kind, match=r"Read-only file system\)?: it is mounted read-only: mount it writable"):
-        write(read_only)
+        write(read_only_volume)
 
 
-def test_the_preflight_names_the_user_who_cannot_write(locked: Path) -> None:
+def test_the_preflight_names_the_user_who_cannot_write(locked_folder: Path) -> None:
     with ordinary_user() as user:
-        assert f"Permission denied: user {user} cannot write there" in _explain_unwritable(locked)
+        assert f"Permission denied: user {user} cannot write there" in _explain_unwritable(locked_folder)
 
 
 def test_a_full_volume_is_still_reported_as_full(tmp_path: Path) -> None:

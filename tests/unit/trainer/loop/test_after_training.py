@@ -30,31 +30,31 @@ LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.1, targets: [
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder for the base and the data."""
     return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture(scope="module")
-def options(base: Path, text_file: Path, shared: Path) -> list[str]:
+def options(base: Path, text_file: Path, shared_folder: Path) -> list[str]:
     """Return overrides for a short tuning on sums of numbers, with a base that has a tokenizer."""
     from trainium_trainer.data.sources.resolve import SourceSpec
     from trainium_trainer.data.tokens.encoding import train_for_texts
 
-    folder = shared / "base"
+    folder = shared_folder / "base"
     folder.mkdir()
     for file in base.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    (shared / "cache").mkdir()
-    tokenizer = train_for_texts([SourceSpec(str(text_file), "text")], 320, shared / "cache")
+    (shared_folder / "cache").mkdir()
+    tokenizer = train_for_texts([SourceSpec(str(text_file), "text")], 320, shared_folder / "cache")
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     records = [{"instruction": f"Add {n} and {n + 1}.", "context": "", "response": str(2 * n + 1)} for n in range(60)]
-    (shared / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (shared_folder / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = {
-        "source": str(shared / "sums.jsonl"),
+        "source": str(shared_folder / "sums.jsonl"),
         "format": "Instruction",
         "sequenceLength": 128,
-        "cacheDirectory": str(shared / "cache"),
+        "cacheDirectory": str(shared_folder / "cache"),
         "validation": {"fraction": 0.2, "everySteps": 100},
     }
     return [
@@ -73,14 +73,14 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def test_a_run_writes_an_adapter_a_merged_model_and_figures(
-    reference_run: ReferenceRuns, options: list[str], shared: Path
+    reference_run: ReferenceRuns, options: list[str], shared_folder: Path
 ) -> None:
     job = reference_run(2, options)
     folder = job.folder / "artifacts" / "step-6"
     tokens = torch.arange(40).reshape(1, -1)
     merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     adapted = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(shared / "base", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(shared_folder / "base", dtype=torch.float32)
     with torch.no_grad():
         logits, peft_logits, base_logits = merged(tokens).logits, adapted(tokens).logits, base(tokens).logits
     torch.testing.assert_close(logits, peft_logits, rtol=1e-5, atol=1e-5)

@@ -154,13 +154,13 @@ def test_a_reference_in_a_folder_is_computed_ahead_with_the_result_of_the_base(
 ) -> None:
     cache = f"data.cacheDirectory={tmp_path / 'cache'}"
 
-    def from_reference(ranks: int, folder: Path) -> list[dict[str, Any]]:
+    def train_from_reference(ranks: int, folder: Path) -> list[dict[str, Any]]:
         tuning = TUNINGS["LoRA"].replace("beta: 0.5", f"beta: 0.5, reference: {folder}")
         return run(launch, ranks, folder.name, [*pairs, cache, tuning])
 
     expected_metrics = reference_run(1, [*pairs, TUNINGS["LoRA"]]).metrics()
-    assert_same(from_reference(2, shutil.copytree(base, tmp_path / "same")), expected_metrics)
-    other = from_reference(1, save_variant(tmp_path / "other", base))
+    assert_same(train_from_reference(2, shutil.copytree(base, tmp_path / "same")), expected_metrics)
+    other = train_from_reference(1, save_variant(tmp_path / "other", base))
     assert other[0]["rewardMargin"] != pytest.approx(0, abs=1e-2), "the run starts with another model"
 
 

@@ -34,7 +34,9 @@ def log_probs(logits: Tensor, labels: Tensor, first: int) -> list[float]:
     ]
 
 
-def dpo(objective: ObjectiveConfig, rows: list[list[float]], references: list[float]) -> tuple[float, list[float]]:
+def compute_dpo(
+    objective: ObjectiveConfig, rows: list[list[float]], references: list[float]
+) -> tuple[float, list[float]]:
     """Compute equation 7 of arXiv 2305.18290, with the label noise of conservative DPO."""
     rewards = [objective.beta * (sum(row) - reference) for row, reference in zip(rows, references, strict=True)]
     preferred = 1 / (1 + math.exp(rewards[1] - rewards[0]))
@@ -42,7 +44,7 @@ def dpo(objective: ObjectiveConfig, rows: list[list[float]], references: list[fl
     return -(1 - noise) * math.log(preferred) - noise * math.log(1 - preferred), rewards
 
 
-def orpo(objective: ObjectiveConfig, rows: list[list[float]], chosen: list[float]) -> tuple[float, list[float]]:
+def compute_orpo(objective: ObjectiveConfig, rows: list[list[float]], chosen: list[float]) -> tuple[float, list[float]]:
     """Compute equations 3 to 7 of arXiv 2403.07691: an answer's likelihood is the geometric mean over its tokens."""
     means = [math.exp(sum(row) / len(row)) for row in rows]
     odds = [mean / (1 - mean) for mean in means]
@@ -71,9 +73,9 @@ def test_loss_and_rewards_are_those_of_the_papers(objective: ObjectiveConfig) ->
         both = (2 * pair, 2 * pair + 1)
         rows = [log_probs(logits[row], labels[row], int(answers[row])) for row in both]
         if objective.kind is ObjectiveKind.DPO:
-            loss, rewards = dpo(objective, rows, [float(references[row]) for row in both])
+            loss, rewards = compute_dpo(objective, rows, [float(references[row]) for row in both])
         else:
-            loss, rewards = orpo(objective, rows, log_probs(logits[both[0]], labels[both[0]], 0))
+            loss, rewards = compute_orpo(objective, rows, log_probs(logits[both[0]], labels[both[0]], 0))
         total += loss
         for index, value in enumerate((*rewards, float(rewards[0] > rewards[1]))):
             sums[index] += value

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         progress.record_resume(step, tokens=0, samples=0)
         while True:
             started_at = time.perf_counter()
-            own_work(control, rank, pulse)
+            do_own_work(control, rank, pulse)
             with pulse.waiting_for_peers:
                 if should_hide(control, rank, step):
                     time.sleep(3600)
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         return find_exit_code(error)
 
 
-def own_work(control: Path, rank: int, pulse: Pulse) -> None:
+def do_own_work(control: Path, rank: int, pulse: Pulse) -> None:
     time.sleep(STEP_SECONDS)
     if (seconds := read_command(control, "sleep", rank)) is not None:
         time.sleep(seconds)

@@ -34,14 +34,14 @@ def main(argv: list[str]) -> int:
 
         original = dist.all_reduce
 
-        def faulty(tensor: torch.Tensor, *args: Any, **options: Any) -> object:
+        def all_reduce_with_fault(tensor: torch.Tensor, *args: Any, **options: Any) -> object:
             if kind == "slow":
                 time.sleep(1.5)
             else:
                 tensor += 1
             return original(tensor, *args, **options)
 
-        dist.all_reduce = faulty
+        dist.all_reduce = all_reduce_with_fault
     return pair_test.main(argv)
 
 
@@ -51,10 +51,10 @@ def throttle(gigabits: float) -> None:
 
     original = dist.all_reduce
 
-    def throttled(tensor: torch.Tensor, *args: Any, **options: Any) -> object:
+    def all_reduce_throttled(tensor: torch.Tensor, *args: Any, **options: Any) -> object:
         started_at = time.monotonic()
         result = original(tensor, *args, **options)
         time.sleep(max(0.0, 8 * tensor.nbytes / (gigabits * 1e9) - (time.monotonic() - started_at)))
         return result
 
-    dist.all_reduce = throttled
+    dist.all_reduce = all_reduce_throttled

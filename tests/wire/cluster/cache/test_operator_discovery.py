@@ -22,7 +22,7 @@ from trainium_operator.plan.model.observed import GangApi
 NATIVE_136 = {"scheduling.k8s.io/v1": ("PriorityClass",), "scheduling.k8s.io/v1alpha2": ("PodGroup", "Workload")}
 
 
-def discovered(served: dict[str, tuple[str, ...]]) -> dict[GangApi, str]:
+def discover(served: dict[str, tuple[str, ...]]) -> dict[GangApi, str]:
     cluster = FakeCluster()
     cluster.served = served
     return run_virtual(discover_gang_apis(Api(cluster)))
@@ -47,7 +47,7 @@ def discovered(served: dict[str, tuple[str, ...]]) -> dict[GangApi, str]:
 def test_only_supported_versions_of_gang_apis_are_used(
     served: dict[str, tuple[str, ...]], expected: dict[GangApi, str]
 ) -> None:
-    assert discovered(served) == expected
+    assert discover(served) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def pod(name: str, **labels: str) -> dict:
 
 
 @contextlib.asynccontextmanager
-async def reflected(cluster: FakeCluster, **options: Any) -> AsyncIterator[Reflector[str]]:
+async def run_reflector(cluster: FakeCluster, **options: Any) -> AsyncIterator[Reflector[str]]:
     api = Api(cluster, jitter=lambda: 0.5)
     reflector = Reflector(
         api,
@@ -48,7 +48,7 @@ async def test_a_paged_list_and_a_watch_fill_the_store() -> None:
     for number in range(2 * PAGE + 3):
         cluster.add(PODS, pod(f"p-{number:04}"))
     cluster.add(PODS, {"metadata": {"name": "foreign", "labels": {}}})
-    async with reflected(cluster) as reflector:
+    async with run_reflector(cluster) as reflector:
         assert len(reflector.store) == 2 * PAGE + 3
         assert cluster.requests.count(("GET", "/api/v1/pods")) == 3
         cluster.add(PODS, pod("new"))
@@ -65,7 +65,7 @@ async def test_objects_deleted_during_an_expired_watch_are_removed() -> None:
     cluster = FakeCluster()
     for number in range(10):
         cluster.add(PODS, pod(f"p-{number}"))
-    async with reflected(cluster) as reflector:
+    async with run_reflector(cluster) as reflector:
         deleted: list[str] = []
         reflector.store.listen(lambda key, _old, new: deleted.append(key[1]) if new is None else None)
         cluster.stall_streams()
@@ -81,7 +81,7 @@ async def test_objects_deleted_during_an_expired_watch_are_removed() -> None:
 @in_virtual_time
 async def test_a_dropped_watch_resumes_without_a_list() -> None:
     cluster = FakeCluster()
-    async with reflected(cluster) as reflector:
+    async with run_reflector(cluster) as reflector:
         cluster.stall_streams()
         cluster.add(PODS, pod("in-between"))
         cluster.drop_streams()
@@ -93,7 +93,7 @@ async def test_a_dropped_watch_resumes_without_a_list() -> None:
 @in_virtual_time
 async def test_a_silent_watch_is_restarted() -> None:
     cluster = FakeCluster()
-    async with reflected(cluster) as reflector:
+    async with run_reflector(cluster) as reflector:
         cluster.stall_streams()
         cluster.add(PODS, pod("unseen"))
         await asyncio.sleep(SILENCE_SECONDS - 5)
@@ -105,7 +105,7 @@ async def test_a_silent_watch_is_restarted() -> None:
 @in_virtual_time
 async def test_bookmarks_keep_a_watch_alive_and_advance_its_version() -> None:
     cluster = FakeCluster()
-    async with reflected(cluster) as reflector:
+    async with run_reflector(cluster) as reflector:
         for _ in range(3):
             await asyncio.sleep(60)
             cluster.add(PODS, {"metadata": {"name": f"foreign-{cluster.version}", "labels": {}}})
@@ -124,7 +124,7 @@ async def test_bookmarks_keep_a_watch_alive_and_advance_its_version() -> None:
 async def test_a_periodic_list_corrects_a_missed_event() -> None:
     cluster = FakeCluster()
     cluster.add(PODS, pod("ghost"))
-    async with reflected(cluster, relist_seconds=600) as reflector:
+    async with run_reflector(cluster, relist_seconds=600) as reflector:
         del cluster.objects["pods", "default", "ghost"]  # and no event reports it
         for _ in range(12):
             await asyncio.sleep(60)
@@ -135,7 +135,7 @@ async def test_a_periodic_list_corrects_a_missed_event() -> None:
 @in_virtual_time
 async def test_the_store_is_updated_after_an_outage() -> None:
     cluster = FakeCluster()
-    async with reflected(cluster) as reflector:
+    async with run_reflector(cluster) as reflector:
         cluster.down = True
         cluster.drop_streams()
         await asyncio.sleep(120)

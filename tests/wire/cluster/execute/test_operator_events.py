@@ -12,7 +12,7 @@ from trainium_operator.cluster.execute.events import BUCKET, Event, EventRecorde
 JOB = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "namespace": "default", "name": "j", "uid": "u"}
 
 
-def lost_worker(text: str, uid: str = "u") -> Event:
+def build_event(text: str, uid: str = "u") -> Event:
     return Event("default", {**JOB, "uid": uid}, "WorkerLost", text)
 
 
@@ -53,11 +53,11 @@ async def test_an_event_has_the_required_fields(cluster: FakeCluster, recorder: 
 @with_recorder
 async def test_repeated_notes_are_a_series_of_one_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
     for _ in range(10):
-        recorder.record(lost_worker("pod w-1 lost"))
+        recorder.record(build_event("pod w-1 lost"))
         await asyncio.sleep(20)
     (event,) = events(cluster)
     assert event["series"]["count"] == 9
-    recorder.record(lost_worker("pod w-2 lost"))
+    recorder.record(build_event("pod w-2 lost"))
     await run_pending_tasks()
     assert len(events(cluster)) == 2
 
@@ -75,9 +75,9 @@ async def test_notes_of_one_series_are_one_event(cluster: FakeCluster, recorder:
 
 @with_recorder
 async def test_a_note_after_a_long_pause_is_a_new_event(cluster: FakeCluster, recorder: EventRecorder) -> None:
-    recorder.record(lost_worker("pod w-1 lost"))
+    recorder.record(build_event("pod w-1 lost"))
     await asyncio.sleep(1000)
-    recorder.record(lost_worker("pod w-1 lost"))
+    recorder.record(build_event("pod w-1 lost"))
     await run_pending_tasks()
     assert len(events(cluster)) == 2
 
@@ -85,8 +85,8 @@ async def test_a_note_after_a_long_pause_is_a_new_event(cluster: FakeCluster, re
 @with_recorder
 async def test_events_are_limited_for_each_job(cluster: FakeCluster, recorder: EventRecorder) -> None:
     for number in range(100):
-        recorder.record(lost_worker(f"news {number}"))
-    recorder.record(lost_worker("other job", uid="v"))
+        recorder.record(build_event(f"news {number}"))
+    recorder.record(build_event("other job", uid="v"))
     await asyncio.sleep(1)
     assert len(events(cluster)) == BUCKET + 1
     assert recorder.dropped == 100 - BUCKET
@@ -94,11 +94,11 @@ async def test_events_are_limited_for_each_job(cluster: FakeCluster, recorder: E
 
 @with_recorder
 async def test_a_series_whose_event_has_expired_starts_again(cluster: FakeCluster, recorder: EventRecorder) -> None:
-    recorder.record(lost_worker("pod w-1 lost"))
+    recorder.record(build_event("pod w-1 lost"))
     await asyncio.sleep(60)
     (event,) = events(cluster)
     cluster.remove(EVENTS, "default", event["metadata"]["name"])
-    recorder.record(lost_worker("pod w-1 lost"))
+    recorder.record(build_event("pod w-1 lost"))
     await asyncio.sleep(1)
     assert len(events(cluster)) == 1
 
@@ -106,10 +106,10 @@ async def test_a_series_whose_event_has_expired_starts_again(cluster: FakeCluste
 @with_recorder
 async def test_notes_during_an_outage_are_dropped(cluster: FakeCluster, recorder: EventRecorder) -> None:
     cluster.down = True
-    recorder.record(lost_worker("lost"))
+    recorder.record(build_event("lost"))
     await recorder.flush(1.0)
     await asyncio.sleep(100)
     cluster.down = False
-    recorder.record(lost_worker("found"))
+    recorder.record(build_event("found"))
     await run_pending_tasks()
     assert [event["note"] for event in events(cluster)] == ["found"]

@@ -14,25 +14,25 @@ HOOK_SECONDS = 10.0
 """Default time-out of the API server for a webhook."""
 
 
-def behind_a_webhook(process: OperatorProcess, seconds: float, *, refuses: bool) -> list[float]:
+def delay_creations(process: OperatorProcess, seconds: float, *, should_refuse: bool) -> list[float]:
     """Delay creations of pods of jobs named `held-…`; return the list of their times."""
-    request, tried = process.connection.request, list[float]()
+    request, creation_times = process.connection.request, list[float]()
 
-    async def held(method: str, path: str, *, body: Any, **rest: Any) -> HttpResponse:
+    async def request_or_delay(method: str, path: str, *, body: Any, **rest: Any) -> HttpResponse:
         name = str(((body or {}).get("metadata") or {}).get("name", ""))
         if method == "POST" and path.endswith("/pods") and name.startswith("held-"):
-            tried.append(asyncio.get_running_loop().time())
+            creation_times.append(asyncio.get_running_loop().time())
             await asyncio.sleep(seconds)
-            if refuses:
+            if should_refuse:
                 return http_error(500, "InternalError", "failed calling webhook: context deadline exceeded")
         return await request(method, path, body=body, **rest)
 
-    process.connection.request = held  # type: ignore[method-assign]
-    return tried
+    process.connection.request = request_or_delay  # type: ignore[method-assign]
+    return creation_times
 
 
 async def recovery_seconds(
-    held: int, *, replicas: int = 1, refuses: bool = True, afterwards: float = 0.0
+    held: int, *, replicas: int = 1, should_refuse: bool = True, afterwards: float = 0.0
 ) -> tuple[float, FakeCluster, list[float]]:
     """Measure the recovery of a job after its worker was killed, beside this number of delayed jobs."""
     cluster = FakeCluster(wall_clock)
@@ -42,7 +42,7 @@ async def recovery_seconds(
     cluster.add(JOBS, training_job("good"))
     await process.start()
     await until(lambda: workers.step_of("good") > 5, 60, "it trains")
-    tried = behind_a_webhook(process, HOOK_SECONDS, refuses=refuses)
+    creation_times = delay_creations(process, HOOK_SECONDS, should_refuse=should_refuse)
     for number in range(held):
         cluster.add(JOBS, training_job(f"held-{number}", replicas=replicas))
     await asyncio.sleep(5.3)
@@ -54,20 +54,20 @@ async def recovery_seconds(
     await asyncio.sleep(afterwards)
     running.cancel()
     await process.kill()
-    return seconds, cluster, tried
+    return seconds, cluster, creation_times
 
 
 def test_jobs_behind_a_slow_webhook_do_not_delay_the_recovery_of_others() -> None:
     alone, _, _ = run_virtual(recovery_seconds(0))
-    for refuses in (True, False):
-        beside, _, _ = run_virtual(recovery_seconds(5, replicas=24, refuses=refuses))
-        assert beside <= 1.5 * alone, refuses
+    for should_refuse in (True, False):
+        beside, _, _ = run_virtual(recovery_seconds(5, replicas=24, should_refuse=should_refuse))
+        assert beside <= 1.5 * alone, should_refuse
 
 
 def test_a_job_behind_a_failing_webhook_is_retried_with_growing_pauses() -> None:
-    _, cluster, tried = run_virtual(recovery_seconds(1, afterwards=300))
-    assert 3 <= len(tried) <= 30
-    assert tried[-1] - tried[0] > 120
+    _, cluster, creation_times = run_virtual(recovery_seconds(1, afterwards=300))
+    assert 3 <= len(creation_times) <= 30
+    assert creation_times[-1] - creation_times[0] > 120
     notes = [raw["note"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
     assert any("failed calling webhook" in note for note in notes)
     assert not [name for name in cluster.names(PODS) if name.startswith("held-")]

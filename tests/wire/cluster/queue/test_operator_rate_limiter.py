@@ -103,7 +103,7 @@ JOB = ("default", "llama")
 OTHER = ("default", "other")
 
 
-async def plans(cost: float, changes: list[float], until: float, faults: tuple[float, ...] = ()) -> list[float]:
+async def run_plans(cost: float, changes: list[float], until: float, faults: tuple[float, ...] = ()) -> list[float]:
     """Return the start times of plans that take `cost` seconds, for a job that changes at these times.
 
     With `faults`, only these are planned with the short pause.
@@ -129,33 +129,33 @@ async def plans(cost: float, changes: list[float], until: float, faults: tuple[f
 
 
 def test_a_change_after_an_idle_period_is_planned_at_once() -> None:
-    assert run_virtual(plans(0.1, [1.0, 5.0], 9.0)) == [1.0, 5.0]
+    assert run_virtual(run_plans(0.1, [1.0, 5.0], 9.0)) == [1.0, 5.0]
 
 
 def test_a_burst_of_changes_takes_a_fifth_of_the_time() -> None:
-    plan_times = run_virtual(plans(0.02, [1.0 + number / 1000 for number in range(1000)], 9.0))
+    plan_times = run_virtual(run_plans(0.02, [1.0 + number / 1000 for number in range(1000)], 9.0))
     assert plan_times[0] == 1.0
     assert 12 <= len(plan_times) <= 14
     assert plan_times[-1] >= 1.999
 
 
 def test_a_slow_plan_delays_the_next_by_at_most_a_second() -> None:
-    plan_times = run_virtual(plans(3.0, [1.0, 1.1, 4.5], 20.0))
+    plan_times = run_virtual(run_plans(3.0, [1.0, 1.1, 4.5], 20.0))
     assert plan_times[1] <= plan_times[0] + MAX_PAUSE_SECONDS
 
 
 def test_changes_that_are_not_urgent_wait_longer_and_the_last_is_planned() -> None:
     calm = [1.0 + number / 1000 for number in range(5000)]
-    plan_times = run_virtual(plans(0.02, calm, 9.0, faults=(8.0,)))
+    plan_times = run_virtual(run_plans(0.02, calm, 9.0, faults=(8.0,)))
     assert plan_times[-1] == 8.0
     assert 13 <= len(plan_times) <= 16
     assert plan_times[-2] >= 5.999
-    slow = run_virtual(plans(3.0, calm, 20.0, faults=(19.0,)))
+    slow = run_virtual(run_plans(3.0, calm, 20.0, faults=(19.0,)))
     assert slow[:2] == [1.0, 1.0 + MAX_BACKGROUND_PAUSE_SECONDS]
 
 
 def test_a_fault_does_not_wait_for_the_pause_of_changes_that_are_not_urgent() -> None:
-    plan_times = run_virtual(plans(0.1, [1.0, 1.1], 9.0, faults=(1.5,)))
+    plan_times = run_virtual(run_plans(0.1, [1.0, 1.1], 9.0, faults=(1.5,)))
     assert plan_times == [1.0, 1.5]
 
 

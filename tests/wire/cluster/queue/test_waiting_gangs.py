@@ -45,7 +45,7 @@ class TwoJobs:
             entry: Any = Entry(record, uid=view.uid, version=1, owner=None)
             self.caches.jobs.store.put((view.namespace, view.name), entry)
 
-    def pod(self, view: PodView, job: str = "other") -> None:
+    def add_pod(self, view: PodView, job: str = "other") -> None:
         self.version += 1
         owner = JobId("default", job, f"uid-{job}")
         self.caches.pods.store.put(("default", view.name), Entry(view, uid="pod", version=self.version, owner=owner))
@@ -53,29 +53,29 @@ class TwoJobs:
 
 def test_a_waiting_gang_wakes_the_job_with_idle_nodes() -> None:
     jobs = TwoJobs()
-    jobs.pod(WAITS)
+    jobs.add_pod(WAITS)
     assert jobs.gangs.wanted_nodes(jobs.first) == 1
     assert jobs.woken == [("default", "first")]
 
-    jobs.pod(replace(WAITS, node="a", unschedulable_message=""))
+    jobs.add_pod(replace(WAITS, node="a", unschedulable_message=""))
     assert jobs.gangs.wanted_nodes(jobs.first) == 0
     assert jobs.woken == [("default", "first")] * 2
 
 
 def test_only_waiting_gangs_of_other_jobs_with_the_same_devices_count() -> None:
     jobs = TwoJobs()
-    jobs.pod(replace(WAITS, name="first-w-9"), "first")
+    jobs.add_pod(replace(WAITS, name="first-w-9"), "first")
     assert jobs.gangs.wanted_nodes(jobs.first) == 0
-    jobs.pod(replace(WAITS, extra=True))
-    jobs.pod(replace(WAITS, gang=""))
+    jobs.add_pod(replace(WAITS, extra=True))
+    jobs.add_pod(replace(WAITS, gang=""))
     assert jobs.gangs.wanted_nodes(jobs.first) == 0
     different = TwoJobs(device="cuda")
-    different.pod(WAITS)
+    different.add_pod(WAITS)
     assert different.gangs.wanted_nodes(different.first) == 0
 
 
 def test_deleted_pods_do_not_wait() -> None:
     jobs = TwoJobs()
-    jobs.pod(WAITS)
+    jobs.add_pod(WAITS)
     jobs.caches.pods.store.remove(("default", WAITS.name), 9)
     assert jobs.gangs.wanted_nodes(jobs.first) == 0

@@ -148,13 +148,13 @@ def write_nxd_tag(tag: Path, expected: dict[str, torch.Tensor], *, zero1: int, x
     for tp in range(2):
         for pp, names in enumerate(stages):
 
-            def cut(name: str, part: str, tp: int = tp) -> torch.Tensor:
+            def cut_tensor(name: str, part: str, tp: int = tp) -> torch.Tensor:
                 value = expected[state_name(part, name)]
                 if value.dim() == 1:
                     return value
                 return value.chunk(2, 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[tp].contiguous()
 
-            weights: dict[str, Any] = {name: cut(name, WEIGHT).bfloat16() for name in names}
+            weights: dict[str, Any] = {name: cut_tensor(name, WEIGHT).bfloat16() for name in names}
             weights["model.rotary.inv_freq"] = torch.ones(2)
             save(tag / "model" / rank_file_name(0, tp, pp), weights, xser=xser)
             order = [name for name in names if len(sizes[name]) == 2] + [
@@ -169,7 +169,7 @@ def write_nxd_tag(tag: Path, expected: dict[str, torch.Tensor], *, zero1: int, x
                 shards: dict[str, dict[int, torch.Tensor]] = {part: {} for part in PARTS}
                 for part in PARTS:
                     for number, name in enumerate(order):
-                        value = cut(name, part)
+                        value = cut_tensor(name, part)
                         rows = -(-value.shape[0] // zero1)
                         padded = torch.zeros(rows * zero1, *value.shape[1:])
                         padded[: value.shape[0]] = value
