@@ -20,7 +20,7 @@ _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS = 1
 _IOPRIO_LAST = (2 << 13) | 7
 """The lowest best-effort priority; the idle class would wait for ever on a busy disk."""
-_LOW = 10
+_LOW_NICE = 10
 """A tenth of a normal thread's share: training hardly slows down, and a busy node still becomes ready."""
 _NAME_BYTES = 15
 
@@ -46,7 +46,7 @@ def adopt_orphans() -> None:
 def lower_thread_priority() -> None:
     """Lower the CPU and I/O priority of the calling thread only."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_NICE)
     number = _SYS_IOPRIO_SET.get(os.uname().machine)
     if number is not None:
         _libc.syscall(number, _IOPRIO_WHO_PROCESS, threading.get_native_id(), _IOPRIO_LAST)

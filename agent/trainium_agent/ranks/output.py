@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _LINES = 60
 """More than the summary that torchrun prints after the errors of its ranks."""
 _CHUNK = 1 << 16
-_LONGEST_LINE = 1 << 14
+_MAX_LINE_BYTES = 1 << 14
 _LINE_ENDS = re.compile(rb"[\r\n]+")
 
 
@@ -91,7 +91,7 @@ class OutputTail:
         """Add a chunk of output and return its text for the log."""
         self._call_on_line(data)
         *complete, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > _LONGEST_LINE:
+        if len(self._partial) > _MAX_LINE_BYTES:
             complete.append(self._partial)
             self._partial = b""
         return b"".join(self._line(line) for line in complete)
@@ -108,7 +108,7 @@ class OutputTail:
         if self._on_line is None:
             return
         *complete, rest = _LINE_ENDS.split(self._unfinished + data)
-        self._unfinished = rest[-_LONGEST_LINE:]
+        self._unfinished = rest[-_MAX_LINE_BYTES:]
         for line in filter(None, complete):
             self._on_line(line)
 

@@ -35,7 +35,7 @@ def test_an_unknown_architecture_keeps_its_io_priority(monkeypatch: pytest.Monke
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert priorities == [kernel._LOW]
+    assert priorities == [kernel._LOW_NICE]
 
 
 @pytest.mark.parametrize("reported", [b"", b"1 (x) " + b"S " + b"0 " * 49])
