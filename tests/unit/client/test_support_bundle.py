@@ -11,7 +11,7 @@ from trainium_client.commands.bundle import redact
 SECRET = "hunter2hunter2"
 
 
-def pod(name: str) -> dict[str, object]:
+def build_pod(name: str) -> dict[str, object]:
     env = [
         {"name": "MY_SETTING", "value": SECRET},
         {"name": "WANDB", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "key"}}},
@@ -27,7 +27,7 @@ def pod(name: str) -> dict[str, object]:
 
 def test_a_support_bundle_has_every_part_and_no_secret(trn: Command, server: ApiServer, tmp_path: Path) -> None:
     answers = server.answers
-    answers[f"{CORE}/pods"] = {"items": [pod("llama-w-0"), pod("llama-w-2")]}
+    answers[f"{CORE}/pods"] = {"items": [build_pod("llama-w-0"), build_pod("llama-w-2")]}
     answers[f"{CORE}/pods/llama-w-0/log"] = f"2026-11-23T02:00:00Z password={SECRET}\n2026-11-23T02:00:01Z step 1\n"
     answers["/api/v1/nodes"] = {"items": [{"metadata": {"name": "node-2"}, "status": {"images": [1]}}]}
     path = tmp_path / "bundle.tar.gz"
@@ -43,7 +43,7 @@ def test_a_support_bundle_has_every_part_and_no_secret(trn: Command, server: Api
     assert "step 1" in parts["logs/llama-w-0.log"]
     assert json.loads(parts["job.json"])["status"]["progress"]["tokensPerSecond"]
     variables = json.loads(parts["pods.json"])["items"][0]["spec"]["containers"][0]["env"]
-    assert variables[1:] == pod("x")["spec"]["containers"][0]["env"][1:]  # type: ignore[index]
+    assert variables[1:] == build_pod("x")["spec"]["containers"][0]["env"][1:]  # type: ignore[index]
     assert "log of llama-w-2" in parts["missing.txt"]
     assert "operator" in parts["missing.txt"]
 

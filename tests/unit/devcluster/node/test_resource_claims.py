@@ -22,7 +22,7 @@ class FakeClaimApi:
         return {"metadata": {"name": name}, "status": self._claims[name]}
 
 
-def pod(claims: list[dict[str, str]], created: list[dict[str, str]] | None = None) -> dict[str, Any]:
+def build_pod(claims: list[dict[str, str]], created: list[dict[str, str]] | None = None) -> dict[str, Any]:
     metadata = {"name": "w-0", "namespace": "default", "uid": "u"}
     return {
         "metadata": metadata,
@@ -42,9 +42,9 @@ async def check_with(pod: dict[str, Any], **claims: dict[str, Any]) -> None:
 
 
 async def test_a_pod_starts_with_its_claims_and_without_any() -> None:
-    await check_with(pod(FROM_TEMPLATE, CREATED), c=ALLOCATED)
-    await check_with(pod([{"name": "neuron", "resourceClaimName": "c"}]), c=ALLOCATED)
-    await check_with(pod([]))
+    await check_with(build_pod(FROM_TEMPLATE, CREATED), c=ALLOCATED)
+    await check_with(build_pod([{"name": "neuron", "resourceClaimName": "c"}]), c=ALLOCATED)
+    await check_with(build_pod([]))
 
 
 @pytest.mark.parametrize(
@@ -64,4 +64,4 @@ async def test_a_pod_waits_for_its_claims_with_a_message(
     created: list[dict[str, str]], status: dict[str, Any] | None, sentence: str
 ) -> None:
     with pytest.raises(ClaimError, match=sentence):
-        await check_with(pod(FROM_TEMPLATE, created), **({} if status is None else {"c": status}))
+        await check_with(build_pod(FROM_TEMPLATE, created), **({} if status is None else {"c": status}))

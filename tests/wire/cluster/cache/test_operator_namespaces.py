@@ -42,7 +42,7 @@ class Rights:
         cluster.drop_streams()
 
 
-def job(name: str, namespace: str) -> dict[str, Any]:
+def build_job(name: str, namespace: str) -> dict[str, Any]:
     raw = training_job(name)
     raw["metadata"]["namespace"] = namespace
     return raw
@@ -52,7 +52,9 @@ def job(name: str, namespace: str) -> dict[str, Any]:
 async def scenario(
     *, missing: tuple[str, ...] = ()
 ) -> AsyncIterator[tuple[FakeCluster, Rights, OperatorProcess, Workers]]:
-    scenario_run = Scenario(*(job(f"{name}-job", name) for name in ("red", "blue", "grey")), nodes=9, settings=SERVED)
+    scenario_run = Scenario(
+        *(build_job(f"{name}-job", name) for name in ("red", "blue", "grey")), nodes=9, settings=SERVED
+    )
     rights = Rights(scenario_run.cluster)
     rights.missing = dict.fromkeys(missing, ())
     async with scenario_run:
@@ -163,7 +165,7 @@ async def test_jobs_of_a_recreated_namespace_wait_for_the_list_of_pods() -> None
         cluster.remove(JOBS, "blue", "blue-job")
         await asyncio.sleep(60)
         assert process.runtime.caches.jobs.store.get(("blue", "blue-job")) is not None, "unknown, not gone"
-        uid = cluster.add(JOBS, job("blue-job", "blue"))["metadata"]["uid"]
+        uid = cluster.add(JOBS, build_job("blue-job", "blue"))["metadata"]["uid"]
         rights.missing["blue"] = ("pods",)  # the rights to the kinds return one after the other
         await asyncio.sleep(60)
         assert pods(cluster, "blue") == [], "its jobs wait for the list of their pods"

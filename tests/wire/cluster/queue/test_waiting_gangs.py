@@ -18,7 +18,7 @@ WAITS = PodView(
 )
 
 
-def job(name: str, *, workers: int = 0, device: str = "cpu") -> JobView:
+def build_job(name: str, *, workers: int = 0, device: str = "cpu") -> JobView:
     return JobView(
         namespace="default",
         name=name,
@@ -38,9 +38,9 @@ class TwoJobs:
         self.caches = make_caches(cast("Api", None), Settings())
         self.woken: list[Key] = []
         self.gangs = WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.woken.append)
-        self.first = job("first", workers=2)
+        self.first = build_job("first", workers=2)
         self.version = 1
-        for view in (self.first, job("other", device=device)):
+        for view in (self.first, build_job("other", device=device)):
             record = JobRecord(view.namespace, view.name, view.uid, view)
             entry: Any = Entry(record, uid=view.uid, version=1, owner=None)
             self.caches.jobs.store.put((view.namespace, view.name), entry)
