@@ -36,17 +36,17 @@ def main() -> int:
     if not reports:
         print("There are no figures; run `make bench` first.", file=sys.stderr)
         return 1
-    former = options.out.read_text() if options.out.exists() else ""
-    options.out.write_text(render_page(reports, former))
+    previous = options.out.read_text() if options.out.exists() else ""
+    options.out.write_text(render_page(reports, previous))
     return 0
 
 
-def render_page(reports: dict[str, Json], former: str = "") -> str:
+def render_page(reports: dict[str, Json], previous: str = "") -> str:
     """Render the page; a section that was not measured again keeps its text."""
     peers = json.loads((FOLDER / "peers.json").read_text())
-    sections = {text.partition("\n")[0]: f"## {text.rstrip()}\n" for text in former.split("\n## ")[1:]}
+    sections = {text.partition("\n")[0]: f"## {text.rstrip()}\n" for text in previous.split("\n## ")[1:]}
     sections |= {
-        title: _merge_with_former(_render_figures(title, reports[name], peers), sections.get(title, ""))
+        title: _merge_with_previous(_render_figures(title, reports[name], peers), sections.get(title, ""))
         for name, title in TITLES.items()
         if name in reports
     }
@@ -55,14 +55,14 @@ def render_page(reports: dict[str, Json], former: str = "") -> str:
     return "\n".join([_render_introduction(peers), *sections.values()]).rstrip() + "\n"
 
 
-def _merge_with_former(section: str, former: str) -> str:
+def _merge_with_previous(section: str, previous: str) -> str:
     """Add the sizes that were not measured again to a section, each with its date."""
     head, *measured = section.split("\n### ")
-    former_head, *former_sizes = former.split("\n### ")
-    former_command = next((line for line in former_head.splitlines() if _COMMAND in line), "")
+    previous_head, *previous_sizes = previous.split("\n### ")
+    previous_command = next((line for line in previous_head.splitlines() if _COMMAND in line), "")
     sizes = dict(text.split("\n", 1) for text in measured)
-    for size, rows in (text.split("\n", 1) for text in former_sizes):
-        sizes.setdefault(size, rows if _COMMAND in rows else f"\n{former_command}\n{rows}")
+    for size, rows in (text.split("\n", 1) for text in previous_sizes):
+        sizes.setdefault(size, rows if _COMMAND in rows else f"\n{previous_command}\n{rows}")
     ordered = sorted(sizes.items(), key=lambda item: int(item[0].split()[0].replace(",", "")))
     return "\n\n".join([head.rstrip(), *(f"### {size}\n{rows.rstrip()}" for size, rows in ordered)]) + "\n"
 

@@ -1,7 +1,8 @@
 """Write the results of all rows as a page.
 
 Guarantees:
-- The page depends only on the results, so it can be written again at any time.
+- The page depends only on the results and, for rows without one, on the previous page, so it can be written again at
+  any time.
 - A row without a result keeps its line of the previous page, marked as older, or is listed as not run.
 - A row that fails is listed with its deviations.
 """
@@ -68,22 +69,22 @@ _COLUMNS = 10
 def write_document(results: Path, path: Path) -> None:
     """Write the page from the results in a folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    former = path.read_text() if path.exists() else ""
-    path.write_text("\n".join(_lines(results, former)) + "\n")
+    previous = path.read_text() if path.exists() else ""
+    path.write_text("\n".join(_lines(results, previous)) + "\n")
 
 
-def _lines(folder: Path, former: str) -> Iterator[str]:
+def _lines(folder: Path, previous: str) -> Iterator[str]:
     yield INTRODUCTION + CLUSTERS
     results = {path.stem: RowResult.load(path) for path in sorted(folder.glob("*.json"))}
     local = [(row, results.get(f"{row.number:02d}{row.part}-local")) for row in ROWS]
     kubelet = [(row, results.get(f"{row.number:02d}{row.part}-kubelet")) for row in ROWS if row.kubelet]
     measured = [(row, result) for row, result in (*local, *kubelet) if result is not None]
     yield f"Run {_summarize([result for _, result in measured])}.\n"
-    former_local, _, former_kubelet = former.partition(_KUBELETS_HEADING)
-    yield from _table(local, former_local, ClusterKind.DEVCLUSTER)
-    if former_kubelet or any(result is not None for _, result in kubelet):
+    previous_local, _, previous_kubelet = previous.partition(_KUBELETS_HEADING)
+    yield from _table(local, previous_local, ClusterKind.DEVCLUSTER)
+    if previous_kubelet or any(result is not None for _, result in kubelet):
         yield _KUBELETS_HEADING
-        yield from _table(kubelet, former_kubelet, ClusterKind.KUBELETS)
+        yield from _table(kubelet, previous_kubelet, ClusterKind.KUBELETS)
     failed = [(row, result) for row, result in measured if result.all_deviations]
     if failed:
         yield "\n## Deviations\n"
@@ -97,17 +98,17 @@ def _lines(folder: Path, former: str) -> Iterator[str]:
     yield VIRTUAL_TIME_TESTS
 
 
-def _table(rows: Iterable[tuple[Row, RowResult | None]], former: str, cluster: ClusterKind) -> Iterator[str]:
+def _table(rows: Iterable[tuple[Row, RowResult | None]], previous: str, cluster: ClusterKind) -> Iterator[str]:
     figures = "detect p50 / p95 / max | first new step p50 / p95 / max"
     yield f"| # | fault | where | runs | {figures} | lost | blame | seed | |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for row, result in rows:
-        yield table_line(row, result) if result is not None else _older_line(row, former, cluster)
+        yield table_line(row, result) if result is not None else _older_line(row, previous, cluster)
 
 
-def _older_line(row: Row, former: str, cluster: ClusterKind) -> str:
+def _older_line(row: Row, previous: str, cluster: ClusterKind) -> str:
     """Return the line of the previous page, with its figures or the reason why the row did not run."""
-    for line in former.splitlines():
+    for line in previous.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] != row.name or len(cells) != _COLUMNS or cells[-1] == "not run yet":
             continue

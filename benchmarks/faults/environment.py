@@ -169,7 +169,7 @@ class FaultEnvironment:
             trainer = f"{{monitor: {{recordSamples: false}}, batch: {{globalSize: {batch}}}}}"
             change = f"workers: {{replicas: {size}}}\ntrainer: {trainer}"
             with self.job(name, change, step_seconds=0.0) as target:
-                target.until_step(length, 900)
+                target.wait_for_step(length, 900)
                 losses = target.losses()
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(losses))
@@ -303,7 +303,7 @@ class FaultEnvironment:
         with self.cluster.cordon_nodes(node):
             self.operator.kill()
             time.sleep(1)
-            self.operator.until_stable(90)
+            self.operator.wait_until_stable(90)
         return True
 
 

@@ -46,7 +46,7 @@ class OperatorPods:
     @contextlib.contextmanager
     def on_nodes(self, nodes: list[str]) -> Iterator[None]:
         """Run two replicas on two of these nodes, with all agents connected; afterwards one, on its previous node."""
-        former_selector = self._api.get(_DEPLOYMENT)["spec"]["template"]["spec"].get("nodeSelector")
+        previous_selector = self._api.get(_DEPLOYMENT)["spec"]["template"]["spec"].get("nodeSelector")
         rule = "requiredDuringSchedulingIgnoredDuringExecution"
         node_term = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": nodes}]}
 
@@ -60,7 +60,7 @@ class OperatorPods:
             self._wait_for_agents()
             yield
         finally:
-            place(1, former_selector, None)
+            place(1, previous_selector, None)
 
     def leader_node(self) -> str:
         """Return the node of the leader."""
@@ -79,7 +79,7 @@ class OperatorPods:
         holder: str = self._api.get(path)["spec"].get("holderIdentity") or ""
         return holder
 
-    def until_stable(self, seconds: float) -> None:
+    def wait_until_stable(self, seconds: float) -> None:
         """Wait until only the newest pods are left and all agents are connected to the leader."""
         self._wait_for_rollout(seconds)
         self._wait_for_agents()

@@ -67,7 +67,7 @@ class RowResult:
 
     @property
     def passed(self) -> bool:
-        """Whether all runs were as expected."""
+        """Whether there are runs and neither they nor the row have deviations."""
         return bool(self.runs) and not self.all_deviations
 
     @property

@@ -109,7 +109,7 @@ class Run:
     def inject(self, action: Callable[[], float | None]) -> InjectedFault:
         """Inject a fault by an action, which may return the time of the fault."""
         before, started_at = self.snapshot(), time.time()
-        return InjectedFault(before, action() or started_at, self.target.step())
+        return InjectedFault(before, action() or started_at, self.target.newest_step())
 
     def measure_recovery(
         self, action: Callable[[], float | None], expected: ExpectedRecovery, *, note: str = "", pause: float = 0.0
@@ -130,10 +130,10 @@ class Run:
             entries = [entry for entry in target.history() if interruption_key(entry) not in fault.before.interruptions]
             return entries if all(entry.get("recoveredSeconds") is not None for entry in entries) else []
 
-        target.until(recovered_entries, "recovery and new step", expected.timeout_seconds)
+        target.wait_until(recovered_entries, "recovery and new step", expected.timeout_seconds)
         if pause:
             time.sleep(pause)
-        entries = target.until(recovered_entries, "recovery from all interruptions", expected.timeout_seconds)
+        entries = target.wait_until(recovered_entries, "recovery from all interruptions", expected.timeout_seconds)
         first, last = entries[0], entries[-1]
         findings = Findings()
         blame_correct = self._check_blame(fault.before, first, expected, findings)
@@ -149,13 +149,16 @@ class Run:
         failed_at = first.get("failedAt")
         detection = failed_at + first["detectedSeconds"] - fault.injected_at if failed_at else None
         if expected.detect_within_seconds is not None and detection is not None:
-            findings.expect(detection <= expected.detect_within_seconds, f"it took {detection:.1f} s to detect")
+            limit = expected.detect_within_seconds
+            findings.expect(detection <= limit, f"detection took {detection:.1f} s, expected at most {limit:g} s")
         self._check_pods(fault.before, entries, expected, findings)
         if expected.check_last_entry is not None:
             blame_correct = expected.check_last_entry(findings, last) and blame_correct
-        new = max(completed, *(entry.get("stepBefore", 0) for entry in entries), last.get("resumeStep") or 0) + 1
-        target.until_step(new, expected.timeout_seconds)
-        ended_at = target.records().get(new, {}).get("time")
+        first_new_step = (
+            max(completed, *(entry.get("stepBefore", 0) for entry in entries), last.get("resumeStep") or 0) + 1
+        )
+        target.wait_for_step(first_new_step, expected.timeout_seconds)
+        ended_at = target.records().get(first_new_step, {}).get("time")
         return RunResult(
             run=self.number,
             detection_seconds=None if detection is None else round(max(0.0, detection), 3),
@@ -167,7 +170,7 @@ class Run:
         )
 
     def _check_blame(self, before: JobSnapshot, entry: Json, expected: ExpectedRecovery, findings: Findings) -> bool:
-        former_deviations = len(findings.deviations)
+        previous_deviations = len(findings.deviations)
         cause = f"{entry['cause']} ({entry['message'][:160]})"
         findings.expect(not expected.causes or entry["cause"] in expected.causes, f"the cause named is {cause}")
         findings.expect(not expected.rungs or entry["rung"] in expected.rungs, f"the rung is {entry['rung']}")
@@ -183,7 +186,7 @@ class Run:
                 suspects == {expected.suspect} - {""},
                 f"suspected nodes are {', '.join(sorted(suspects)) or 'none'}, expected {expected.suspect or 'none'}",
             )
-        return len(findings.deviations) == former_deviations
+        return len(findings.deviations) == previous_deviations
 
     def _check_pods(
         self, before: JobSnapshot, entries: list[Json], expected: ExpectedRecovery, findings: Findings

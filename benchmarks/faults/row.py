@@ -129,21 +129,23 @@ class Row:
 
     def _run_in_one_job(self, env: FaultEnvironment, requested: RequestedRuns) -> Iterator[RunResult]:
         pending = deque(requested.runs)
-        failed_jobs = 0
+        jobs_without_success = 0
         while pending:
-            if failed_jobs >= _MAX_FAILED_JOBS:
-                requested.add_errors([f"{len(pending)} runs are missing: {failed_jobs} consecutive jobs failed"])
+            if jobs_without_success >= _MAX_FAILED_JOBS:
+                requested.add_errors(
+                    [f"{len(pending)} runs are missing: {jobs_without_success} consecutive jobs failed"]
+                )
                 return
-            failed_jobs += 1
+            jobs_without_success += 1
             env.clear_quarantine()
             with self._job(env) as target:
                 try:
-                    target.until_stable(3, seconds=180)
+                    target.wait_until_stable(3, seconds=180)
                 except NoProgressError as error:
                     env.save_diagnostics(target, f"{requested.name}-{pending[0]}-before")
                     yield RunResult(run=pending.popleft(), deviations=(f"before the fault: {error}",))
                     continue
-                while pending and target.step() < STEPS - _MIN_REMAINING_STEPS:
+                while pending and target.newest_step() < STEPS - _MIN_REMAINING_STEPS:
                     run = pending.popleft()
                     try:
                         target.clear_failures()
@@ -154,11 +156,11 @@ class Row:
                         yield RunResult(run=run, deviations=(str(error),))
                         break
                     yield result
-                    failed_jobs = 0
+                    jobs_without_success = 0
                     try:
                         target.clear_commands()
                         if pending:
-                            target.until_stable()
+                            target.wait_until_stable()
                     except EXPECTED_ERRORS as error:
                         env.save_diagnostics(target, f"{requested.name}-{run}-after")
                         requested.add_errors([f"after run {run}: {error}"])

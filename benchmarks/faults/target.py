@@ -93,7 +93,7 @@ class TargetJob:
         """Return the losses of the final history by step."""
         return {step: float(record["loss"]) for step, record in self.records().items()}
 
-    def step(self) -> int:
+    def newest_step(self) -> int:
         """Return the newest completed step; 0 before the first."""
         with contextlib.suppress(OSError), (self.job.folder / "metrics.jsonl").open("rb") as file:
             file.seek(0, 2)
@@ -103,11 +103,11 @@ class TargetJob:
                     return int(json.loads(line)["step"])
         return 0
 
-    def committed(self) -> list[int]:
+    def committed_steps(self) -> list[int]:
         """Return the steps of the committed checkpoints, oldest first."""
         return sorted(int(path.parent.name.split("-")[1]) for path in self.job.folder.glob("step-*/COMMITTED"))
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+    def wait_until(self, condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
         """Return the value of the condition once it is true; retry if the API server does not answer."""
         deadline = Deadline(seconds)
         while True:
@@ -118,11 +118,11 @@ class TargetJob:
                 raise NoProgressError(f"no {what} within {deadline.elapsed_seconds():.0f} s. {self.describe()}")
             time.sleep(POLL_SECONDS)
 
-    def until_step(self, step: int, seconds: float = 60.0) -> None:
+    def wait_for_step(self, step: int, seconds: float = 60.0) -> None:
         """Wait until `step` is completed."""
-        self.until(lambda: self.step() >= step, f"step {step}", seconds)
+        self.wait_until(lambda: self.newest_step() >= step, f"step {step}", seconds)
 
-    def until_stable(self, steps: int = 2, seconds: float = 120.0) -> None:
+    def wait_until_stable(self, steps: int = 2, seconds: float = 120.0) -> None:
         """Wait until the job trains at its full size with a ready spare and has completed `steps` more steps.
 
         Further spares warm up at the lowest priority, so they may be missing.
@@ -137,8 +137,8 @@ class TargetJob:
                 and status["membership"]["size"] == status.get("desired")
             )
 
-        self.until(is_stable, "stable training with a ready spare", seconds)
-        self.until_step(self.step() + steps, seconds)
+        self.wait_until(is_stable, "stable training with a ready spare", seconds)
+        self.wait_for_step(self.newest_step() + steps, seconds)
 
     def describe(self) -> str:
         """Describe the state of the job in a few lines."""
@@ -148,8 +148,8 @@ class TargetJob:
             conditions = [f"{c['type']}={c['status']}({c['reason']})" for c in status.get("conditions") or []]
             last = (status.get("history") or [{}])[-1]
             return (
-                f"Phase {status.get('phase')}, step {self.step()}, pods {', '.join(pods)}; {', '.join(conditions)}; "
-                f"verdict {status.get('verdict')!r}; last interruption {last}"
+                f"Phase {status.get('phase')}, step {self.newest_step()}, pods {', '.join(pods)}; "
+                f"{', '.join(conditions)}; verdict {status.get('verdict')!r}; last interruption {last}"
             )
         return "The API server does not answer."
 
@@ -170,7 +170,7 @@ class TargetJob:
         draft.chmod(0o666)
         draft.rename(self.commands / f"do-{pod}")
         path = self.commands / f"injected-{pod}"
-        self.until(path.exists, f"fault in {pod}", 30.0)
+        self.wait_until(path.exists, f"fault in {pod}", 30.0)
         injected_at = float(path.read_text() or time.time())
         path.unlink()
         return injected_at
@@ -221,5 +221,5 @@ class TargetJob:
         self.api.delete(self._path, {"propagationPolicy": "Background"})
         for pod in self.pods():
             self.delete_pod(pod["metadata"]["name"], force=True)
-        self.until(lambda: not self.pods(), "deletion of its pods", 60)
+        self.wait_until(lambda: not self.pods(), "deletion of its pods", 60)
         shutil.rmtree(self.commands, ignore_errors=True)

@@ -157,7 +157,10 @@ class Agents:
                 agent.crash(in_this_pod=agent is crashed)
 
     async def _wait_for_membership(self, command: Command) -> Command:
-        """Return when the last of `count` agents received `generation` or a newer one."""
+        """Wait for `count` agents to receive `generation` or a newer one.
+
+        Return the first and last time, and the newest generation.
+        """
         min_generation, count = int(command["generation"]), int(command["count"])
         received: dict[str, float] = {}
 
@@ -169,14 +172,14 @@ class Agents:
                         received[uid] = min(received_at, received.get(uid, received_at))
             return len(received) >= count
 
-        await self._until(all_received, command)
+        await self._wait_until(all_received, command)
         times = sorted(received.values())[:count]
         return {"first": times[0], "last": times[-1], "newest": max(self._shared.received_at)}
 
     async def _wait_for_registrations(self, command: Command) -> Command:
-        """Return when the first and the last of `count` agents registered since `reset_registrations`."""
+        """Wait for `count` registrations since `reset_registrations`; return the first and last time."""
         registered_at = self._shared.registered_at
-        await self._until(lambda: len(registered_at) >= int(command["count"]), command)
+        await self._wait_until(lambda: len(registered_at) >= int(command["count"]), command)
         return {"first": min(registered_at.values()), "last": max(registered_at.values())}
 
     async def _measure_stub(self, command: Command) -> Command:
@@ -189,7 +192,7 @@ class Agents:
         ]
         tasks = [asyncio.create_task(agent.run()) for agent in agents]
         try:
-            await self._until(lambda: all(agent.registered for agent in agents), command)
+            await self._wait_until(lambda: all(agent.registered for agent in agents), command)
             await asyncio.sleep(_WARMUP_SECONDS)
             freeze_gc()
             await asyncio.sleep(_SETTLE_SECONDS)
@@ -214,7 +217,7 @@ class Agents:
     def _count(self, predicate: Callable[[Agent], bool]) -> int:
         return sum(map(predicate, self._agents.values()))
 
-    async def _until(self, condition: Callable[[], bool], command: Command) -> None:
+    async def _wait_until(self, condition: Callable[[], bool], command: Command) -> None:
         async with asyncio.timeout(float(command["seconds"])):
             while not condition():
                 self._changed.clear()

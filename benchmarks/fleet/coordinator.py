@@ -22,7 +22,7 @@ from benchmarks.fleet.figures import Report
 from benchmarks.fleet.job import NAME, training_job
 from benchmarks.fleet.kube import PodWatch, admin_client, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation, free_port
-from benchmarks.fleet.scenario import JOBS, log, start_cluster, until_status
+from benchmarks.fleet.scenario import JOBS, log, start_cluster, wait_for_status
 from benchmarks.fleet.stub_coordinator import StubCoordinator
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.processes.process_tree import tree_of
@@ -51,9 +51,9 @@ class CoordinatorRun:
     async def run(self, seconds: float) -> None:
         """Measure heartbeats, a membership change, a handover after a crash and an orderly one."""
         leader = await self._chart.start(HOSTS[0], self._port)
-        await leader.until_leader()
+        await leader.wait_until_leading()
         standby = await self._chart.start(HOSTS[1], self._port)
-        await standby.until_ready()
+        await standby.wait_until_ready()
         addresses = [(host, self._port) for host in HOSTS]
         async with (
             PodWatch(self._kube, f"{LABEL_JOB}={NAME}") as watch,
@@ -61,7 +61,7 @@ class CoordinatorRun:
         ):
             await agents.request("state")
             await self._kube.create(JOBS, training_job(self._count, spares=1))
-            await watch.until_running(self._count + 1, TIMEOUT_SECONDS)
+            await watch.wait_until_running(self._count + 1, TIMEOUT_SECONDS)
             _lower_priority(self._cluster)
             _raise_priority(leader.pid, standby.pid, agents.pid)
             floor = await self._measure_floor(agents, seconds)
@@ -70,15 +70,15 @@ class CoordinatorRun:
             await agents.request("wait_for_membership", generation=1, count=self._count, seconds=TIMEOUT_SECONDS)
             self._report.add("all agents connect, register and join", self._count, "s", time.monotonic() - started_at)
             self._report.add("operator CPU for that", self._count, "s", leader.cpu_seconds() - cpu)
-            await self._until_complete()
+            await self._wait_until_complete()
             await self._measure_heartbeats(leader, agents, seconds, floor)
             await self._measure_membership_change(agents, watch)
             await self._measure_handover(agents, leader, crash=True)
             leader, standby = standby, await self._chart.start(HOSTS[0], self._port)
-            await standby.until_ready()
-            await self._until_complete()
+            await standby.wait_until_ready()
+            await self._wait_until_complete()
             await self._measure_handover(agents, leader, crash=False)
-            await self._until_complete()
+            await self._wait_until_complete()
             await delete(self._kube, f"{JOBS}/{NAME}")
         await standby.stop()
 
@@ -123,7 +123,7 @@ class CoordinatorRun:
         spread = received["last"] - received["first"]
         self._report.add("membership change, from the first agent to the last", self._count, "s", spread, goal=0.5)
         self._report.add("one pod fails, until the last agent knows", self._count, "s", received["last"] - started_at)
-        await self._until_complete()
+        await self._wait_until_complete()
 
     async def _measure_handover(self, agents: AgentsProcess, leader: OperatorProcess, *, crash: bool) -> None:
         """Stop the leader; measure until the first and the last agent are served by the standby."""
@@ -145,11 +145,11 @@ class CoordinatorRun:
         status: dict[str, Any] = (await self._kube.get(f"{JOBS}/{NAME}")).get("status", {})
         return status
 
-    async def _until_complete(self) -> None:
+    async def _wait_until_complete(self) -> None:
         def is_complete(status: dict[str, Any]) -> bool:
             return status.get("phase") == "Running" and status.get("readyReplicas") == self._count
 
-        await until_status(self._kube, is_complete, "all workers train", TIMEOUT_SECONDS)
+        await wait_for_status(self._kube, is_complete, "all workers train", TIMEOUT_SECONDS)
 
 
 async def measure(options: argparse.Namespace, report: Report, folder: Path) -> None:

@@ -80,7 +80,7 @@ class FaultRound:
     async def _measure_fault(self, name: str, fault: Callable[[], Awaitable[None]], *, goal: float | None) -> None:
         """Measure from the fault until every agent has the new membership, then until the job is complete."""
         n = self._nodes
-        await self._until_complete()
+        await self._wait_until_complete()
         generation = (await self._run.status())["membership"]["generation"]
         writes, created, cpu = await self._count_writes(), self._watch.created, self._operator.cpu_seconds()
         started_at = time.monotonic()
@@ -89,7 +89,7 @@ class FaultRound:
             "wait_for_membership", generation=generation + 1, count=n, seconds=self._run.plan.timeout
         )
         self._report.add(f"{name}: new membership with every agent", n, "s", received["last"] - started_at, goal=goal)
-        await self._until_complete()
+        await self._wait_until_complete()
         self._report.add(f"{name}: until all workers and spares are back", n, "s", time.monotonic() - started_at)
         self._report.add(f"{name}: pods recreated", n, "count", float(self._watch.created - created), goal=1.0)
         self._report.add(f"{name}: API writes of the operator", n, "count", await self._count_writes() - writes)
@@ -97,10 +97,10 @@ class FaultRound:
 
     async def _crash(self) -> None:
         """Kill a process: the agents restart in place, and no pod changes."""
-        await self._until_complete()
+        await self._wait_until_complete()
         created, writes = self._watch.created, await self._count_writes()
         await self._restart_in_place()
-        await self._until_complete()
+        await self._wait_until_complete()
         self._report.add(
             "process crash: pods recreated", self._nodes, "count", float(self._watch.created - created), goal=0.0
         )
@@ -112,7 +112,7 @@ class FaultRound:
         """Crash a process and wait until the status counts the restart."""
         before = (await self._run.status()).get("restarts", {}).get("total", 0)
         await self._agents.request("crash", pod=await self._member())
-        await self._run.until_status(
+        await self._run.wait_for_status(
             lambda status: status.get("restarts", {}).get("total", 0) > before, "the restart is counted"
         )
 
@@ -136,7 +136,7 @@ class FaultRound:
         members = (await recorded_membership(self._run.kube)).members
         return members[len(members) // 2].pod_name
 
-    async def _until_complete(self) -> None:
+    async def _wait_until_complete(self) -> None:
         """Wait until all members train and all spares are ready."""
 
         def is_complete(status: Json) -> bool:
@@ -150,7 +150,7 @@ class FaultRound:
             )
 
         try:
-            await self._run.until_status(is_complete, "all workers and spares are back")
+            await self._run.wait_for_status(is_complete, "all workers and spares are back")
         except TimeoutError as error:
             members = {member.pod_uid for member in (await recorded_membership(self._run.kube)).members}
             spares = [f"{name}: {pod}" for name, pod in self._watch.pods.items() if pod.uid not in members]
@@ -159,22 +159,22 @@ class FaultRound:
     async def measure_gang_restart(self) -> None:
         """Fail every pod, then grow and shrink the job by a tenth."""
         n, run = self._nodes, self._run
-        await self._until_complete()
+        await self._wait_until_complete()
         floor = next(run_floor.restart_seconds for run_floor in run.floors if run_floor.restart_seconds is not None)
-        former_uids = {pod.uid for pod in self._watch.pods.values()}
+        previous_uids = {pod.uid for pod in self._watch.pods.values()}
         started_at = time.monotonic()
         await fail_pods(run.kube, list(self._watch.pods))
         failed_at = time.monotonic()
 
         def all_replaced() -> bool:
             pods = self._watch.pods.values()
-            return sum(pod.uid not in former_uids and pod.running_at is not None for pod in pods) >= n
+            return sum(pod.uid not in previous_uids and pod.running_at is not None for pod in pods) >= n
 
-        last = await self._watch.until(all_replaced, "all pods run again", run.plan.timeout)
+        last = await self._watch.wait_until(all_replaced, "all pods run again", run.plan.timeout)
         self._report.add("all pods fail: to fail them", n, "s", failed_at - started_at)
         self._report.add("all pods fail: all Running again", n, "s", last - started_at)
         self._report.add("gang restart over the floor", n, "x", (last - started_at) / floor, goal=1.15)
-        await self._until_complete()
+        await self._wait_until_complete()
         for size in (run.larger, n, run.smaller, n):
             await self._resize(size)
 
@@ -189,5 +189,5 @@ class FaultRound:
         name = "scale: new membership with every agent"
         self._report.add(name, n, "s", received["last"] - started_at)
         self._nodes = size
-        await self._until_complete()
+        await self._wait_until_complete()
         self._nodes = n

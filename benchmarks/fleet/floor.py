@@ -39,7 +39,7 @@ async def measure_floor(kube: Api, manifests: Sequence[Json], *, restart: bool, 
     async with PodWatch(kube, f"{_LABEL}=first") as first:
         started_at = time.monotonic()
         await _create(kube, manifests, "first")
-        created, running = await first.until_running(len(manifests), seconds)
+        created, running = await first.wait_until_running(len(manifests), seconds)
         restart_seconds = None
         if restart:
             async with PodWatch(kube, f"{_LABEL}=second") as second:
@@ -47,12 +47,12 @@ async def measure_floor(kube: Api, manifests: Sequence[Json], *, restart: bool, 
                 await fail_pods(kube, [_in_wave(manifest, "first")["metadata"]["name"] for manifest in manifests])
                 await _delete(kube, manifests, "first")
                 await _create(kube, manifests, "second")
-                restart_seconds = (await second.until_running(len(manifests), seconds))[1] - restarted_at
+                restart_seconds = (await second.wait_until_running(len(manifests), seconds))[1] - restarted_at
                 await _delete(kube, manifests, "second")
-                await second.until(lambda: not second.pods, "the pods of the floor are deleted", seconds)
+                await second.wait_until(lambda: not second.pods, "the pods of the floor are deleted", seconds)
         else:
             await _delete(kube, manifests, "first")
-        await first.until(lambda: not first.pods, "the pods of the floor are deleted", seconds)
+        await first.wait_until(lambda: not first.pods, "the pods of the floor are deleted", seconds)
     return Floor(created - started_at, running - started_at, restart_seconds)
 
 

@@ -87,7 +87,7 @@ class PodWatch:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
-    async def until(self, condition: Callable[[], bool], what: str, seconds: float) -> float:
+    async def wait_until(self, condition: Callable[[], bool], what: str, seconds: float) -> float:
         """Wait until the condition holds and return the time. Raises TimeoutError with `what`."""
         try:
             async with asyncio.timeout(seconds):
@@ -99,13 +99,13 @@ class PodWatch:
             raise TimeoutError(f"not within {seconds:.0f} s: {what} ({len(self.pods)} pods, {running} ran)") from None
         return time.monotonic()
 
-    async def until_running(self, count: int, seconds: float) -> tuple[float, float]:
+    async def wait_until_running(self, count: int, seconds: float) -> tuple[float, float]:
         """Wait until `count` pods run; return when the last one was created and when the last one ran."""
 
         def running_pods() -> list[PodState]:
             return [pod for pod in self.pods.values() if pod.running_at and not pod.failed and not pod.deleting]
 
-        await self.until(lambda: len(running_pods()) >= count, f"{count} pods run", seconds)
+        await self.wait_until(lambda: len(running_pods()) >= count, f"{count} pods run", seconds)
         first = sorted(running_pods(), key=lambda pod: pod.running_at or 0.0)[:count]
         return max(pod.created_at for pod in first), max(pod.running_at or 0.0 for pod in first)
 

@@ -106,11 +106,11 @@ class OperatorProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def until_leader(self, seconds: float = 60.0) -> None:
+    async def wait_until_leading(self, seconds: float = 60.0) -> None:
         """Wait until it leads and serves agents."""
-        await self._until_metrics_contain("trainingjob_operator_leader 1", seconds)
+        await self._wait_until_metrics_contain("trainingjob_operator_leader 1", seconds)
 
-    async def until_idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until it has loaded everything and is idle."""
         before = self.cpu_seconds()
         for _ in range(120):
@@ -120,7 +120,7 @@ class OperatorProcess:
                 return
             before = now
 
-    async def until_ready(self, seconds: float = 60.0) -> None:
+    async def wait_until_ready(self, seconds: float = 60.0) -> None:
         """Wait until it can take over."""
         async with asyncio.timeout(seconds):
             while True:
@@ -131,7 +131,7 @@ class OperatorProcess:
                 self._check_running()
                 await asyncio.sleep(0.1)
 
-    async def _until_metrics_contain(self, text: str, seconds: float) -> str:
+    async def _wait_until_metrics_contain(self, text: str, seconds: float) -> str:
         """Return the metrics once they contain this text."""
         try:
             async with asyncio.timeout(seconds):
@@ -159,7 +159,7 @@ class OperatorProcess:
     async def requests(self) -> dict[str, float]:
         """Return the number of requests to the API server so far, by verb; raise TimeoutError if it sent none."""
         name = "trainingjob_operator_api_requests_total"
-        text = await self._until_metrics_contain(name + "{", 30.0)
+        text = await self._wait_until_metrics_contain(name + "{", 30.0)
         requests: dict[str, float] = {}
         for verb, count in re.findall(name + r'\{code="\d+",verb="(\w+)"\} ([\d.e+]+)$', text, re.MULTILINE):
             requests[verb] = requests.get(verb, 0.0) + float(count)

@@ -1,4 +1,4 @@
-"""Run the fleet benchmark at a size: the floor, the start of the job, faults."""
+"""Run the fleet benchmark at one cluster size: the floor, the start of the job, faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RATIO_GOAL = 1.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementPlan:
-    """Extent of the measurements at a size."""
+    """Extent of the measurements at one cluster size."""
 
     nodes: int
     starts: int
@@ -77,7 +77,7 @@ class MeasurementPlan:
 
 
 async def run_fleet(plan: MeasurementPlan, report: Report, folder: Path) -> None:
-    """Measure a size."""
+    """Run all measurements on a cluster of `plan.nodes` nodes."""
     log(f"{plan.nodes} nodes: starting the control plane")
     # Each round of faults uses up three nodes.
     with start_cluster(math.ceil(plan.nodes * 1.1) + 8 + SPARES + 3 * plan.faults, plan.nodes) as cluster:
@@ -104,7 +104,7 @@ def start_cluster(nodes: int, workers: int) -> Cluster:
 
 
 class FleetRun:
-    """The measurements at a size."""
+    """Runs the measurements at one cluster size."""
 
     def __init__(
         self, plan: MeasurementPlan, report: Report, cluster: Cluster, kube: Api, chart: ChartInstallation
@@ -123,10 +123,10 @@ class FleetRun:
         """Run all rounds."""
         operator = await self.chart.start()
         try:
-            await operator.until_leader()
+            await operator.wait_until_leading()
             for number in range(self.plan.starts):
                 await self._measure_floor(restart=number == 0 and self.plan.restarts)
-                await operator.until_idle()
+                await operator.wait_until_idle()
                 # Faults are injected into the last job.
                 await self._run_job(operator, last=number == self.plan.starts - 1)
             if self.plan.agents:
@@ -161,14 +161,14 @@ class FleetRun:
             if agents is not None:
                 await self._measure_training(operator, watch, agents)
             await delete(self.kube, f"{JOBS}/{NAME}")
-            await watch.until(lambda: not watch.pods, "the pods of the job are deleted", self.plan.timeout)
+            await watch.wait_until(lambda: not watch.pods, "the pods of the job are deleted", self.plan.timeout)
 
     async def _measure_start(self, operator: OperatorProcess, watch: PodWatch) -> None:
         n, floor = self.plan.nodes, self.floors[-1]
         cpu = operator.cpu_seconds()
         started_at = time.monotonic()
         await self.kube.create(JOBS, self.body)
-        created, running = await watch.until_running(n + SPARES, self.plan.timeout)
+        created, running = await watch.wait_until_running(n + SPARES, self.plan.timeout)
         created, running = created - started_at, running - started_at
         log(f"{n} nodes: job: created {created:.2f} s, running {running:.2f} s")
         self.report.add("created", n, "s", created)
@@ -185,7 +185,7 @@ class FleetRun:
         await agents.request("start")
         received = await agents.request("wait_for_membership", generation=1, count=n, seconds=self.plan.timeout)
         self.report.add("agents go → first membership with all", n, "s", received["last"] - started_at)
-        await self.until_status(lambda status: status.get("phase") == "Running", "phase Running")
+        await self.wait_for_status(lambda status: status.get("phase") == "Running", "phase Running")
         self.report.add("operator CPU until all agents train", n, "s", operator.cpu_seconds() - cpu)
         log(f"{n} nodes: all agents train after {time.monotonic() - started_at:.1f} s")
         faults = FaultRound(self, operator, watch, agents)
@@ -199,12 +199,12 @@ class FleetRun:
         status: Json = (await self.kube.get(f"{JOBS}/{NAME}")).get("status", {})
         return status
 
-    async def until_status(self, condition: Callable[[Json], bool], what: str) -> Json:
+    async def wait_for_status(self, condition: Callable[[Json], bool], what: str) -> Json:
         """Wait until the status satisfies the condition."""
-        return await until_status(self.kube, condition, what, self.plan.timeout)
+        return await wait_for_status(self.kube, condition, what, self.plan.timeout)
 
 
-async def until_status(kube: Api, condition: Callable[[Json], bool], what: str, seconds: float) -> Json:
+async def wait_for_status(kube: Api, condition: Callable[[Json], bool], what: str, seconds: float) -> Json:
     """Wait until the status of the job satisfies the condition; raises TimeoutError with `what`."""
     deadline = time.monotonic() + seconds
     while True:

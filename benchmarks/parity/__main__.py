@@ -108,10 +108,12 @@ def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
         "rows": [],
     }
     file = options.out / RESULTS
-    former = json.loads(file.read_text()) if file.exists() else {}
-    if any(former.get(name) != report[name] for name in ("steps", "versions")):
+    previous = json.loads(file.read_text()) if file.exists() else {}
+    if any(previous.get(name) != report[name] for name in ("steps", "versions")):
         return report
-    return report | {name: former[name] for name in ("adaptersOfPeft", "references", "rows", "trl") if name in former}
+    return report | {
+        name: previous[name] for name in ("adaptersOfPeft", "references", "rows", "trl") if name in previous
+    }
 
 
 def _verdict(report: dict[str, Any], names: set[str]) -> int:
@@ -190,10 +192,10 @@ def _run_row(row: Row, out: Path, compare_row: Callable[[Row, Path], dict[str, A
     result: dict[str, Any] = {
         "name": row.name,
         "settings": row.settings.name,
-        "data": row.data,
-        "tensor": row.tensor,
-        "pipeline": row.pipeline,
-        "context": row.context,
+        "data": row.data_parallel,
+        "tensor": row.tensor_parallel,
+        "pipeline": row.pipeline_parallel,
+        "context": row.context_parallel,
         "accumulation": row.accumulation,
         "overrides": list(row.overrides),
         "date": time.strftime("%Y-%m-%d"),

@@ -125,7 +125,7 @@ def _dpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments:
             "chosen_ids": row["chosen"][row["prompt"] :],
             "rejected_ids": row["rejected"][row["prompt"] :],
         }
-        for row in _rows(task)
+        for row in _read_pairs(task)
     ]
     reference = None if lora else transformers.LlamaForCausalLM.from_pretrained(task["weights"], dtype=torch.float32)
     return Trainer(
@@ -153,7 +153,7 @@ def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments
                 found[f"{name}_labels"] = [-100] * prompt + ids[prompt:]
             return found
 
-    rows = [{"prompt": "", "chosen": "", "rejected": "", "row": row} for row in _rows(task)]
+    rows = [{"prompt": "", "chosen": "", "rejected": "", "row": row} for row in _read_pairs(task)]
     trainer = Trainer(
         model,
         args=ORPOConfig(per_device_train_batch_size=1, gradient_accumulation_steps=task["batch"], **arguments),
@@ -165,8 +165,8 @@ def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments
     return trainer
 
 
-def _rows(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the pairs: `chosen` and `rejected` token ids, and the number of tokens of the `prompt` before both."""
+def _read_pairs(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read the pairs: `chosen` and `rejected` token ids, and the number of tokens of the `prompt` before both."""
     return [json.loads(line) for line in (Path(task["folder"]) / "pairs.jsonl").read_text().splitlines()]
 
 

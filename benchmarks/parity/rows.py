@@ -104,25 +104,25 @@ class Row:
     """A run of the trainer."""
 
     settings: Settings
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
     accumulation: int = 1
-    """Micro-batches of a step; some have empty rows if data x accumulation does not divide the batch."""
+    """Micro-batches of a step; some have empty rows if data_parallel x accumulation does not divide the batch."""
     overrides: tuple[str, ...] = ()
     """Additional `--set` options."""
 
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        return self.data * self.tensor * self.pipeline * self.context
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
     def name(self) -> str:
         """Name of the row in files and on the command line."""
-        parts = [f"dp{self.data}", f"tp{self.tensor}", f"pp{self.pipeline}"]
-        parts += [f"cp{self.context}"] if self.context > 1 else []
+        parts = [f"dp{self.data_parallel}", f"tp{self.tensor_parallel}", f"pp{self.pipeline_parallel}"]
+        parts += [f"cp{self.context_parallel}"] if self.context_parallel > 1 else []
         parts += [f"accumulation{self.accumulation}"] if self.accumulation > 1 else []
         parts += [override.rpartition(".")[2].replace("=", "-").lower() for override in self.overrides]
         return "-".join([self.settings.slug, *parts])
@@ -130,9 +130,9 @@ class Row:
     @property
     def set_options(self) -> list[str]:
         """Return the `--set` options of the row."""
-        micro_size = -(-BASE["batch"]["globalSize"] // (self.data * self.accumulation))
-        degrees = [f"parallelism.tensor={self.tensor}", f"parallelism.pipeline={self.pipeline}"]
-        degrees += [f"parallelism.context={self.context}"] if self.context > 1 else []
+        micro_size = -(-BASE["batch"]["globalSize"] // (self.data_parallel * self.accumulation))
+        degrees = [f"parallelism.tensor={self.tensor_parallel}", f"parallelism.pipeline={self.pipeline_parallel}"]
+        degrees += [f"parallelism.context={self.context_parallel}"] if self.context_parallel > 1 else []
         return [f"batch.microSize={micro_size}", *degrees, *self.overrides]
 
 
@@ -145,39 +145,39 @@ FULL_RECOMPUTE = "recompute=Full"
 ROWS = (
     Row(HLAT),
     Row(HLAT, accumulation=4),
-    Row(HLAT, data=2),
-    Row(HLAT, data=2, accumulation=4),
-    Row(HLAT, data=4),
-    Row(HLAT, data=2, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, data=2, accumulation=4, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, data=4, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, data=2, accumulation=4, overrides=(SHARDED_OPTIMIZER,)),
-    Row(HLAT, data=3),
-    Row(HLAT, data=3, accumulation=3),
-    Row(HLAT, data=3, accumulation=3, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, data=3, accumulation=3, overrides=(SHARDED_OPTIMIZER,)),
-    Row(HLAT, tensor=2),
-    Row(HLAT, tensor=2, accumulation=4),
-    Row(HLAT, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
-    Row(HLAT, data=2, tensor=2),
-    Row(HLAT, data=2, tensor=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
+    Row(HLAT, data_parallel=2),
+    Row(HLAT, data_parallel=2, accumulation=4),
+    Row(HLAT, data_parallel=4),
+    Row(HLAT, data_parallel=2, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, data_parallel=2, accumulation=4, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, data_parallel=4, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, data_parallel=2, accumulation=4, overrides=(SHARDED_OPTIMIZER,)),
+    Row(HLAT, data_parallel=3),
+    Row(HLAT, data_parallel=3, accumulation=3),
+    Row(HLAT, data_parallel=3, accumulation=3, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, data_parallel=3, accumulation=3, overrides=(SHARDED_OPTIMIZER,)),
+    Row(HLAT, tensor_parallel=2),
+    Row(HLAT, tensor_parallel=2, accumulation=4),
+    Row(HLAT, tensor_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
+    Row(HLAT, data_parallel=2, tensor_parallel=2),
+    Row(HLAT, data_parallel=2, tensor_parallel=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
     Row(HLAT, overrides=(SELECTIVE_RECOMPUTE,)),
     Row(HLAT, accumulation=4, overrides=(FULL_RECOMPUTE,)),
-    Row(HLAT, data=2, tensor=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL, SELECTIVE_RECOMPUTE)),
-    Row(HLAT, data=2, tensor=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL, FULL_RECOMPUTE)),
-    Row(HLAT, pipeline=2),
-    Row(HLAT, pipeline=2, accumulation=4),
-    Row(HLAT, data=2, pipeline=2, accumulation=4, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, tensor=2, pipeline=2, accumulation=4, overrides=(SEQUENCE_PARALLEL,)),
-    Row(HLAT, data=3, tensor=2, accumulation=3, overrides=(SEQUENCE_PARALLEL,)),
-    Row(HLAT, data=3, pipeline=2, accumulation=3),
-    Row(HLAT, context=2),
-    Row(HLAT, context=4),
-    Row(HLAT, context=2, accumulation=4, overrides=(FULL_RECOMPUTE,)),
-    Row(HLAT, data=2, context=2, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, tensor=2, context=2, overrides=(SEQUENCE_PARALLEL,)),
+    Row(HLAT, data_parallel=2, tensor_parallel=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL, SELECTIVE_RECOMPUTE)),
+    Row(HLAT, data_parallel=2, tensor_parallel=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL, FULL_RECOMPUTE)),
+    Row(HLAT, pipeline_parallel=2),
+    Row(HLAT, pipeline_parallel=2, accumulation=4),
+    Row(HLAT, data_parallel=2, pipeline_parallel=2, accumulation=4, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, tensor_parallel=2, pipeline_parallel=2, accumulation=4, overrides=(SEQUENCE_PARALLEL,)),
+    Row(HLAT, data_parallel=3, tensor_parallel=2, accumulation=3, overrides=(SEQUENCE_PARALLEL,)),
+    Row(HLAT, data_parallel=3, pipeline_parallel=2, accumulation=3),
+    Row(HLAT, context_parallel=2),
+    Row(HLAT, context_parallel=4),
+    Row(HLAT, context_parallel=2, accumulation=4, overrides=(FULL_RECOMPUTE,)),
+    Row(HLAT, data_parallel=2, context_parallel=2, overrides=(FULLY_SHARDED,)),
+    Row(HLAT, tensor_parallel=2, context_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
     Row(LLAMA31),
-    Row(LLAMA31, context=4),
-    Row(LLAMA31, data=2, tensor=2, accumulation=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
-    Row(LLAMA31, tensor=2, pipeline=2, accumulation=4),
+    Row(LLAMA31, context_parallel=4),
+    Row(LLAMA31, data_parallel=2, tensor_parallel=2, accumulation=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
+    Row(LLAMA31, tensor_parallel=2, pipeline_parallel=2, accumulation=4),
 )

@@ -193,58 +193,60 @@ FAMILY_SETTINGS = (*FAMILIES_FULL, *FAMILIES_LORA)
 
 TUNING_ROWS = (
     Row(FULL),
-    Row(FULL, data=2, overrides=(FULLY_SHARDED,)),
-    Row(FULL, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
-    Row(FULL, pipeline=2, accumulation=4),
+    Row(FULL, data_parallel=2, overrides=(FULLY_SHARDED,)),
+    Row(FULL, tensor_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
+    Row(FULL, pipeline_parallel=2, accumulation=4),
     Row(LORA),
     Row(LORA, accumulation=4),
-    Row(LORA, data=2),
-    Row(LORA, data=4),
-    Row(LORA, data=2, overrides=(FULLY_SHARDED,)),
-    Row(LORA, data=2, overrides=(SHARDED_OPTIMIZER,)),
-    Row(LORA, tensor=2),
-    Row(LORA, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
-    Row(LORA, pipeline=2, accumulation=4),
-    Row(LORA, context=2),
-    Row(LORA, data=2, tensor=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
+    Row(LORA, data_parallel=2),
+    Row(LORA, data_parallel=4),
+    Row(LORA, data_parallel=2, overrides=(FULLY_SHARDED,)),
+    Row(LORA, data_parallel=2, overrides=(SHARDED_OPTIMIZER,)),
+    Row(LORA, tensor_parallel=2),
+    Row(LORA, tensor_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
+    Row(LORA, pipeline_parallel=2, accumulation=4),
+    Row(LORA, context_parallel=2),
+    Row(LORA, data_parallel=2, tensor_parallel=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
     Row(LORA_ALL),
-    Row(LORA_ALL, data=2, overrides=(FULLY_SHARDED,)),
-    Row(LORA_ALL, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
-    Row(LORA_ALL, pipeline=2, accumulation=4),
-    Row(LORA_ALL, tensor=2, pipeline=2, accumulation=4, overrides=(SEQUENCE_PARALLEL, FULL_RECOMPUTE)),
+    Row(LORA_ALL, data_parallel=2, overrides=(FULLY_SHARDED,)),
+    Row(LORA_ALL, tensor_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
+    Row(LORA_ALL, pipeline_parallel=2, accumulation=4),
+    Row(
+        LORA_ALL, tensor_parallel=2, pipeline_parallel=2, accumulation=4, overrides=(SEQUENCE_PARALLEL, FULL_RECOMPUTE)
+    ),
     Row(FULL_ANSWERS),
-    Row(FULL_ANSWERS, data=2, tensor=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
+    Row(FULL_ANSWERS, data_parallel=2, tensor_parallel=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
     Row(ANSWERS),
-    Row(ANSWERS, data=4),
-    Row(ANSWERS, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
+    Row(ANSWERS, data_parallel=4),
+    Row(ANSWERS, tensor_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
     Row(PACKED),
-    Row(PACKED, data=2, overrides=(FULLY_SHARDED,)),
-    Row(PACKED, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
-    Row(PACKED, pipeline=2, accumulation=4),
-    Row(PACKED, context=2),
-    Row(PACKED, context=4),
-    Row(PACKED, tensor=2, context=2, overrides=(SEQUENCE_PARALLEL,)),
-    Row(PACKED, data=2, context=2, overrides=(FULLY_SHARDED,)),
+    Row(PACKED, data_parallel=2, overrides=(FULLY_SHARDED,)),
+    Row(PACKED, tensor_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
+    Row(PACKED, pipeline_parallel=2, accumulation=4),
+    Row(PACKED, context_parallel=2),
+    Row(PACKED, context_parallel=4),
+    Row(PACKED, tensor_parallel=2, context_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
+    Row(PACKED, data_parallel=2, context_parallel=2, overrides=(FULLY_SHARDED,)),
     Row(DORA),
-    Row(DORA, data=2, overrides=(FULLY_SHARDED,)),
-    Row(DORA, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
-    Row(DORA, pipeline=2, accumulation=4),
+    Row(DORA, data_parallel=2, overrides=(FULLY_SHARDED,)),
+    Row(DORA, tensor_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
+    Row(DORA, pipeline_parallel=2, accumulation=4),
     Row(LABELS),
-    Row(LABELS, data=2, tensor=2),
+    Row(LABELS, data_parallel=2, tensor_parallel=2),
 )
 FAMILY_ROWS = tuple(
     row
     for settings in FAMILY_SETTINGS
     for row in (
         Row(settings),
-        Row(settings, data=2, overrides=(FULLY_SHARDED,)),
-        Row(settings, tensor=2, overrides=(SEQUENCE_PARALLEL,)),
-        Row(settings, pipeline=2, accumulation=4),
+        Row(settings, data_parallel=2, overrides=(FULLY_SHARDED,)),
+        Row(settings, tensor_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
+        Row(settings, pipeline_parallel=2, accumulation=4),
     )
 )
 PREFERENCE_ROWS = tuple(
-    Row(settings, data=data, tensor=tensor, overrides=overrides)
+    Row(settings, data_parallel=data, tensor_parallel=tensor, overrides=overrides)
     for settings in PREFERENCE_SETTINGS
     for data, tensor, overrides in ((1, 1, ()), (2, 1, ()), (1, 2, ()), (2, 1, (FULLY_SHARDED,)))
 )
-PREFERENCE_ROWS += (Row(DPO, pipeline=2, accumulation=4), Row(DPO_LORA, pipeline=2, accumulation=4))
+PREFERENCE_ROWS += (Row(DPO, pipeline_parallel=2, accumulation=4), Row(DPO_LORA, pipeline_parallel=2, accumulation=4))

@@ -76,8 +76,8 @@ def main() -> int:
     file.write_text(json.dumps(report, indent=2) + "\n")
     section = render_section(report, suite)
     if options.document:
-        former = options.document.read_text() if options.document.exists() else ""
-        options.document.write_text(replace_section(former, section, suite))
+        previous = options.document.read_text() if options.document.exists() else ""
+        options.document.write_text(replace_section(previous, section, suite))
     print(section)
     return 1 if report["deviations"] else 0
 

@@ -1,7 +1,7 @@
 # ruff: noqa: PLC0415, SLF001 - patched functions are private, and only the rank to kill imports them
 """Let a rank kill itself (SIGKILL, without cleanup) at a chosen point of its work.
 
-A forked rank calls `install_kill` with the value of `TRAINIUM_PROOF`: the point, the number of passes before the kill,
+A forked rank calls `install_kill` with the value of `TRAINIUM_PROOF`: the point, the number of hits before the kill,
 and the position within the point. Points are real calls of the trainer; a kill before, within or after them leaves
 different files. Patches only determine when the rank is killed, not its work.
 """
@@ -52,8 +52,8 @@ class Kill:
     """A kill of a rank."""
 
     point: Point
-    passes: int
-    """Number of passes of the point before the kill."""
+    hits: int
+    """Number of hits of the point before the kill."""
     fraction: float
     """Position within the point, 0 to 1."""
     seed: int
@@ -66,8 +66,8 @@ class Kill:
 def install_kill(text: str) -> None:
     """Patch this process for the kill that `Kill.to_text` describes."""
     raw = json.loads(text)
-    kill = Kill(Point(raw["point"]), raw["passes"], raw["fraction"], raw["seed"])
-    _PATCHES[kill.point](PassCounter(kill.passes, kill.fraction), random.Random(kill.seed))
+    kill = Kill(Point(raw["point"]), raw["hits"], raw["fraction"], raw["seed"])
+    _PATCHES[kill.point](HitCounter(kill.hits, kill.fraction), random.Random(kill.seed))
 
 
 def kill_process() -> NoReturn:
@@ -76,15 +76,15 @@ def kill_process() -> NoReturn:
     raise SystemExit("not reached")
 
 
-class PassCounter:
-    """Counts the passes of a point, and reports once that the chosen one is reached."""
+class HitCounter:
+    """Counts the hits of a point, and reports once that the chosen one is reached."""
 
-    def __init__(self, passes: int, fraction: float) -> None:
+    def __init__(self, hits: int, fraction: float) -> None:
         self.fraction = fraction
-        self._remaining = passes
+        self._remaining = hits
 
     def is_reached(self) -> bool:
-        """Count a pass; return whether it is the chosen one."""
+        """Count a hit; return whether it is the chosen one."""
         self._remaining -= 1
         return self._remaining == -1
 
@@ -112,7 +112,7 @@ def truncate(pieces: Iterable[memoryview], size: int) -> Iterator[memoryview]:
     kill_process()
 
 
-def _in_step(passes: PassCounter, _: random.Random) -> None:
+def _in_step(hits: HitCounter, _: random.Random) -> None:
     from trainium_trainer.monitor.progress import ProgressWriter
 
     writer: Any = ProgressWriter  # patched functions take any arguments
@@ -120,20 +120,20 @@ def _in_step(passes: PassCounter, _: random.Random) -> None:
 
     def record_step(self: Any, *arguments: Any, seconds: float) -> None:
         original(self, *arguments, seconds=seconds)
-        if passes.is_reached():
-            threading.Timer(passes.fraction * 1.2 * seconds, kill_process).start()
+        if hits.is_reached():
+            threading.Timer(hits.fraction * 1.2 * seconds, kill_process).start()
 
     writer.record_step = record_step
 
 
-def _in_staging(passes: PassCounter, rng: random.Random) -> None:
+def _in_staging(hits: HitCounter, rng: random.Random) -> None:
     from trainium_trainer.checkpoint.format import live_state
     from trainium_trainer.checkpoint.memory import buddy, memory_tier, snapshot
 
     def killed_in_copy(copy: Any) -> Any:
         def copy_all(targets: list[Any], sources: list[Any]) -> None:
             half = len(targets) // 2
-            passes.kill_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
+            hits.kill_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
 
         return copy_all
 
@@ -144,26 +144,26 @@ def _in_staging(passes: PassCounter, rng: random.Random) -> None:
         memory_tier.copy_all = killed_in_copy(memory_tier.copy_all)  # type: ignore[attr-defined]
     elif place == "finalize":
         finalize = snapshot.SnapshotFile.finalize
-        snapshot.SnapshotFile.finalize = lambda *arguments: passes.kill_around(lambda: finalize(*arguments))  # type: ignore[method-assign]
+        snapshot.SnapshotFile.finalize = lambda *arguments: hits.kill_around(lambda: finalize(*arguments))  # type: ignore[method-assign]
     else:
         send, finalize = buddy.SnapshotSender.send, snapshot.SnapshotFile.finalize
         if rng.random() < 0.5:  # otherwise, and if nothing is sent: at the finalize
-            buddy.SnapshotSender.send = lambda *arguments: passes.kill_around(lambda: send(*arguments))  # type: ignore[method-assign]
-        snapshot.SnapshotFile.finalize = lambda *arguments: passes.kill_around(lambda: finalize(*arguments))  # type: ignore[method-assign]
+            buddy.SnapshotSender.send = lambda *arguments: hits.kill_around(lambda: send(*arguments))  # type: ignore[method-assign]
+        snapshot.SnapshotFile.finalize = lambda *arguments: hits.kill_around(lambda: finalize(*arguments))  # type: ignore[method-assign]
 
 
-def _in_writing(passes: PassCounter, _: random.Random) -> None:
+def _in_writing(hits: HitCounter, _: random.Random) -> None:
     from trainium_trainer.storage.posix import PosixStorage
 
     write = PosixStorage.write_stream
 
     def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
-        write(self, name, truncate(pieces, int(passes.fraction * size)) if passes.is_reached() else pieces, size)
+        write(self, name, truncate(pieces, int(hits.fraction * size)) if hits.is_reached() else pieces, size)
 
     PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
 
 
-def _in_commit(passes: PassCounter, rng: random.Random) -> None:
+def _in_commit(hits: HitCounter, rng: random.Random) -> None:
     from trainium_trainer.storage.posix import PosixStorage
 
     def patch(method: str) -> None:
@@ -172,7 +172,7 @@ def _in_commit(passes: PassCounter, rng: random.Random) -> None:
         def access(self: Any, name: str, *rest: Any) -> Any:
             if not name.startswith("step-"):
                 return original(self, name, *rest)
-            return passes.kill_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
+            return hits.kill_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
 
         setattr(PosixStorage, method, access)
 
@@ -190,7 +190,7 @@ def write_half(storage: Any, method: str, name: str) -> None:
         path.unlink()
 
 
-def _in_load(passes: PassCounter, rng: random.Random) -> None:
+def _in_load(hits: HitCounter, rng: random.Random) -> None:
     from trainium_trainer.checkpoint.format import reader
     from trainium_trainer.checkpoint.resume import resume as module
 
@@ -198,34 +198,34 @@ def _in_load(passes: PassCounter, rng: random.Random) -> None:
     place = rng.choice(("gather", "copy"))
     if place == "gather":
         scatter = resume.scatter_from_root
-        resume.scatter_from_root = lambda *arguments: passes.kill_around(lambda: scatter(*arguments))
+        resume.scatter_from_root = lambda *arguments: hits.kill_around(lambda: scatter(*arguments))
         return
     copy, read = resume.copy_all, reader.CheckpointReader._read_extent
 
     def copy_all(targets: list[Any], sources: list[Any]) -> None:
         half = len(targets) // 2
-        passes.kill_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
+        hits.kill_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
 
     resume.copy_all = copy_all
-    reader.CheckpointReader._read_extent = lambda *arguments: passes.kill_around(lambda: read(*arguments))  # type: ignore[method-assign]
+    reader.CheckpointReader._read_extent = lambda *arguments: hits.kill_around(lambda: read(*arguments))  # type: ignore[method-assign]
 
 
 ARTIFACTS = "artifacts"
 """Folder of the artifacts in the folder of a run."""
 _EXPORT_PLACES = {"file": 1, "merge": 3, "gather": 8}
-"""Places, and the maximum number of passes before the kill."""
+"""Places, and the maximum number of hits before the kill."""
 _FIRST_RANK_EXPORT_PLACES = {"file": 4, "merge": 8, "gather": 8, "small": 18, "small ": 18, "tidy": 1}
 _EVALUATION_PLACES = {"load": 1, "score": 1, "gather": 5}
 _FIRST_RANK_EVALUATION_PLACES = {**_EVALUATION_PLACES, "result": 3, "result ": 3}
 
 
-def _in_export(passes: PassCounter, rng: random.Random) -> None:
+def _in_export(hits: HitCounter, rng: random.Random) -> None:
     """Kill in a data file, in the merge of a weight, around a small file or the last removal, or in a gather."""
     from trainium_trainer.artifacts.merged_parameters import MergedParameters
 
-    place, passes = _draw_place(_FIRST_RANK_EXPORT_PLACES if _is_first() else _EXPORT_PLACES, passes, rng)
+    place, hits = _draw_place(_FIRST_RANK_EXPORT_PLACES if _is_first() else _EXPORT_PLACES, hits, rng)
     if place == "file":
-        _in_data_file(passes)
+        _in_data_file(hits)
     elif place == "merge":
         merged_parameters: Any = MergedParameters  # patched functions take any arguments
         rows = merged_parameters.rows
@@ -233,27 +233,27 @@ def _in_export(passes: PassCounter, rng: random.Random) -> None:
         def rows_or_kill(self: Any, name: str, *rest: Any) -> Any:
             adapter_weight = f"{name.removesuffix('.weight')}.lora_B.weight"
             return (
-                passes.kill_around(lambda: rows(self, name, *rest))
+                hits.kill_around(lambda: rows(self, name, *rest))
                 if adapter_weight in self._names
                 else rows(self, name, *rest)
             )
 
         merged_parameters.rows = rows_or_kill
     elif place == "gather":
-        _in_gather(passes, lambda: True)
+        _in_gather(hits, lambda: True)
     elif place == "small":
-        _around("write", passes, lambda name: not name.startswith("evaluation"))
+        _patch_storage_method("write", hits, lambda name: not name.startswith("evaluation"))
     else:
-        _around("remove_files", passes, lambda _: True)
+        _patch_storage_method("remove_files", hits, lambda _: True)
 
 
-def _in_evaluation(passes: PassCounter, rng: random.Random) -> None:
+def _in_evaluation(hits: HitCounter, rng: random.Random) -> None:
     """Kill around the load of a model, its questions, a gather, or a file of the result."""
     from trainium_trainer.evaluate import compare as module
     from trainium_trainer.evaluate import stage
 
     compare: Any = module  # the trainer calls these names and does not pass them on
-    place, passes = _draw_place(_FIRST_RANK_EVALUATION_PLACES if _is_first() else _EVALUATION_PLACES, passes, rng)
+    place, hits = _draw_place(_FIRST_RANK_EVALUATION_PLACES if _is_first() else _EVALUATION_PLACES, hits, rng)
     started: list[bool] = []
     evaluate = stage.evaluate_artifacts
 
@@ -264,57 +264,57 @@ def _in_evaluation(passes: PassCounter, rng: random.Random) -> None:
     stage.evaluate_artifacts = evaluate_artifacts
     if place == "load":
         load = compare.load
-        compare.load = lambda *arguments, **options: passes.kill_around(lambda: load(*arguments, **options))
+        compare.load = lambda *arguments, **options: hits.kill_around(lambda: load(*arguments, **options))
     elif place == "score":
         score = compare.score_model
 
         def score_or_kill(model: Any, exam: Any, items: Any, *rest: Any, **options: Any) -> Any:
             items = list(items)
             half = items[: len(items) // 2]
-            return passes.kill_around(
+            return hits.kill_around(
                 lambda: score(model, exam, items, *rest, **options),
                 lambda: _discard(score(model, exam, half, *rest, **options)),
             )
 
         compare.score_model = score_or_kill
     elif place == "gather":
-        _in_gather(passes, lambda: bool(started))
+        _in_gather(hits, lambda: bool(started))
     else:
-        _around("write", passes, lambda _: bool(started))
+        _patch_storage_method("write", hits, lambda _: bool(started))
 
 
 def _is_first() -> bool:
     return os.environ["RANK"] == "0"
 
 
-def _draw_place(places: dict[str, int], passes: PassCounter, rng: random.Random) -> tuple[str, PassCounter]:
-    """Draw a place and its number of passes; names that differ by a trailing blank are the same place."""
+def _draw_place(places: dict[str, int], hits: HitCounter, rng: random.Random) -> tuple[str, HitCounter]:
+    """Draw a place and its number of hits; names that differ by a trailing blank are the same place."""
     place = rng.choice(tuple(places))
-    return place.strip(), PassCounter(rng.randint(0, places[place]), passes.fraction)
+    return place.strip(), HitCounter(rng.randint(0, places[place]), hits.fraction)
 
 
-def _in_data_file(passes: PassCounter) -> None:
+def _in_data_file(hits: HitCounter) -> None:
     from trainium_trainer.storage.posix import PosixStorage
 
     write = PosixStorage.write_stream
 
     def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
-        is_reached = ARTIFACTS in self._root.parts and passes.is_reached()
-        write(self, name, truncate(pieces, int(passes.fraction * size)) if is_reached else pieces, size)
+        is_reached = ARTIFACTS in self._root.parts and hits.is_reached()
+        write(self, name, truncate(pieces, int(hits.fraction * size)) if is_reached else pieces, size)
 
     PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
 
 
-def _in_gather(passes: PassCounter, is_counted: Callable[[], bool]) -> None:
+def _in_gather(hits: HitCounter, is_counted: Callable[[], bool]) -> None:
     from trainium_trainer.peers import Peers
 
     gather = Peers.gather
     Peers.gather = lambda self, value: (  # type: ignore[method-assign]
-        passes.kill_around(lambda: gather(self, value)) if is_counted() else gather(self, value)
+        hits.kill_around(lambda: gather(self, value)) if is_counted() else gather(self, value)
     )
 
 
-def _around(method: str, passes: PassCounter, is_counted: Callable[[str], bool]) -> None:
+def _patch_storage_method(method: str, hits: HitCounter, is_counted: Callable[[str], bool]) -> None:
     from trainium_trainer.storage.posix import PosixStorage
 
     original = getattr(PosixStorage, method)
@@ -322,7 +322,7 @@ def _around(method: str, passes: PassCounter, is_counted: Callable[[str], bool])
     def access(self: Any, name: str, *rest: Any) -> Any:
         if ARTIFACTS not in self._root.parts or not is_counted(name):
             return original(self, name, *rest)
-        return passes.kill_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
+        return hits.kill_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
 
     setattr(PosixStorage, method, access)
 
@@ -331,7 +331,7 @@ def _discard(_: object) -> None:
     """Discard a result."""
 
 
-_PATCHES: dict[Point, Callable[[PassCounter, random.Random], None]] = {
+_PATCHES: dict[Point, Callable[[HitCounter, random.Random], None]] = {
     Point.STEP: _in_step,
     Point.STAGING: _in_staging,
     Point.WRITING: _in_writing,

@@ -80,7 +80,7 @@ class Runner:
         folder.mkdir()
         result = TrialResult(trial.seed, trial.scenario.name)
         nodes = [folder / f"node-{number}" for number in range(max(attempt.layout.ranks for attempt in trial.attempts))]
-        before: AttemptResult | None = None
+        previous: AttemptResult | None = None
         point, lost_nodes = "", 0
         complete_files: dict[Path, int] = {}
         for number, attempt in enumerate(trial.attempts):
@@ -89,16 +89,16 @@ class Runner:
                 folder, attempt, number, killed=attempt.rank is not None and codes[attempt.rank] == _KILLED
             )
             result.attempts.append(attempt_result)
-            if before is not None:
+            if previous is not None:
                 in_memory = trial.scenario.memory and (
                     lost_nodes < _TOLERATED_NODE_FAILURES or trial.attempts[0].layout.holds_whole_state
                 )
-                allowed = 1 if in_memory else before.completed - max(before.committed, 0)
+                allowed = 1 if in_memory else previous.completed - max(previous.committed, 0)
                 # While artifacts of a milestone are written, steps continue.
                 after_last_step = result.attempts[-2].killed and trial.attempts[number - 1].follows_training
                 if after_last_step and not trial.scenario.milestones:
                     allowed = 0
-                check_steps_lost(before, attempt_result, point, result, allowed=allowed)
+                check_steps_lost(previous, attempt_result, point, result, allowed=allowed)
             if attempt_result.resumed >= 0:
                 lost_nodes = 0
             self._check_codes(folder, attempt, number, codes, result)
@@ -113,7 +113,7 @@ class Runner:
                 elif trial.scenario.through_nxd and attempt_result.committed >= 0:
                     self._convert(folder, number, result)
             # If a rank was killed while it loaded, the step before that counts.
-            before = attempt_result if attempt_result.completed >= 0 or before is None else before
+            previous = attempt_result if attempt_result.completed >= 0 or previous is None else previous
         self._check_end(folder, trial, result)
         if not result.deviations:
             shutil.rmtree(folder)
@@ -125,7 +125,7 @@ class Runner:
         """Check that an attempt without a kill succeeds; in others, count ranks that wait for the killed one."""
         if not result.attempts[-1].killed:
             if codes != [0] * attempt.layout.ranks:
-                result.deviations.append(f"attempt {number} ended with {codes}: {self._tail(folder, number)}")
+                result.deviations.append(f"attempt {number} ended with {codes}: {self._last_log_lines(folder, number)}")
         else:
             result.waited += codes.count(None)
 
@@ -146,9 +146,9 @@ class Runner:
             complete_files.update(current)
 
     def _check_end(self, folder: Path, trial: Trial, result: TrialResult) -> None:
-        sizes = layouts_with_steps(trial, result)
-        exact = len(sizes) == 1
-        layout = next(iter(sizes)) if exact else Layout(1)
+        layouts = layouts_with_steps(trial, result)
+        exact = len(layouts) == 1
+        layout = next(iter(layouts)) if exact else Layout(1)
         check_result(folder / "run", result, self.reference(layout), self._suite, exact=exact)
         if self._suite.tuning:
             progress = folder / f"progress-{len(trial.attempts) - 1}-0"
@@ -191,17 +191,19 @@ class Runner:
 
     def _convert(self, folder: Path, number: int, result: TrialResult) -> None:
         """Convert the newest checkpoint to NxD's layout and back, into a new root with its metrics and records."""
-        root, old, tag = folder / "run", folder / f"run-{number}", folder / f"tag-{number}"
+        root, old, nxd_checkpoint = folder / "run", folder / f"run-{number}", folder / f"tag-{number}"
         root.rename(old)
         config = ["--config", str(folder / f"trainer-{number}.yaml")]
         for argv in (
-            ["convert", "to-nxd", str(old), str(tag), "--tensor", "2", "--zero1", "3", *config],
-            ["convert", "from-nxd", str(tag), str(root), *config],
+            ["convert", "to-nxd", str(old), str(nxd_checkpoint), "--tensor", "2", "--zero1", "3", *config],
+            ["convert", "from-nxd", str(nxd_checkpoint), str(root), *config],
         ):
             pids = self._request(ranks=[{"environment": {}, "log": str(folder / f"log-{number}-convert")}], argv=argv)
             codes = self._request(wait=pids["pids"], seconds=_ATTEMPT_SECONDS)["codes"]
             if codes != [0]:
-                result.deviations.append(f"{' '.join(argv[:2])} ended with {codes}: {self._tail(folder, number)}")
+                result.deviations.append(
+                    f"{' '.join(argv[:2])} ended with {codes}: {self._last_log_lines(folder, number)}"
+                )
         root.mkdir(exist_ok=True)
         for path in (old / "metrics.jsonl", *old.glob("samples-*.jsonl")):
             shutil.copy(path, root)
@@ -214,7 +216,9 @@ class Runner:
             nodes = [folder / f"node-{number}" for number in range(layout.ranks)]
             codes = self._run_attempt(folder, self._suite.scenarios[0], Attempt(layout, None, None), nodes, 0)
             if codes != [0] * layout.ranks:
-                raise RuntimeError(f"the undisturbed run at {layout.name} ended with {codes}: {self._tail(folder, 0)}")
+                raise RuntimeError(
+                    f"the undisturbed run at {layout.name} ended with {codes}: {self._last_log_lines(folder, 0)}"
+                )
             self._references[layout] = Reference.read(folder / "run", self._suite)
         return self._references[layout]
 
@@ -227,7 +231,7 @@ class Runner:
         return response
 
     @staticmethod
-    def _tail(folder: Path, number: int) -> str:
+    def _last_log_lines(folder: Path, number: int) -> str:
         lines = [path.read_text().splitlines()[-1:] for path in sorted(folder.glob(f"log-{number}-*"))]
         return " | ".join(line for tail in lines for line in tail)
 

@@ -64,7 +64,7 @@ class Scenario:
 
     @property
     def allowed_loss(self) -> str:
-        """Maximum loss of a kill."""
+        """Describe the largest number of steps that a kill may lose."""
         return "1 step" if self.memory else "the steps since the newest commit"
 
 
@@ -102,9 +102,9 @@ class Suite:
 
     name: str
     scenarios: tuple[Scenario, ...]
-    passes: Mapping[Point, tuple[int, int]]
-    """The points, with the minimum and maximum number of passes before a kill."""
-    passes_without_memory: Mapping[Point, tuple[int, int]] = field(default_factory=dict)
+    kill_point_hits: Mapping[Point, tuple[int, int]]
+    """The points, with the minimum and maximum number of hits before a kill."""
+    kill_point_hits_without_memory: Mapping[Point, tuple[int, int]] = field(default_factory=dict)
     """The same without a memory tier, if it differs."""
     steps: int
     global_batch: int
@@ -117,7 +117,7 @@ class Suite:
     @property
     def points(self) -> tuple[Point, ...]:
         """Points at which ranks are killed."""
-        return tuple(self.passes)
+        return tuple(self.kill_point_hits)
 
 
 def draw_trial(seed: int, suite: Suite) -> Trial:
@@ -133,17 +133,17 @@ def draw_trial(seed: int, suite: Suite) -> Trial:
         # attempt may have been killed in a step too.
         if point is Point.LOAD or (point.follows_training and not is_last and rng.random() < _STEP_KILL_PROBABILITY):
             kill_point = Point.STEP
-        attempts.append(_draw_kill(layout, kill_point, scenario, suite, rng))
+        attempts.append(_draw_attempt(layout, kill_point, scenario, suite, rng))
         if point is Point.LOAD and is_last:
-            attempts.append(_draw_kill(scenario.attempts[-1], Point.LOAD, scenario, suite, rng))
+            attempts.append(_draw_attempt(scenario.attempts[-1], Point.LOAD, scenario, suite, rng))
     attempts.append(Attempt(scenario.attempts[-1], None, None))
     return Trial(seed, scenario, point, tuple(attempts))
 
 
-def _draw_kill(layout: Layout, point: Point, scenario: Scenario, suite: Suite, rng: random.Random) -> Attempt:
-    low, high = suite.passes[point]
+def _draw_attempt(layout: Layout, point: Point, scenario: Scenario, suite: Suite, rng: random.Random) -> Attempt:
+    low, high = suite.kill_point_hits[point]
     if not scenario.memory:
-        low, high = suite.passes_without_memory.get(point, (low, high))
+        low, high = suite.kill_point_hits_without_memory.get(point, (low, high))
     rank = 0 if point is Point.COMMIT else rng.randrange(layout.ranks)
     if point.follows_training and rng.random() < _FIRST_RANK_PROBABILITY:
         rank = 0
@@ -220,14 +220,14 @@ _TUNING = (
 PRETRAINING = Suite(
     name="pretraining",
     scenarios=_PRETRAINING,
-    passes={
+    kill_point_hits={
         Point.STEP: (1, 9),
         Point.STAGING: (3, 24),
         Point.WRITING: (0, 2),
         Point.COMMIT: (0, 2),
         Point.LOAD: (0, 1),
     },
-    passes_without_memory={Point.STAGING: (0, 2)},
+    kill_point_hits_without_memory={Point.STAGING: (0, 2)},
     steps=20,
     global_batch=12,
     save_every=4,
@@ -243,16 +243,16 @@ PREFERENCES = replace(
 TUNING = Suite(
     name="tuning",
     scenarios=_TUNING,
-    passes={
+    kill_point_hits={
         Point.STEP: (1, 6),
         Point.STAGING: (1, 12),
         Point.WRITING: (0, 2),
         Point.COMMIT: (0, 2),
         Point.LOAD: (0, 1),
-        Point.EXPORT: (0, 0),  # these points count passes themselves, because each of their places has another number
+        Point.EXPORT: (0, 0),  # these points count hits themselves, because each of their places has another number
         Point.EVALUATE: (0, 0),
     },
-    passes_without_memory={Point.STEP: (3, 7), Point.STAGING: (0, 2)},
+    kill_point_hits_without_memory={Point.STEP: (3, 7), Point.STAGING: (0, 2)},
     steps=15,
     global_batch=12,
     save_every=4,

@@ -61,7 +61,7 @@ print(json.dumps(versions))
 """
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulated": {"micro": 2, "accumulation": 4},
+    "accumulated": {"micro_batch_size": 2, "accumulation": 4},
     "half": {"half": True},
     "sharded": {"sharded": True},
     "recomputed": {"recompute": True},
@@ -127,8 +127,8 @@ def main() -> int:
         ranks=1,
         device=options.device,
         model=QUICK if options.quick else SHAPES[options.device],
-        length=options.length,
-        micro=options.micro,
+        sequence_length=options.length,
+        micro_batch_size=options.micro,
         accumulation=1,
         steps=options.steps,
         half=options.half,
@@ -148,7 +148,12 @@ def main() -> int:
             "threads": THREAD_VARIABLES["OMP_NUM_THREADS"],
             "torch": torch.__version__,
         },
-        "settings": {"model": base.model, "length": base.length, "micro": base.micro, "half": base.half}
+        "settings": {
+            "model": base.model,
+            "length": base.sequence_length,
+            "micro": base.micro_batch_size,
+            "half": base.half,
+        }
         | {"steps": base.steps, "rounds": options.rounds},
         "goals": PREFERENCE_GOALS if options.preferences else goals,
         "peers": peers,
@@ -243,7 +248,7 @@ def _run_mode(mode: str, task: Task, options: argparse.Namespace, peer_python: s
     ours = row["ours"]
     summary = f"{mode:12} {task.ranks} ranks: {ours['tokensPerSecond']:9.0f} tokens/s"
     if task.pairs:
-        row["pairsPerSecond"] = round(ours["tokensPerSecond"] / task.length / 2, 3)
+        row["pairsPerSecond"] = round(ours["tokensPerSecond"] / task.sequence_length / 2, 3)
         summary += f" ({row['pairsPerSecond']:.2f} pairs/s)"
     for name, title in (("peer", TRL if task.pairs else TRANSFORMERS), ("compiledPeer", "with torch_compile")):
         if name not in row:

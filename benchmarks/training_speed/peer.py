@@ -76,7 +76,7 @@ def main() -> None:
     arguments = transformers.TrainingArguments(
         output_dir=task["folder"],
         max_steps=task["steps"],
-        per_device_train_batch_size=task["micro"],
+        per_device_train_batch_size=task["micro_batch_size"],
         gradient_accumulation_steps=task["accumulation"],
         learning_rate=3e-4,
         weight_decay=0.1,
@@ -97,11 +97,11 @@ def main() -> None:
         **sharding,
     )
     clock = StepTimer()
-    count = task["steps"] * task["micro"] * task["accumulation"] * int(os.environ["WORLD_SIZE"])
+    count = task["steps"] * task["micro_batch_size"] * task["accumulation"] * int(os.environ["WORLD_SIZE"])
     trainer = transformers.Trainer(
         model=model,
         args=arguments,
-        train_dataset=Samples(count, task["length"], task["model"]["vocab_size"]),
+        train_dataset=Samples(count, task["sequence_length"], task["model"]["vocab_size"]),
         callbacks=[clock],
     )
     trainer.train()

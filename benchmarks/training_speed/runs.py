@@ -37,8 +37,8 @@ class Task:
     device: str
     model: dict[str, int]
     """Fields of `trainer.model`."""
-    length: int
-    micro: int
+    sequence_length: int
+    micro_batch_size: int
     accumulation: int
     steps: int
     half: bool
@@ -52,12 +52,12 @@ class Task:
     lora: bool = False
     """Whether adapters on all projections of `base` are trained, not its weights."""
     pairs: bool = False
-    """Whether a sample is a pair of answers of `length` tokens, for DPO."""
+    """Whether a sample is a pair of answers of `sequence_length` tokens, for DPO."""
 
     @property
     def tokens(self) -> int:
         """Number of tokens of a step."""
-        return self.ranks * self.micro * self.accumulation * self.length * (2 if self.pairs else 1)
+        return self.ranks * self.micro_batch_size * self.accumulation * self.sequence_length * (2 if self.pairs else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ def write_text(folder: Path) -> Path:
 
 
 def write_pairs(task: Task, text: Path) -> Path:
-    """Write pairs for all steps: a prompt with two answers, each longer than the length, to which both are cut."""
+    """Write pairs for all steps: a prompt and two answers, both longer than the sequence length and cut to it."""
     lines = text.read_text().splitlines()
-    rng, line_count = random.Random(0), task.length // 12
+    rng, line_count = random.Random(0), task.sequence_length // 12
     rows = [
         {name: " " + " ".join(rng.choices(lines, k=line_count)) for name in ("chosen", "rejected")}
         | {"prompt": rng.choice(lines)}
-        for _ in range(task.steps * task.ranks * task.micro * task.accumulation)
+        for _ in range(task.steps * task.ranks * task.micro_batch_size * task.accumulation)
     ]
     path = text.with_name("pairs.jsonl")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -104,10 +104,13 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
     """Write the configuration of a run of this repository's trainer into `folder`."""
     config: dict[str, Any] = {
         "steps": task.steps,
-        "batch": {"globalSize": task.ranks * task.micro * task.accumulation, "microSize": task.micro},
+        "batch": {
+            "globalSize": task.ranks * task.micro_batch_size * task.accumulation,
+            "microSize": task.micro_batch_size,
+        },
         "data": {
             "source": str(text),
-            "sequenceLength": task.length,
+            "sequenceLength": task.sequence_length,
             "cacheDirectory": str(text.parent / "cache"),
             "tokenizer": {"vocabSize": task.model["vocabSize"]},
         },
@@ -173,7 +176,7 @@ def model_options(task: Task) -> dict[str, Any]:
         "num_hidden_layers": model["numLayers"],
         "num_attention_heads": model["numAttentionHeads"],
         "num_key_value_heads": model["numKeyValueHeads"],
-        "max_position_embeddings": task.length,
+        "max_position_embeddings": task.sequence_length,
         "tie_word_embeddings": False,
         **dict.fromkeys(
             ("pad_token_id", "bos_token_id", "eos_token_id")

@@ -67,7 +67,7 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
     from benchmarks.fleet.job import NAME, recorded_membership, training_job
     from benchmarks.fleet.kube import PodWatch, admin_client
     from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
-    from benchmarks.fleet.scenario import JOBS, until_status
+    from benchmarks.fleet.scenario import JOBS, wait_for_status
     from trainium_contract.wire.worker_env import LABEL_JOB
 
     assert cluster.fleet is not None
@@ -76,21 +76,21 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
         await chart.install(kube)
         operator = await chart.start()
         try:
-            await operator.until_leader()
+            await operator.wait_until_leading()
             async with (
                 PodWatch(kube, f"{LABEL_JOB}={NAME}") as watch,
                 AgentsProcess(cluster, NAME, addresses=[(operator.host, operator.port)], name=SERVER_NAME) as agents,
             ):
                 await kube.create(JOBS, training_job(4, spares=1))
-                await watch.until_running(5, scaled(USUAL))
+                await watch.wait_until_running(5, scaled(USUAL))
                 await agents.request("start")
                 first = await agents.request("wait_for_membership", generation=1, count=4, seconds=scaled(USUAL))
-                await until_status(kube, lambda status: status.get("phase") == "Running", "it trains", scaled(USUAL))
+                await wait_for_status(kube, lambda status: status.get("phase") == "Running", "it trains", scaled(USUAL))
                 member = (await recorded_membership(kube)).members[1].pod_name
                 await asyncio.to_thread(cluster.fleet.fail_pod, "default", member, exit_code=137)
                 second = await agents.request("wait_for_membership", generation=2, count=4, seconds=scaled(USUAL))
-                await watch.until(lambda: watch.created == 6, "a new spare is made", scaled(USUAL))
-                await until_status(kube, lambda status: status.get("spares", 0) == 1, "it is warm", scaled(USUAL))
+                await watch.wait_until(lambda: watch.created == 6, "a new spare is made", scaled(USUAL))
+                await wait_for_status(kube, lambda status: status.get("spares", 0) == 1, "it is warm", scaled(USUAL))
         finally:
             await operator.stop()
         return [first["newest"], second["newest"]]

@@ -37,7 +37,7 @@ def agree(settings: Settings) -> dict[str, Any]:
         for entry in states:
             entry.master.fill_(rank_value)
     before = _count_differing(backend)
-    SharedRowSync(states, backend._groups.tensor).agree()
+    SharedRowSync(states, backend._groups.tensor).broadcast_first_rank()
     changed = [
         piece.name
         for entry in states

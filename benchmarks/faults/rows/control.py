@@ -43,9 +43,9 @@ def _kill_rank_without_operator(run: Run) -> RunResult:
     pod = run.random_member()["podName"]
     run.env.operator.scale(0)
     try:
-        target.until_step(target.step() + 10)
+        target.wait_for_step(target.newest_step() + 10)
         fault = run.inject(lambda: target.signal(pod, "KILL"))
-        target.until_step(fault.completed_step + 10, 30)
+        target.wait_for_step(fault.completed_step + 10, 30)
         recovered_at = target.records()[fault.completed_step + 1]["time"]
     finally:
         run.env.operator.scale(1)
@@ -57,15 +57,15 @@ def _stop_api_server(run: Run) -> RunResult:
     target, faults = run.target, run.env.faults
     before = run.snapshot()
     time.sleep(run.rng.uniform(0.0, 1.0))
-    start = target.step()
+    start = target.newest_step()
     faults.stop(Component.APISERVER, seconds=0)
     try:
         time.sleep(OUTAGE_SECONDS)
-        steps = target.step() - start
+        steps = target.newest_step() - start
     finally:
         faults.start(Component.APISERVER)
-    target.until(lambda: target.status()["progress"]["step"] > start + steps, "status of the operator")
-    target.until_stable(10)
+    target.wait_until(lambda: target.status()["progress"]["step"] > start + steps, "status of the operator")
+    target.wait_until_stable(10)
     findings = Findings()
     findings.expect(steps > OUTAGE_SECONDS / 0.5, f"only {steps} steps during the outage")
     findings.expect(len(target.history()) == len(before.interruptions), "the outage caused an interruption")
@@ -97,7 +97,7 @@ def _freeze_leader(run: Run) -> RunResult:
     faults.freeze_container("trainium-system", name)
     frozen_at = time.time()
     try:
-        target.until(lambda: operator.leader() not in ("", leader), "new leader", 60)
+        target.wait_until(lambda: operator.leader() not in ("", leader), "new leader", 60)
         takeover_seconds = time.time() - frozen_at
     finally:
         faults.thaw_container("trainium-system", name)
@@ -114,7 +114,7 @@ def _freeze_leader(run: Run) -> RunResult:
 def _fail_node_of_leader(run: Run) -> RunResult:
     env, target = run.env, run.target
     with env.operator.on_nodes([member["nodeName"] for member in target.members()]):
-        target.until_stable()
+        target.wait_until_stable()
         node = env.operator.leader_node()
         member = next(member for member in target.members() if member["nodeName"] == node)
         time.sleep(run.rng.uniform(0.0, 2.0))
@@ -136,23 +136,23 @@ def _resize_during_recovery(run: Run) -> RunResult:
     try:
         expected = expect_deleted(pod, rungs=frozenset(), max_interruptions=3, timeout_seconds=90)
         result = run.follow_recovery(fault, expected, note=f"{pod}, then {size - 1} nodes")
-        target.until(lambda: target.size() == size - 1, "requested size", 60)
+        target.wait_until(lambda: target.size() == size - 1, "requested size", 60)
     finally:
         target.patch({"spec": {"workers": {"replicas": size}}})
-    target.until(lambda: target.size() == size, "former size", 90)
+    target.wait_until(lambda: target.size() == size, "previous size", 90)
     return result
 
 
 def _delete_job_during_recovery(run: Run) -> RunResult:
     target, cluster = run.target, run.env.cluster
-    target.until_stable(3, 120)
+    target.wait_until_stable(3, 120)
     target.delete_pod(run.rng.choice(target.members())["podName"], force=True)
     time.sleep(run.rng.uniform(0.0, 1.5))
     namespace, name = target.job.namespace, target.job.name
     deleted_at = time.time()
     timeout = f"--timeout={timeouts.scaled(60):.0f}s"
     cluster.kubectl("delete", "trainingjob", name, "-n", namespace, timeout, seconds=70)
-    target.until(lambda: not target.pods(), "deletion of its pods", 60)
+    target.wait_until(lambda: not target.pods(), "deletion of its pods", 60)
     seconds = time.time() - deleted_at
     time.sleep(1)  # the garbage collector also removes other objects
     findings = Findings()

@@ -37,7 +37,7 @@ def _both_workers_run(target: TargetJob) -> bool:
 def _wait_for_verdict(run: Run, injected_at: float, reason: str, text: str, *, max_restarts: int = 1) -> RunResult:
     """Wait for a verdict with this reason and text, which must blame no node."""
     target, findings = run.target, Findings()
-    target.until(lambda: target.status().get("phase") == "Failed", "verdict", 90)
+    target.wait_until(lambda: target.status().get("phase") == "Failed", "verdict", 90)
     detection_seconds = round(time.time() - injected_at, 3)
     status, failed = target.status(), target.condition("Failed")
     verdict = status.get("verdict", "")
@@ -56,7 +56,7 @@ def _wait_for_verdict(run: Run, injected_at: float, reason: str, text: str, *, m
 
 
 def _inject_in_random_rank(run: Run, fault: str) -> float:
-    run.target.until_stable(3, seconds=120)
+    run.target.wait_until_stable(3, seconds=120)
     pod = run.rng.choice(run.target.members())["podName"]
     return run.target.inject(fault, pod, sticky=fault == "nan")
 
@@ -70,7 +70,7 @@ def _out_of_memory(run: Run) -> RunResult:
 
 
 def _import_error(run: Run) -> RunResult:
-    run.target.until(lambda: _both_workers_run(run.target), "running workers", 120)
+    run.target.wait_until(lambda: _both_workers_run(run.target), "running workers", 120)
     return _wait_for_verdict(run, time.time(), "UserError", "no_such_module", max_restarts=2)
 
 
@@ -78,9 +78,9 @@ def _exhaust_budget(run: Run) -> RunResult:
     """Kill a rank as often as the budget allows, then once more."""
     target, deviations = run.target, list[str]()
     for _ in range(ALLOWED_CRASHES):
-        target.until_stable(3, seconds=120)
+        target.wait_until_stable(3, seconds=120)
         deviations += kill_rank(run).deviations
-    target.until_stable(3)
+    target.wait_until_stable(3)
     killed_at = target.signal(run.random_member()["podName"], "KILL")
     result = _wait_for_verdict(run, killed_at, "BudgetExhausted", "budgets.process", max_restarts=ALLOWED_CRASHES + 1)
     return run.result(
@@ -94,7 +94,7 @@ def _exhaust_budget(run: Run) -> RunResult:
 def _apply_rules(run: Run) -> RunResult:
     """Exit with a code whose rule avoids the node, then with one whose rule stops the job."""
     target = run.target
-    target.until_stable(3, seconds=120)
+    target.wait_until_stable(3, seconds=120)
     member = run.random_member()
     pod, node = member["podName"], member["nodeName"]
     expected = expect_node_lost(node, causes=frozenset({"Host"}), pod=pod)
@@ -102,7 +102,7 @@ def _apply_rules(run: Run) -> RunResult:
     findings = Findings(list(avoided.deviations))
     members = [member["nodeName"] for member in target.members()]
     findings.expect(node not in members, f"a rank is on {node}, which the rule avoids")
-    target.until_stable(3)
+    target.wait_until_stable(3)
     target.clear_failures()
     target.inject("exit", run.random_member()["podName"], code=STOP_CODE)
     stopped = _wait_for_verdict(run, time.time(), "UserError", str(STOP_CODE))
@@ -125,13 +125,13 @@ def _missing_image(run: Run) -> RunResult:
         condition = target.condition("PodsReady")
         return condition if condition.get("reason") == "WorkerNotStarting" else {}
 
-    message = target.until(not_starting, "reason", 120).get("message", "")
+    message = target.wait_until(not_starting, "reason", 120).get("message", "")
     detection_seconds = round(time.time() - applied_at, 3)
     blame_correct = findings.expect(MISSING_IMAGE.partition(":")[0] in message, f"the image is not named: {message!r}")
     findings.expect(target.status().get("phase") != "Failed", "the job was stopped")
     corrected_at = time.time()
     target.patch({"spec": {"image": run.env.cluster.settings["chartValues"]["trainerImage"]}})
-    target.until_step(1, 180)
+    target.wait_for_step(1, 180)
     recovery_seconds = round(target.records()[1]["time"] - corrected_at, 3)
     return run.result(
         findings,
@@ -162,7 +162,7 @@ def _empty_cache(env: FaultEnvironment) -> Iterator[None]:
 def _interrupt_start(run: Run) -> RunResult:
     """Kill ranks while they fill the cache of tokenized text, the only cache of a start on a CPU."""
     env, target = run.env, run.target
-    target.until(lambda: _both_workers_run(target), "running workers", 120)
+    target.wait_until(lambda: _both_workers_run(target), "running workers", 120)
     kills, deadline = 0, Deadline(60)
     while kills < START_KILLS and not deadline.is_over():
         time.sleep(run.rng.uniform(0.2, 1.0))
@@ -173,7 +173,7 @@ def _interrupt_start(run: Run) -> RunResult:
                     env.faults.kill_container(target.job.namespace, pod["metadata"]["name"], match=title)
                     kills += 1
     last_kill_at = time.time()
-    target.until_step(5, 120)
+    target.wait_for_step(5, 120)
     findings = Findings()
     findings.expect(kills > 0, "no process was killed")
     findings.expect(not env.check_curve(target, 2), "the curve or the samples differ: the cache is damaged")

@@ -62,12 +62,12 @@ def _repeat_offender(run: Run) -> RunResult:
                 entry = _machine_record(run, node)
                 return entry is not None and len(entry.strikes) == fault
 
-            target.until(is_recorded, f"strike {fault} of {node}", 30)
+            target.wait_until(is_recorded, f"strike {fault} of {node}", 30)
             if fault < FAULTS_UNTIL_QUARANTINE:
                 env.set_unhealthy(node, on=False)
-                target.until(lambda: not (_machine_record(run, node) or member).reported, "healthy node", 30)  # type: ignore[union-attr]
+                target.wait_until(lambda: not (_machine_record(run, node) or member).reported, "healthy node", 30)  # type: ignore[union-attr]
         findings = Findings(list(results[0].deviations))
-        target.until(
+        target.wait_until(
             lambda: (entry := _machine_record(run, node)) and entry.state == "Permanent", "permanent quarantine", 30
         )
         env.set_unhealthy(node, on=False)
@@ -77,9 +77,9 @@ def _repeat_offender(run: Run) -> RunResult:
         def new_pods() -> list[dict[str, object]]:
             return [pod for pod in target.pods() if pod["metadata"]["name"] not in names]
 
-        affinity = json.dumps(target.until(new_pods, "new pod", 60)[0]["spec"].get("affinity") or {})
+        affinity = json.dumps(target.wait_until(new_pods, "new pod", 60)[0]["spec"].get("affinity") or {})
         findings.expect(node in affinity, f"a new pod may go to {node}, which is in quarantine")
-        target.until_stable()
+        target.wait_until_stable()
         findings.expect(node not in [member["nodeName"] for member in target.members()], f"a rank is on {node}")
         return replace(results[0], deviations=tuple(findings.deviations))
     finally:
@@ -99,7 +99,7 @@ def _stay_in_domain(run: Run) -> RunResult:
         with env.cluster.cordon_nodes(*far):
             time.sleep(2)  # until the operator has seen the labels
             target.patch({"spec": {"suspend": False}})
-            target.until_stable(3, seconds=120)
+            target.wait_until_stable(3, seconds=120)
         switch = {node: number % 2 for number, node in enumerate(nodes)}
         ranks = [switch[member["nodeName"]] for member in target.members()]
         findings = Findings()
@@ -109,10 +109,10 @@ def _stay_in_domain(run: Run) -> RunResult:
         member = run.random_member()
         node = member["nodeName"]
         if env.move_operator_off(node):
-            target.until_stable()
+            target.wait_until_stable()
         expected = expect_node_lost(node, pod=member["podName"])
         result = run.measure_recovery(lambda: env.cluster.power_off(node), expected, note=f"{node} of {NEAR}")
-        target.until_stable()
+        target.wait_until_stable()
         used = {pod["spec"].get("nodeName", "") for pod in target.pods()}
         findings.expect(used <= {*near, ""}, f"workers are on {', '.join(sorted(used - {*near}))} of {FAR}")
         env.replace_node(node)

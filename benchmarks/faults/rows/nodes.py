@@ -31,7 +31,7 @@ UNEVEN_BATCH = 8
 def _fail_node_of_member(run: Run, member: Json) -> RunResult:
     env, node = run.env, member["nodeName"]
     if env.move_operator_off(node):
-        run.target.until_stable()
+        run.target.wait_until_stable()
     hangs = env.local and run.rng.random() < 0.3
     fail = env.faults.freeze_node if hangs else env.cluster.power_off
     expected = expect_node_lost(node, pod=member["podName"], detect_within_seconds=NOT_READY_AFTER_SECONDS)
@@ -117,13 +117,13 @@ def _fail_without_capacity(run: Run) -> RunResult:
     env, target = run.env, run.target
     node = run.random_member()["nodeName"]
     if env.move_operator_off(node):
-        target.until_stable()
+        target.wait_until_stable()
     with _cordoned_idle_nodes(run):
         try:
             result = _shrink(run, node, size=env.size - 1)
         finally:
             env.replace_node(node)
-    target.until(lambda: target.size() == env.size, "growth to the full size", 90)
+    target.wait_until(lambda: target.size() == env.size, "growth to the full size", 90)
     return result
 
 
@@ -134,13 +134,13 @@ def _shrink_to_uneven_sizes(run: Run) -> RunResult:
             for size, passes in ((3, 3), (2, 4)):
                 node = run.random_member()["nodeName"]
                 if run.env.move_operator_off(node):
-                    target.until_step(target.step() + 2)
+                    target.wait_for_step(target.newest_step() + 2)
                 failed.append(node)
                 results.append(_shrink(run, node, size=size, passes=passes))
         finally:
             for node in failed:
                 run.env.replace_node(node)
-    target.until(lambda: target.size() == 4, "growth to the full size", 90)
+    target.wait_until(lambda: target.size() == 4, "growth to the full size", 90)
     slowest = max(results, key=lambda result: result.recovery_seconds or 0.0)
     return replace(slowest, deviations=tuple(text for result in results for text in result.deviations))
 
@@ -179,7 +179,7 @@ def _partition_node(run: Run) -> RunResult:
         result = run.measure_recovery(lambda: run.env.partition(node), expected, note=node)
     finally:
         run.env.partition(node, on=False)
-    target.until_step(target.step() + 10)
+    target.wait_for_step(target.newest_step() + 10)
     findings = Findings(list(result.deviations))
     findings.expect(member["podUid"] not in target.member_uids(), "the worker behind the partition is a member again")
     run.env.replace_node(node)
@@ -198,18 +198,18 @@ def _report_many_nodes(run: Run) -> RunResult:
     bad = [*rng.sample(members, 2), rng.choice([node for node in nodes if node not in members])]
     rng.shuffle(bad)
     # The operator may act on a node of the previous run that was the only bad one for a moment.
-    target.until(lambda: target.condition("NodesHealthy").get("reason") == "NodesHealthy", "healthy nodes", 30)
-    target.until_stable(5)
-    before, start, reported_at = run.snapshot(), target.step(), time.time()
+    target.wait_until(lambda: target.condition("NodesHealthy").get("reason") == "NodesHealthy", "healthy nodes", 30)
+    target.wait_until_stable(5)
+    before, start, reported_at = run.snapshot(), target.newest_step(), time.time()
     names = {pod["metadata"]["uid"]: pod["spec"].get("nodeName", "") for pod in target.pods()}
     for node in bad:
         env.set_unhealthy(node)
     findings = Findings()
     try:
-        target.until(lambda: _is_frozen(run), "condition of the circuit breaker", 30)
+        target.wait_until(lambda: _is_frozen(run), "condition of the circuit breaker", 30)
         detection_seconds = time.time() - reported_at
         time.sleep(8)
-        target.until_step(start + 20)
+        target.wait_for_step(start + 20)
         left = before.pod_uids - {pod["metadata"]["uid"] for pod in target.pods()}
         allowed = max(1, int(len(nodes) * 0.2))
         if not findings.expect(len(left) <= allowed, f"{len(left)} pods were replaced, allowed are {allowed}"):
@@ -218,7 +218,7 @@ def _report_many_nodes(run: Run) -> RunResult:
     finally:
         for node in bad:
             env.set_unhealthy(node, on=False)
-    target.until(lambda: not _is_frozen(run), "end of the alarm", 30)
+    target.wait_until(lambda: not _is_frozen(run), "end of the alarm", 30)
     note = f"bad {', '.join(bad)}; left {', '.join(sorted(names[uid] for uid in left)) or 'none'}"
     return run.result(
         findings,

@@ -66,14 +66,14 @@ def _announce_termination(run: Run) -> RunResult:
 def _delete_activated_spare(run: Run) -> RunResult:
     target = run.target
     pod = run.random_member()["podName"]
-    target.until(lambda: target.status().get("spares", 0) >= 2, "two ready spares", 120)
+    target.wait_until(lambda: target.status().get("spares", 0) >= 2, "two ready spares", 120)
     members = target.member_uids()
     fault = run.inject(lambda: target.delete_pod(pod, force=True))
 
     def joined_pods() -> list[str]:
         return [member["podName"] for member in target.members() if member["podUid"] not in members]
 
-    spare = target.until(joined_pods, "spare among the members", 30)[0]
+    spare = target.wait_until(joined_pods, "spare among the members", 30)[0]
     time.sleep(run.rng.uniform(0.0, 0.3))
     target.delete_pod(spare, force=True)
     expected = expect_deleted(pod, max_interruptions=2)

@@ -43,21 +43,21 @@ def _signal_rank(run: Run, pod: str, signal: str, cause: str) -> RunResult:
 
 
 def _kill_rank(run: Run) -> RunResult:
-    run.target.until_stable(3, seconds=180)
+    run.target.wait_until_stable(3, seconds=180)
     return _signal_rank(run, run.random_member()["podName"], "KILL", "Crash")
 
 
 def _stop_rank(run: Run) -> RunResult:
-    run.target.until_stable(3, seconds=180)
+    run.target.wait_until_stable(3, seconds=180)
     return _signal_rank(run, run.target.members()[0]["podName"], "STOP", "Hang")
 
 
 def _fail_node(run: Run) -> RunResult:
-    run.target.until_stable(3, seconds=180)
+    run.target.wait_until_stable(3, seconds=180)
     member, env = run.random_member(), run.env
     node = member["nodeName"]
     if env.move_operator_off(node):
-        run.target.until_stable()
+        run.target.wait_until_stable()
     # Ranks that lose a peer end first, with an error of gloo, which is not a failure.
     expected = expect_node_lost(node, max_steps_lost=_MAX_STEPS_LOST, timeout_seconds=180)
     note = f"power off {node}, rank {member['nodeRank']}"

@@ -29,7 +29,7 @@ def _damaged_checkpoints(target: TargetJob) -> list[str]:
     storage = PosixStorage(target.job.folder)
     report = survey(storage)
     damaged = [*report.damaged, *(f"step-{item.step}" for item in report.committed if verify(storage, item, Retry()))]
-    present = {f"step-{step}" for step in target.committed()}
+    present = {f"step-{step}" for step in target.committed_steps()}
     return [name for name in damaged if name in present]
 
 
@@ -39,7 +39,7 @@ def _uncommitted_files(target: TargetJob, pattern: str = "*") -> list[Path]:
 
 
 def _newest_committed(target: TargetJob) -> int:
-    return max(target.committed(), default=0)
+    return max(target.committed_steps(), default=0)
 
 
 def _kill_during_save(run: Run) -> RunResult:
@@ -47,15 +47,15 @@ def _kill_during_save(run: Run) -> RunResult:
     pod = run.rng.choice(target.members())["podName"]
     during_commit = run.rng.random() < 0.3
     (target.commands / "slow").write_text("0.3")  # delay of each file in seconds, so that a save takes long
-    target.until(lambda: _uncommitted_files(target), "save in progress", 60)
+    target.wait_until(lambda: _uncommitted_files(target), "save in progress", 60)
     if during_commit:
-        target.until(lambda: _uncommitted_files(target, "*/manifest.json") or True, "commit in progress", 5)
+        target.wait_until(lambda: _uncommitted_files(target, "*/manifest.json") or True, "commit in progress", 5)
     time.sleep(run.rng.uniform(0.0, 0.6))
     expected = expect_in_place("Crash", pod)
     result = run.measure_recovery(lambda: target.signal(pod, "KILL"), expected, note=f"{pod} in a save")
     (target.commands / "slow").unlink(missing_ok=True)
     newest = _newest_committed(target)
-    target.until(lambda: _newest_committed(target) > newest, "next commit", 60)
+    target.wait_until(lambda: _newest_committed(target) > newest, "next commit", 60)
     findings = Findings(list(result.deviations))
     findings.expect(
         not _damaged_checkpoints(target), f"committed checkpoints are incomplete: {_damaged_checkpoints(target)}"
@@ -66,9 +66,9 @@ def _kill_during_save(run: Run) -> RunResult:
 def _damage_newest(run: Run) -> RunResult:
     """Damage the newest checkpoint, and kill all pods and their memory tier."""
     target = run.target
-    target.until(lambda: len(target.committed()) >= 2, "two checkpoints", 60)
-    former = _newest_committed(target)
-    target.until(lambda: _newest_committed(target) > former, "new commit", 60)
+    target.wait_until(lambda: len(target.committed_steps()) >= 2, "two checkpoints", 60)
+    previous = _newest_committed(target)
+    target.wait_until(lambda: _newest_committed(target) > previous, "new commit", 60)
     newest = _newest_committed(target)
     shard = max((target.job.folder / f"step-{newest}").glob("*/*.safetensors"), key=lambda path: path.stat().st_size)
     content = bytearray(shard.read_bytes())
@@ -99,7 +99,7 @@ def _damage_newest(run: Run) -> RunResult:
 
 def _stall_storage(run: Run) -> RunResult:
     target = run.target
-    before, start, saved = run.snapshot(), target.step(), _newest_committed(target)
+    before, start, saved = run.snapshot(), target.newest_step(), _newest_committed(target)
     time.sleep(run.rng.uniform(0.0, 1.0))
     (target.commands / "stall").write_text("")
     stalled_at, alarm_seconds, findings = time.time(), None, Findings()
@@ -107,13 +107,13 @@ def _stall_storage(run: Run) -> RunResult:
         time.sleep(0.2)
         if alarm_seconds is None and target.condition("CheckpointHealthy").get("status") == "False":
             alarm_seconds = round(time.time() - stalled_at, 3)
-    end = target.step()
+    end = target.newest_step()
     longest = max(record["seconds"] or 0.0 for step, record in target.records().items() if start < step <= end)
     (target.commands / "stall").unlink()
     findings.expect(end - start > STALL_SECONDS / 0.5, f"only {end - start} steps in {STALL_SECONDS:.0f} s")
     findings.expect(longest < 2.0, f"a step took {longest:.1f} s while storage was stalled")
     findings.expect(len(target.history()) == len(before.interruptions), "the stall caused an interruption")
-    target.until(lambda: _newest_committed(target) > saved + SAVE_EVERY_STEPS, "commit after the stall", 60)
+    target.wait_until(lambda: _newest_committed(target) > saved + SAVE_EVERY_STEPS, "commit after the stall", 60)
     blame_correct = findings.expect(alarm_seconds is not None, "no alarm: CheckpointHealthy stayed True")
     return run.result(
         findings,

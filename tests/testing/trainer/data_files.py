@@ -120,7 +120,7 @@ def decode_all(data: Dataset, tokens: Any = None) -> str:
     """Decode tokens, by default all of the first source."""
     if tokens is None:
         assert isinstance(data.training, Samples)
-        sequence = data.training.parts[0].sequence
+        sequence = data.training.sources[0].sequence
         tokens = sequence.read(0, sequence.tokens)
     return load_tokenizer(data.tokenizer).decode(list(tokens), skip_special_tokens=False)
 

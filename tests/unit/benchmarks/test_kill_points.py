@@ -12,7 +12,7 @@ INSTALL_ALL = """
 from benchmarks.proof.kill_points import Kill, Point, install_kill
 for point in Point:
     for seed in range(40):
-        install_kill(Kill(point, passes=99, fraction=0.5, seed=seed).to_text())
+        install_kill(Kill(point, hits=99, fraction=0.5, seed=seed).to_text())
 """
 
 

@@ -22,7 +22,7 @@ NARROW = {
 def memory_of_a_rank(folder: Path, ranks: int) -> int:
     folder.mkdir()
     task = Task(
-        ranks=ranks, device="cpu", model=NARROW, length=LONG, micro=1, accumulation=1, steps=1,
+        ranks=ranks, device="cpu", model=NARROW, sequence_length=LONG, micro_batch_size=1, accumulation=1, steps=1,
         half=False, sharded=False, recompute=False, compiled=False,
     )  # fmt: skip
     overrides = ["batch.globalSize=1", f"parallelism.context={ranks}"]

@@ -53,8 +53,8 @@ def test_a_size_that_was_measured_again_replaces_its_figures() -> None:
 
 
 def test_a_part_that_was_not_measured_again_keeps_its_text_and_place() -> None:
-    former = "# Benchmarks\n\nold head\n\n## A fleet\n\nold\n\n## Data\n\nolder\n"
-    text = render_page({"fleet": _build_fleet_report("2026-02-02", 128)}, former)
+    previous = "# Benchmarks\n\nold head\n\n## A fleet\n\nold\n\n## Data\n\nolder\n"
+    text = render_page({"fleet": _build_fleet_report("2026-02-02", 128)}, previous)
     assert "old head" not in text
     assert text.endswith("## Data\n\nolder\n")
     assert text.index("### 128 nodes") < text.index("## Data")

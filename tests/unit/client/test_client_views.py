@@ -631,7 +631,7 @@ def test_a_job_that_has_not_started_reports_what_it_waits_for(pods: tuple[str, s
 
 def test_failing_saves_are_reported_once_with_the_error_of_the_store() -> None:
     overdue = {"type": "CheckpointHealthy", "status": "False", "reason": "CheckpointOverdue", "message": "too slow"}
-    full = "a save failed, training goes on: No space left on device: free space"
+    full = "a save failed, training continues: No space left on device: free space"
     view = job_view(conditions=[overdue], checkpoint={"durableStep": 50, "notice": full})
 
     assert view.advice == (full,)

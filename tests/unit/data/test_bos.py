@@ -96,7 +96,7 @@ def test_a_conversation_begins_by_the_rule_and_only_the_answer_is_learned(
     assert learned == "a shard<|eot|>"
 
 
-def test_a_class_label_is_learned_after_the_same_beginning(tmp_path: Path) -> None:
+def test_a_class_label_is_learned_after_the_same_bos_prefix(tmp_path: Path) -> None:
     row = {"question": "who", "sentence": "she", "label": 1}
     ((text, learned),) = decode(encode(tmp_path, [row], format="Classification", bos="Never"))
     assert text.startswith("question: who")
@@ -164,7 +164,7 @@ def test_prepared_text_records_its_rule_for_bos_and_is_refused_under_another_rul
     assert decode_all(open_data(text_config(tmp_path, tmp_path / "with", tokenizer={}), 4)).startswith(BOS), (
         "the rule of the preparation"
     )
-    assert "beginning" not in json.loads((tmp_path / "without" / "manifest.json").read_text())
+    assert "bos_tokens" not in json.loads((tmp_path / "without" / "manifest.json").read_text())
     with pytest.raises(UserError, match=r"was prepared without BOS tokens, but data.bos is Always: leave out data.bos"):
         open_data(text_config(tmp_path, tmp_path / "without", bos="Always", tokenizer={}), 4)
     with pytest.raises(UserError, match=r"was prepared with BOS tokens, but data.bos is Never"):

@@ -59,7 +59,7 @@ def test_show_data_colours_what_is_learned_on_a_terminal(
     assert "⟦" not in output
 
 
-def test_show_data_shows_packed_examples_one_by_one_and_what_fills_up_an_epoch(
+def test_show_data_shows_packed_examples_one_by_one_and_the_padding_of_an_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_run_file(tmp_path, examples={"packing": True, "where": {"category": "open_qa"}}, sequenceLength=500)
@@ -73,7 +73,7 @@ def test_show_data_shows_packed_examples_one_by_one_and_what_fills_up_an_epoch(
     assert "filtered    60 by data.examples.where" in output
     assert ", packed" in output
     assert run([*command, "--samples", "1", "--first", "7"]) == 0
-    assert "sample 7: fills up the last batch of an epoch, does not count" in capsys.readouterr().out
+    assert "sample 7: padding of the last batch of an epoch; not trained" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tokenization", ["Ahead", "Online"])

@@ -14,7 +14,7 @@ from tests.testing.suite.trials import trials
 from tests.testing.trainer.example_files import BOS, EOS, decode, encode, make_records
 from trainium_contract.trainer.examples import TooLong
 from trainium_trainer.data.examples.encoding import EncodedExample, fit_length
-from trainium_trainer.data.examples.part import pack_examples
+from trainium_trainer.data.examples.sample_sources import pack_examples
 from trainium_trainer.data.loader import build_micro_batch
 
 
@@ -121,7 +121,7 @@ def test_packed_examples_begin_at_position_0_and_have_their_own_labels(tmp_path:
     packed_members, tokens = [], 0
     for row, number in enumerate(data.training.numbers(0, count)):
         starts = np.flatnonzero(batch.positions[row].numpy() == 0).tolist()
-        members = data.training.parts[0].members(number)
+        members = data.training.sources[0].members(number)
         packed_members += members
         for start, member in zip(starts, members, strict=False):
             ids, loss_mask = stored.example(member)
@@ -146,7 +146,7 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_labels(tmp_pat
     assert batch.positions is None
     packed_members: list[int] = []
     for row, number in enumerate(data.training.numbers(0, count)):
-        members = data.training.parts[0].members(number)
+        members = data.training.sources[0].members(number)
         packed_members += members
         examples = [stored.example(member) for member in members]
         tokens = [int(token) for ids, _ in examples for token in ids]
@@ -157,7 +157,7 @@ def test_examples_joined_without_a_mask_keep_their_end_tokens_and_labels(tmp_pat
         expected = [token if is_learned else -100 for token, is_learned in zip(tokens[1:], learned[1:], strict=True)]
         assert batch.labels[row].tolist() == expected + [-100] * (161 - len(tokens))
     assert sorted(packed_members) == list(range(40)), "each example exactly once"
-    assert any(len(data.training.parts[0].members(number)) > 1 for number in range(count))
+    assert any(len(data.training.sources[0].members(number)) > 1 for number in range(count))
 
 
 def test_packing_and_samples_are_a_function_of_data_and_seed(tmp_path: Path) -> None:

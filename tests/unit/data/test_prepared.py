@@ -123,7 +123,7 @@ import sys
 from trainium_contract.trainer.data import DataConfig
 from trainium_trainer.data.dataset import open_data
 data = open_data(DataConfig.model_validate_json(sys.argv[1]), 8)
-assert data.training.parts[0].sequence.read(0, 300).size == 300
+assert data.training.sources[0].sequence.read(0, 300).size == 300
 print("pyarrow" in sys.modules, "pandas" in sys.modules)
 """
     completed = subprocess.run(

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from tests.testing.suite.trials import trials
 from tests.testing.trainer.data_files import TokenRange, data_config, json_lines, read_batch
 from trainium_trainer.data.batches.order import WINDOW, Mixture, Permutation
-from trainium_trainer.data.batches.samples import RankSamples, SampleRules, Samples, Share, TextPart, ValidationSet
+from trainium_trainer.data.batches.samples import (
+    RankSamples,
+    SampleRules,
+    Samples,
+    Share,
+    TextSampleSource,
+    ValidationSet,
+)
 from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.loader import Loader, validation_batches
 from trainium_trainer.exits import UserError
@@ -32,8 +39,11 @@ def samples(
     rules: SampleRules = RULES,
     batch: int | None = None,
 ) -> Samples:
-    parts = [TextPart(f"s{number}", TokenRange(count * 8 + 1, 10_000 * number)) for number, count in enumerate(counts)]
-    return Samples(parts, weights or (1.0,) * len(counts), seed=seed, rules=rules, epoch_batch=batch)
+    sources = [
+        TextSampleSource(f"s{number}", TokenRange(count * 8 + 1, 10_000 * number))
+        for number, count in enumerate(counts)
+    ]
+    return Samples(sources, weights or (1.0,) * len(counts), seed=seed, rules=rules, epoch_batch=batch)
 
 
 @given(st.integers(1, 3000), st.integers(0, 5), st.integers(0, 5))
@@ -83,7 +93,7 @@ def test_a_loader_returns_the_batch_of_any_position() -> None:
 
 
 def test_labels_are_the_next_tokens_and_the_rest_of_the_last_sample_is_kept() -> None:
-    data = Samples([TextPart("s", TokenRange(21))], [1], seed=0, rules=RULES)
+    data = Samples([TextSampleSource("s", TokenRange(21))], [1], seed=0, rules=RULES)
     assert data.num_samples == 3
     (batch,) = read_batch(data, Share(global_size=3, micro_size=3, dp_rank=0, dp_size=1), 0).micro_batches
     assert batch.valid_tokens == 20
@@ -157,7 +167,7 @@ def test_masked_documents_have_separate_positions_and_no_target_is_the_start_of_
             return tokens[start:stop]
 
     rules = SampleRules(sequence_length=8, vocabulary=16, end_of_document=0)
-    data = Samples([TextPart("s", Fixed())], [1], seed=0, rules=rules)
+    data = Samples([TextSampleSource("s", Fixed())], [1], seed=0, rules=rules)
     loader = open_loader(data, global_size=1, micro_size=1, dp_rank=0, dp_size=1)
     (batch,) = loader.batch_at(0).micro_batches
     loader.close()

@@ -12,7 +12,7 @@ from tests.testing.suite.trials import trials
 from tests.testing.trainer.data_files import TokenRange, read_batch
 from trainium_contract.sizes import BatchShape, SizeRule, count_micro_batches, order_by_likelihood, step_batch_size
 from trainium_trainer.backends.mesh import rank_coordinates
-from trainium_trainer.data.batches.samples import RankSamples, SampleRules, Samples, Share, TextPart
+from trainium_trainer.data.batches.samples import RankSamples, SampleRules, Samples, Share, TextSampleSource
 from trainium_trainer.data.loader import Loader
 from trainium_trainer.models.loss import IGNORED_LABEL
 
@@ -29,7 +29,7 @@ def shares(global_size: int, micro_size: int, dp_size: int) -> list[Share]:
 
 
 def samples(count: int) -> Samples:
-    return Samples([TextPart("s", TokenRange(count * LENGTH + 1))], [1.0], seed=3, rules=RULES)
+    return Samples([TextSampleSource("s", TokenRange(count * LENGTH + 1))], [1.0], seed=3, rules=RULES)
 
 
 @given(BATCHES, st.integers(1, 8), DEGREES)

@@ -61,7 +61,7 @@ def test_the_tokens_are_the_documents_with_their_ends(tmp_path: Path) -> None:
     data = open_text(data_config(tmp_path, tmp_path / "d.jsonl"))
     expected = [*TEXTS, "that says <|endoftext|> itself"]
     assert decode_all(data) == "".join(text + END for text in expected)
-    sequence = data.training.parts[0].sequence
+    sequence = data.training.sources[0].sequence
     assert (sequence.read(0, sequence.tokens) == 0).sum() == len(expected), (
         "the marker within a text does not end a document"
     )
@@ -178,7 +178,7 @@ def test_the_end_of_a_single_document_can_be_held_back_but_not_its_hash(tmp_path
     data = open_text(data_config(tmp_path, path, validation={"fraction": 0.25, "split": "Tail"}))
     assert isinstance(data.training, Samples)
     held_back = sum(len(sample.tokens) - 1 for sample in data.validation.samples_of_rank(0, 1) if sample is not None)
-    kept = data.training.parts[0].sequence.tokens
+    kept = data.training.sources[0].sequence.tokens
     assert held_back + 1 == pytest.approx((kept + held_back + 1) / 4, abs=1)
     with pytest.raises(UserError, match=r"no document to hold back: .* set data.validation.split to Tail"):
         open_text(data_config(tmp_path, path, validation={"fraction": 0.0001}))
@@ -192,7 +192,7 @@ def test_token_ids_may_be_given_and_must_be_in_the_vocabulary(tmp_path: Path) ->
     settings = {"tokenizer": {"path": str(tokenizer)}, "text_field": "ids"}
     parquet.write_table(pa.table({"ids": [[7] * 30, [], [8, 9, 0]]}), tmp_path / "d.parquet")
     data = open_text(data_config(tmp_path, tmp_path / "d.parquet", **settings))
-    sequence = data.training.parts[0].sequence
+    sequence = data.training.sources[0].sequence
     assert sequence.read(0, sequence.tokens).tolist() == [7] * 30 + [0, 8, 9, 0]
     parquet.write_table(pa.table({"ids": [[7] * 30, [300]]}), tmp_path / "e.parquet")
     with pytest.raises(UserError, match=r"e.parquet: holds token id 300, but the tokenizer has 300 entries"):

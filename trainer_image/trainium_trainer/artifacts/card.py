@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _BEGIN, _END = "<!-- evaluation -->", "<!-- end of evaluation -->"
-_MOST_ROWS = 12
+_MAX_ROWS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Card:
         measured = [line for line in self.history if line.get("loss") is not None and line["step"] <= self.step]
         if not measured:
             return []
-        indices = sorted({round(at * (len(measured) - 1) / (_MOST_ROWS - 1)) for at in range(_MOST_ROWS)})
+        indices = sorted({round(at * (len(measured) - 1) / (_MAX_ROWS - 1)) for at in range(_MAX_ROWS)})
         rows = [(f"{measured[index]['step']:,}", f"{measured[index]['loss']:.4f}") for index in indices]
         lines = ["## Losses", "", *_table(("step", "loss"), rows)]
         validation = [line for line in measured if line.get("validationLoss") is not None]

@@ -93,14 +93,14 @@ class CheckpointManager:
         self._durable: DurableTier | None = None
         self._ownership_check: OwnershipCheck | None = None
         self._group: ProcessGroup | None = None
-        self._session = ""
+        self._session_id = ""
         self._writes_snapshots = False
         self._memory_is_safe = False
         self._completed_step = 0
         self._snapshot_step = NONE_YET
         self._memory_warnings = 0
         self._policy = SavePolicy(config.durable, config.milestones)
-        self._saves = 0
+        self._observed_saves = 0
         self.memory_step = NONE_YET
         self.resumed_from = ResumeSource.FRESH
         self.warnings: list[str] = []
@@ -117,7 +117,7 @@ class CheckpointManager:
         key = self._shard_key()
         layout = BufferLayout.of(self._state.local_tensors())
         self._memory = self._open_memory(key, layout)
-        token = FenceToken(self._start.generation, self._start.name, self._session)
+        token = FenceToken(self._start.generation, self._start.name, self._session_id)
         owner = OwnerRecords(self._storage, self._start.job, self._config.take_over)
         lease = CommitLease(self._storage, owner, token, self._retry)
         self._ownership_check = OwnershipCheck(lease.check)
@@ -150,7 +150,7 @@ class CheckpointManager:
 
     def vote(self) -> int:
         """Return this rank's vote on a durable save after the current step, to be summed in the step's all-reduce."""
-        tier = self._tier()
+        tier = self._require_durable_tier()
         wanted = Save.NOTHING
         if self._mesh.rank == 0:
             wanted = self._policy.propose_saves(step=self._completed_step + 1, now=self._clock())
@@ -177,11 +177,11 @@ class CheckpointManager:
         every = self._config.memory.every_steps
         if every and position.step % every == 0:
             self._snapshot(position)
-        what = decode_votes(votes)
+        saves = decode_votes(votes)
         if not self._policy.has_reached_milestone(position.tokens):
-            what &= ~Save.MILESTONE
-        if what is not Save.NOTHING:
-            self._save(position, what)
+            saves &= ~Save.MILESTONE
+        if saves is not Save.NOTHING:
+            self._save(position, saves)
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class CheckpointManager:
         is_in_memory = self._memory_is_safe and not memory_ends
         if is_in_memory and not self._mesh.dp_mode.is_sharded:
             return
-        self._tier().stop_requested.set()
+        self._require_durable_tier().stop_requested.set()
         try:
             self._finish(position, retries=0)
         except StorageError as error:
@@ -210,7 +210,7 @@ class CheckpointManager:
 
     def _finish(self, position: Position, *, retries: int | None) -> None:
         """Commit `position` durably; `retries` limits the retries of failed saves, None: as the policy allows."""
-        tier = self._tier()
+        tier = self._require_durable_tier()
         started = 0
         while True:
             try:
@@ -253,18 +253,18 @@ class CheckpointManager:
 
     # ---- internals --------------------------------------------------------------------------------------------------
 
-    def _tier(self) -> DurableTier:
+    def _require_durable_tier(self) -> DurableTier:
         if self._durable is None:
             raise RuntimeError("resume() comes first")
         return self._durable
 
     def _open_group(self) -> None:
         """Create a gloo group for resume and background saves, and agree on the session id of this start."""
-        session = [secrets.token_hex(6)]
+        session_id = [secrets.token_hex(6)]
         if self._mesh.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
-            dist.broadcast_object_list(session, src=0, group=self._group)
-        self._session = session[0]
+            dist.broadcast_object_list(session_id, src=0, group=self._group)
+        self._session_id = session_id[0]
 
     def _open_memory(self, key: ShardKey, layout: BufferLayout) -> MemoryTier | None:
         if self._memory_directory is None:
@@ -275,7 +275,7 @@ class CheckpointManager:
                 key=key,
                 layout=layout,
                 generation=self._start.generation,
-                session=self._session,
+                session=self._session_id,
                 config_digest=self._config_digest,
             )
         except OSError as error:
@@ -332,7 +332,7 @@ class CheckpointManager:
         if self._snapshot_step == position.step:
             return
         if self._writes_snapshots:
-            version = StateVersion(position, self._start.generation, self._session)
+            version = StateVersion(position, self._start.generation, self._session_id)
             self._memory.stage(version, self._state.local_tensors())
             self._record_finalized()
         else:
@@ -349,20 +349,20 @@ class CheckpointManager:
         self.warnings += memory.warnings[self._memory_warnings :]
         self._memory_warnings = len(memory.warnings)
 
-    def _save(self, position: Position, what: Save) -> None:
-        if Save.STATE in what:
+    def _save(self, position: Position, saves: Save) -> None:
+        if Save.STATE in saves:
             self._policy.record_start(position.step, self._clock())
-        self._tier().start(position, what)
+        self._require_durable_tier().start(position, saves)
 
     def _observe_saves(self) -> None:
         """Record the outcome of the newest save, if it has ended."""
-        tier = self._tier()
+        tier = self._require_durable_tier()
         try:
             tier.poll()
         except StorageError as error:
             self._report(self._policy.record_failure(error, tier.committed_step, self._clock()))
-        if tier.saves != self._saves:
-            self._saves = tier.saves
+        if tier.successful_saves != self._observed_saves:
+            self._observed_saves = tier.successful_saves
             self._policy.milestone_tokens = tier.milestone_tokens
             if self._policy.record_success():
                 self._report(f"saving works again: step {tier.committed_step} is committed")

@@ -90,7 +90,7 @@ def _is_available(name: str) -> bool:
     return path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))  # noqa: PTH207
 
 
-_SIZES_SHOWN = 12
+_MAX_SIZES = 12
 
 
 def check(
@@ -164,8 +164,8 @@ def _pluralize(number: int, unit: str) -> str:
 def _format_sizes(nodes: tuple[int, ...]) -> str:
     """Format sizes, at most one line of them."""
     sizes = sorted(nodes)
-    shown = ", ".join(map(str, sizes[:_SIZES_SHOWN]))
-    return f"useful sizes: {shown}" + (f" and {len(sizes) - _SIZES_SHOWN} more" if len(sizes) > _SIZES_SHOWN else "")
+    shown = ", ".join(map(str, sizes[:_MAX_SIZES]))
+    return f"useful sizes: {shown}" + (f" and {len(sizes) - _MAX_SIZES} more" if len(sizes) > _MAX_SIZES else "")
 
 
 def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
@@ -174,7 +174,7 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
     degrees, batch, length = config.parallelism, config.batch, config.data.sequence_length
     sequences = config.data.rows_per_sample
     per_step = settings.batch * sequences * length
-    samples, multiplier = ("samples", "") if sequences == 1 else ("pairs", f"{sequences} x ")
+    unit, multiplier = ("sample", "") if sequences == 1 else ("pair", f"{sequences} x ")
     capacity = settings.passes * batch.micro_size * settings.dp_size
     empty = f", {settings.batch} of {capacity} rows filled" if capacity > settings.batch else ""
     near = f" (batch.globalSize is {batch.global_size})" if settings.batch != batch.global_size else ""
@@ -188,8 +188,9 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
             f"{degrees.pipeline}" + (f" x context {degrees.context}" if degrees.context > 1 else "")
         ),
         (
-            f"step: {settings.batch} {samples}{near} of {multiplier}{length} tokens = {per_step:,} tokens; "
-            f"{settings.passes} passes of {batch.micro_size} {samples} on each data-parallel rank{empty}"
+            f"step: {_pluralize(settings.batch, unit)}{near} of {multiplier}{length} tokens = {per_step:,} tokens; "
+            f"{_pluralize(settings.passes, 'pass')} of {_pluralize(batch.micro_size, unit)} on each data-parallel rank"
+            f"{empty}"
         ),
         _describe_length(config),
         _describe_learning_rate(config),
@@ -242,7 +243,9 @@ def _describe_objective(config: TrainingConfig) -> list[str]:
 
 def _describe_length(config: TrainingConfig) -> str:
     if config.epochs:
-        return f"run: {config.epochs:g} epochs; how many steps they are follows from the data"
+        return (
+            f"run: {config.epochs:g} epoch{'' if config.epochs == 1 else 's'}; the number of steps depends on the data"
+        )
     tokens = config.steps * config.batch.global_size * config.data.rows_per_sample * config.data.sequence_length
     unit = "batches of batch.globalSize samples" if config.batch.tolerance else "steps"
     return f"run: {config.steps:,} {unit} = {tokens:,} tokens"

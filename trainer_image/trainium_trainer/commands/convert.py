@@ -50,7 +50,7 @@ def from_nxd(
     position = source.position(step=step, samples=samples, tokens=tokens)
     folder = write_whole(open_storage(root), source.sources(), position, {"model": shape.to_json()}, Retry())
     typer.echo(
-        f"{root}/{folder}: step {position.step}, {count_parameters(shape):,} parameters; the data goes on after "
+        f"{root}/{folder}: step {position.step}, {count_parameters(shape):,} parameters; the data continues after "
         f"{position.samples:,} samples"
     )
 

@@ -78,7 +78,7 @@ def prepare_data(
     from trainium_trainer.data.tokens.encoding import train_for_texts  # noqa: PLC0415
     from trainium_trainer.data.tokens.tokenizer import (  # noqa: PLC0415
         count_entries,
-        find_beginning_of_documents,
+        find_document_bos_prefix,
         tokenizer_file,
     )
 
@@ -90,7 +90,7 @@ def prepare_data(
             count_entries(file)
         else:
             file = train_for_texts(specs, vocab_size, cache)
-        recipe = PreparedRecipe(specs, file, max_bad_lines, beginning=find_beginning_of_documents(bos, file))
+        recipe = PreparedRecipe(specs, file, max_bad_lines, bos_prefix=find_document_bos_prefix(bos, file))
         key = recipe.key(cache)
     bar = _ProgressBar("documents")
     with bar:

@@ -87,11 +87,11 @@ def show_data(
 def _samples(config: TrainingConfig, data: Dataset, first: int, count: int) -> Iterator[list[DisplayedTokens] | None]:
     """Yield samples by position; None for the padding of an epoch."""
     from trainium_trainer.data.batches.samples import Samples, TextSample  # noqa: PLC0415
-    from trainium_trainer.data.examples.part import ExampleSample, PairSample  # noqa: PLC0415 - as above
+    from trainium_trainer.data.examples.sample_sources import ExampleSample, PairSample  # noqa: PLC0415 - as above
 
     training = data.training
     if not isinstance(training, Samples):
-        yield from _streamed(config, data, first, count)
+        yield from _read_streamed_samples(config, data, first, count)
         return
     for sample in training.at(first, count):
         if isinstance(sample, ExampleSample | PairSample):
@@ -105,8 +105,10 @@ def _samples(config: TrainingConfig, data: Dataset, first: int, count: int) -> I
             yield None
 
 
-def _streamed(config: TrainingConfig, data: Dataset, first: int, count: int) -> Iterator[list[DisplayedTokens]]:
-    """Yield samples of text that is tokenized during training, from the step of the first one on."""
+def _read_streamed_samples(
+    config: TrainingConfig, data: Dataset, first: int, count: int
+) -> Iterator[list[DisplayedTokens]]:
+    """Yield samples of text that is tokenized during training, starting at sample `first`."""
     from trainium_trainer.data.batches.samples import Share  # noqa: PLC0415 - only for streams
     from trainium_trainer.data.loader import open_loader  # noqa: PLC0415
     from trainium_trainer.models.loss import IGNORED_LABEL  # noqa: PLC0415
@@ -130,7 +132,7 @@ def _print_sample(
     pairs, length = config.rows_per_sample > 1, config.rows_per_sample * config.sequence_length
 
     if sample is None:
-        console.print(Text(f"── sample {number}: fills up the last batch of an epoch, does not count ──", "dim"))
+        console.print(Text(f"── sample {number}: padding of the last batch of an epoch; not trained ──", "dim"))
         return
     used = sum(len(tokens.ids) - 1 for tokens in sample)
     learned = sum(sum(tokens.loss_mask) for tokens in sample)

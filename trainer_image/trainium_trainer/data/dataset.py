@@ -18,7 +18,7 @@ from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.batches.samples import (
     SampleRules,
     Samples,
-    TextPart,
+    TextSampleSource,
     TokenSequence,
     ValidationSet,
     refuse_weights,
@@ -32,7 +32,7 @@ from trainium_trainer.data.sources.files import is_in_store
 from trainium_trainer.data.sources.resolve import find_validation_source, list_sources
 from trainium_trainer.data.tokens.tokenizer import (
     count_entries,
-    find_beginning_of_documents,
+    find_document_bos_prefix,
     find_end_of_document,
     hash_tokenizer,
     load_tokenizer,
@@ -126,7 +126,7 @@ def refuse_unusable(config: DataConfig) -> None:
     file = tokenizer_file(config.tokenizer)
     if config.format is DataFormat.TEXT:
         find_end_of_document(file)
-        find_beginning_of_documents(config.bos, file)
+        find_document_bos_prefix(config.bos, file)
         return
     for name, _, _ in list_sources(config):
         if not is_in_store(name):
@@ -138,7 +138,7 @@ def refuse_unusable(config: DataConfig) -> None:
 
 
 def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Encode texts to continue, with the beginning of documents in training. Format Text.
+    """Encode texts to continue, with the BOS prefix of documents in training. Format Text.
 
     Empty with data.bos `Auto`, where the model's tokenizer decides how a text begins. Raises UserError or StorageError.
     """
@@ -148,7 +148,7 @@ def text_prompt_ids(config: DataConfig, texts: Sequence[str]) -> list[tuple[int,
     tokenizer = load_tokenizer(sources.tokenizer)
     tokenizer.encode_special_tokens = False  # a prompt may contain special tokens
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    return [tuple(sources.beginning.prepend_to(encoding.ids)[0]) for encoding in encoded]
+    return [tuple(sources.bos_prefix.prepend_to(encoding.ids)[0]) for encoding in encoded]
 
 
 def _tokenizes_online(texts: TextSources, *, epochs: bool, steps_differ: bool) -> bool:
@@ -190,11 +190,11 @@ def _compute_identity(texts: TextSources, facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _divide(texts: TextSources, whole: Sequence[PreparedData]) -> tuple[list[TextPart], list[TextPart]]:
+def _divide(texts: TextSources, whole: Sequence[PreparedData]) -> tuple[list[TextSampleSource], list[TextSampleSource]]:
     """Divide the sources into training and validation."""
     names, validation = [text_source.spec.name for text_source in texts.sources], texts.config.validation
     if validation is None or validation.fraction is None:
-        return list(map(TextPart, names, whole)), []
+        return list(map(TextSampleSource, names, whole)), []
     training: list[TokenSequence] = []
     tails: list[TokenSequence] = []
     for prepared in whole:
@@ -207,34 +207,34 @@ def _divide(texts: TextSources, whole: Sequence[PreparedData]) -> tuple[list[Tex
                 DocumentSelection(prepared, validation.fraction, validation=False, cache_folder=texts.cache)
             )
             tails.append(DocumentSelection(prepared, validation.fraction, validation=True, cache_folder=texts.cache))
-    return list(map(TextPart, names, training)), list(map(TextPart, names, tails))
+    return list(map(TextSampleSource, names, training)), list(map(TextSampleSource, names, tails))
 
 
 def _build_samples(
-    config: DataConfig, parts: list[TextPart], rules: SampleRules, weights: list[float], batch: int | None
+    config: DataConfig, sources: list[TextSampleSource], rules: SampleRules, weights: list[float], batch: int | None
 ) -> Samples:
     if batch is not None:
         refuse_weights(weights)
-    for part in parts:
-        if part.sequence.tokens - 1 < config.sequence_length:
+    for source in sources:
+        if source.sequence.tokens - 1 < config.sequence_length:
             raise UserError(
-                f"data.source {part.name}: holds {part.sequence.tokens} tokens to train on, fewer than one sequence of "
-                f"{config.sequence_length} and its next token: add text or lower data.sequenceLength"
+                f"data.source {source.name}: holds {source.sequence.tokens} tokens to train on, fewer than one "
+                f"sequence of {config.sequence_length} and its next token: add text or lower data.sequenceLength"
             )
-    return Samples(parts, weights, seed=config.seed, rules=rules, epoch_batch=batch)
+    return Samples(sources, weights, seed=config.seed, rules=rules, epoch_batch=batch)
 
 
-def _build_validation(texts: TextSources, parts: list[TextPart], rules: SampleRules) -> ValidationSet | None:
+def _build_validation(texts: TextSources, sources: list[TextSampleSource], rules: SampleRules) -> ValidationSet | None:
     """Return the samples of a validation: the first ones of each source, by its share."""
     config, validation, weights = texts.config, texts.config.validation, texts.weights
     if validation is None:
         return None
-    if (source := find_validation_source(config)) is not None:
-        parts, weights = [TextPart(source, texts.validation_source(source))], [1.0]
-    for part in parts:
-        if part.sequence.tokens < 2:
+    if (name := find_validation_source(config)) is not None:
+        sources, weights = [TextSampleSource(name, texts.validation_source(name))], [1.0]
+    for source in sources:
+        if source.sequence.tokens < 2:
             raise UserError(
-                f"data.validation: {part.name} has no document to hold back: raise data.validation.fraction, set "
+                f"data.validation: {source.name} has no document to hold back: raise data.validation.fraction, set "
                 "data.validation.split to Tail, or give data.validation.source"
             )
-    return ValidationSet(Samples(parts, weights, seed=config.seed, rules=rules), validation.samples)
+    return ValidationSet(Samples(sources, weights, seed=config.seed, rules=rules), validation.samples)

@@ -27,7 +27,7 @@ _MEANING = {
     "exactMatch": "exact match",
     "rougeL": "ROUGE-L",
 }
-_ANSWERS_SHOWN = 3
+_MAX_ANSWERS = 3
 _SHOWN_CHARACTERS = 400
 _MESSAGE_BYTES = 4096
 """The bytes of a termination message that the kubelet keeps."""
@@ -94,7 +94,7 @@ class EvaluationResult(MessageModel):
         count = f"{self.examples} held-out examples, {self.answer_tokens:,} tokens of answers"
         lines += ["", f"{count}; {self.computed}." if self.computed else f"{count}.", *self.notes]
         lines += ["", self.tasks.to_markdown().rstrip()] if self.tasks is not None else []
-        for answer in self.answers[:_ANSWERS_SHOWN]:
+        for answer in self.answers[:_MAX_ANSWERS]:
             lines += [*_quote("Prompt", answer.prompt), *_quote("Expected", answer.expected)]
             lines += _quote("Before", answer.before) if answer.before is not None else []
             lines += _quote("After", answer.after) if answer.after is not None else []

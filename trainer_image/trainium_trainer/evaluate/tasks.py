@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainium_trainer.evaluate.answering.endpoint import Endpoint
 
 _NEAR = 3
-_REASON = 300
+_MAX_REASON_CHARS = 300
 _LONGEST_NAME = 192
 _POSITIONS = 2048
 _UNFILTERED = "none"
@@ -294,7 +294,7 @@ def _load_tasks(tasks: TasksConfig) -> dict[str, Any]:
     try:
         loaded: dict[str, Any] = manager.load(list(tasks.names))
     except Exception as error:  # the code of a task and the libraries of its data may raise anything
-        reason = " ".join(str(error).split())[:_REASON]
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
         raise UserError(
             f"tasks {', '.join(tasks.names)}: cannot be loaded ({reason}): correct the task file; data comes from the "
             "Hugging Face hub unless it is in the cache (HF_HOME) or in local files that a task file names"
@@ -336,7 +336,7 @@ def _run_harness(model: Any, tasks: TasksConfig, loaded: dict[str, Any], endpoin
             )
         )
     except Exception as error:
-        reason = " ".join((str(error) or type(error).__name__).split())[:_REASON]
+        reason = " ".join((str(error) or type(error).__name__).split())[:_MAX_REASON_CHARS]
         if endpoint is not None:  # lm-eval may raise anything for unexpected answers
             raise UserError(
                 f"{endpoint.url}: lm-eval cannot read its answers ({reason}): likelihoods need a server that returns "

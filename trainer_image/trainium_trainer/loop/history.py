@@ -89,7 +89,7 @@ class History:
         try:
             yield
         except StorageError as error:
-            self.notify(f"{error}; training goes on without the earlier history")
+            self.notify(f"{error}; training continues without the earlier history")
 
     def _append_missing_line(
         self,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("trainium.profile")
 TRACES_FOLDER = "profiles"
-_MOST_BYTES = 512 << 20
+_MAX_BYTES = 512 << 20
 _KEPT = 10
 _PARTS = (
     ("loader", "batch_at", "wait for data"),
@@ -230,8 +230,10 @@ def _with_span(method: Callable[..., Any], span: str, record_function: Callable[
 
 def _compress(draft: Path, path: Path) -> None:
     size = draft.stat().st_size
-    if size > _MOST_BYTES:
-        raise OSError(f"it has {size >> 20} MiB, and at most {_MOST_BYTES >> 20} are written: record fewer steps")
+    if size > _MAX_BYTES:
+        raise OSError(
+            f"the trace has {size >> 20} MiB, more than the limit of {_MAX_BYTES >> 20} MiB: record fewer steps"
+        )
     packed = draft.with_suffix(".packed")
     try:
         with draft.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:

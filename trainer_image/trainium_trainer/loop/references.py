@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainium_trainer.backends.base import Backend, Mesh
     from trainium_trainer.configuration.config import Settings
     from trainium_trainer.data.dataset import Dataset
-    from trainium_trainer.data.examples.part import PairPart
+    from trainium_trainer.data.examples.sample_sources import PairSampleSource
     from trainium_trainer.weights.base import BaseWeights
 
 _log = logging.getLogger("trainium.train")
@@ -46,45 +46,50 @@ def load_references(settings: Settings, data: Dataset, reference: BaseWeights, b
     The values of the backend's state are undefined afterwards. Raises UserError, StorageError, NumericalError.
     """
     assert isinstance(data.training, Samples)
-    parts: list[PairPart] = [*data.training.parts, *(data.validation.parts if data.validation is not None else ())]
+    sample_sources: list[PairSampleSource] = [
+        *data.training.sources,
+        *(data.validation.sources if data.validation is not None else ()),
+    ]
     name = hashlib.sha256(f"{reference.digest} {settings.config.precision}".encode()).hexdigest()[:32]
     filled = False
     known: dict[Path, NDArray[np.float32]] = {}
-    for part in parts:
-        folder = part.stored.folder
+    for sample_source in sample_sources:
+        folder = sample_source.stored.folder
         if folder not in known:
-            table = _Table(folder / f"reference-{name}.f32", len(part.stored), settings, backend.mesh)
+            table = _Table(folder / f"reference-{name}.f32", len(sample_source.stored), settings, backend.mesh)
             table.exchange()
             if len(table.missing()) and not filled:
                 backend.initialize(settings.config.seed, reference)
                 backend.load_frozen(reference)
                 filled = True
-            _compute(part, table, data.training.rules, settings.config.batch.micro_size, backend)
+            _compute(sample_source, table, data.training.rules, settings.config.batch.micro_size, backend)
             known[folder] = table.values
-        part.references = known[folder]
+        sample_source.references = known[folder]
 
 
-def _compute(part: PairPart, table: _Table, rules: SampleRules, micro_size: int, backend: Backend) -> None:
+def _compute(
+    sample_source: PairSampleSource, table: _Table, rules: SampleRules, micro_size: int, backend: Backend
+) -> None:
     """Compute the missing log-probabilities block by block. Collective."""
     mesh, missing = backend.mesh, table.missing()
     block = _ROUNDS * micro_size * mesh.data_size
     for start in range(0, len(missing), block):
         pairs = missing[start : start + block]
         if mesh.rank == 0:
-            _log.info("reference: %d of %d pairs of %s", start, len(missing), part.name)
+            _log.info("reference: %d of %d pairs of %s", start, len(missing), sample_source.name)
         rounds = -(-len(pairs) // (micro_size * mesh.data_size))
         mine = pairs[mesh.data_rank * rounds * micro_size : (mesh.data_rank + 1) * rounds * micro_size]
         batches = []
         for first in range(0, rounds * micro_size, micro_size):
-            samples = [part.pair(rules, 0, 2 * int(pair)) for pair in mine[first : first + micro_size]]
+            samples = [sample_source.pair(rules, 0, 2 * int(pair)) for pair in mine[first : first + micro_size]]
             batches.append(build_micro_batch([*samples, *[None] * (micro_size - len(samples))], rules))
         log_probs = backend.reference_log_probs(batches).numpy()[: 2 * len(mine)]
         table.values.reshape(-1, 2)[mine] = log_probs.reshape(-1, 2)
         table.exchange(pairs)
         if not np.isfinite(table.values.reshape(-1, 2)[pairs]).all():
             raise NumericalError(
-                f"the reference model gives an answer of {part.name} a probability that is no number: check the "
-                "folder's weights, or set precision to Float32"
+                f"the reference model gives an answer of {sample_source.name} a probability that is no number: check "
+                "the folder's weights, or set precision to Float32"
             )
         table.write()
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MIN_WAIT_SECONDS = 10.0
 _WAIT_STEPS = 3.0
 _POLL_SECONDS = 0.1
-_DONE_LATER = "asked to leave after the last step: what follows it goes on at the next start"
+_DONE_LATER = "asked to leave after the last step: the work after it continues at the next start"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 

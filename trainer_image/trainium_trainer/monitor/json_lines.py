@@ -204,7 +204,7 @@ class LineWriter:
             if not self._notified:
                 self._notified = True
                 self._notify(
-                    f"{unwritable_error(self._path, error)}; training goes on, its newest lines are kept aside and "
+                    f"{unwritable_error(self._path, error)}; training continues, its newest lines are kept aside and "
                     "written when the file takes them"
                 )
             self._rewrite_fallback()

@@ -41,7 +41,7 @@ RESULT_NAMES = ("milestone.json", "evaluation.json")
 """The names of the results next to the models of a run, of its milestones and of its last stage."""
 _DPI = 110
 _PANELS: list[Any] = [["loss", "rate"], ["norm", "parameters"], ["speed", "spikes"]]
-_MOST_BARS = 30
+_MAX_BARS = 30
 _COMPARED = 2
 """The number of runs for which the difference of their losses is drawn too."""
 
@@ -165,7 +165,7 @@ def draw(runs: Sequence[PlottedRun], output: Path) -> None:
         longest = max((length for run in runs for length in run.spike_lengths), default=1)
         spikes.hist(
             [run.spike_lengths for run in runs],
-            bins=[edge + 0.5 for edge in range(0, longest + 1, longest // _MOST_BARS + 1)] + [longest + 0.5],
+            bins=[edge + 0.5 for edge in range(0, longest + 1, longest // _MAX_BARS + 1)] + [longest + 0.5],
             color=[colour for colour, _ in _with_colours(runs)],
         )
         spikes.locator_params("x", integer=True)

@@ -271,7 +271,7 @@ class Recorder:
         except OSError as error:
             if not self._tensorboard_again_at:
                 self._notify(
-                    f"{unwritable_error(self._tensorboard_folder, error)}; training goes on without its curves"
+                    f"{unwritable_error(self._tensorboard_folder, error)}; training continues without its curves"
                 )
             # The file may contain a partial event, so the next attempt creates another file.
             self._tensorboard_again_at = time.monotonic() + _TENSORBOARD_PAUSE_SECONDS

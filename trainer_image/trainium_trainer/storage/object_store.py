@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._\-]{1,61}[a-z0-9]")
 _PART_BYTES = 16 << 20
-_MOST_PARTS = 9_000
+_MAX_PARTS = 9_000
 """S3 accepts 10,000 parts per upload."""
 _UPLOADS_AT_ONCE = 4
 _DELETES_AT_ONCE = 1_000
@@ -136,7 +136,7 @@ class ObjectStorage:
 
     def write_stream(self, name: str, pieces: Iterable[memoryview], size: int) -> None:
         """Upload in several parts, a few at a time."""
-        part = max(_PART_BYTES, -(-size // _MOST_PARTS))
+        part = max(_PART_BYTES, -(-size // _MAX_PARTS))
         try:
             with _translate_errors(name):
                 self._store.put(name, iter(pieces), chunk_size=part, max_concurrency=_UPLOADS_AT_ONCE)

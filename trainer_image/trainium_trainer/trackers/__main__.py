@@ -31,9 +31,9 @@ _log = logging.getLogger("trainium.trackers")
 _POLL_SECONDS = 1.0
 _RETRY_SECONDS = (2.0, 5.0, 15.0, 60.0)
 _LEAVE_SECONDS = 5.0
-_MOST_STEPS = 50
+_MAX_STEPS = 50
 """The maximum number of steps sent at once."""
-_MOST_STARTS = 50
+_MAX_STARTS = 50
 _NO_METRICS = frozenset({"step", "time"})
 
 
@@ -73,7 +73,7 @@ class Notes:
 
     def text(self) -> str:
         """Return the description in Markdown."""
-        starts = [f"- start {number}: {start}" for number, start in enumerate(self._starts, 1)][-_MOST_STARTS:]
+        starts = [f"- start {number}: {start}" for number, start in enumerate(self._starts, 1)][-_MAX_STARTS:]
         facts = [f"- {name}: `{value}`" for name, value in sorted(self._facts.items()) if isinstance(value, str)]
         artifacts = [
             f"- {artifact['kind']} of step {artifact['step']}: `{artifact['path']}` (digest `{artifact['digest']}`)"
@@ -154,7 +154,7 @@ class Sender(threading.Thread):
                 self._service.send(steps)
                 last = steps[-1].number
                 self._notes.record(self.name, last)
-            if len(steps) == _MOST_STEPS:
+            if len(steps) == _MAX_STEPS:
                 continue
             if finishing:
                 self._service.close()
@@ -168,7 +168,7 @@ class Sender(threading.Thread):
         self._problem = cause
         notice = (
             f"monitor.trackers: {self.name} does not take this run ({cause}): check its address and its key in the "
-            "environment of the workers; training goes on, and it is tried again"
+            "environment of the workers; training continues, and it is tried again"
         )
         _log.warning("%s", notice)
         if self._run.notice:
@@ -193,7 +193,7 @@ def _read_steps(path: Path, offset: int, last: int) -> tuple[int, list[Step]]:
             offset += len(line)
             if (read_step(line) or 0) > last:
                 steps.append(_parse(line))
-            if len(steps) == _MOST_STEPS:
+            if len(steps) == _MAX_STEPS:
                 break
     return offset, steps
 

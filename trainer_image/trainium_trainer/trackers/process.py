@@ -111,7 +111,7 @@ class TrackerProcess:
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         except OSError as error:
-            _log.warning("trackers: %s cannot be started (%s): training goes on without", command[0], error.strerror)
+            _log.warning("trackers: %s cannot be started (%s): training continues without", command[0], error.strerror)
         self._write({"run": {name: getattr(run, name) for name in run.__slots__}})
 
     def link(self, artifact: ArtifactReport) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _RUN_TAG = "trainium.run"
 _LONGEST_VALUE = 500
-_MOST_AT_ONCE = 100
+_MAX_PER_REQUEST = 100
 """The maximum number of parameters and tags per request to MLflow."""
 
 
@@ -78,8 +78,8 @@ class MLflow:
         values = {**_flatten(run.config), **_flatten(run.facts)}
         new = [Param(name, value) for name, value in values.items() if name not in known]
         tags = [RunTag(f"changed.{name}", value) for name, value in values.items() if known.get(name, value) != value]
-        for begin in range(0, max(len(new), len(tags)), _MOST_AT_ONCE):
-            part = slice(begin, begin + _MOST_AT_ONCE)
+        for begin in range(0, max(len(new), len(tags)), _MAX_PER_REQUEST):
+            part = slice(begin, begin + _MAX_PER_REQUEST)
             self._client.log_batch(self._id, params=new[part], tags=tags[part])
 
     def send(self, steps: Sequence[Step]) -> None:

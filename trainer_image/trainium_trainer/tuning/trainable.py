@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 """The names in peft of the matrices of an adapter and of DoRA's magnitudes, below their target."""
 _EMBEDDING, _HEAD = EMBEDDING.removesuffix(".weight"), HEAD.removesuffix(".weight")
-_SHOWN = 6
+_MAX_SUGGESTIONS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,5 +171,5 @@ def refuse_untrained_rows(trainable: TrainableParameters, shape: ModelShape, loc
 
 def _no_match_error(field: str, pattern: str, names: Iterable[str], what: str) -> UserError:
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    near = difflib.get_close_matches(pattern, [*leaves, *names], n=3, cutoff=0.5) or leaves[:_SHOWN]
+    near = difflib.get_close_matches(pattern, [*leaves, *names], n=3, cutoff=0.5) or leaves[:_MAX_SUGGESTIONS]
     return UserError(f"{field} has {pattern!r}, which matches none of the model's {what}: use {', '.join(near)}")

@@ -27,7 +27,7 @@ WHOLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 SETTING = "model.weights"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_MOST_NAMES = 3
+_MAX_NAMES = 3
 
 
 def open_shape(location: str, *, field: str = SETTING) -> ModelShape:
@@ -160,8 +160,8 @@ def read_document(source: WeightsSource, name: str) -> dict[str, Any]:
 
 def listed(names: list[str]) -> str:
     """List a few of the names for a message."""
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is(names: list[str]) -> str:

@@ -10,16 +10,16 @@ import torch
 
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.buddy import SnapshotCopier
-from trainium_trainer.checkpoint.memory.snapshot import Claim, Header, ShardKey, SnapshotFile, StateVersion
+from trainium_trainer.checkpoint.memory.snapshot import Header, ShardKey, SnapshotFile, SnapshotRecord, StateVersion
 from trainium_worker.snapshot import parse_header_page
 
 
-def offer_snapshot(copier: SnapshotCopier, folder: Path, step: int) -> tuple[SnapshotFile, Claim]:
+def offer_snapshot(copier: SnapshotCopier, folder: Path, step: int) -> tuple[SnapshotFile, SnapshotRecord]:
     slot = SnapshotFile.create(folder / f"{step}.snapshot", 4096)
     version = StateVersion(Position(step=step, samples=0, tokens=0), 1, "session")
-    claim = slot.finalize(version, ShardKey(0, 1), "layout", "settings")
+    record = slot.finalize(version, ShardKey(0, 1), "layout", "settings")
     copier.offer(slot, step)
-    return slot, claim
+    return slot, record
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ def test_a_snapshot_that_is_overwritten_before_its_copy_starts_is_sent_with_its_
     """An empty page is the closing message: after it, the buddy would receive no more copies."""
     network = FakeNetwork()
     copier = SnapshotCopier(network)
-    slot, claim = offer_snapshot(copier, tmp_path, 7)
+    slot, record = offer_snapshot(copier, tmp_path, 7)
     slot.invalidate(slot.path)  # as its writer does after the timeout of an earlier copy
     assert copier.wait(10)
     text = parse_header_page(network.pages[0], "sent")
-    assert Header.from_text(text, "sent").claim == claim
+    assert Header.decode(text, "sent").record == record
     copier.close()
 
 

@@ -27,7 +27,7 @@ def list_snapshots(memory: Any) -> list[Path]:
 def snapshot_of_step(memory: Any, step: int) -> Path:
     for path in list_snapshots(memory):
         header = read_header(path)
-        if header is not None and header.claim.version.position.step == step:
+        if header is not None and header.record.version.position.step == step:
             return path
     raise AssertionError(f"no snapshot of step {step}")
 
@@ -61,7 +61,7 @@ def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) 
     start_run(tmp_path / "root", tmp_path / "memory").run_to(9).close()
     assert len(list_snapshots(tmp_path / "memory")) == 3
     tier = create_tier(run_directory(tmp_path / "memory", str(tmp_path / "root")), State(SINGLE_RANK).local_tensors())
-    assert sorted(claim.version.position.step for claim in tier.claims()) == [7, 8, 9]
+    assert sorted(record.version.position.step for record in tier.records()) == [7, 8, 9]
     tier.close()
 
 
@@ -236,7 +236,7 @@ def test_a_snapshot_of_a_cuda_device_holds_the_state_of_its_step_whatever_is_com
         tier.stage(StateVersion(position(step), 1, "session"), state)
         noise = torch.tanh(noise @ noise)
     tier.wait_for_snapshot()
-    for claim in tier.claims():
-        payload = tier.open_claim(claim)
-        assert (tier.layout.views(payload)[0] == claim.version.position.step).all()
+    for record in tier.records():
+        payload = tier.open_record(record)
+        assert (tier.layout.views(payload)[0] == record.version.position.step).all()
     tier.close()

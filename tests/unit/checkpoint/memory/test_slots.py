@@ -12,9 +12,9 @@ from tests.unit.checkpoint.checkpoint_builders import SINGLE_RANK, State, positi
 from trainium_trainer.checkpoint.memory.memory_tier import _COPY_TIMEOUT_SECONDS, MemoryTier
 from trainium_trainer.checkpoint.memory.snapshot import (
     BufferLayout,
-    Claim,
     ShardKey,
     SnapshotFile,
+    SnapshotRecord,
     SnapshotSlots,
     StateVersion,
     read_header,
@@ -60,7 +60,7 @@ def test_files_that_are_open_are_not_opened_again(tmp_path: Path) -> None:
     reopen(slots, tmp_path)
     headers = [read_header(path) for path in tmp_path.glob("*.snapshot")]
     assert len(headers) == 3
-    assert [header.claim.version.position.step for header in headers if header is not None] == [7]
+    assert [header.record.version.position.step for header in headers if header is not None] == [7]
 
 
 def test_full_memory_keeps_finished_snapshots_and_no_unfinished_file(
@@ -91,12 +91,12 @@ def test_a_snapshot_that_arrives_altered_is_not_kept(tier: MemoryTier) -> None:
     assert tier.open_slots()
     slot = tier.receiving_slot()
     slot.payload.fill_(7)
-    sent = Claim(StateVersion(position(3), 1, "s"), KEY, tier.layout.digest, 12345)
+    sent = SnapshotRecord(StateVersion(position(3), 1, "s"), KEY, tier.layout.digest, 12345)
     assert tier.finalize_received(slot, sent) is False
-    assert tier.claims() == frozenset()
+    assert tier.records() == frozenset()
     intact = slot.finalize(sent.version, KEY, tier.layout.digest, "c")
     assert tier.finalize_received(slot, intact) is True
-    assert tier.claims() == {intact}
+    assert tier.records() == {intact}
 
 
 class SlowCopy:

@@ -9,7 +9,7 @@ from tests.testing.suite.trials import trials
 from tests.unit.checkpoint.checkpoint_builders import position
 from tests.unit.checkpoint.resume.test_agreement_law import STEPS, decide_plainly, rank_views
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey, StateVersion
+from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord, StateVersion
 from trainium_trainer.checkpoint.resume.agreement import (
     RankView,
     ResumeFromMemory,
@@ -25,14 +25,14 @@ def version(step: int, session: str = "a", generation: int = 1) -> StateVersion:
     return StateVersion(Position(step, step * 8, step * 100), generation, session)
 
 
-def claim(step: int, key: ShardKey | None = None, session: str = "a", layout: str = "L") -> Claim:
-    return Claim(version(step, session), key or ShardKey(0, 1), layout, f"sum-{step}")
+def record(step: int, key: ShardKey | None = None, session: str = "a", layout: str = "L") -> SnapshotRecord:
+    return SnapshotRecord(version(step, session), key or ShardKey(0, 1), layout, f"sum-{step}")
 
 
 def view(
-    rank: int, claims: Any, *, store: str | None = None, key: ShardKey | None = None, layout: str = "L"
+    rank: int, records: Any, *, store: str | None = None, key: ShardKey | None = None, layout: str = "L"
 ) -> RankView:
-    return RankView(rank, store or f"node-{rank}", key or ShardKey(0, 1), layout, frozenset(claims))
+    return RankView(rank, store or f"node-{rank}", key or ShardKey(0, 1), layout, frozenset(records))
 
 
 def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
@@ -46,8 +46,8 @@ def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
 
 def test_every_combination_of_two_shards_over_three_ranks_and_two_steps() -> None:
     keys = (ShardKey(0, 2), ShardKey(1, 2))
-    options = [frozenset(), *(frozenset({claim(s, k)}) for s in (1, 2) for k in keys)]
-    options.append(frozenset(claim(s, k) for s in (1, 2) for k in keys))
+    options = [frozenset(), *(frozenset({record(s, k)}) for s in (1, 2) for k in keys)]
+    options.append(frozenset(record(s, k) for s in (1, 2) for k in keys))
     for needs, held, durable in product(product(keys, repeat=3), product(options, repeat=3), ([], [1], [2])):
         views = [view(r, held[r], key=needs[r]) for r in range(3)]
         assert decide(views, durable) == decide_plainly(views, durable)
@@ -62,7 +62,7 @@ def test_the_order_of_the_reports_does_not_matter(views: Any, durable: Any, rand
 
 
 def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds() -> None:
-    decision = decide([view(0, [claim(1)]), *(view(rank, []) for rank in range(1, 101))], [])
+    decision = decide([view(0, [record(1)]), *(view(rank, []) for rank in range(1, 101))], [])
     assert isinstance(decision, ResumeFromMemory)
     assert len(decision.rounds) == 7
 
@@ -71,8 +71,8 @@ def test_recorded_losses_do_not_distinguish_snapshots() -> None:
     first, second = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
     with_loss = StateVersion(Position(4, 32, 400, loss=1.5, grad_norm=float("nan")), 1, "a")
     views = [
-        view(0, [claim(4, first)], key=first),
-        view(1, [Claim(with_loss, second, "L", "sum")], key=second),
+        view(0, [record(4, first)], key=first),
+        view(1, [SnapshotRecord(with_loss, second, "L", "sum")], key=second),
     ]
     decision = decide(views, [])
     assert isinstance(decision, ResumeFromMemory)
@@ -119,7 +119,7 @@ def test_each_shard_of_a_single_node_has_one_copy_on_another_node(views: Any, wi
 
 
 KEY = ShardKey(0, 1)
-CLAIM = Claim(StateVersion(position(3), 1, "s"), KEY, "layout", 7)
+CLAIM = SnapshotRecord(StateVersion(position(3), 1, "s"), KEY, "layout", 7)
 
 
 def inventory() -> SnapshotInventory:
@@ -129,7 +129,7 @@ def inventory() -> SnapshotInventory:
 
 
 def test_one_of_the_ranks_that_share_a_store_reports_it() -> None:
-    assert [(view.store, set(view.claims)) for view in inventory().views()] == [
+    assert [(view.store, set(view.records)) for view in inventory().views()] == [
         ("a", {CLAIM}),
         ("a", set()),
         ("b", set()),
@@ -139,7 +139,7 @@ def test_one_of_the_ranks_that_share_a_store_reports_it() -> None:
 def test_ranks_that_share_a_store_without_capacity_are_planned_for_one_by_one() -> None:
     snapshots = inventory()
     snapshots.split([1, 2])
-    assert [(view.store, set(view.claims)) for view in snapshots.views()] == [
+    assert [(view.store, set(view.records)) for view in snapshots.views()] == [
         ("a#0", {CLAIM}),
         ("a#1", {CLAIM}),
         ("b", set()),
@@ -149,4 +149,4 @@ def test_ranks_that_share_a_store_without_capacity_are_planned_for_one_by_one() 
 def test_a_step_whose_exchange_failed_is_excluded_in_every_store() -> None:
     snapshots = inventory()
     snapshots.exclude(CLAIM.version)
-    assert all(not view.claims for view in snapshots.views())
+    assert all(not view.records for view in snapshots.views())

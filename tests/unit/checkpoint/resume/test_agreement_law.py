@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.testing.suite.trials import trials
 from trainium_trainer.checkpoint.collectives import pack_values
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey, StateVersion
+from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord, StateVersion
 from trainium_trainer.checkpoint.resume import agreement
 from trainium_trainer.checkpoint.resume.agreement import (
     Decision,
@@ -24,8 +24,8 @@ from trainium_trainer.checkpoint.resume.agreement import (
     SnapshotInventory,
     Transfer,
     choose_buddies,
-    claims_to_report,
     decide,
+    records_to_report,
 )
 
 OWN_SNAPSHOTS, BUDDY_COPIES = 3, 2
@@ -39,7 +39,7 @@ def decide_plainly(views: Sequence[RankView], durable_steps: Sequence[int]) -> D
     """Decide by the plain rules, as `decide` must."""
     complete = [
         version
-        for version in {claim.version for view in views for claim in view.claims}
+        for version in {record.version for view in views for record in view.records}
         if all(has_snapshot(views, version, view.needs, view.layout) for view in views)
     ]
     newest = max(durable_steps, default=-1)
@@ -50,14 +50,14 @@ def decide_plainly(views: Sequence[RankView], durable_steps: Sequence[int]) -> D
 
 
 def has_snapshot(views: Sequence[RankView], version: StateVersion, key: ShardKey, layout: str) -> bool:
-    return any((c.version, c.key, c.layout) == (version, key, layout) for view in views for c in view.claims)
+    return any((c.version, c.key, c.layout) == (version, key, layout) for view in views for c in view.records)
 
 
 def broadcast_rounds(views: Sequence[RankView], version: StateVersion) -> tuple[tuple[Transfer, ...], ...]:
     """Return rounds in which each store that holds a shard sends it to one that lacks it, lowest ranks first."""
     rounds: list[list[Transfer]] = []
     for key in sorted({view.needs for view in views}):
-        stores_with = {v.store for v in views for c in v.claims if (c.version, c.key) == (version, key)}
+        stores_with = {v.store for v in views for c in v.records if (c.version, c.key) == (version, key)}
         stores_without = {v.store for v in views if v.needs == key} - stores_with
         senders = sorted(representative(views, store, key) for store in stores_with)
         receivers = sorted(representative(views, store, key) for store in stores_without)
@@ -98,15 +98,19 @@ def rank_views(draw: Any) -> list[RankView]:
         st.integers(1, 2),
         st.sampled_from("ab"),
     )
-    claims = st.builds(
-        Claim, versions, st.sampled_from(keys + foreign), st.sampled_from("LLLM"), st.sampled_from(["one", "two"])
+    records = st.builds(
+        SnapshotRecord,
+        versions,
+        st.sampled_from(keys + foreign),
+        st.sampled_from("LLLM"),
+        st.sampled_from(["one", "two"]),
     )
     per_node = draw(st.integers(1, 4))
     stores = [f"node-{rank // per_node}" for rank in range(len(keys))]
-    held = {store: set(draw(st.lists(claims, max_size=6))) for store in sorted(set(stores))}
+    held = {store: set(draw(st.lists(records, max_size=6))) for store in sorted(set(stores))}
     for version in draw(st.lists(versions, max_size=2)):  # otherwise, a complete version is rare
         for key in keys:
-            held[draw(st.sampled_from(sorted(held)))].add(Claim(version, key, "L", "one"))
+            held[draw(st.sampled_from(sorted(held)))].add(SnapshotRecord(version, key, "L", "one"))
     return [
         RankView(rank, store, key, draw(st.sampled_from("LLLLLLLM")), frozenset(held[store]))
         for rank, (store, key) in enumerate(zip(stores, draw(st.permutations(keys)), strict=True))
@@ -116,11 +120,11 @@ def rank_views(draw: Any) -> list[RankView]:
 STEPS = st.lists(st.integers(0, 5), max_size=3)
 
 
-def report_claims(views: list[RankView]) -> SnapshotInventory:
-    """Return the inventory after each rank has reported the claims that it represents."""
+def report_records(views: list[RankView]) -> SnapshotInventory:
+    """Return the inventory after each rank has reported the records that it represents."""
     return SnapshotInventory(
         [RankView(view.rank, view.store, view.needs, view.layout) for view in views],
-        [claims_to_report(views, view.rank, view.claims) for view in views],
+        [records_to_report(views, view.rank, view.records) for view in views],
     )
 
 
@@ -135,11 +139,11 @@ def test_the_decision_is_that_of_the_plain_rules(views: list[RankView], durable:
 def test_ranks_that_report_each_snapshot_once_decide_as_if_each_had_reported_everything(
     views: list[RankView], durable: list[int]
 ) -> None:
-    reported = report_claims(views).views()
+    reported = report_records(views).views()
     assert decide(reported, durable) == decide_plainly(views, durable)
     needed = {view.needs for view in views}
-    all_claims = {(view.store, claim) for view in views for claim in view.claims if claim.key in needed}
-    assert sum(len(claims_to_report(views, view.rank, view.claims)) for view in views) == len(all_claims)
+    all_records = {(view.store, record) for view in views for record in view.records if record.key in needed}
+    assert sum(len(records_to_report(views, view.rank, view.records)) for view in views) == len(all_records)
 
 
 @settings(max_examples=trials(50))
@@ -147,12 +151,12 @@ def test_ranks_that_report_each_snapshot_once_decide_as_if_each_had_reported_eve
 def test_a_snapshot_that_one_rank_finds_damaged_is_missing_for_its_whole_node(
     views: list[RankView], durable: list[int], data: st.DataObject
 ) -> None:
-    inventory = report_claims(views)
+    inventory = report_records(views)
     rank = data.draw(st.sampled_from(range(len(views))))
-    damaged = data.draw(st.sets(st.sampled_from(sorted(views[rank].claims)))) if views[rank].claims else set()
-    inventory.remove_claims(rank, damaged)
+    damaged = data.draw(st.sets(st.sampled_from(sorted(views[rank].records)))) if views[rank].records else set()
+    inventory.remove_records(rank, damaged)
     remaining = [
-        RankView(v.rank, v.store, v.needs, v.layout, v.claims - damaged if v.store == views[rank].store else v.claims)
+        RankView(v.rank, v.store, v.needs, v.layout, v.records - damaged if v.store == views[rank].store else v.records)
         for v in views
     ]
     assert decide(inventory.views(), durable) == decide_plainly(remaining, durable)
@@ -163,12 +167,12 @@ def test_a_snapshot_that_one_rank_finds_damaged_is_missing_for_its_whole_node(
 def test_ranks_of_a_node_without_capacity_count_as_separate_stores(
     views: list[RankView], durable: list[int], number: int
 ) -> None:
-    inventory = report_claims(views)
+    inventory = report_records(views)
     store = views[number % len(views)].store
     inventory.split([number % len(views)])
     is_alone = sum(view.store == store for view in views) == 1
     remaining = [
-        RankView(v.rank, f"{store}#{v.rank}", v.needs, v.layout, v.claims) if v.store == store and not is_alone else v
+        RankView(v.rank, f"{store}#{v.rank}", v.needs, v.layout, v.records) if v.store == store and not is_alone else v
         for v in views
     ]
     assert decide(inventory.views(), durable) == decide_plainly(remaining, durable)
@@ -177,14 +181,14 @@ def test_ranks_of_a_node_without_capacity_count_as_separate_stores(
 @settings(max_examples=trials(50))
 @given(rank_views())
 def test_a_rank_receives_a_snapshot_from_a_store_that_held_it(views: list[RankView]) -> None:
-    inventory = report_claims(views)
+    inventory = report_records(views)
     decision = decide(inventory.views(), [])
     if not isinstance(decision, ResumeFromMemory):
         return
     for view, original in zip(views, inventory.origins(decision), strict=True):
         assert (original.version, original.key) == (decision.version, view.needs)
-        held = {claim for claim in view.claims if (claim.version, claim.key) == (decision.version, view.needs)}
-        assert original in (held or {claim for other in views for claim in other.claims})
+        held = {record for record in view.records if (record.version, record.key) == (decision.version, view.needs)}
+        assert original in (held or {record for other in views for record in other.records})
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
@@ -202,18 +206,18 @@ def build_rank_views(ranks: int, *, replaced: int = 0) -> list[RankView]:
         own = range(32 * node, 32 * (node + 1))
         buddy = (node + nodes // 2) % nodes
         kept = range(32 * buddy, 32 * (buddy + 1))
-        claims = [snapshot(keys[rank], step) for rank in own for step in range(OWN_SNAPSHOTS)]
-        claims += [
+        records = [snapshot(keys[rank], step) for rank in own for step in range(OWN_SNAPSHOTS)]
+        records += [
             snapshot(keys[rank], step) for rank in kept for step in range(OWN_SNAPSHOTS - BUDDY_COPIES, OWN_SNAPSHOTS)
         ]
-        held = frozenset(claims if node >= replaced else ())
+        held = frozenset(records if node >= replaced else ())
         views += [RankView(rank, f"{node:032x}", keys[rank], "a" * 32, held) for rank in own]
     return views
 
 
-def snapshot(key: ShardKey, step: int) -> Claim:
+def snapshot(key: ShardKey, step: int) -> SnapshotRecord:
     version = StateVersion(Position(step, 1024 * step, 4_194_304 * step, loss=2.5, grad_norm=0.25), 3, "0123456789ab")
-    return Claim(version, key, "a" * 32, hashlib.sha256(f"{key} {step}".encode()).hexdigest()[:32])
+    return SnapshotRecord(version, key, "a" * 32, hashlib.sha256(f"{key} {step}".encode()).hexdigest()[:32])
 
 
 def count_bytecodes(module: Any, call: Callable[[], object]) -> int:
@@ -241,7 +245,7 @@ def count_bytecodes(module: Any, call: Callable[[], object]) -> int:
 def test_the_decision_costs_in_proportion_to_ranks_and_snapshots(replaced: int) -> None:
     """A quarter of the nodes are new, or none."""
     views_by_size = [
-        report_claims(build_rank_views(ranks, replaced=replaced * ranks // 128)).views() for ranks in (128, 1024)
+        report_records(build_rank_views(ranks, replaced=replaced * ranks // 128)).views() for ranks in (128, 1024)
     ]
     small, large = (count_bytecodes(agreement, lambda views=views: decide(views, [1])) for views in views_by_size)
     assert isinstance(decide(views_by_size[1], [1]), ResumeFromMemory)
@@ -261,6 +265,6 @@ def test_a_start_from_memory_costs_the_first_rank_less_than_256_bytes_of_every_o
     """It then receives less than a MiB at 4,096 ranks (measured in `docs/scale.md`)."""
     views = build_rank_views(512)
     empty_views = [RankView(view.rank, view.store, view.needs, view.layout) for view in views]
-    reported = [claims_to_report(views, view.rank, view.claims) for view in views]
+    reported = [records_to_report(views, view.rank, view.records) for view in views]
     received = sum(len(pack_values([pickle.dumps(value) for value in values])) for values in (empty_views, reported))
     assert received < 256 * len(views)

@@ -13,23 +13,23 @@ from tests.unit.checkpoint.checkpoint_builders import committed_checkpoint
 from tests.unit.checkpoint.resume.test_agreement_law import STEPS, build_rank_views, decide_plainly, rank_views
 from trainium_trainer.checkpoint.collectives import pack_part, pack_values
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
-from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey
+from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord
 from trainium_trainer.checkpoint.resume.agreement import (
     FreshStart,
     RankView,
     ResumeFromDurable,
     ResumeFromMemory,
-    claims_to_report,
+    records_to_report,
 )
 from trainium_trainer.checkpoint.resume.leader import (
     SHARED_WARNINGS,
-    ClaimReport,
     Exchange,
     Finish,
     Load,
     RankReport,
     ReplicaCapacity,
     ResumeLeader,
+    SnapshotReport,
     Verify,
     assign_replicas,
     plan_replicas,
@@ -46,10 +46,10 @@ class FakeRanks:
         self.views = views
         self.leader = ResumeLeader("root")
         self.leader.record_survey(Survey([committed_checkpoint(step) for step in sorted(set(durable), reverse=True)]))
-        self.stores = {view.store: set(view.claims) for view in views}
-        self.own: dict[int, Claim] = {}
+        self.stores = {view.store: set(view.records) for view in views}
+        self.own: dict[int, SnapshotRecord] = {}
         """The snapshot that each rank will restore, by rank."""
-        self.sent: dict[tuple[int, ShardKey], Claim] = {}
+        self.sent: dict[tuple[int, ShardKey], SnapshotRecord] = {}
         self.rounds: list[tuple[list[Any], list[Any]]] = []
 
     def ask(self, sent_values: list[Any], decide: Any) -> list[Any]:
@@ -58,12 +58,14 @@ class FakeRanks:
         assert len(answers) == len(self.views)
         return answers
 
-    def start(self, lost: frozenset[Claim] = frozenset(), damaged: frozenset[int] = frozenset()) -> list[Finish]:
+    def start(
+        self, lost: frozenset[SnapshotRecord] = frozenset(), damaged: frozenset[int] = frozenset()
+    ) -> list[Finish]:
         """Run the start to its end; `lost`: snapshots with damaged contents, `damaged`: damaged checkpoints."""
         empty_views = [RankView(view.rank, view.store, view.needs, view.layout) for view in self.views]
         views_of_nodes = self.ask(empty_views, self.leader.collect)
         reports = [
-            ClaimReport(claims_to_report(node_views, view.rank, view.claims), can_write=True)
+            SnapshotReport(records_to_report(node_views, view.rank, view.records), can_write=True)
             for node_views, view in zip(views_of_nodes, self.views, strict=True)
         ]
         orders = self.ask(reports, self.leader.decide)
@@ -78,19 +80,21 @@ class FakeRanks:
             orders = self.ask(reports, self.leader.next_orders)
         return orders
 
-    def execute(self, view: RankView, order: Any, lost: frozenset[Claim], damaged: frozenset[int]) -> RankReport:
+    def execute(
+        self, view: RankView, order: Any, lost: frozenset[SnapshotRecord], damaged: frozenset[int]
+    ) -> RankReport:
         if isinstance(order, Load):
             step = order.checkpoint.step
             bad = step in damaged and view.rank == step % len(self.views)
             return RankReport(not bad, damaged=((f"step-{step}", "torn"),) if bad else ())
         assert isinstance(order, Verify)
-        assert set(order.claims) <= self.stores[view.store], "a rank verifies only snapshots of its store"
+        assert set(order.records) <= self.stores[view.store], "a rank verifies only snapshots of its store"
         self.own.pop(view.rank, None)
-        for claim in set(order.claims) - lost:
-            self.sent[view.rank, claim.key] = claim
-            if claim.key == view.needs:
-                self.own[view.rank] = claim
-        bad = lost & set(order.claims)
+        for record in set(order.records) - lost:
+            self.sent[view.rank, record.key] = record
+            if record.key == view.needs:
+                self.own[view.rank] = record
+        bad = lost & set(order.records)
         return RankReport(not bad, bad)
 
     def exchange(self, orders: list[Exchange]) -> list[RankReport]:
@@ -101,12 +105,12 @@ class FakeRanks:
         for number in sorted({move.round for move in moves}):
             round_moves = [move for move in moves if move.round == number]
             carried = {move: self.sent[move.source, move.key] for move in round_moves}
-            for move, claim in carried.items():
-                self.sent[move.target, move.key] = claim
-                self.stores[self.views[move.target].store].add(claim)
+            for move, record in carried.items():
+                self.sent[move.target, move.key] = record
+                self.stores[self.views[move.target].store].add(record)
                 if move.key == self.views[move.target].needs:
-                    self.own[move.target] = claim
-                    assert orders[move.target].origin == claim, "it has the checksum of the first sender's snapshot"
+                    self.own[move.target] = record
+                    assert orders[move.target].origin == record, "it has the checksum of the first sender's snapshot"
         for view, order in zip(self.views, orders, strict=True):
             if view.rank not in self.own:  # a neighbour has received it
                 assert order.origin in self.stores[view.store]
@@ -119,13 +123,13 @@ class FakeRanks:
 def test_every_rank_ends_with_its_shard_of_the_newest_state_that_is_whole(
     views: list[RankView], durable: list[int], data: st.DataObject
 ) -> None:
-    claims = sorted({claim for view in views for claim in view.claims})
-    lost = frozenset(data.draw(st.sets(st.sampled_from(claims), max_size=3))) if claims else frozenset()
+    records = sorted({record for view in views for record in view.records})
+    lost = frozenset(data.draw(st.sets(st.sampled_from(records), max_size=3))) if records else frozenset()
     ranks = FakeRanks(views, durable)
     ends = ranks.start(lost)
     assert len({end.agreed for end in ends}) == 1
     decision = ends[0].agreed.decision
-    intact = [RankView(v.rank, v.store, v.needs, v.layout, v.claims - lost) for v in views]
+    intact = [RankView(v.rank, v.store, v.needs, v.layout, v.records - lost) for v in views]
     best = decide_plainly(intact, durable)
     if isinstance(decision, ResumeFromMemory):
         assert isinstance(best, ResumeFromMemory)
@@ -163,7 +167,7 @@ def test_the_error_of_one_rank_is_raised_for_all() -> None:
     ranks = FakeRanks(build_rank_views(64), [1])
     leader = ranks.leader
     leader.collect(list(ranks.views))
-    leader.decide([ClaimReport() for _ in ranks.views])
+    leader.decide([SnapshotReport() for _ in ranks.views])
     with pytest.raises(StorageError, match="no answer"):
         leader.next_orders([RankReport(), RankReport(ok=False, error=StorageError("no answer")), *[RankReport()] * 62])
 
@@ -172,7 +176,7 @@ def test_warnings_that_all_ranks_receive_are_bounded_and_the_first_rank_has_them
     ranks = FakeRanks(build_rank_views(64))
     leader = ranks.leader
     leader.collect(list(ranks.views))
-    leader.decide([ClaimReport(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
+    leader.decide([SnapshotReport(warnings=(f"rank {rank}: no room",)) for rank in range(64)])
     assert len(leader.warnings) == 64
     (shared,) = {end.agreed.warnings for end in leader.next_orders([RankReport() for _ in ranks.views])}
     assert len(shared) == SHARED_WARNINGS + 1

@@ -25,7 +25,7 @@ def memories(folder: Path, count: int, *, prefix: str = "node") -> list[Path]:
 
 def snapshot_step(path: Path) -> int:
     header = read_header(path)
-    return -1 if header is None else header.claim.version.position.step
+    return -1 if header is None else header.record.version.position.step
 
 
 def assert_resumed(reports: list[dict[str, Any]], step: int | None) -> None:

@@ -59,7 +59,7 @@ def test_a_restart_in_place_resumes_from_memory_and_saves_when_the_store_recover
     setattr(store, problem, True)
     restarted = start_run(tmp_path / "root", tmp_path / "memory", storage=store, job=ALPHA, durable=TOLERANT)
     assert (restarted.resumed.step, restarted.report()["source"], restarted.wrong_tensors) == (5, "memory", [])
-    assert any("training goes on, and saves as soon as" in warning for warning in restarted.manager.warnings)
+    assert any("training continues, and saves as soon as" in warning for warning in restarted.manager.warnings)
     restarted.run_to(6, save_at=(6,)).manager._durable._thread.join()
     restarted.run_to(8)
     assert restarted.manager.durable_step == (3 if problem == "full" else -1)

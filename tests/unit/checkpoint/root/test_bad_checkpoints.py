@@ -45,7 +45,7 @@ def leave_intact(_: Path) -> None:
     ("damage", "settings", "sentence"),
     [
         (leave_intact, "another", r"other settings \(model is one there and another here\)"),
-        (raise_format_version, "one", r"step-4 was written by a newer version .*format 9.*go on with that version"),
+        (raise_format_version, "one", r"step-4 was written by a newer version .*format 9.*continue with that version"),
         (delete_shards, "one", r"none is whole \(.*manifest.json is missing.*restore one from a backup"),
         (swap_shards, "one", r"none is whole .*restore one from a backup"),
     ],

@@ -40,7 +40,7 @@ def train(root: str, job: JobIdentity, *steps: int, keep_last: int = 1) -> None:
 def test_a_root_inside_or_around_the_root_of_another_job_is_refused_by_name(top: str, first: str, second: str) -> None:
     train(f"{top}/{first}", ALPHA, 1)
     before = read_storage(open_storage(top))
-    with pytest.raises(UnusableCheckpointError, match=f"{top}/{second} and {top}/{first}, .* lie one in the other"):
+    with pytest.raises(UnusableCheckpointError, match=f"{top}/{second} and {top}/{first}, .* are nested"):
         start_run(f"{top}/{second}", job=BETA, run=BETA.uid)
     assert read_storage(open_storage(top)) == before
 

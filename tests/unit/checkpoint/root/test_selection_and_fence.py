@@ -52,7 +52,7 @@ def test_a_converted_checkpoint_is_compared_in_the_settings_that_it_records() ->
 def test_a_checkpoint_of_a_newer_version_stops_the_run_only_when_it_is_the_newest(newer: str, refused: bool) -> None:
     surveyed = Survey([committed_checkpoint(4)], other_versions={newer: f"{newer} was written by a newer version"})
     if refused:
-        with pytest.raises(UnusableCheckpointError, match="go on with that version"):
+        with pytest.raises(UnusableCheckpointError, match="continue with that version"):
             refuse_foreign(surveyed, "root", {}, "c")
     else:
         refuse_foreign(surveyed, "root", {}, "c")

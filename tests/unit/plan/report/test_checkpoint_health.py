@@ -128,7 +128,7 @@ def test_storage_errors_stay_unhealthy_until_a_commit() -> None:
 
 
 def test_the_condition_quotes_the_error_of_the_ranks() -> None:
-    error = "checkpoint storage /data: [Errno 28] No space left on device; training goes on, and saves as soon as"
+    error = "checkpoint storage /data: [Errno 28] No space left on device; training continues, and saves as soon as"
     result = make_plan(observe_later(job_with_checkpoints(every_seconds=60), 181, notice=error))
     condition = result.condition(ConditionType.CHECKPOINT_HEALTHY)
     assert "No space left on device" in condition.message

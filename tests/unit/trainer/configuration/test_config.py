@@ -270,7 +270,7 @@ def test_check_reports_the_effect_of_a_configuration_at_a_size(
     assert capsys.readouterr().out.splitlines() == [
         "model: 6,738,415,616 parameters, 32 layers of width 4096",
         "processes: 4096 = data 512 x tensor 8 x pipeline 1",
-        "step: 1024 samples of 4096 tokens = 4,194,304 tokens; 2 passes of 1 samples on each data-parallel rank",
+        "step: 1024 samples of 4096 tokens = 4,194,304 tokens; 2 passes of 1 sample on each data-parallel rank",
         "run: 500,000 steps = 2,097,152,000,000 tokens",
         "learning rate: up to 0.0003 in 2,000 steps, Cosine, 3e-05 in the last",
         "open files: up to 4,237 in one process",

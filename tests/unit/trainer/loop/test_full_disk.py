@@ -81,7 +81,7 @@ def test_lines_of_a_full_disk_are_written_in_order_later(disk: SmallDisk) -> Non
     assert writer.waiting == 0
     assert steps(disk.root / "metrics.jsonl") == list(range(1, 401))
     assert len(messages) == 2, messages
-    assert "No space left on device): free space; training goes on" in messages[0]
+    assert "No space left on device): free space; training continues" in messages[0]
     assert "can be written again" in messages[1]
     writer.close()
 
@@ -144,7 +144,7 @@ def test_curves_that_cannot_be_written_stop_no_step(tmp_path: Path) -> None:
     recorder.close()
     assert steps(tmp_path / METRICS_NAME) == [1, 2, 3]
     assert len(messages) == 1
-    assert "goes on without its curves" in messages[0]
+    assert "continues without its curves" in messages[0]
 
 
 def test_a_run_keeps_its_whole_history_through_a_full_disk_and_a_restart(
@@ -182,7 +182,7 @@ def test_a_run_keeps_its_whole_history_through_a_full_disk_and_a_restart(
     until(lambda: step() > last_step, restarted.log, pause=0.02)
     wait_for_steps(20, restarted)
     assert "from memory" in restarted.log(), restarted.log()
-    assert "training goes on" in restarted.log(), restarted.log()
+    assert "training continues" in restarted.log(), restarted.log()
     assert read_notice(progress)
     disk.empty()
     newest = step()

@@ -94,7 +94,7 @@ def test_every_row_has_a_separate_name_and_the_passes_that_it_states() -> None:
     assert {settings.max_steps for settings in FAMILY_SETTINGS} == {FAMILY_STEPS} == {100}
     for row in rows:
         micro = int(row.set_options[0].removeprefix("batch.microSize="))
-        assert count_micro_batches(BASE["batch"]["globalSize"], micro, row.data) == row.accumulation
+        assert count_micro_batches(BASE["batch"]["globalSize"], micro, row.data_parallel) == row.accumulation
 
 
 def test_the_page_shows_failed_rows(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_restart_records_the_remaining_configured_steps(launch: Launcher) -> N
 
 
 def test_a_trace_above_the_limit_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "_MOST_BYTES", 10)
+    monkeypatch.setattr(profile, "_MAX_BYTES", 10)
     draft = tmp_path / "a.draft"
     draft.write_bytes(b"x" * 11)
     with pytest.raises(OSError, match="record fewer steps"):

@@ -236,7 +236,7 @@ def test_a_metrics_file_that_cannot_be_opened_is_reported_and_stops_nothing(tmp_
     writer.write({"step": 1})
     writer.write({"step": 2})
     assert len(messages) == 1
-    assert re.search(r"metrics.jsonl: cannot be written \(Is a directory\): .*training goes on", messages[0])
+    assert re.search(r"metrics.jsonl: cannot be written \(Is a directory\): .*training continues", messages[0])
 
 
 def test_tensorboard_reads_the_final_history(tmp_path: Path) -> None:

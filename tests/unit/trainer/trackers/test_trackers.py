@@ -138,7 +138,7 @@ def test_a_server_that_was_unavailable_receives_missed_steps(tmp_path: Path, mlf
     until((root / "r0.notice").exists, "the refusal is reported")
     notice = (root / "r0.notice").read_text()
     assert notice.startswith("monitor.trackers: MLflow does not take this run (")
-    assert "training goes on" in notice
+    assert "training continues" in notice
     proxy.is_open = True
     until(lambda: sent_steps(root, Tracker.MLFLOW) == 200, (root / "log").read_text, 90)
     sender.finish()

@@ -103,7 +103,7 @@ class NxdBackend:
         store_class = NxdReplicatedStore if self.mesh.dp_mode is DataParallelMode.REPLICATED else Zero1Store
         self._store: NxdStateStore = store_class(trained, self._config.optimizer, weight_dtype)
         if precision.has_bfloat16_state:
-            self._store.inner.after_update = SharedRowSync(self._store.states, self._groups.tensor).agree
+            self._store.inner.after_update = SharedRowSync(self._store.states, self._groups.tensor).broadcast_first_rank
         self._partial_gradients = PartialGradients(
             trained,
             self._groups.tensor,

@@ -250,24 +250,24 @@ class SharedRowSync:
     """The rows of this rank's master weights that other ranks of its tensor-parallel group hold as well.
 
     Norms and repeated key/value heads are updated on every rank that holds them. With deterministic rounding equal
-    inputs stay equal; with a NeuronCore's stochastic rounding they would drift apart. After `agree` the weights are bit
-    for bit those of the group's first rank (adding zeros changes no number); moments may differ, and the first rank's
-    count.
+    inputs stay equal; with a NeuronCore's stochastic rounding they would drift apart. After `broadcast_first_rank` the
+    weights are bit for bit those of the group's first rank, because adding zeros changes no number. Moments may
+    differ: only those of the first rank affect the weights.
     """
 
     def __init__(self, states: Iterable[ParameterState], tensor: ProcessGroup) -> None:
-        everywhere: list[Tensor] = []
-        repeated: list[Tensor] = []
+        fully_replicated_rows: list[Tensor] = []
+        kv_shared_rows: list[Tensor] = []
         for entry in states:
             for start, end, all_hold in shared_rows(entry.pieces, tensor.size()):
-                (everywhere if all_hold else repeated).append(entry.master.detach()[start:end])
-        self._groups = [(tensor, everywhere)]
-        if repeated:
-            self._groups.append((parallel_state.get_kv_shared_group(), repeated))
+                (fully_replicated_rows if all_hold else kv_shared_rows).append(entry.master.detach()[start:end])
+        self._groups = [(tensor, fully_replicated_rows)]
+        if kv_shared_rows:
+            self._groups.append((parallel_state.get_kv_shared_group(), kv_shared_rows))
 
     @torch.no_grad()
-    def agree(self) -> None:
-        """Copy the first rank's values. Collective."""
+    def broadcast_first_rank(self) -> None:
+        """Set the rows to the values of the group's first rank. Collective."""
         for group, rows in self._groups:
             if not rows or group.size() == 1:
                 continue

@@ -132,7 +132,7 @@ class SavePolicy:
         if self.failures > self.durable.failure_tolerance:
             more = f" ({self.failures} saves in a row have failed; {safe})" if self.failures > 1 else ""
             raise StorageError(f"{error}{more}") from error
-        return f"{error}; training goes on without this save (saves failed in a row: {self.failures}, {safe})"
+        return f"{error}; training continues without this save (saves failed in a row: {self.failures}, {safe})"
 
     def _interval_is_over(self, step: int, now: float) -> bool:
         config = self.durable
@@ -170,11 +170,11 @@ class DurableTier:
         self._error: BaseException | None = None
         self._staging: StagingBuffers | None = None
         self._plans: dict[CheckpointKind, SavePlan] = {}
-        self._started = 0.0
+        self._started_at = 0.0
         self._published = ""
         """The attempt whose receipt this rank is publishing or published last."""
-        self.saves = 0
-        """Saves that have succeeded."""
+        self.successful_saves = 0
+        """The number of saves that have succeeded."""
         self.committed_step = -1
         """The newest committed step that this rank knows."""
         self.milestone_tokens = 0
@@ -198,13 +198,13 @@ class DurableTier:
         """Whether a save (or the preparation) is in progress on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, position: Position, what: Save) -> None:
+    def start(self, position: Position, saves: Save) -> None:
         """Copy the state as of `position` and save it in the background; waits for an earlier save of this rank."""
         self.wait()
         live = flatten(self._state.state_dict())
         if self._staging is None or not self._staging.fits(live):
             self._staging, self._plans = StagingBuffers(live), {}
-        whole = Save.STATE in what
+        whole = Save.STATE in saves
         tensors = self._staging.fill(live, lambda name: whole or is_weight(name))
 
         unplanned = None if self._plans else live
@@ -212,7 +212,7 @@ class DurableTier:
         def work() -> None:
             if unplanned is not None:
                 self._plans = plan_saves(unplanned, self._mesh, self._group)
-            self._save(position, tensors, what)
+            self._save(position, tensors, saves)
 
         self._run(work, f"save-{position.step}")
 
@@ -245,7 +245,7 @@ class DurableTier:
         return is_transient(error) and not (self.stop_requested.is_set() and error.errno in FULL)
 
     def _seconds_left(self) -> float:
-        return self._started + self._config.durable.save_timeout_seconds - time.monotonic()
+        return self._started_at + self._config.durable.save_timeout_seconds - time.monotonic()
 
     def _too_slow(self) -> TooSlowError:
         limit = self._config.durable.save_timeout_seconds
@@ -264,30 +264,30 @@ class DurableTier:
             except BaseException as error:  # noqa: BLE001 - it is raised on the training thread
                 self._error = explain_failure(error, self._storage.location)
 
-        self._started = time.monotonic()
+        self._started_at = time.monotonic()
         self._thread = threading.Thread(target=guarded, name=f"checkpoint-{name}", daemon=True)
         self._thread.start()
 
-    def _save(self, position: Position, tensors: dict[str, torch.Tensor], what: Save) -> None:
-        if Save.STATE in what:
+    def _save(self, position: Position, tensors: dict[str, torch.Tensor], saves: Save) -> None:
+        if Save.STATE in saves:
             self._write(position, tensors, folder_name(position.step), CheckpointKind.STATE)
             self.committed_step = position.step
             if self._mesh.rank == 0:
                 with contextlib.suppress(OSError):  # an extra old checkpoint is no reason to stop training
                     prune(self._storage, self._config.durable.keep_last, self._known_bad, position.step)
-        if Save.MILESTONE in what:
+        if Save.MILESTONE in saves:
             self._write(position, tensors, milestone_name(position.step), CheckpointKind.WEIGHTS)
             self.milestone_tokens = position.tokens
             if self._after_milestone is not None:
                 self._extend_time_limit()
                 self._after_milestone(position.step, self._group, self._extend_time_limit)
-        self.saves += 1
+        self.successful_saves += 1
         if self._mesh.rank == 0:
             RecordCopies(self._config, self._storage).send()
 
     def _extend_time_limit(self) -> None:
         """Restart the time limit: the work after a milestone may take longer than a save, but must make progress."""
-        self._started = time.monotonic()
+        self._started_at = time.monotonic()
 
     def _write(self, position: Position, tensors: dict[str, torch.Tensor], folder: str, kind: CheckpointKind) -> None:
         attempt, plan = f"{folder}/{self._token.attempt}", self._plans[kind]

@@ -168,7 +168,7 @@ class Index:
 _EXTENT_BLOCKS = 4
 _CHUNK_BYTES = _EXTENT_BLOCKS * BLOCK_BYTES
 _THREADS = 4
-_MOST_CACHED_BLOCKS = 8
+_MAX_CACHED_BLOCKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +304,7 @@ class CheckpointReader:
         copy = bytes(block)
         with lock:
             self._cached_blocks[name, number] = copy
-            while len(self._cached_blocks) > _MOST_CACHED_BLOCKS:
+            while len(self._cached_blocks) > _MAX_CACHED_BLOCKS:
                 self._cached_blocks.popitem(last=False)
 
 

@@ -163,7 +163,7 @@ class SnapshotReceiver:
         arriving: list[tuple[SnapshotFile, Header]] = []
 
         def slot(text: bytes) -> torch.Tensor:
-            arriving.append((self._slot(), Header.from_text(text, f"from rank {self._source}")))
+            arriving.append((self._slot(), Header.decode(text, f"from rank {self._source}")))
             return arriving[0][0].payload
 
         def finish() -> bool:

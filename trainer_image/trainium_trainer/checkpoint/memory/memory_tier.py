@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey, StateVersion
+    from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord, StateVersion
 
 _OWN_FILES = 3
 """Two finished snapshots plus the one being written."""
@@ -77,7 +77,7 @@ class MemoryTier:
         self._copying: SnapshotCopier | None = None
         self._late = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-snapshot")
-        self._finalizing: Future[Claim] | None = None
+        self._finalizing: Future[SnapshotRecord] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._rejected: set[Path] = set()
         self._staged_in_session = 0
@@ -98,17 +98,17 @@ class MemoryTier:
             draft.replace(self.directory / GENERATION_FENCE_NAME)
         self._check_fence()
 
-    def claims(self) -> frozenset[Claim]:
+    def records(self) -> frozenset[SnapshotRecord]:
         """Return the finished snapshots in the folder with valid headers that match the configuration."""
-        return frozenset(header.claim for header in self._headers().values())
+        return frozenset(header.record for header in self._headers().values())
 
-    def open_claim(self, claim: Claim) -> torch.Tensor | None:
-        """Return the verified payload of a claimed snapshot; None, with a warning, when it is damaged or missing."""
+    def open_record(self, record: SnapshotRecord) -> torch.Tensor | None:
+        """Return the verified payload of a recorded snapshot; None, with a warning, when it is damaged or missing."""
         for path, header in self._headers().items():
-            if header.claim != claim:
+            if header.record != record:
                 continue
             try:
-                return open_payload(path, header.payload_bytes, header.claim.checksum)
+                return open_payload(path, header.payload_bytes, header.record.checksum)
             except (DamagedSnapshotError, OSError) as error:
                 self._reject(path, error)
         return None
@@ -133,10 +133,10 @@ class MemoryTier:
         """Return a file to receive a peer's snapshot of this rank's own shard into."""
         return self._own.next()
 
-    def finalize_received(self, slot: SnapshotFile, claim: Claim) -> bool:
+    def finalize_received(self, slot: SnapshotFile, record: SnapshotRecord) -> bool:
         """Finalize a received snapshot; return False when it differs from what was sent."""
-        finalized = slot.finalize(claim.version, claim.key, claim.layout, self.config_digest)
-        if finalized != claim:
+        finalized = slot.finalize(record.version, record.key, record.layout, self.config_digest)
+        if finalized != record:
             slot.invalidate(slot.path)
             return False
         return True
@@ -168,9 +168,9 @@ class MemoryTier:
         every rank has finalized the step before.
         """
         if self._finalizing is not None:
-            claim = self._finalizing.result()
+            record = self._finalizing.result()
             self._finalizing = None
-            self.finalized_step = claim.version.position.step
+            self.finalized_step = record.version.position.step
         if self._copying is not None:
             self._wait_for_copy(self._copying)
 
@@ -212,7 +212,7 @@ class MemoryTier:
             return slots.next()
 
         def finalize(slot: SnapshotFile, header: Header) -> bool:
-            return header.claim.key == key and self.finalize_received(slot, header.claim)
+            return header.record.key == key and self.finalize_received(slot, header.record)
 
         self._receivers.append(SnapshotReceiver(group, source, number, slot=slot, finalize=finalize))
 
@@ -230,13 +230,13 @@ class MemoryTier:
         copied: torch.cuda.Event = self._stream.record_event()
         return copied
 
-    def _finalize(self, slot: SnapshotFile, version: StateVersion, copied: torch.cuda.Event | None) -> Claim:
+    def _finalize(self, slot: SnapshotFile, version: StateVersion, copied: torch.cuda.Event | None) -> SnapshotRecord:
         if copied is not None:
             copied.synchronize()
-        claim = slot.finalize(version, self.key, self.layout.digest, self.config_digest)
+        record = slot.finalize(version, self.key, self.layout.digest, self.config_digest)
         if self._copying is not None:
             self._copying.offer(slot, version.position.step)
-        return claim
+        return record
 
     def _wait_for_copy(self, copying: SnapshotCopier) -> None:
         if not copying.wait(0.0 if self._late else _COPY_TIMEOUT_SECONDS):
@@ -266,8 +266,8 @@ class MemoryTier:
                 header = headers.get(path)
                 useful = (
                     header is not None
-                    and header.claim.version.position.step <= step
-                    and header.claim.key.same_layout(self.key)
+                    and header.record.version.position.step <= step
+                    and header.record.key.has_same_layout(self.key)
                 )
                 if not useful:
                     path.unlink(missing_ok=True)

@@ -41,7 +41,7 @@ class ShardKey:
     pp_rank: int = 0
     pp_size: int = 1
 
-    def same_layout(self, other: ShardKey) -> bool:
+    def has_same_layout(self, other: ShardKey) -> bool:
         """Return whether both keys belong to the same division of the state."""
         return (self.tp_size, self.dp_size, self.pp_size) == (other.tp_size, other.dp_size, other.pp_size)
 
@@ -60,8 +60,8 @@ class StateVersion:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Claim:
-    """A snapshot that a store claims to hold."""
+class SnapshotRecord:
+    """The identity and checksum of a snapshot in a store."""
 
     version: StateVersion
     key: ShardKey
@@ -124,13 +124,13 @@ def _round_up(value: int, multiple: int) -> int:
 class Header:
     """The identity of a snapshot and the size of its payload."""
 
-    claim: Claim
+    record: SnapshotRecord
     config_digest: str
     payload_bytes: int
 
-    def to_text(self) -> bytes:
+    def encode(self) -> bytes:
         """Serialize the header as the text of the header page."""
-        version, key = self.claim.version, self.claim.key
+        version, key = self.record.version, self.record.key
         return json.dumps(
             {
                 "step": version.position.step,
@@ -142,16 +142,16 @@ class Header:
                 "generation": version.generation,
                 "session": version.session,
                 "key": [key.tp_rank, key.tp_size, key.dp_rank, key.dp_size, key.pp_rank, key.pp_size],
-                "layout": self.claim.layout,
-                "checksum": self.claim.checksum,
+                "layout": self.record.layout,
+                "checksum": self.record.checksum,
                 "config": self.config_digest,
                 "payloadBytes": self.payload_bytes,
             }
         ).encode()
 
     @staticmethod
-    def from_text(text: bytes, name: str) -> Header:
-        """Parse the result of `to_text`. Raises DamagedSnapshotError for a text of another format."""
+    def decode(text: bytes, name: str) -> Header:
+        """Parse the result of `encode`. Raises DamagedSnapshotError for a text of another format."""
         try:
             raw: dict[str, Any] = json.loads(text)
             position = Position(
@@ -163,8 +163,8 @@ class Header:
                 batch=raw.get("batch"),
             )
             version = StateVersion(position, raw["generation"], raw["session"])
-            claim = Claim(version, ShardKey(*raw["key"]), raw["layout"], raw["checksum"])
-            return Header(claim, raw["config"], raw["payloadBytes"])
+            record = SnapshotRecord(version, ShardKey(*raw["key"]), raw["layout"], raw["checksum"])
+            return Header(record, raw["config"], raw["payloadBytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedSnapshotError(f"{name}: the header is of another format") from error
 
@@ -174,7 +174,7 @@ def read_header(path: Path) -> Header | None:
     text = snapshot.read_header(path)
     if text is None:
         return None
-    header = Header.from_text(text, path.name)
+    header = Header.decode(text, path.name)
     payload_bytes = path.stat().st_size - HEADER_BYTES
     if payload_bytes != header.payload_bytes:
         raise DamagedSnapshotError(
@@ -209,13 +209,13 @@ class SnapshotFile(snapshot.SnapshotFile):
         super().invalidate(path)
         self.header = None
 
-    def finalize(self, version: StateVersion, key: ShardKey, layout: str, config_digest: str) -> Claim:
+    def finalize(self, version: StateVersion, key: ShardKey, layout: str, config_digest: str) -> SnapshotRecord:
         """Compute the checksum of the payload and mark the file as finished."""
-        claim = Claim(version, key, layout, checksum(self.payload))
-        header = Header(claim, config_digest, self.payload_bytes)
-        self.write_header(header.to_text())
+        record = SnapshotRecord(version, key, layout, checksum(self.payload))
+        header = Header(record, config_digest, self.payload_bytes)
+        self.write_header(header.encode())
         self.header = header
-        return claim
+        return record
 
 
 SUFFIX = ".snapshot"
@@ -254,7 +254,7 @@ class SnapshotSlots:
     def discard_after(self, step: int) -> None:
         """Invalidate the snapshots of later steps."""
         for slot in self._files:
-            if slot.header is not None and slot.header.claim.version.position.step > step:
+            if slot.header is not None and slot.header.record.version.position.step > step:
                 slot.invalidate(slot.path)
 
     def drop(self, path: Path) -> None:
@@ -274,7 +274,9 @@ class SnapshotSlots:
         self._files = [
             SnapshotFile(path, payload_bytes, header)
             for path, header in headers.items()
-            if header.claim.key == self.key and header.claim.layout == layout and header.payload_bytes == payload_bytes
+            if header.record.key == self.key
+            and header.record.layout == layout
+            and header.payload_bytes == payload_bytes
         ]
         for path in self._directory.glob(f"g*-{self.key}-*{SUFFIX}"):
             if all(slot.path != path for slot in self._files):
@@ -294,5 +296,5 @@ def _age_order(slot: SnapshotFile) -> tuple[bool, int, int]:
     """Sort unfinished files first, then by age."""
     if slot.header is None:
         return (False, 0, 0)
-    version = slot.header.claim.version
+    version = slot.header.record.version
     return (True, version.position.step, version.generation)

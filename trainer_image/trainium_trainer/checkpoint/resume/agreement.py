@@ -20,7 +20,7 @@ from trainium_worker.snapshot import pair_stores
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey, StateVersion
+    from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord, StateVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RankView:
     store: str
     needs: ShardKey
     layout: str
-    claims: frozenset[Claim] = field(default_factory=frozenset)
+    records: frozenset[SnapshotRecord] = field(default_factory=frozenset)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -78,20 +78,22 @@ Decision = ResumeFromMemory | ResumeFromDurable | FreshStart
 def decide(views: Sequence[RankView], durable_steps: Iterable[int]) -> Decision:
     """Return the newest state that the ranks of `views` can all resume, memory before storage at the same step.
 
-    The cost is linear in the number of views plus claims.
+    The cost is linear in the number of views plus records.
     """
     durable = max(durable_steps, default=None)
     shards_by_version = _group_shards(views)
     needed = {(view.needs, view.layout) for view in views}
-    # Comparing two sets costs the size of the smaller one, so all comparisons cost at most the number of claims.
+    # Comparing two sets costs the size of the smaller one, so all comparisons cost at most the number of records.
     version = max((version for version, shards in shards_by_version.items() if needed <= shards.whole), default=None)
     if version is not None and (durable is None or durable <= version.position.step):
         return ResumeFromMemory(version, _plan_rounds(views, shards_by_version[version].stores))
     return FreshStart() if durable is None else ResumeFromDurable(durable)
 
 
-def claims_to_report(neighbours: Iterable[RankView], rank: int, claims: Iterable[Claim]) -> frozenset[Claim]:
-    """Return the `claims` of a store that `rank` reports; `neighbours` include all ranks that share the store.
+def records_to_report(
+    neighbours: Iterable[RankView], rank: int, records: Iterable[SnapshotRecord]
+) -> frozenset[SnapshotRecord]:
+    """Return the `records` of a store that `rank` reports; `neighbours` include all ranks that share the store.
 
     One rank of a store represents each shard, the one that would send it. No rank represents shards of another division
     of the state, which no rank can need. So the ranks report each snapshot once, and `decide` returns the same as if
@@ -101,9 +103,9 @@ def claims_to_report(neighbours: Iterable[RankView], rank: int, claims: Iterable
     mine = next(view for view in node_views if view.rank == rank)
     representatives = _Representatives(view for view in node_views if view.store == mine.store)
     return frozenset(
-        claim
-        for claim in claims
-        if claim.key.same_layout(mine.needs) and representatives.of(mine.store, claim.key) == rank
+        record
+        for record in records
+        if record.key.has_same_layout(mine.needs) and representatives.of(mine.store, record.key) == rank
     )
 
 
@@ -137,15 +139,15 @@ def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Bu
     chosen = set(usable)
     partner = pair_stores([store for store in ranks if store in chosen])
     writing = snapshot_writers(views)
-    exposed: dict[str, list[RankView]] = {}
+    single_copy_views: dict[str, list[RankView]] = {}
     copies: list[BuddyCopy] = []
     for view in sorted(views, key=lambda view: view.rank):
         if view.store in partner and view.rank in writing and len(holders[view.needs]) == 1:
-            exposed.setdefault(view.store, []).append(view)
+            single_copy_views.setdefault(view.store, []).append(view)
     for store, other in partner.items():
-        for number, view in enumerate(exposed.get(store, ())):
-            keepers = ranks[other]
-            copies.append(BuddyCopy(view.rank, keepers[number % len(keepers)], view.needs))
+        for number, view in enumerate(single_copy_views.get(store, ())):
+            buddy_ranks = ranks[other]
+            copies.append(BuddyCopy(view.rank, buddy_ranks[number % len(buddy_ranks)], view.needs))
     return tuple(sorted(copies))
 
 
@@ -161,12 +163,12 @@ class _VersionShards:
 def _group_shards(views: Sequence[RankView]) -> dict[StateVersion, _VersionShards]:
     by_version: dict[StateVersion, _VersionShards] = {}
     for view in views:
-        for claim in view.claims:
-            shards = by_version.get(claim.version)
+        for record in view.records:
+            shards = by_version.get(record.version)
             if shards is None:
-                shards = by_version[claim.version] = _VersionShards()
-            shards.whole.add((claim.key, claim.layout))
-            shards.stores.setdefault(claim.key, set()).add(view.store)
+                shards = by_version[record.version] = _VersionShards()
+            shards.whole.add((record.key, record.layout))
+            shards.stores.setdefault(record.key, set()).add(view.store)
     return by_version
 
 
@@ -178,8 +180,8 @@ class _Representatives:
         self._needing: dict[tuple[str, ShardKey], int] = {}
         for view in views:
             self._any[view.store] = min(view.rank, self._any.get(view.store, view.rank))
-            place = (view.store, view.needs)
-            self._needing[place] = min(view.rank, self._needing.get(place, view.rank))
+            store_key = (view.store, view.needs)
+            self._needing[store_key] = min(view.rank, self._needing.get(store_key, view.rank))
 
     def of(self, store: str, key: ShardKey) -> int:
         """Return the rank for one store and shard."""
@@ -193,10 +195,10 @@ def _plan_rounds(views: Sequence[RankView], holders: Mapping[ShardKey, set[str]]
     """
     rounds: list[list[Transfer]] = []
     representatives = _Representatives(views)
-    wanting: dict[ShardKey, set[str]] = {}
+    stores_by_needed_shard: dict[ShardKey, set[str]] = {}
     for view in views:
-        wanting.setdefault(view.needs, set()).add(view.store)
-    for key, stores in sorted(wanting.items()):
+        stores_by_needed_shard.setdefault(view.needs, set()).add(view.store)
+    for key, stores in sorted(stores_by_needed_shard.items()):
         has = holders[key]
         senders = sorted(representatives.of(store, key) for store in has)
         receivers = sorted(representatives.of(store, key) for store in stores - has)
@@ -214,29 +216,31 @@ def _plan_rounds(views: Sequence[RankView], holders: Mapping[ShardKey, set[str]]
 class SnapshotInventory:
     """The contents of every snapshot store at one start, kept by the first rank.
 
-    Each rank reports once the claims that it represents (`claims_to_report`). Changes follow: a damaged snapshot, a
+    Each rank reports once the records that it represents (`records_to_report`). Changes follow: a damaged snapshot, a
     version that could not be exchanged, a store without space. The cost of every method is linear in the ranks, their
-    claims and the transfers.
+    records and the transfers.
     """
 
-    def __init__(self, views: Sequence[RankView], reported: Sequence[Iterable[Claim]]) -> None:
-        """Create the inventory from the views of all ranks, by rank and without claims, and each rank's claims."""
+    def __init__(self, views: Sequence[RankView], reported: Sequence[Iterable[SnapshotRecord]]) -> None:
+        """Create the inventory from the views of all ranks, by rank and without records, and each rank's records."""
         self._places = tuple(views)
-        self._claims: dict[str, set[Claim]] = {view.store: set() for view in views}
-        for view, claims in zip(views, reported, strict=True):
-            self._claims[view.store].update(claims)
+        self._records: dict[str, set[SnapshotRecord]] = {view.store: set() for view in views}
+        for view, records in zip(views, reported, strict=True):
+            self._records[view.store].update(records)
         self._split: set[str] = set()
 
     def views(self) -> list[RankView]:
-        """Return the input of `decide`, by rank; one rank of each store has the store's claims."""
+        """Return the input of `decide`, by rank; one rank of each store has the store's records."""
         reported: set[str] = set()
         views: list[RankView] = []
         for view in self._places:
             if view.store in self._split:
                 # These ranks cannot share received snapshots, although they all read the existing ones.
-                reduced = replace(view, store=f"{view.store}#{view.rank}", claims=frozenset(self._claims[view.store]))
+                reduced = replace(view, store=f"{view.store}#{view.rank}", records=frozenset(self._records[view.store]))
             else:
-                reduced = view if view.store in reported else replace(view, claims=frozenset(self._claims[view.store]))
+                reduced = (
+                    view if view.store in reported else replace(view, records=frozenset(self._records[view.store]))
+                )
                 reported.add(view.store)
             views.append(reduced)
         return views
@@ -248,35 +252,35 @@ class SnapshotInventory:
             sharing[view.store] = sharing.get(view.store, 0) + 1
         self._split |= {store for rank in without_space if sharing[store := self._places[rank].store] > 1}
 
-    def remove_claims(self, rank: int, claims: Iterable[Claim]) -> None:
+    def remove_records(self, rank: int, records: Iterable[SnapshotRecord]) -> None:
         """Remove the snapshots that `rank` could not read in its store."""
-        self._claims[self._places[rank].store].difference_update(claims)
+        self._records[self._places[rank].store].difference_update(records)
 
     def exclude(self, version: StateVersion) -> None:
         """Exclude a version that could not be exchanged."""
-        for store, claims in self._claims.items():
-            self._claims[store] = {claim for claim in claims if claim.version != version}
+        for store, records in self._records.items():
+            self._records[store] = {record for record in records if record.version != version}
 
-    def checks(self, decision: ResumeFromMemory) -> list[tuple[Claim, ...]]:
+    def checks(self, decision: ResumeFromMemory) -> list[tuple[SnapshotRecord, ...]]:
         """Return, by rank, the snapshots of its store that the rank needs or sends."""
-        claims = self._claims_by_store(decision.version)
+        records = self._records_by_store(decision.version)
         wanted = [{view.needs} for view in self._places]
         for batch in decision.rounds:
             for transfer in batch:
                 wanted[transfer.source].add(transfer.key)
         return [
-            tuple(claim for key in sorted(keys) if (claim := claims[view.store].get(key)) is not None)
+            tuple(record for key in sorted(keys) if (record := records[view.store].get(key)) is not None)
             for view, keys in zip(self._places, wanted, strict=True)
         ]
 
-    def origins(self, decision: ResumeFromMemory) -> list[Claim]:
+    def origins(self, decision: ResumeFromMemory) -> list[SnapshotRecord]:
         """Return, by rank, the snapshot from which its shard originates after the exchange."""
-        claims = self._claims_by_store(decision.version)
+        records = self._records_by_store(decision.version)
         stores = [view.store for view in self.views()]
-        arrived: dict[tuple[str, ShardKey], Claim] = {}
+        arrived: dict[tuple[str, ShardKey], SnapshotRecord] = {}
 
-        def origin(rank: int, key: ShardKey) -> Claim:
-            local = claims[self._places[rank].store].get(key)
+        def origin(rank: int, key: ShardKey) -> SnapshotRecord:
+            local = records[self._places[rank].store].get(key)
             return local if local is not None else arrived[stores[rank], key]
 
         for batch in decision.rounds:
@@ -284,13 +288,13 @@ class SnapshotInventory:
                 arrived[stores[transfer.target], transfer.key] = origin(transfer.source, transfer.key)
         return [origin(view.rank, view.needs) for view in self._places]
 
-    def _claims_by_store(self, version: StateVersion) -> dict[str, dict[ShardKey, Claim]]:
+    def _records_by_store(self, version: StateVersion) -> dict[str, dict[ShardKey, SnapshotRecord]]:
         """Return the snapshots of a version in each store; of two snapshots of a shard, the lesser."""
-        by_store: dict[str, dict[ShardKey, Claim]] = {}
-        for store, claims in self._claims.items():
-            store_claims = by_store[store] = {}
-            for claim in claims:
-                if claim.version == version:
-                    other = store_claims.get(claim.key)
-                    store_claims[claim.key] = claim if other is None else min(claim, other)
+        by_store: dict[str, dict[ShardKey, SnapshotRecord]] = {}
+        for store, records in self._records.items():
+            store_records = by_store[store] = {}
+            for record in records:
+                if record.version == version:
+                    other = store_records.get(record.key)
+                    store_records[record.key] = record if other is None else min(record, other)
         return by_store

@@ -36,7 +36,7 @@ from trainium_trainer.exits import TrainerError, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from trainium_trainer.checkpoint.memory.snapshot import Claim, ShardKey
+    from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord
     from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint, Survey
     from trainium_trainer.storage.errors import StorageError
 
@@ -48,10 +48,10 @@ SHARED_WARNINGS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimReport:
+class SnapshotReport:
     """The snapshots that a rank represents, reported after its view."""
 
-    claims: frozenset[Claim] = frozenset()
+    records: frozenset[SnapshotRecord] = frozenset()
     can_write: bool | None = None
     """Whether this rank can write snapshots; None on a rank whose neighbour writes them."""
     warnings: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class RankReport:
     """The outcome of a rank's order."""
 
     ok: bool = True
-    unreadable: frozenset[Claim] = frozenset()
+    unreadable: frozenset[SnapshotRecord] = frozenset()
     """The snapshots that the rank could not read."""
     warnings: tuple[str, ...] = ()
     error: TrainerError | None = None
@@ -77,7 +77,7 @@ class RankReport:
 class Verify:
     """Open and verify these snapshots of the rank's store: that of its shard, and those that it sends to others."""
 
-    claims: tuple[Claim, ...]
+    records: tuple[SnapshotRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Exchange:
     """Send and receive snapshots in the order of the rounds."""
 
     moves: tuple[TransferStep, ...]
-    origin: Claim
+    origin: SnapshotRecord
     """The snapshot from which the rank's shard originates."""
 
 
@@ -184,7 +184,7 @@ class ResumeLeader:
         )
 
     def collect(self, views: list[RankView]) -> list[tuple[RankView, ...]]:
-        """Return for each rank the ranks that share its store; `views` are by rank and without claims."""
+        """Return for each rank the ranks that share its store; `views` are by rank and without records."""
         self.views = views
         _refuse_other_meshes(views)
         together: dict[str, list[RankView]] = {}
@@ -193,12 +193,12 @@ class ResumeLeader:
         neighbours = {store: tuple(sharing) for store, sharing in together.items()}
         return [neighbours[view.store] for view in views]
 
-    def decide(self, reports: list[ClaimReport]) -> list[Order]:
+    def decide(self, reports: list[SnapshotReport]) -> list[Order]:
         """Return the first decision."""
         self._can_write = tuple(report.can_write for report in reports)
         for report in reports:
             self._record_damage((), report.warnings)
-        self._inventory = SnapshotInventory(self.views, [report.claims for report in reports])
+        self._inventory = SnapshotInventory(self.views, [report.records for report in reports])
         self._inventory.split(rank for rank, can_write in enumerate(self._can_write) if can_write is False)
         return self._decide()
 
@@ -207,7 +207,7 @@ class ResumeLeader:
         for rank, report in enumerate(reports):
             if report.error is not None:
                 raise report.error
-            self._inventory.remove_claims(rank, report.unreadable)
+            self._inventory.remove_records(rank, report.unreadable)
             self._record_damage(report.damaged, report.warnings)
         all_ok = all(report.ok for report in reports)
         decision = self._decision
@@ -228,7 +228,7 @@ class ResumeLeader:
         decision = self._decision = decide(self.views, self._good_steps())
         self._require_storage(decision)
         if isinstance(decision, ResumeFromMemory):
-            return [Verify(claims) for claims in self._inventory.checks(decision)]
+            return [Verify(records) for records in self._inventory.checks(decision)]
         if isinstance(decision, ResumeFromDurable):
             load = Load(self._committed[decision.step].for_readers())
             return [load for _ in self.views]
@@ -292,7 +292,7 @@ class ResumeLeader:
             can = isinstance(decision, ResumeFromDurable) and False not in self._can_write
         if not can:
             raise problem
-        self.warnings[f"{problem}; training goes on, and saves as soon as the store takes it"] = None
+        self.warnings[f"{problem}; training continues, and saves as soon as the store takes it"] = None
 
     def _refuse_damage(self) -> None:
         bad = {name: text for name, text in self._bad.items() if parse_step(name) is not None}
@@ -323,7 +323,7 @@ def _refuse_other_meshes(views: Sequence[RankView]) -> None:
     """Raise UserError for a rank with another mesh, because it would look for shards that no rank has."""
     first = views[0].needs
     for view in views:
-        if not view.needs.same_layout(first):
+        if not view.needs.has_same_layout(first):
             raise UserError(
                 f"rank {view.rank} has the mesh {_mesh(view.needs)} and rank 0 {_mesh(first)} (shards along tensor x "
                 "data x pipeline): give all workers one configuration and one version of the image"

@@ -30,12 +30,11 @@ from trainium_trainer.checkpoint.resume.agreement import (
     RankView,
     ResumeFromDurable,
     ResumeFromMemory,
-    claims_to_report,
+    records_to_report,
     snapshot_writers,
 )
 from trainium_trainer.checkpoint.resume.leader import (
     Agreement,
-    ClaimReport,
     Exchange,
     Finish,
     Load,
@@ -44,6 +43,7 @@ from trainium_trainer.checkpoint.resume.leader import (
     ReplicaCapacity,
     ReplicaTask,
     ResumeLeader,
+    SnapshotReport,
     Verify,
     assign_replicas,
     plan_replicas,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.checkpoint.interfaces import Session
     from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-    from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, Claim, ShardKey
+    from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, ShardKey, SnapshotRecord
     from trainium_trainer.checkpoint.root.commit_lease import CommitLease
     from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint
 
@@ -101,7 +101,7 @@ class Resumption:
         self._buddies = session.config.memory.buddies > 0
         self._leader = ResumeLeader(self._storage.location, self._buddies, lease.generation)
         self._payloads: dict[ShardKey, torch.Tensor] = {}
-        self._origin: Claim | None = None
+        self._origin: SnapshotRecord | None = None
         self._can_write: bool | None = None
         self._warned = 0
 
@@ -111,7 +111,7 @@ class Resumption:
         neighbours = scatter_from_root(self._locate, leader.collect, self._group, "resume: who is where")
         self._open_snapshots(neighbours)
         order: Order = scatter_from_root(
-            lambda: self._report_claims(neighbours), leader.decide, self._group, "resume: what is there"
+            lambda: self._report_records(neighbours), leader.decide, self._group, "resume: what is there"
         )
         source = ResumeSource.FRESH
         while not isinstance(order, Finish):
@@ -149,16 +149,16 @@ class Resumption:
         else:
             self._leader.record_survey(survey, problem)
 
-    def _report_claims(self, neighbours: Sequence[RankView]) -> ClaimReport:
-        """Return the claims of the store that this rank represents."""
+    def _report_records(self, neighbours: Sequence[RankView]) -> SnapshotReport:
+        """Return the records of the store that this rank represents."""
         if self._memory is None:
-            return ClaimReport(can_write=self._can_write)
-        claims = claims_to_report(neighbours, self._mesh.rank, self._memory.claims())
-        return ClaimReport(claims, self._can_write, self._new_warnings())
+            return SnapshotReport(can_write=self._can_write)
+        records = records_to_report(neighbours, self._mesh.rank, self._memory.records())
+        return SnapshotReport(records, self._can_write, self._new_warnings())
 
     def _execute(self, order: Verify | Exchange | Load) -> RankReport:
         if isinstance(order, Verify):
-            return self._check(order.claims)
+            return self._check(order.records)
         if isinstance(order, Exchange):
             return RankReport(ok=self._exchange(order))
         return self._load(order.checkpoint)
@@ -167,17 +167,17 @@ class Resumption:
         """Report the outcome and return the next order. Collective."""
         return scatter_from_root(lambda: report, self._leader.next_orders, self._group, "resume: how it went")
 
-    def _check(self, claims: Sequence[Claim]) -> RankReport:
+    def _check(self, records: Sequence[SnapshotRecord]) -> RankReport:
         """Open and verify snapshots: that of this rank's shard if the store has it, and those to send to others."""
         self._payloads.clear()
         self._origin = None
-        unreadable: set[Claim] = set()
-        for claim in claims:
-            payload = None if self._memory is None else self._memory.open_claim(claim)
+        unreadable: set[SnapshotRecord] = set()
+        for record in records:
+            payload = None if self._memory is None else self._memory.open_record(record)
             if payload is None:
-                unreadable.add(claim)
+                unreadable.add(record)
             else:
-                self._payloads[claim.key] = payload
+                self._payloads[record.key] = payload
         return RankReport(not unreadable, frozenset(unreadable), self._new_warnings())
 
     def _load(self, checkpoint: CommittedCheckpoint) -> RankReport:
@@ -245,7 +245,7 @@ class Resumption:
     def _restore_from_memory(self) -> None:
         payload = self._payloads.get(self._key)
         if payload is None and self._memory is not None and self._origin is not None:
-            payload = self._memory.open_claim(self._origin)
+            payload = self._memory.open_record(self._origin)
         assert payload is not None, "every rank has its shard after the exchange"
         copy_all(self._layout.ordered(self._state.local_tensors()), self._layout.views(payload))
 

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from trainium_trainer.checkpoint.root.owner import OwnerRecords
-    from trainium_trainer.checkpoint.root.survey import Survey
 
+_log = logging.getLogger(__name__)
 
-_ONCE_MORE = 1
-"""The attempts to claim a fence that the start does not need: a full store does not get space within half a minute."""
+_START_RETRIES = 1
+"""Retries of the claim at start; more would not help, because a full store does not get space within half a minute."""
 
 
 class CommitLease:
@@ -77,13 +77,13 @@ class CommitLease:
         if fence is None or not fence.run or fence.run != self._token.run:  # these may belong to another run
             if (other := nested_root(self._storage)) is not None:
                 raise UnusableCheckpointError(
-                    f"{where} and {other}, which holds the checkpoints of a run, lie one in the other: choose a "
+                    f"{where} and {other}, which holds the checkpoints of a run, are nested: choose a "
                     "checkpoint.path (of a job checkpoint.storage.subPath) beside it"
                 )
             refuse(self._retry.run(lambda: survey(self._storage), where))
             self._retry.run(self._owner.take_ownership, where)
         try:
-            self._claim(Retry(self._retry.delays[:_ONCE_MORE], self._retry.sleep))
+            self._claim(Retry(self._retry.delays[:_START_RETRIES], self._retry.sleep))
         except StorageError as error:
             problem = error
         # The survey follows the claim, because an earlier start could still commit before it.
@@ -108,8 +108,6 @@ class CommitLease:
         retry.run(lambda: claim_fence(self._storage, self._token), self._storage.location)
         self.claimed = True
 
-
-_log = logging.getLogger(__name__)
 
 LATE_SECONDS = 2.0
 """A rank whose step took at most this much longer than usual has not been replaced."""
@@ -162,7 +160,7 @@ class OwnershipCheck:
         self._thread.join(self._timeout)
         if self._thread.is_alive():
             _log.warning(
-                "the store has not answered within %g s who owns the run: this step continues without its answer",
+                "the ownership check did not finish within %g s; continuing this step without it",
                 self._timeout,
             )
 
@@ -187,7 +185,7 @@ def refuse_foreign(checkpoints: Survey, where: str, settings: Mapping[str, Any],
     for name, problem in checkpoints.other_versions.items():
         if (parse_step(name) or -1) > newest:
             raise UnusableCheckpointError(
-                f"{where}: {problem}: go on with that version, or choose another checkpoint.path"
+                f"{where}: {problem}: continue with that version, or choose another checkpoint.path"
             )
     if not checkpoints.committed:
         return

@@ -23,7 +23,7 @@ from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.storage.protocol import Storage, read_small
 
 OWNER_NAME = re.compile(rf"^{OWNER_PREFIX}([1-9]\d{{0,5}})$")
-_REMEMBERED = 256
+_MAX_EARLIER_OWNERS = 256
 """The number of earlier owners in a record."""
 
 
@@ -83,7 +83,7 @@ def is_owner(owner: Owner | None, me: JobIdentity, take_over: str | None, where:
     if me.uid in owner.before:
         raise UnusableCheckpointError(
             f"{where} was taken over by the job {owner.label} while this one still ran: nothing is lost, {owner.label} "
-            f"goes on from the newest checkpoint; to have it back recreate this job with {_request(owner)}"
+            f"continues from the newest checkpoint; to have it back recreate this job with {_request(owner)}"
         )
     same = (owner.cluster, owner.namespace, owner.name) == (me.cluster, me.namespace, me.name)
     if same or take_over == owner.label:
@@ -91,8 +91,8 @@ def is_owner(owner: Owner | None, me: JobIdentity, take_over: str | None, where:
     far = " of another cluster" if owner.cluster != me.cluster else ""
     raise UnusableCheckpointError(
         f"{where} belongs to the job {owner.label}{far}: two jobs in one folder would undo each other's checkpoints: "
-        f"choose another checkpoint.storage.subPath, or, when {owner.label} is over and this job is to go on with its "
-        f"checkpoints, set {_request(owner)}"
+        f"choose another checkpoint.storage.subPath, or, when {owner.label} is over and this job is to continue from "
+        f"its checkpoints, set {_request(owner)}"
     )
 
 
@@ -117,7 +117,7 @@ class OwnerRecords:
         newest = self._newest()
         if self._is_owner(newest):
             return
-        before = () if newest.owner is None else (*newest.owner.before, newest.owner.uid)[-_REMEMBERED:]
+        before = () if newest.owner is None else (*newest.owner.before, newest.owner.uid)[-_MAX_EARLIER_OWNERS:]
         record = Owner(
             cluster=self._me.cluster,
             namespace=self._me.namespace,

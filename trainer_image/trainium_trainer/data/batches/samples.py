@@ -117,7 +117,7 @@ class TextSample:
         return (Row(inputs, self.tokens[1:], inputs != end, document_positions(inputs, end)),)
 
 
-class SamplePart(Protocol):
+class SampleSource(Protocol):
     """One source of the samples."""
 
     @property
@@ -135,8 +135,8 @@ class SamplePart(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
-    """A text."""
+class TextSampleSource:
+    """Samples of one tokenized text."""
 
     name: str
     sequence: TokenSequence
@@ -146,7 +146,7 @@ class TextPart:
         return -(-(self.sequence.tokens - 1) // rules.sequence_length)
 
     def sample(self, rules: SampleRules, number: int, index: int) -> TextSample:
-        """See `SamplePart.sample`."""
+        """See `SampleSource.sample`."""
         start = index * rules.sequence_length
         tokens = self.sequence.read(start, min(start + rules.sequence_length + 1, self.sequence.tokens))
         return TextSample(number, rules.check_tokens(tokens, self.name))
@@ -157,7 +157,7 @@ class Samples:
 
     def __init__(
         self,
-        parts: Sequence[SamplePart],
+        sources: Sequence[SampleSource],
         weights: Sequence[float],
         *,
         seed: int,
@@ -166,12 +166,12 @@ class Samples:
     ) -> None:
         """`epoch_batch` is the global batch where epochs are counted; the weights then have no effect."""
         self.rules = rules
-        self.parts: list[Any] = list(parts)
+        self.sources: list[Any] = list(sources)
         self._mixture = Mixture(weights, seed)
         self._seed = seed
-        self.sizes = [part.count_samples(rules) for part in parts]
+        self.sizes = [source.count_samples(rules) for source in sources]
         """The number of samples of one epoch of each source."""
-        self._first_numbers = [sum(self.sizes[:number]) for number in range(len(parts))]
+        self._first_numbers = [sum(self.sizes[:number]) for number in range(len(sources))]
         self._epochs = EpochOrder(self.sizes, epoch_batch, seed) if epoch_batch is not None else None
 
     @property
@@ -206,7 +206,7 @@ class Samples:
 
     def sample(self, source: int, index: int) -> Sample:
         """Return sample `index` of an unshuffled source."""
-        sample: Sample = self.parts[source].sample(self.rules, self._first_numbers[source] + index, index)
+        sample: Sample = self.sources[source].sample(self.rules, self._first_numbers[source] + index, index)
         return sample
 
     def _locate(self, position: int) -> tuple[int, int] | None:
@@ -297,7 +297,7 @@ class ValidationSet:
         self._samples = samples
         self._locations = [location for _, location in zip(range(max_samples), samples.in_order(), strict=False)]
         self.rules = samples.rules
-        self.parts = samples.parts
+        self.sources = samples.sources
 
     @property
     def num_samples(self) -> int:

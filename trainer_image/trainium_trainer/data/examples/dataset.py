@@ -18,8 +18,8 @@ import numpy as np
 from trainium_contract.trainer.data import DataConfig, Tokenization, ValidationSplit
 from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_trainer.data.batches.samples import SampleRules, Samples, ValidationSet, refuse_weights
-from trainium_trainer.data.examples.part import ExamplePart, PairPart
 from trainium_trainer.data.examples.recipe import FORMAT, Recipe, build_recipe
+from trainium_trainer.data.examples.sample_sources import ExampleSampleSource, PairSampleSource
 from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_inputs
 from trainium_trainer.data.examples.templates import BadRecordError, RecordFilter
 from trainium_trainer.data.prepared.text_sources import build_in_cache, prepared_folder
@@ -167,11 +167,11 @@ def open_examples(
         padding=sources[0].stored.manifest.end_of_document,
     )
 
-    def build_part(source: ExampleSource, chosen: NDArray[np.bool_]) -> ExamplePart | PairPart:
+    def build_sample_source(source: ExampleSource, chosen: NDArray[np.bool_]) -> ExampleSampleSource | PairSampleSource:
         if config.format is DataFormat.PREFERENCE:
             learns_prompts = examples.loss is LossOn.ALL
-            return PairPart(source.recipe.source, source.stored, chosen, learns_prompts=learns_prompts)
-        return ExamplePart(
+            return PairSampleSource(source.recipe.source, source.stored, chosen, learns_prompts=learns_prompts)
+        return ExampleSampleSource(
             source.recipe.source,
             source.stored,
             chosen,
@@ -180,13 +180,13 @@ def open_examples(
             masked=config.masked,
         )
 
-    parts = [build_part(source, ~source.held_back) for source in sources]
-    for part in parts:
-        if not part.count_samples(rules):
+    sample_sources = [build_sample_source(source, ~source.held_back) for source in sources]
+    for sample_source in sample_sources:
+        if not sample_source.count_samples(rules):
             raise UserError(
-                f"data.source {part.name}: all of its examples are held back: lower data.validation.fraction"
+                f"data.source {sample_source.name}: all of its examples are held back: lower data.validation.fraction"
             )
-    training = Samples(parts, weights, seed=config.seed, rules=rules, epoch_batch=batch)
+    training = Samples(sample_sources, weights, seed=config.seed, rules=rules, epoch_batch=batch)
     validation = None
     if config.validation is not None:
         if find_validation_source(config) is not None:
@@ -194,7 +194,10 @@ def open_examples(
         else:
             held_out = list(sources)
         held_back = Samples(
-            [build_part(source, source.held_back) for source in held_out], weights, seed=config.seed, rules=rules
+            [build_sample_source(source, source.held_back) for source in held_out],
+            weights,
+            seed=config.seed,
+            rules=rules,
         )
         validation = ValidationSet(held_back, config.validation.samples)
     identity = _compute_identity(config, sources, tokenizer, batch)
@@ -315,7 +318,7 @@ def _report(config: DataConfig, sources: Sequence[ExampleSource], training: Samp
         held_back=sum(int(source.held_back.sum()) for source in sources) // width,
         skipped=sum(manifest.skipped for manifest in manifests),
         sequences=training.num_samples * width,
-        tokens=sum(int(part.input_lengths.sum()) for part in training.parts),
+        tokens=sum(int(sample_source.input_lengths.sum()) for sample_source in training.sources),
         sequence_length=config.sequence_length,
         lengths=np.concatenate([source.stored.original_lengths for source in sources]),
     )

@@ -4,7 +4,7 @@ Guarantees:
 - The result is a pure function of the block of records and the recipe.
 - The tokens before the last answer are those of the prompt encoded alone, as at inference.
 - Every token that holds a character of an answer is learned, as in the assistant mask of `transformers`.
-- The beginning of a text follows `data.bos`.
+- The BOS prefix of a text follows `data.bos`.
 - An answer without an end from a chat template ends with the tokenizer's EOS token, which is learned.
 - Examples longer than a sequence are dropped or cut, and counted. The remaining ones fit and have learned tokens. After
   a cut on the left, the last answer is whole and follows at least one token of its prompt.
@@ -30,7 +30,7 @@ from trainium_trainer.data.tokens.encoding import ExampleColumns, RecordCounts, 
 from trainium_trainer.data.tokens.tokenizer import (
     SpecialTokens,
     count_entries,
-    find_beginning,
+    find_bos_prefix,
     find_end_of_document,
     load_tokenizer,
 )
@@ -58,7 +58,7 @@ class EncodedExample:
     answer: int
     """The index of the first token of the last answer."""
     prefix: int = 0
-    """The number of initial tokens that a cut keeps: the beginning of a text."""
+    """The number of initial tokens that a cut keeps: the BOS prefix."""
 
 
 def fit_together(examples: Sequence[EncodedExample], max_tokens: int, rule: TooLong) -> list[EncodedExample] | None:
@@ -127,7 +127,7 @@ class TextEncoder:
         pad = special.token("pad_token")
         padding = self._tokenizer.token_to_id(pad) if pad is not None else None
         self.padding: int = self.end if padding is None else padding
-        self._beginning = find_beginning(self._tokenizer, file, special, bos)
+        self._bos_prefix = find_bos_prefix(self._tokenizer, file, special, bos)
 
     def encode(self, examples: Sequence[Example], guard: SpecialTokenGuard, loss: LossOn) -> list[EncodedExample]:
         """Encode examples."""
@@ -148,7 +148,7 @@ class TextEncoder:
     def prompt_ids(self, prompt: str, guard: SpecialTokenGuard, *, from_chat_template: bool) -> list[int]:
         """Return the tokens of a prompt for inference."""
         (ids,) = self._ids([prompt], guard)
-        return self._beginning.prepend_to(ids, from_chat_template=from_chat_template)[0]
+        return self._bos_prefix.prepend_to(ids, from_chat_template=from_chat_template)[0]
 
     def find_end(self, answer: str) -> int:
         """Return the end of an answer that a chat template wrote, before the special token that ends the turn."""
@@ -161,7 +161,7 @@ class TextEncoder:
         """Return the tokens of a prompt and its answer; `text_ids` are those of both encoded together."""
         if text_ids[: len(prompt_ids)] != prompt_ids:  # a token crosses the border, or depends on the text after it
             text_ids = prompt_ids + self._encode_with_spans(example.answer, guard, continuing=True)[0].tolist()
-        ids, prefix = self._beginning.prepend_to(text_ids)
+        ids, prefix = self._bos_prefix.prepend_to(text_ids)
         answer_start = max(0, len(prompt_ids) + len(ids) - len(text_ids))
         if not ids or ids[-1] != self.end:
             ids = [*ids, self.end]
@@ -179,7 +179,7 @@ class TextEncoder:
             starts, ends = (
                 np.concatenate([before, after + border]) for before, after in zip(prompt_spans, rest_spans, strict=True)
             )
-        prefixed_ids, prefix = self._beginning.prepend_to(text_ids.tolist(), from_chat_template=True)
+        prefixed_ids, prefix = self._bos_prefix.prepend_to(text_ids.tolist(), from_chat_template=True)
         ids, shift = np.array(prefixed_ids, np.int64), len(prefixed_ids) - len(text_ids)
         starts, ends = _shift_spans(starts, shift), _shift_spans(ends, shift)
         loss_mask = np.zeros(len(ids), bool)

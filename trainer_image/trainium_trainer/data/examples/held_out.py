@@ -35,7 +35,7 @@ class Question:
     prompt: str
     """The prompt with the text that a template adds."""
     prompt_ids: tuple[int, ...]
-    """The tokens of the prompt as in training, including the beginning of a text; cut where the example was cut."""
+    """The tokens of the prompt as in training, including the BOS prefix; cut where the example was cut."""
     answer: str = ""
     """The answer of the record, without its end token."""
     answer_ids: tuple[int, ...] = ()

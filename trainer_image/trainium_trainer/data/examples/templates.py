@@ -42,7 +42,7 @@ class Example:
     label: str | None = None
     """The name of the class."""
     from_chat_template: bool = False
-    """Whether a chat template wrote the beginning and ends of the text; else the tokenizer's are added."""
+    """Whether a chat template wrote the BOS prefix and the ends of the text; else the tokenizer's are added."""
 
     def __post_init__(self) -> None:
         try:
@@ -77,7 +77,7 @@ def build_pair(prompt: str, answer: str, label: str | None = None) -> Example:
 
 
 _FIRST_MARK = 0xF0000
-_SHOWN = 8
+_MAX_NAMES = 8
 
 
 class SpecialTokenGuard:
@@ -128,7 +128,7 @@ class RecordFormat(ABC):
 
     @abstractmethod
     def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the prompt of a record without an answer, and whether it includes its beginning.
+        """Return the prompt of a record without an answer, and whether it includes its BOS prefix.
 
         Raises BadRecordError, UserError.
         """
@@ -203,11 +203,11 @@ def list_fields(record: Mapping[str, Any], wanted: str) -> str:
     if not record:
         return "it has none: every record is a JSON object or a row"
     near = difflib.get_close_matches(wanted, list(record), 1)
-    names = [*near, *(name for name in record if name not in near)][:_SHOWN]
-    return f"it has {', '.join(map(repr, names))}" + (", ..." if len(record) > _SHOWN else "")
+    names = [*near, *(name for name in record if name not in near)][:_MAX_NAMES]
+    return f"it has {', '.join(map(repr, names))}" + (", ..." if len(record) > _MAX_NAMES else "")
 
 
-_REMEMBERED = 8
+_MAX_REMEMBERED_VALUES = 8
 
 
 class RecordFilter:
@@ -227,7 +227,7 @@ class RecordFilter:
                 continue
             text = as_text(record[field])
             seen = self.found.setdefault(field, {})
-            if len(seen) < _REMEMBERED:
+            if len(seen) < _MAX_REMEMBERED_VALUES:
                 seen[text[:80]] = None
             fits = fits and text == value
         return fits
@@ -404,7 +404,7 @@ class ClassificationFormat(_TemplateFormat):
         number = int(value) if isinstance(value, bool) else _parse_integer(text)
         if number is not None and 0 <= number < len(labels):
             return labels[number]
-        known = ", ".join(labels[:_SHOWN]) + (", ..." if len(labels) > _SHOWN else "")
+        known = ", ".join(labels[:_MAX_NAMES]) + (", ..." if len(labels) > _MAX_NAMES else "")
         raise BadRecordError(f"the label {text!r} is neither one of {_WHERE}.labels ({known}) nor the number of one")
 
 

@@ -60,7 +60,7 @@ class LanePlan:
     seed: int
     held_back: float | None
     """The fraction of the documents that are held back by their hash."""
-    beginning: BosPrefix = NO_BOS_PREFIX
+    bos_prefix: BosPrefix = NO_BOS_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ _worker: dict[str, Any] = {}
 
 def initialize_lanes(plan: LanePlan, lanes: Sequence[int], counts: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
     """Prepare this process for some lanes; `counts` has each source's counted blocks and their numbers of tokens."""
-    encoder = DocumentEncoder(Path(plan.tokenizer), plan.beginning)
+    encoder = DocumentEncoder(Path(plan.tokenizer), plan.bos_prefix)
     blocks: list[Blocks] = []
     for source, (counted, tokens) in zip(plan.sources, counts, strict=True):
         if source.prepared is not None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainium_contract.trainer.data import ValidationSplit
-from trainium_trainer.data.batches.samples import SampleRules, TextPart
+from trainium_trainer.data.batches.samples import SampleRules, TextSampleSource
 from trainium_trainer.data.online.lanes import LanePlan, LaneSource
 from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, TokenRange
 from trainium_trainer.data.prepared.text_sources import HeldBackText
@@ -77,7 +77,7 @@ class Streams:
 
 def open_streams(
     texts: TextSources, rules: SampleRules, global_size: int
-) -> tuple[Streams, list[TextPart], dict[str, Any]]:
+) -> tuple[Streams, list[TextSampleSource], dict[str, Any]]:
     """Return the streams, the held-back parts of the sources, and the facts that determine the samples.
 
     Raises UserError or StorageError.
@@ -85,7 +85,7 @@ def open_streams(
     config, tokenizer, validation = texts.config, texts.tokenizer, texts.config.validation
     fraction = validation.fraction if validation is not None else None
     by_hash = validation is not None and validation.split is ValidationSplit.DOCUMENT_HASH
-    sources, parts, identities = [], [], []
+    sources, sample_sources, identities = [], [], []
     for text_source in texts.sources:
         source, identity = _lane_source(text_source, global_size, texts.cache)
         identities.append([identity, source.blocks])
@@ -97,7 +97,7 @@ def open_streams(
                     "online: set data.tokenization to Ahead"
                 )
             max_tokens = (validation.samples + 1) * config.sequence_length + 1
-            parts.append(
+            sample_sources.append(
                 _open_held_back(texts, text_source, source, training_blocks, fraction if by_hash else None, max_tokens)
             )
             source = replace(source, blocks=training_blocks)
@@ -109,7 +109,7 @@ def open_streams(
         sequence_length=config.sequence_length,
         seed=config.seed,
         held_back=fraction if by_hash else None,
-        beginning=texts.beginning,
+        bos_prefix=texts.bos_prefix,
     )
     facts: dict[str, Any] = {
         "blocks": identities,
@@ -118,11 +118,11 @@ def open_streams(
         "format": _FORMAT,
     }
     facts |= end_facts(tokenizer)
-    if begins := texts.beginning.facts():
+    if begins := texts.bos_prefix.facts():
         facts["bos"] = begins
     identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     streams = Streams(plan, rules, config.workers or 1, config.max_bad_lines, identity)
-    return streams, parts, {"online": facts, "lanes": global_size}
+    return streams, sample_sources, {"online": facts, "lanes": global_size}
 
 
 def _lane_source(text_source: TextSource, lanes: int, cache: Path) -> tuple[LaneSource, str]:
@@ -166,17 +166,19 @@ def _open_held_back(
     training_blocks: int,
     fraction: float | None,
     max_tokens: int,
-) -> TextPart:
+) -> TextSampleSource:
     """Return the held-back part of a source, or the beginning of that part."""
     name = text_source.spec.name
     if text_source.prepared is not None:
         prepared = PreparedData(text_source.prepared)
         if fraction is not None:
-            return TextPart(name, DocumentSelection(prepared, fraction, validation=True, cache_folder=texts.cache))
-        return TextPart(name, TokenRange(prepared, int(prepared.ends[training_blocks - 1]), prepared.tokens))
+            return TextSampleSource(
+                name, DocumentSelection(prepared, fraction, validation=True, cache_folder=texts.cache)
+            )
+        return TextSampleSource(name, TokenRange(prepared, int(prepared.ends[training_blocks - 1]), prepared.tokens))
     assert source.blocks_file is not None
     held_back = HeldBackText(fraction, max_tokens, source.blocks_file, 0 if fraction is not None else training_blocks)
-    return TextPart(name, texts.tokens(text_source, held=held_back))
+    return TextSampleSource(name, texts.tokens(text_source, held=held_back))
 
 
 # ---- the token counts of blocks --------------------------------------------------------------------------------------

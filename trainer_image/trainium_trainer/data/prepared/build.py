@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _BATCH_TOKENS = 1 << 20
 _EXAMPLES = 5
 _PLAN = "plan.json"
-_MOST_WORKERS = 16
+_MAX_WORKERS = 16
 
 
 def _write_durably(path: Path, text: str) -> None:
@@ -83,7 +83,7 @@ class BuildInputs:
     """The name of the skipped units, for messages."""
     files: Callable[[], Mapping[str, str]] = dict
     """Returns the other files of the folder, text by name."""
-    beginning: BosPrefix = NO_BOS_PREFIX
+    bos_prefix: BosPrefix = NO_BOS_PREFIX
     blocks: Callable[[], list[FileBlock]] | None = None
     """Returns the blocks of the only source; None: all blocks of all sources."""
     select: Callable[[Iterator[list[TokenBlock]]], Iterator[list[TokenBlock]]] = iter
@@ -129,7 +129,7 @@ class PartialFolder:
         return self.path / f"tokens-{number:05d}.json"
 
     @property
-    def blocks(self) -> int:
+    def finished_blocks(self) -> int:
         """The number of finished blocks of the source."""
         return self.shards[-1].blocks if self.shards else 0
 
@@ -149,9 +149,9 @@ class PartialFolder:
             else:
                 listed = [pool.call(list_blocks, spec, inputs.block_bytes) for spec in inputs.specs]
                 blocks = [(number, block) for number, blocks_of_file in enumerate(listed) for block in blocks_of_file]
-            left = blocks[self.blocks :]
-            pool.grow(min(workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0))), len(left)))
-            results = self._with_progress(pool.map(inputs.encode, left), left, blocks, progress)
+            remaining = blocks[self.finished_blocks :]
+            pool.grow(min(workers or min(_MAX_WORKERS, len(os.sched_getaffinity(0))), len(remaining)))
+            results = self._with_progress(pool.map(inputs.encode, remaining), remaining, blocks, progress)
             self._write(inputs.select(results), token_type(vocabulary), end)
         manifest = self._manifest(vocabulary, end)
         inputs.refuse_empty(manifest)
@@ -160,17 +160,17 @@ class PartialFolder:
     def _with_progress(
         self,
         results: Iterator[list[TokenBlock]],
-        left: list[tuple[int, FileBlock]],
+        remaining: list[tuple[int, FileBlock]],
         blocks: list[tuple[int, FileBlock]],
         progress: Callable[[BuildProgress], None],
     ) -> Iterator[list[TokenBlock]]:
         """Yield results and report progress."""
         total = sum(block.size for _, block in blocks)
-        done = total - sum(block.size for _, block in left)
+        done = total - sum(block.size for _, block in remaining)
         tokens, documents, skipped = (self.total(name) for name in ("tokens", "documents", "skipped"))
         resumed = tokens
         progress(BuildProgress(done, total, documents, tokens, skipped, resumed))
-        for (_, block), encoded in zip(left, results, strict=True):
+        for (_, block), encoded in zip(remaining, results, strict=True):
             done += block.size
             tokens += sum(len(part.tokens) for part in encoded)
             skipped += sum(len(part.skipped) for part in encoded)
@@ -180,7 +180,7 @@ class PartialFolder:
 
     def _write(self, results: Iterator[list[TokenBlock]], dtype: np.dtype[Any], end: int) -> None:
         """Write results to as many files of tokens as needed."""
-        done, skipped, inputs = self.blocks, self.total("skipped"), self._inputs
+        done, skipped, inputs = self.finished_blocks, self.total("skipped"), self._inputs
         writer: ShardWriter | None = None
         for encoded in results:
             if writer is None:
@@ -219,7 +219,7 @@ class PartialFolder:
             end_of_document=end,
             tokenizer=hash_tokenizer(inputs.tokenizer),
             shards=tuple(self.shards),
-            beginning=inputs.beginning.tokens if inputs.beginning.rule is BosToken.ALWAYS else (),
+            bos_tokens=inputs.bos_prefix.tokens if inputs.bos_prefix.rule is BosToken.ALWAYS else (),
         )
 
     def _publish(self, manifest: PreparedManifest) -> None:

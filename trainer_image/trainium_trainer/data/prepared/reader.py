@@ -114,8 +114,8 @@ class PreparedManifest:
     shards: tuple[Shard, ...]
     kind: str = KIND
     format: int = FORMAT
-    beginning: tuple[int, ...] = ()
-    """The BOS tokens at the beginning of every document; omitted if none was added."""
+    bos_tokens: tuple[int, ...] = ()
+    """The BOS tokens before every document; omitted if none was added."""
 
     @property
     def counts(self) -> RecordCounts:
@@ -128,8 +128,8 @@ class PreparedManifest:
     def to_json(self) -> str:
         """Return the file's text."""
         document = asdict(self)
-        if not self.beginning:  # readable by every version of this format
-            del document["beginning"]
+        if not self.bos_tokens:  # readable by every version of this format
+            del document["bos_tokens"]
         for shard in document["shards"]:
             if shard["counts"] is None:
                 del shard["counts"]
@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> PreparedManifest:
         if (document["kind"], document["format"]) != (KIND, FORMAT):
             _refuse_format(folder, document)
         shards = tuple(map(Shard.from_json, document["shards"]))
-        lists = {name: tuple(document.get(name, ())) for name in ("sources", "examples", "beginning")}
+        lists = {name: tuple(document.get(name, ())) for name in ("sources", "examples", "bos_tokens")}
         return PreparedManifest(**(document | lists | {"shards": shards}))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"data.source {folder}: {MANIFEST_FILE} is not that of prepared data: copy it again") from error

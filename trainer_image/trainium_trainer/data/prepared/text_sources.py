@@ -43,7 +43,7 @@ from trainium_trainer.data.tokens.tokenizer import (
     BosPrefix,
     count_entries,
     end_facts,
-    find_beginning_of_documents,
+    find_document_bos_prefix,
     hash_tokenizer,
     tokenizer_file,
     write_tokenizer,
@@ -174,7 +174,7 @@ class PreparedRecipe:
     tokenizer: Path
     max_bad_lines: int | None
     held_back: HeldBackText | None = None
-    beginning: BosPrefix = NO_BOS_PREFIX
+    bos_prefix: BosPrefix = NO_BOS_PREFIX
 
     @property
     def name(self) -> str:
@@ -191,7 +191,7 @@ class PreparedRecipe:
         if self.held_back is not None:
             held_back = self.held_back
             parts.append([held_back.fraction, held_back.max_tokens, held_back.first, Path(held_back.blocks_file).name])
-        if facts := self.beginning.facts():
+        if facts := self.bos_prefix.facts():
             parts.append({"bos": facts})
         if end := end_facts(self.tokenizer):
             parts.append(end)
@@ -205,13 +205,13 @@ class PreparedRecipe:
             specs=self.specs,
             tokenizer=self.tokenizer,
             max_bad_lines=self.max_bad_lines,
-            prepare=(initialize_worker, (self.specs, str(self.tokenizer), self.beginning)),
+            prepare=(initialize_worker, (self.specs, str(self.tokenizer), self.bos_prefix)),
             encode=encode,
             refuse_empty=self._refuse_empty,
             count_records=self._count_records,
             block_bytes=BLOCK_BYTES,
             files=functools.partial(write_tokenizer, self.tokenizer),
-            beginning=self.beginning,
+            bos_prefix=self.bos_prefix,
             blocks=None if held_back is None else held_back.blocks,
             select=iter if held_back is None else held_back.select,
         )
@@ -246,7 +246,7 @@ class TextSources:
     sources: tuple[TextSource, ...]
     tokenizer: Path
     """The `tokenizer.json`."""
-    beginning: BosPrefix
+    bos_prefix: BosPrefix
     """The tokens before each document."""
 
     @staticmethod
@@ -269,8 +269,8 @@ class TextSources:
         ]
         # tokenizer.json alone may not name the token.
         known = config.bos is BosToken.ALWAYS and marks
-        beginning = BosPrefix(config.bos, marks[0]) if known else find_beginning_of_documents(config.bos, file)
-        return TextSources(config, cache, sources, file, beginning)
+        bos_prefix = BosPrefix(config.bos, marks[0]) if known else find_document_bos_prefix(config.bos, file)
+        return TextSources(config, cache, sources, file, bos_prefix)
 
     @property
     def weights(self) -> list[float]:
@@ -289,7 +289,7 @@ class TextSources:
         """
         if text_source.prepared is not None:
             return PreparedData(text_source.prepared)
-        recipe = PreparedRecipe((text_source.spec,), self.tokenizer, self.config.max_bad_lines, held, self.beginning)
+        recipe = PreparedRecipe((text_source.spec,), self.tokenizer, self.config.max_bad_lines, held, self.bos_prefix)
         key = recipe.key(self.cache)
         return PreparedData(build_in_cache(self.config, "tokens", key, recipe.inputs(), self.cache, progress))
 
@@ -314,7 +314,7 @@ def check_prepared_source(config: DataConfig, text_source: TextSource, tokenizer
             f"data.source {text_source.spec.name}: was prepared with another tokenizer than {tokenizer}: leave out "
             "data.tokenizer.path, or prepare the data with that tokenizer"
         )
-    mark = manifest.beginning
+    mark = manifest.bos_tokens
     if config.bos is not BosToken.AUTO and (config.bos is BosToken.ALWAYS) != bool(mark):
         how = "with" if mark else "without"
         raise UserError(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.data import DataConfig, HubConfig
 
 
-_KEYS_SHOWN = 8
+_MAX_KEYS = 8
 
 
 PYTHON_DOCS = "python-docs"
@@ -177,7 +177,7 @@ def _divide(file: DataFile, number: int, target: int) -> list[FileBlock]:
 def _extract_text(record: Record, field: str) -> TextPiece | SkippedRecord:
     text = record.fields.get(field)
     if not isinstance(text, str):
-        known = ", ".join(list(record.fields)[:_KEYS_SHOWN]) or "none"
+        known = ", ".join(list(record.fields)[:_MAX_KEYS]) or "none"
         return record.skipped(f"no text under {field!r} (keys: {known}): set data.textField")
     try:
         text.encode()

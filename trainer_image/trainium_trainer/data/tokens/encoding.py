@@ -127,15 +127,15 @@ def token_type(vocabulary: int) -> np.dtype[Any]:
 
 
 class DocumentEncoder:
-    """A tokenizer with its end-of-document token and the beginning of documents."""
+    """A tokenizer with its end-of-document token and the BOS prefix of documents."""
 
-    def __init__(self, file: Path, beginning: BosPrefix = NO_BOS_PREFIX) -> None:
+    def __init__(self, file: Path, bos_prefix: BosPrefix = NO_BOS_PREFIX) -> None:
         """Load a `tokenizer.json`. Raises UserError."""
         self.vocabulary = count_entries(file)
         self.dtype = token_type(self.vocabulary)
         self._tokenizer = load_tokenizer(file)
         self.end = find_end_of_document(file)
-        self._beginning = beginning
+        self._bos_prefix = bos_prefix
 
     def encode(self, source: DocumentSource, block: FileBlock) -> list[TokenBlock]:
         """Return the tokens of a block. Raises UserError or StorageError."""
@@ -163,8 +163,8 @@ class DocumentEncoder:
                 tokens = ids
                 if begins and len(ids):
                     begins = False
-                    if self._beginning != NO_BOS_PREFIX:
-                        tokens = np.array(self._beginning.prepend_to(ids.tolist())[0], self.dtype)
+                    if self._bos_prefix != NO_BOS_PREFIX:
+                        tokens = np.array(self._bos_prefix.prepend_to(ids.tolist())[0], self.dtype)
                 opened = opened or len(ids) > 0
                 if piece.ends_document and opened and not (len(tokens) and tokens[-1] == self.end):
                     tokens = np.append(tokens, self.dtype.type(self.end))
@@ -301,10 +301,10 @@ def _iterate_texts(source: DocumentSource) -> Iterator[str]:
 _worker: dict[str, Any] = {}
 
 
-def initialize_worker(specs: tuple[SourceSpec, ...], tokenizer: str, beginning: BosPrefix) -> tuple[int, int]:
+def initialize_worker(specs: tuple[SourceSpec, ...], tokenizer: str, bos_prefix: BosPrefix) -> tuple[int, int]:
     """Prepare this process; return the vocabulary's size and the id of the end-of-document token."""
     _worker["sources"] = [spec.source for spec in specs]
-    encoder = _worker["encoder"] = DocumentEncoder(Path(tokenizer), beginning)
+    encoder = _worker["encoder"] = DocumentEncoder(Path(tokenizer), bos_prefix)
     return encoder.vocabulary, encoder.end
 
 

@@ -1,4 +1,4 @@
-"""Read a tokenizer's folder, its special tokens and its end and beginning of documents.
+"""Read a tokenizer's folder, its special tokens and the end and the BOS prefix of its documents.
 
 A folder has `tokenizer.json` and the files with special tokens, added tokens and chat template that `transformers`
 reads.
@@ -334,10 +334,10 @@ class BosPrefix:
 
     rule: BosToken = BosToken.AUTO
     tokens: tuple[int, ...] = ()
-    """The ids at the beginning of a text, which `Never` removes; empty if the tokenizer has no BOS token."""
+    """The ids before a text, which `Never` removes; empty if the tokenizer has no BOS token."""
 
     def prepend_to(self, ids: Sequence[int], *, from_chat_template: bool = False) -> tuple[list[int], int]:
-        """Return the tokens of a text with its beginning, and the length of the beginning.
+        """Return the tokens of a text with its BOS prefix, and the length of the prefix.
 
         `from_chat_template`: a chat template wrote the text, and with `Auto` the template decides.
         """
@@ -358,8 +358,8 @@ NO_BOS_PREFIX = BosPrefix()
 """Running text with `Auto`: documents get no BOS token."""
 
 
-def find_beginning(tokenizer: Tokenizer, file: Path, special: SpecialTokens, rule: BosToken) -> BosPrefix:
-    """Return the beginning of examples. Raises UserError for a tokenizer that lacks the BOS token."""
+def find_bos_prefix(tokenizer: Tokenizer, file: Path, special: SpecialTokens, rule: BosToken) -> BosPrefix:
+    """Return the BOS prefix of examples. Raises UserError for a tokenizer that lacks the BOS token."""
     leading = _leading_tokens(tokenizer)
     if rule is BosToken.AUTO:
         return BosPrefix(rule, leading)
@@ -374,19 +374,19 @@ def find_beginning(tokenizer: Tokenizer, file: Path, special: SpecialTokens, rul
     return BosPrefix(rule, tokens)
 
 
-def find_beginning_of_documents(rule: BosToken, file: Path) -> BosPrefix:
-    """Return the beginning of documents. Raises UserError for a tokenizer that cannot have one."""
+def find_document_bos_prefix(rule: BosToken, file: Path) -> BosPrefix:
+    """Return the BOS prefix of documents. Raises UserError for a tokenizer that cannot have one."""
     if rule is BosToken.AUTO:
         return NO_BOS_PREFIX
     tokenizer = load_tokenizer(file)
     tokenizer.encode_special_tokens = False
-    beginning = find_beginning(tokenizer, file, read_special_tokens(file), rule)
-    if rule is BosToken.ALWAYS and find_end_of_document(file) in beginning.tokens:
+    bos_prefix = find_bos_prefix(tokenizer, file, read_special_tokens(file), rule)
+    if rule is BosToken.ALWAYS and find_end_of_document(file) in bos_prefix.tokens:
         raise UserError(
             f"data.bos is Always, but the BOS token of the tokenizer {file} also ends documents, so that one is "
             "before every document but the first already: set data.bos to Auto"
         )
-    return beginning
+    return bos_prefix
 
 
 def _leading_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 """The environment variable of the key; lm-eval reads the same one."""
-_MOST_BYTES = 16 << 20
-_SHOWN = 200
+_MAX_BYTES = 16 << 20
+_MAX_TEXT_CHARS = 200
 _OK = 200
 
 
@@ -157,15 +157,15 @@ class Endpoint:
             connection.request(method, f"{parts.path.rstrip('/')}/{path}", body, headers)
             response = connection.getresponse()
             if response.status != _OK:
-                reason = _short(response.read(_SHOWN * 4).decode(errors="replace"))
+                reason = _short(response.read(_MAX_TEXT_CHARS * 4).decode(errors="replace"))
                 raise UserError(f"{self.url}: answers {response.status} {response.reason} to {path} ({reason})")
-            left = _MOST_BYTES
+            left = _MAX_BYTES
             while line := response.readline(left + 1):
                 if expired.is_set():
                     raise TimeoutError
                 left -= len(line)
                 if left < 0:
-                    raise UserError(f"{self.url}: an answer of more than {_MOST_BYTES >> 20} MiB: lower the tokens")
+                    raise UserError(f"{self.url}: an answer of more than {_MAX_BYTES >> 20} MiB: lower the tokens")
                 if text := line.decode(errors="replace").strip():
                     yield text
             if expired.is_set():
@@ -213,4 +213,4 @@ def _expire(connection: socket.socket, expired: threading.Event) -> None:
 
 
 def _short(text: str) -> str:
-    return " ".join(text.split())[:_SHOWN]
+    return " ".join(text.split())[:_MAX_TEXT_CHARS]

@@ -92,7 +92,7 @@ class ExampleSample:
         return (row,)
 
 
-class ExamplePart:
+class ExampleSampleSource:
     """Examples of one source."""
 
     def __init__(
@@ -117,7 +117,7 @@ class ExamplePart:
             order, self._starts = pack_examples(self.input_lengths + (not masked), capacity + (not masked))
             self._members = rows[order]
 
-    def count_samples(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SamplePart` has it
+    def count_samples(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SampleSource` has it
         """Return the number of samples of one epoch."""
         return len(self._starts) - 1
 
@@ -127,7 +127,7 @@ class ExamplePart:
         return [int(number) for number in self._members[start:end]]
 
     def sample(self, rules: SampleRules, number: int, index: int) -> ExampleSample:
-        """See `SamplePart.sample`."""
+        """See `SampleSource.sample`."""
         examples = [self._stored.example(member) for member in self.members(index)]
         for ids, _ in examples:
             rules.check_tokens(ids, self.name)
@@ -154,7 +154,7 @@ class PairSample:
         )
 
 
-class PairPart:
+class PairSampleSource:
     """The pairs of one source: the two answers of a pair are adjacent in the store."""
 
     def __init__(self, name: str, stored: StoredExamples, chosen: NDArray[np.bool_], *, learns_prompts: bool) -> None:
@@ -168,12 +168,12 @@ class PairPart:
         self.input_lengths = stored.lengths[np.flatnonzero(chosen)] - 1
         """The number of positions of each answer with its prompt."""
 
-    def count_samples(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SamplePart` has it
+    def count_samples(self, rules: SampleRules) -> int:  # noqa: ARG002 - as `SampleSource` has it
         """Return the number of samples of one epoch."""
         return len(self._preferred)
 
     def sample(self, rules: SampleRules, number: int, index: int) -> PairSample:
-        """See `SamplePart.sample`."""
+        """See `SampleSource.sample`."""
         return self.pair(rules, number, int(self._preferred[index]))
 
     def pair(self, rules: SampleRules, number: int, first: int) -> PairSample:
