@@ -275,8 +275,7 @@ def plan_saves(
 
     Every rank derives its stage's layout from its tensors. Rank 0 checks by digests that the ranks of a stage derived
     the same one. One rank of each stage also sends the layout itself, for the index. Rank 0 returns the writers of the
-    few tensors that several stages hold. Raises TypeError or
-    ValueError, on all ranks, if the state cannot be saved.
+    few tensors that several stages hold. Raises TypeError or ValueError, on all ranks, if the state cannot be saved.
     """
     index = file_index(mesh)
     whole: CheckpointLayout | None = None
