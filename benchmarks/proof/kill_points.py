@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 VARIABLE = "TRAINIUM_PROOF"
 
@@ -83,14 +83,14 @@ class HitCounter:
         self.fraction = fraction
         self._remaining = hits
 
-    def is_reached(self) -> bool:
+    def count_hit(self) -> bool:
         """Count a hit; return whether it is the chosen one."""
         self._remaining -= 1
         return self._remaining == -1
 
     def kill_around(self, call: Callable[[], Any], middle: Callable[[], None] | None = None) -> Any:
         """Make a call, or kill the process before it, within it (`middle` does half of it) or after it."""
-        if not self.is_reached():
+        if not self.count_hit():
             return call()
         if self.fraction < 1 / 3:
             kill_process()
@@ -120,7 +120,7 @@ def _in_step(hits: HitCounter, _: random.Random) -> None:
 
     def record_step(self: Any, *arguments: Any, seconds: float) -> None:
         original(self, *arguments, seconds=seconds)
-        if hits.is_reached():
+        if hits.count_hit():
             threading.Timer(hits.fraction * 1.2 * seconds, kill_process).start()
 
     writer.record_step = record_step
@@ -158,7 +158,7 @@ def _in_writing(hits: HitCounter, _: random.Random) -> None:
     write = PosixStorage.write_stream
 
     def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
-        write(self, name, truncate(pieces, int(hits.fraction * size)) if hits.is_reached() else pieces, size)
+        write(self, name, truncate(pieces, int(hits.fraction * size)) if hits.count_hit() else pieces, size)
 
     PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
 
@@ -212,11 +212,11 @@ def _in_load(hits: HitCounter, rng: random.Random) -> None:
 
 ARTIFACTS = "artifacts"
 """Folder of the artifacts in the folder of a run."""
-_EXPORT_PLACES = {"file": 1, "merge": 3, "gather": 8}
-"""Places, and the maximum number of hits before the kill."""
-_FIRST_RANK_EXPORT_PLACES = {"file": 4, "merge": 8, "gather": 8, "small": 18, "small ": 18, "tidy": 1}
-_EVALUATION_PLACES = {"load": 1, "score": 1, "gather": 5}
-_FIRST_RANK_EVALUATION_PLACES = {**_EVALUATION_PLACES, "result": 3, "result ": 3}
+_EXPORT_PLACES = (("file", 1), ("merge", 3), ("gather", 8))
+"""Places, and the maximum number of hits before the kill; a place that is listed twice is drawn twice as often."""
+_FIRST_RANK_EXPORT_PLACES = (("file", 4), ("merge", 8), ("gather", 8), ("small", 18), ("small", 18), ("tidy", 1))
+_EVALUATION_PLACES = (("load", 1), ("score", 1), ("gather", 5))
+_FIRST_RANK_EVALUATION_PLACES = (*_EVALUATION_PLACES, ("result", 3), ("result", 3))
 
 
 def _in_export(hits: HitCounter, rng: random.Random) -> None:
@@ -287,10 +287,10 @@ def _is_first() -> bool:
     return os.environ["RANK"] == "0"
 
 
-def _draw_place(places: dict[str, int], hits: HitCounter, rng: random.Random) -> tuple[str, HitCounter]:
-    """Draw a place and its number of hits; names that differ by a trailing blank are the same place."""
-    place = rng.choice(tuple(places))
-    return place.strip(), HitCounter(rng.randint(0, places[place]), hits.fraction)
+def _draw_place(places: Sequence[tuple[str, int]], hits: HitCounter, rng: random.Random) -> tuple[str, HitCounter]:
+    """Draw a place and its number of hits."""
+    place, max_hits = rng.choice(places)
+    return place, HitCounter(rng.randint(0, max_hits), hits.fraction)
 
 
 def _in_data_file(hits: HitCounter) -> None:
@@ -299,7 +299,7 @@ def _in_data_file(hits: HitCounter) -> None:
     write = PosixStorage.write_stream
 
     def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
-        is_reached = ARTIFACTS in self._root.parts and hits.is_reached()
+        is_reached = ARTIFACTS in self._root.parts and hits.count_hit()
         write(self, name, truncate(pieces, int(hits.fraction * size)) if is_reached else pieces, size)
 
     PosixStorage.write_stream = write_stream  # type: ignore[method-assign]

@@ -160,7 +160,7 @@ class BatchShape:
         return self.batch(nodes) / rows
 
     def idle_ranks(self, nodes: int) -> int:
-        """Return the data-parallel ranks that never have a sample at a legal size, because the batch is smaller."""
+        """Return how many data-parallel ranks never have a sample at a legal size (the batch is smaller)."""
         return max(0, self.data_parallel(nodes) - self.batch(nodes))
 
     def _least(self, most_passes: int, smallest: int) -> int:

@@ -139,7 +139,7 @@ def _replica(installed: Installation, address: str, trust: ssl.SSLContext) -> Re
 
 
 def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
-    """Return the HTTP status and the start of the first sentence of the body."""
+    """Return the HTTP status and the start of the body, on one line."""
     try:
         connection.request("GET", path)
         answer = connection.getresponse()

@@ -48,7 +48,7 @@ class Settings:
         "namespace of the operator itself (Lease, Secret, memory of bad machines); default: the pod's",
         variable="POD_NAMESPACE",
     )
-    watch_namespace: str = _setting("", "a further namespace of --watch-namespaces")
+    watch_namespace: str = _setting("", "a namespace to serve in addition to --watch-namespaces")
     watch_namespaces: str = _setting(
         "", f"serve the jobs of these namespaces only, separated by commas, at most {MAX_NAMESPACES}; empty: of all"
     )

@@ -44,8 +44,8 @@ class Trainer(Workload):
         self._settings = settings
         warm = WARM_MODULE if settings.rank_entry == DEFAULT_RANK_ENTRY else ""
         self.plan = StandbyPlan(("torch",), settings.rank_entry, warm, str(settings.config_path))
-        # Torch reads it at its import, which the ranks share. Its C++ code would write a warning about the failed
-        # look-up, which bypasses the log's format.
+        # torch reads both at its import, which the ranks share. Without the second one its C++ code would print a
+        # warning about the failed reverse look-up in another format than the log's.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         importlib.import_module("torch.distributed")

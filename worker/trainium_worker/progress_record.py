@@ -291,7 +291,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def notice_path(path: Path) -> Path:
-    """Return the path of the message of a record."""
+    """Return the path of the user notice beside a progress record."""
     return path.with_name(f"{path.name}.notice")
 
 

@@ -44,7 +44,7 @@ def scale(
 ) -> None:
     """Change the number of nodes while the job trains."""
     api = session.open()
-    _require_running(api.job(name), "scaled")
+    _require_not_ended(api.job(name), "scaled")
     api.scale_job(name, size)
     sentence = f"{name} is asked to train on {pluralize(size, 'node')}; see: kubectl trn watch {name}"
     session.print_message(sentence, name=name, namespace=api.namespace, nodes=size)
@@ -76,7 +76,7 @@ def retry(
 def _set_suspend(session: Session, name: str, *, suspend: bool) -> None:
     api = session.open()
     job = api.job(name)
-    _require_running(job, "suspended" if suspend else "resumed")
+    _require_not_ended(job, "suspended" if suspend else "resumed")
     changed = (mapping(job, "spec").get("suspend") is True) is not suspend
     if changed:
         api.patch_job(name, {"spec": {"suspend": suspend}})
@@ -90,7 +90,7 @@ def _set_suspend(session: Session, name: str, *, suspend: bool) -> None:
     session.print_message(sentence, name=name, namespace=api.namespace, suspend=suspend, changed=changed)
 
 
-def _require_running(job: Json, change: str) -> None:
+def _require_not_ended(job: Json, change: str) -> None:
     phase, name = public_status(job).text("phase"), text(mapping(job, "metadata"), "name")
     if phase in {"Completed", "Failed"}:
         hint = f"; run it again with: kubectl trn retry {name}" if phase == "Failed" else ""

@@ -66,7 +66,7 @@ def build_memory_setting(
     on_host: bool,
     trained: TrainedParameters | None = None,
 ) -> MemorySetting:
-    """Return the division of a configuration's model at a size with this many shares of the batch."""
+    """Return the inputs of the memory estimate for a configuration at this data-parallel degree."""
     automatic = config.backend is BackendChoice.AUTO and instance_type.startswith("trn1")
     nxd = config.backend is BackendChoice.NXD or automatic
     return MemorySetting(

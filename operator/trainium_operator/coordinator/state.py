@@ -83,7 +83,7 @@ class _Agent:
     view: AgentView
     reachable: bool = False
     """Whether its port has accepted a connection of this process."""
-    probed_at: float = -_PROBE_AGAIN_SECONDS
+    probe_failed_at: float = -_PROBE_AGAIN_SECONDS
     """When its port last did not answer."""
     silence_reported: bool = False
     """The plan was notified of its silence, and the agent was not seen since."""
@@ -216,7 +216,7 @@ class CoordinatorState:
                 if agent is None or agent.view.refused_at is not None or member.pod_uid in job.deleted:
                     continue
                 silent = now - agent.view.last_seen >= SILENCE_REPORTED_SECONDS
-                unknown = not agent.reachable and not silent and now >= agent.probed_at + _PROBE_AGAIN_SECONDS
+                unknown = not agent.reachable and not silent and now >= agent.probe_failed_at + _PROBE_AGAIN_SECONDS
                 if unknown or (silent and agent.reachable):
                     request = agent.view.registration
                     found.append(
@@ -243,7 +243,7 @@ class CoordinatorState:
         """Record that the probe had no result."""
         agent = self._agent_in(target)
         if agent is not None:
-            agent.probed_at = self._wall_clock()
+            agent.probe_failed_at = self._wall_clock()
 
     def record_port_refused(self, target: ProbeTarget) -> bool:
         """Record that the agent's port refuses connections; return whether that is new."""
@@ -251,7 +251,7 @@ class CoordinatorState:
         if agent is None:
             return False
         if not agent.reachable:
-            agent.probed_at = self._wall_clock()
+            agent.probe_failed_at = self._wall_clock()
             return False
         if agent.view.last_seen != target.last_seen or agent.view.refused_at is not None:
             return False

@@ -133,11 +133,11 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         return PolicyResult(status=status)
     is_complete = is_true(status, ConditionType.COMPLETE)
     deadline = 0.0 if is_complete or policy is CleanPodPolicy.ALL else _find_log_deadline(facts, status)
-    witnesses = _list_verdict_pods(facts, status) if facts.now < deadline else frozenset[str]()
+    verdict_pod_uids = _list_verdict_pods(facts, status) if facts.now < deadline else frozenset[str]()
     verdict_pod = "" if is_complete else _find_verdict_pod(status)
     deletions: list[DeletePod] = []
     for uid, worker in facts.workers.items():
-        is_ending = uid in witnesses or (is_complete and uid in facts.member_uids and not worker.node_bad)
+        is_ending = uid in verdict_pod_uids or (is_complete and uid in facts.member_uids and not worker.node_bad)
         if worker.ended:  # a sidecar that never ends must not hold the node; the log of a failure is worth one
             is_kept = worker.pod.name == verdict_pod and not worker.node_bad
             is_deleted = policy is CleanPodPolicy.ALL or (worker.holds_node and not is_kept)
@@ -145,7 +145,7 @@ def clean_up(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
             is_deleted = not is_ending
         if is_deleted:
             deletions += build_deletion(worker, force=worker.node_bad)
-    return PolicyResult(status=status, actions=tuple(deletions), requeue_at=(deadline,) if witnesses else ())
+    return PolicyResult(status=status, actions=tuple(deletions), requeue_at=(deadline,) if verdict_pod_uids else ())
 
 
 def _list_verdict_pods(facts: Facts, status: PublicStatus) -> frozenset[str]:
