@@ -130,8 +130,8 @@ class Job:
             values = {line["step"]: line[key] for line in metrics if key in line}
             assert values == pytest.approx(expected_values, rel=rel), key
 
-    def wait_for_step(self, step: int) -> None:
-        until(lambda: any(line["step"] >= step for line in self.metrics()[-1:]), self.log, TIMEOUT, pause=0.02)
+    def wait_for_step(self, step: int, seconds: float = TIMEOUT) -> None:
+        until(lambda: any(line["step"] >= step for line in self.metrics()[-1:]), self.log, seconds, pause=0.02)
 
 
 @pytest.fixture(scope="session")
