@@ -72,7 +72,7 @@ class Row:
     injected: str
     expected: str
     checked: str
-    """How the result is checked, for the page."""
+    """The description of the check of the result, for the page."""
     run_once: Callable[[Run], RunResult]
     require: Callable[[FaultEnvironment], object] | None = None
     """Function that raises RowSkippedError on a cluster on which the row cannot run."""

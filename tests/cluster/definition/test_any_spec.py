@@ -26,7 +26,7 @@ LONGEST_ANSWER = 64 << 10
 def server(crd_api: Api) -> tuple[Connection, str]:
     """Return a persistent connection and the path of a dry run."""
     if crd_api.connection is None:
-        pytest.skip("thousands of requests are for a cluster of one's own")
+        pytest.skip("thousands of requests are sent only to the development cluster")
     return crd_api.connection, f"/apis/trainium.dev/v1alpha1/namespaces/{crd_api.namespace}/trainingjobs?dryRun=All"
 
 

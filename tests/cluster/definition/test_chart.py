@@ -590,7 +590,7 @@ def test_the_admission_policy_binds_only_the_operator(restricted_api: Api) -> No
     assert refusal_of_write(restricted_api, memory, "create") == ""
     assert refusal_of_write(restricted_api, memory, "replace") == ""
     restricted_api.delete_namespaces("system")
-    restricted_api.kubectl("-n", "kube-system", "create", "configmap", f"{RELEASE}-by-somebody", "--dry-run=server")
+    restricted_api.kubectl("-n", "kube-system", "create", "configmap", f"{RELEASE}-by-another-user", "--dry-run=server")
 
 
 def test_the_operator_can_write_network_policies_only_for_jobs(restricted_api: Api) -> None:

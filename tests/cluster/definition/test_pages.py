@@ -51,7 +51,7 @@ def event_about(job: dict[str, Any]) -> dict[str, Any]:
 def readable(crd_api: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalOperator]:
     """Start an operator that serves pages, and create a job in each of two namespaces."""
     if crd_api.is_existing:
-        pytest.skip("an operator is not installed into a cluster that is somebody's own")
+        pytest.skip("this test installs an operator, which an existing cluster does not allow")
     crd_api.make_namespaces(SYSTEM, OURS, THEIRS)
     for name, role in ROLES.items():
         crd_api.kubectl("create", "serviceaccount", name, "-n", OURS)

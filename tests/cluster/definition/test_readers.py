@@ -39,7 +39,7 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def readable(crd_api: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalOperator]:
     if crd_api.is_existing:
-        pytest.skip("an operator is not installed into a cluster that is somebody's own")
+        pytest.skip("this test installs an operator, which an existing cluster does not allow")
     crd_api.make_namespaces(SYSTEM, PEOPLE)
     crd_api.kubectl("create", "serviceaccount", "prometheus", "-n", PEOPLE)
     crd_api.kubectl("create", "serviceaccount", "tenant", "-n", PEOPLE)

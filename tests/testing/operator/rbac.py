@@ -157,7 +157,7 @@ RIGHTS: tuple[Right, ...] = (
         "authorization.k8s.io",
         "subjectaccessreviews",
         ("create",),
-        "what somebody may read at the HTTPS port",
+        "what a client may read at the HTTPS port",
         Scope.READERS,
     ),
     Right(

@@ -46,7 +46,7 @@ def workload_condition(
 
 
 ADMITTED = (workload_condition(WorkloadCondition.QUOTA_RESERVED), workload_condition(WorkloadCondition.ADMITTED))
-PREEMPTED = workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="for somebody else")
+PREEMPTED = workload_condition(WorkloadCondition.EVICTED, reason="Preempted", message="by another workload")
 EVICTED = (*ADMITTED, PREEMPTED)
 
 
@@ -147,7 +147,7 @@ NOT_ADMITTED = workload_condition(WorkloadCondition.ADMITTED, true=False)
     [
         pytest.param((UNRESERVED, NOT_ADMITTED), "queue team: no quota", id="the queue gives a reason"),
         pytest.param((), "queue team: Kueue has not processed it yet", id="Kueue has not processed it"),
-        pytest.param((PREEMPTED,), "evicted from queue team (Preempted): for somebody else", id="evicted"),
+        pytest.param((PREEMPTED,), "evicted from queue team (Preempted): by another workload", id="evicted"),
         pytest.param((PREEMPTED, UNRESERVED), "evicted from queue team (Preempted): no quota", id="evicted, and waits"),
     ],
 )
@@ -255,7 +255,7 @@ def test_an_evicted_job_returns_its_quota_after_its_last_pod() -> None:
     assert result.actions_of_type(SetQuotaConditions) == []
     assert result.status.membership.size == 0
     assert admitted_condition(result).reason == "Evicted"
-    assert "for somebody else" in admitted_condition(result).message
+    assert "by another workload" in admitted_condition(result).message
     assert result.status.restarts.total == 0
 
     leaving = replace(running_job(), job=replace(running_job().job, status=result.status))
