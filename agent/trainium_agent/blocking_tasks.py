@@ -22,6 +22,7 @@ from trainium_agent.exits.restart_policy import (
 from trainium_agent.hang.detection import Finding, FindingKind, after_hang
 from trainium_agent.hang.response import HangResponse
 from trainium_agent.lifecycle import actions, events
+from trainium_agent.lifecycle.generation import KILL_SECONDS
 from trainium_agent.rendezvous import GenerationRendezvous, GenerationStoppedError
 from trainium_agent.shared_state.state_watcher import WaitInterruptedError
 from trainium_agent.shared_state.store import ExitBarrier, StoreLostError
@@ -152,6 +153,9 @@ class BlockingTasks:
             case actions.SimpleTask.ANNOUNCE_BROKEN:
                 self._unless_store_lost(lambda: self._store.update_state(lambda state: replace(state, broken=True)))
                 return events.SimpleResult.DONE
+            case actions.SimpleTask.END_LEFTOVERS:
+                left = self._services.standby_manager.end_leftovers(KILL_SECONDS)
+                return events.Unkillable(", ".join(left)) if left else events.SimpleResult.DONE
             case _:
                 return self._perform_hang_task(task, context)
 

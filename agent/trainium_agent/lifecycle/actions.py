@@ -37,6 +37,8 @@ class SimpleTask(StrEnum):
     """Start the next attempt if all yielded and no newer generation came: YieldChecked."""
     ANNOUNCE_BROKEN = "AnnounceBroken"
     """Publish that a rank has died, so that ranks that save need not wait for it: DONE."""
+    END_LEFTOVERS = "EndLeftovers"
+    """End every process that the ended ranks have started: DONE or Unkillable."""
 
 
 @dataclass(frozen=True, slots=True)

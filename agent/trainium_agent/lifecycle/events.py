@@ -99,6 +99,13 @@ class SimpleResult(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Unkillable:
+    """Processes that did not end after SIGKILL."""
+
+    names: str
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptJoined:
     """Every member has joined the attempt of this state."""
 
@@ -203,7 +210,7 @@ class YieldChecked:
 
 
 Result = (
-    SimpleResult | AttemptJoined | PodGaveUp | RanksStarted | ExitsDiagnosed | StoreLost | RanksSampled | InquiryUpdated
-    | HangFound | HangCounted | FinishChecked | YieldChecked
+    SimpleResult | Unkillable | AttemptJoined | PodGaveUp | RanksStarted | ExitsDiagnosed | StoreLost | RanksSampled
+    | InquiryUpdated | HangFound | HangCounted | FinishChecked | YieldChecked
 )  # fmt: skip
 Event = ExternalEvent | Result

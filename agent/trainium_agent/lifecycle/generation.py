@@ -4,10 +4,11 @@ An event is recorded at once; decisions are made when no task is running, in the
 uses a part of a task's result. Only an order to leave interrupts a task.
 
 Guarantees:
-- At most one task is running, and no rank of an attempt is alive when the next one is joined.
+- At most one task is running. When an attempt is joined, no process of an earlier one is alive.
 - Each unrequested end is reported at most once, and a requested one never.
 - The agents pass the exit barrier at most once; an order to leave is never dropped.
-- When the generation is over, no rank is alive and no action follows.
+- When the generation is over, no rank is alive and no action follows. If it was left, no process that a rank has
+  started is alive either.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _POLL_SECONDS = 0.1
 """Seconds between two reads of the store's counters."""
 _RECONNECT_SECONDS = 0.2
 _YIELD_TIMEOUT_SECONDS = 5.0
-_KILL_SECONDS = 30.0
+KILL_SECONDS = 30.0
 _REPORT_STUCK_SECONDS = 2.5
 """A reported stall is kept until a heartbeat has carried it."""
 _CLEAN_EXITS = (ExitCode.FINISHED, ExitCode.YIELDING)
@@ -129,6 +130,8 @@ def _handle_result(local: LocalGeneration, task: actions.Task, result: events.Re
             return local, ()
         case events.SimpleResult.STOPPED:
             return (local, ()) if local.order is not Order.NONE else _fail_stopped(local, now)
+        case events.Unkillable(names):
+            return _fail_unkillable(local, names)
         case events.PodGaveUp():
             log = actions.Log(f"giving up in place: {result.sentence}", severe=True)
             return _fail(local), (log, actions.ReportNodeVerdict(result.code, result.sentence))
@@ -170,6 +173,8 @@ def _decide(local: LocalGeneration, now: float) -> _StepResult | None:
             return _decide_killing(local, now)
         case Stage.SAVING:
             return _decide_saving(local, now)
+        case Stage.KILLED:
+            return _follow_up(local, now)
         case Stage.NEW | Stage.STARTING | Stage.DIAGNOSING | Stage.ENDED:
             return None
     if local.order is not Order.NONE:
@@ -335,7 +340,7 @@ def _start_next_attempt(
 
 
 def _end_attempt(local: LocalGeneration, follow_up: FollowUp, now: float, *reports: actions.Action) -> _StepResult:
-    return replace(local, stage=Stage.KILLING, follow_up=follow_up, deadline=now + _KILL_SECONDS), (
+    return replace(local, stage=Stage.KILLING, follow_up=follow_up, deadline=now + KILL_SECONDS), (
         *reports,
         actions.ReportTiming(None),
         actions.SimpleAction.KILL,
@@ -346,9 +351,17 @@ def _decide_killing(local: LocalGeneration, now: float) -> _StepResult | None:
     if local.alive:
         if now < local.deadline:
             return None
-        # The process is stuck in the kernel and holds its device, so no other rank can start.
-        sentence = f"a training process did not end within {_KILL_SECONDS:.0f} s of SIGKILL"
-        return replace(local, stage=Stage.ENDED, pending=()), (actions.FailPod(sentence),)
+        return _fail_unkillable(local, "a training process")
+    return _run_task(replace(local, stage=Stage.KILLED), actions.SimpleTask.END_LEFTOVERS)
+
+
+def _fail_unkillable(local: LocalGeneration, names: str) -> _StepResult:
+    """Fail the pod: the process is stuck in the kernel and holds its device, so no other rank can start."""
+    sentence = f"{names} did not end within {KILL_SECONDS:.0f} s of SIGKILL"
+    return replace(local, stage=Stage.ENDED, pending=()), (actions.FailPod(sentence),)
+
+
+def _follow_up(local: LocalGeneration, now: float) -> _StepResult:
     failures = _select_failed_exits(local)
     local = replace(
         local, pending=tuple(event for event in local.pending if isinstance(event, events.SharedStateChanged))

@@ -31,7 +31,9 @@ class Stage(StrEnum):
     STARTING = "Starting"
     RUNNING = "Running"
     KILLING = "Killing"
-    """The ranks are being killed; `follow_up` follows when none is left."""
+    """The ranks are being killed."""
+    KILLED = "Killed"
+    """No rank is alive; `follow_up` follows when none of the processes that they started is."""
     DIAGNOSING = "Diagnosing"
     STORE_LOST = "StoreLost"
     """A task will be retried soon."""
@@ -46,7 +48,7 @@ class Stage(StrEnum):
 
 
 class SimpleFollowUp(StrEnum):
-    """Actions when no rank is left, without arguments."""
+    """Actions when no process of the attempt is left, without arguments."""
 
     REJOIN = "Rejoin"
     """Join the next attempt."""
@@ -90,7 +92,7 @@ class LocalGeneration:
     order: Order = Order.NONE
     superseded_by: int = 0
     follow_up: FollowUp | None = None
-    """Action when no rank is left."""
+    """Action when no process of the attempt is left."""
     retry: actions.DiagnoseExits | actions.SimpleTask | None = None
     deadline: float = 0.0
     """When the stage continues or is abandoned; monotonic seconds, as all times here."""

@@ -4,7 +4,7 @@ Guarantees:
 - This is the only place that waits for children.
 - A process that failed by itself never counts as ended by the agent, even if its exit is collected late.
 - A rank's process group is killed before its leader's pid is released to the kernel, so no signal can reach another
-  process.
+  process. What else it started becomes the agent's child (`adopt_orphans`), whatever its session, and is found there.
 - Exit codes follow the shell's convention.
 """
 
@@ -78,9 +78,9 @@ class Reaper:
                     self._unclaimed[ended.si_pid] = code
             if on_exit is not None:
                 on_exit(code)
-            with contextlib.suppress(OSError):
-                if os.getpgid(ended.si_pid) == ended.si_pid != os.getpgrp():
-                    os.killpg(ended.si_pid, signal.SIGKILL)  # the child's process group ends with it
+                with contextlib.suppress(OSError):
+                    if os.getpgid(ended.si_pid) == ended.si_pid != os.getpgrp():
+                        os.killpg(ended.si_pid, signal.SIGKILL)  # the child's process group ends with it
             os.waitpid(ended.si_pid, 0)  # last: only now may the kernel use the pid again
 
 
@@ -162,15 +162,32 @@ def end_processes(processes: Sequence[RankProcess]) -> None:
 
 def kill_descendants(seconds: float) -> list[int]:
     """Send SIGKILL to all descendants and reap them; return the pids that are left after `seconds`."""
+
+    def reap_and_list() -> list[int]:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0] != 0:
+                pass
+        return kernel.descendants(os.getpid())
+
+    return kill_all(reap_and_list, seconds)
+
+
+def kill_all(list_pids: Callable[[], list[int]], seconds: float) -> list[int]:
+    """Send SIGKILL to the listed processes until there is none; return the pids that are left after `seconds`.
+
+    A process of another user, which a debugger left in the pod, is not ours to kill and is ignored.
+    """
     deadline = time.monotonic() + seconds
+    foreign: set[int] = set()
     while True:
-        survivors = kernel.descendants(os.getpid())
+        survivors = [pid for pid in list_pids() if pid not in foreign]
         if not survivors or time.monotonic() > deadline:
             return survivors
         for pid in survivors:
-            with contextlib.suppress(OSError):
+            try:
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0] != 0:
+            except PermissionError:
+                foreign.add(pid)
+            except ProcessLookupError:
                 pass
         time.sleep(_KILL_POLL_SECONDS)

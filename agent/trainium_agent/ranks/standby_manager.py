@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_agent.linux import kernel
 from trainium_agent.ranks import standby
 from trainium_agent.ranks.output import OutputSource
-from trainium_agent.ranks.processes import RankProcess, Reaper
+from trainium_agent.ranks.processes import RankProcess, Reaper, kill_all
 from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
@@ -244,6 +244,18 @@ class StandbyManager:
             forked.run()
         return process
 
+    def end_leftovers(self, seconds: float) -> list[str]:
+        """Kill every process that ended processes have left behind; return the names of those left after `seconds`.
+
+        A process that this manager still runs, its children and the standby stay.
+        """
+        return [kernel.process_name(pid) for pid in kill_all(self._leftovers, seconds)]
+
+    def _leftovers(self) -> list[int]:
+        with self._starting, self._changed:  # until it is watched, a new process looks like a leftover
+            roots = self._reaper.unwatched()
+        return [pid for root in roots for pid in (root, *kernel.descendants(root))]
+
     def close(self) -> None:
         """End the standby for good."""
         self._closed.set()
@@ -270,6 +282,10 @@ class StandbyManager:
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise StandbyLostError("no new standby could be started")
 
+    def _replace_standby(self) -> None:
+        with self._changed:
+            self._set_standby(Standby.spawn(self._plan))
+
     def _set_standby(self, fresh: Standby) -> None:
         with self._changed:
             self._standby = fresh
@@ -279,6 +295,6 @@ class StandbyManager:
             fresh.ended()
             if not self._closed.is_set():
                 _log.warning("the standby process ended with code %d; starting another", code)
-                self._run_in_main_thread(lambda: self._set_standby(Standby.spawn(self._plan)))
+                self._run_in_main_thread(self._replace_standby)
 
         self._reaper.watch(fresh.pid, ended)

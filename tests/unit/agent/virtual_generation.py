@@ -25,7 +25,7 @@ LEAVE_LIMIT_SECONDS = 90.0
 """Longest time from the last order to the end: grace, the longest tasks, and every kill."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Rank:
     """A local rank of one attempt."""
 
@@ -66,6 +66,8 @@ class VirtualGeneration:
         self._number = 0
         self._alarm = 0
         self.unkillable = self.random.random() < 0.01
+        self.leftovers: set[Rank] = set()
+        """Ended ranks of which a child is alive."""
         # The rates differ between histories, so that rare sequences occur as well.
         self.crash_rate, self.store_loss_rate, self.hang_rate = (self.random.random() ** 2 for _ in range(3))
 
@@ -184,6 +186,8 @@ class VirtualGeneration:
         if rank.code is not None:
             return
         rank.code = code
+        if self.random.random() < 0.3:
+            self.leftovers.add(rank)
         event = events.RankExited(rank.attempt, rank.local_rank, rank.local_rank, code, rank.exit_requested)
         self.schedule(self.random.choice((0.0, 0.0, 0.002)), lambda: self.apply_event(event))
 
@@ -224,6 +228,7 @@ class VirtualGeneration:
         match task:
             case actions.SimpleTask.JOIN:
                 assert not any(rank.code is None for rank in self.all_ranks), "a rank is alive while the next is joined"
+                assert not self.leftovers, "a child of an earlier rank is alive while the next is joined"
                 self.schedule(self.random_duration(3.0), self.join)
                 return
             case actions.StartRanks():
@@ -256,6 +261,9 @@ class VirtualGeneration:
         if (isinstance(task, actions.DiagnoseExits) or task in needs_store) and chance() < self.store_loss_rate:
             return events.StoreLost("it does not answer")
         match task:
+            case actions.SimpleTask.END_LEFTOVERS:
+                self.leftovers.clear()
+                return events.Unkillable("tee (pid 7)") if self.unkillable else events.SimpleResult.DONE
             case actions.StartRanks():
                 return events.RanksStarted(LOCAL_RANKS)
             case actions.DiagnoseExits():
@@ -333,6 +341,8 @@ class VirtualGeneration:
         if self.local.outcome is GenerationOutcome.FINISHED:
             assert self.finished_attempt == self.ranks[0].attempt
             assert all(rank.code == 0 for rank in self.ranks), "finished before all ranks"
+        else:
+            assert not self.leftovers, "left while a child of a rank is alive"
         if self.local.yielded:
             assert all(rank.code == 75 for rank in self.ranks)
         before = self.local

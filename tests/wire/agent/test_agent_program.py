@@ -15,6 +15,7 @@ from tests.testing.suite.processes import has_ended
 from tests.wire.agent.agent_job import HERE, AgentJob
 from trainium_agent.linux import kernel
 from trainium_contract.wire import worker_env
+from trainium_contract.wire.messages import Transition
 
 DDP = str(HERE / "fakes" / "program_ddp.py")
 PATTERN = r"step: *(?P<step>\d+) loss: *(?P<loss>\S+)"
@@ -142,6 +143,61 @@ async def test_child_processes_end_with_their_program(job: AgentJob) -> None:
     pids = [int(text) for rank in (0, 1) for text in (job.folder / f"pids-{rank}").read_text().split()]
     assert len(pids) == 4
     assert [pid for pid in pids if not has_ended(pid)] == []
+
+
+LEAVING_PROGRAM = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+folder, start = Path(sys.argv[1]), os.environ["TRAINIUM_GENERATION"] + "." + os.environ["TRAINIUM_ATTEMPT"]
+old = [int(file.read_text()) for file in folder.glob("child-*")]
+print("begin", start, "old", len(old), "alive", sum(map(is_alive, old)), flush=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:  # a daemon: neither the parent nor the session is the rank
+        (folder / "draft").write_text(str(os.getpid()))
+        (folder / "draft").rename(folder / f"child-{start}-daemon")
+        time.sleep(300)
+    os._exit(0)
+command = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+child = subprocess.Popen([sys.executable, "-c", command], start_new_session=True, env={})
+(folder / f"child-{start}-session").write_text(str(child.pid))
+while not (folder / f"child-{start}-daemon").exists():
+    time.sleep(0.01)
+(folder / f"rank-{start}").write_text(str(os.getpid()))
+print("running", start, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("transition", [Transition.IMMEDIATE, Transition.GRACEFUL])
+@pytest.mark.parametrize("warm", [[], ["colorsys"]])
+async def test_no_process_of_an_attempt_is_alive_when_the_next_begins(
+    job: AgentJob, tmp_path: Path, warm: list[str], transition: Transition
+) -> None:
+    program = program_environment(sys.executable, "-c", LEAVING_PROGRAM, str(tmp_path), warm=warm)
+    await start_generation(job, "a", **program)
+    await job.until(lambda: "running 1.0" in job.agents["a"].log, "the first attempt")
+    os.kill(int((tmp_path / "rank-1.0").read_text()), signal.SIGKILL)
+    await job.until(lambda: "running 1.1" in job.agents["a"].log, "the restart in place")
+    assert "begin 1.1 old 2 alive 0" in job.agents["a"].log
+    await job.coordinator.publish(["a"], transition)
+    await job.until(lambda: "running 2.0" in job.agents["a"].log, "the planned change")
+    assert "begin 2.0 old 4 alive 0" in job.agents["a"].log
+    job.agents["a"].signal(signal.SIGTERM)
+    await job.until_ended("a")
+    pids = read_pids(tmp_path)
+    assert (len(pids), [pid for pid in pids if not has_ended(pid)]) == (6, [])
+
+
+def read_pids(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in folder.glob("child-*")]
 
 
 async def test_a_program_that_ignores_sigterm_is_killed_after_its_grace(job: AgentJob) -> None:

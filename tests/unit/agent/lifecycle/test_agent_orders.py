@@ -168,6 +168,8 @@ def test_a_hang_report_is_cleared_before_the_next_attempt_joins() -> None:
     local, requested = step(local, hang, 100.0)
     assert actions.ReportStuck(stuck) in requested
     local, _ = step(local, events.RankExited(2, 0, 0, 137, requested=True), 100.1)
+    assert local.running_task == actions.SimpleTask.END_LEFTOVERS
+    local, _ = step(local, events.SimpleResult.DONE, 100.1)
     assert local.running_task == actions.SimpleTask.JOIN
     wake_time = wake_at(local)
     assert wake_time == 102.5, "a heartbeat carries it first"

@@ -158,6 +158,18 @@ os.waitid(os.P_PID, group, os.WEXITED | os.WNOWAIT)
 reaper.watch(group, seen.append)
 reaper.reap()
 assert seen == [4, 3, 0]
+read_end, write_end = os.pipe()
+daemon = os.fork()
+if daemon == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(0.2)
+        os.write(write_end, b"alive")
+    os._exit(0)
+os.close(write_end)
+os.waitid(os.P_PID, daemon, os.WEXITED | os.WNOWAIT)
+reaper.reap()
+assert os.read(read_end, 5) == b"alive", "only a process that was watched ends with its group"
 running = os.fork()
 if running == 0:
     time.sleep(600)
