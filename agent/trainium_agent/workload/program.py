@@ -33,10 +33,7 @@ _LIBRARY = Path(worker_env.AGENT_MOUNT) / "site"
 """Directory that contains only `trainium_worker`."""
 _SHORT_SECONDS = 3.0
 """A program that trains runs longer or reports a step."""
-_NEURON = Path("/sys/devices/virtual/neuron_device")
 _INFINIBAND = Path("/dev/infiniband")
-_NEURON_PORT = 62182
-"""torch_neuronx/xla_impl uses this port for the root communicator."""
 
 
 class ReservedPort:
@@ -112,7 +109,7 @@ class Program(ProgramMonitor):
     def _rank_environment(self, layout: AttemptLayout, local_rank: int) -> dict[str, str]:
         container = self._environment
         environment = rank_environment(self._settings, layout, local_rank, agent_serves=False)
-        defaults = neuron_environment(layout, local_rank, self._settings.neuron_devices)
+        defaults = network_environment(self._settings.neuron_devices)
         if layout.ranks_per_node > 1:
             defaults["OMP_NUM_THREADS"] = "1"  # as torchrun does
         defaults["PYTHONUNBUFFERED"] = "1"  # else Python buffers its output to a pipe, and steps are found late
@@ -124,28 +121,13 @@ class Program(ProgramMonitor):
         return {**{name: value for name, value in defaults.items() if name not in container}, **environment}
 
 
-def neuron_environment(layout: AttemptLayout, local_rank: int, devices: int) -> dict[str, str]:
-    """Return the environment of Neuron's runtime and its PJRT plugin; empty without devices.
+def network_environment(devices: int) -> dict[str, str]:
+    """Return libfabric's variables for EFA (from AWS's launch scripts); empty on a node without Neuron devices or EFA.
 
-    Sources: the Neuron runtime's configuration (NEURON_RT_*), the PJRT plugin for multi-process runs (NEURON_PJRT_*),
-    and AWS's launch scripts for EFA (FI_*).
+    The agent sets no variable of the Neuron runtime or of its PJRT plugin, as torchrun does not: libraries derive
+    cores, process index and root communicator from the variables of the rank. A launcher would pass the values of one
+    rank to all of its ranks (torch_xla/_internal/neuron.py, `configure_pjrt_environment`).
     """
-    if not devices:
+    if not devices or not _INFINIBAND.is_dir():
         return {}
-    # Only root may read the driver's `core_count` (neuron_cdev.c), and programs do not run as root.
-    cores = devices * len([*_NEURON.glob("neuron0/neuron_core*")]) // max(1, _read_logical_nc_config())
-    rank_cores = cores // layout.ranks_per_node
-    environment = {"NEURON_RT_ROOT_COMM_ID": f"{layout.master_ip}:{_NEURON_PORT}"}
-    if rank_cores:
-        first = local_rank * rank_cores
-        environment["NEURON_RT_VISIBLE_CORES"] = str(first) if rank_cores == 1 else f"{first}-{first + rank_cores - 1}"
-        environment["NEURON_PJRT_PROCESSES_NUM_DEVICES"] = ",".join([str(rank_cores)] * layout.world_size)
-        environment["NEURON_PJRT_PROCESS_INDEX"] = str(layout.rank(local_rank))
-    if _INFINIBAND.is_dir():
-        environment |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
-    return environment
-
-
-def _read_logical_nc_config() -> int:
-    text = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "")
-    return int(text) if text.isdigit() else 1
+    return {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}

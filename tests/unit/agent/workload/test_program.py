@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,18 +15,20 @@ from tests.unit.agent.pod_environment import environment
 from trainium_agent.settings import SettingsError, settings_from
 from trainium_agent.workload import program as program_module
 from trainium_agent.workload.base import AttemptLayout
-from trainium_agent.workload.program import Program, ReservedPort, neuron_environment
+from trainium_agent.workload.program import Program, ReservedPort, network_environment
 from trainium_contract.faults.causes import Cause
 from trainium_trainer.configuration.config import read_launch
 
 LAYOUT = AttemptLayout(3, 1, 1, 2, 4, "10.0.0.1", 29500, accumulation=8)
 
 
-def build_program(tmp_path: Path, container_environment: dict[str, str], **spec: Any) -> Program:
+def build_program(
+    tmp_path: Path, container_environment: dict[str, str], neuron_devices: int = 0, **spec: Any
+) -> Program:
     text = json.dumps({"image": "team/train:1", "command": ["python", "train.py"], "args": ["--x"], **spec})
     settings = settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
     assert settings.program is not None
-    return Program(settings, settings.program, container_environment)
+    return Program(replace(settings, neuron_devices=neuron_devices), settings.program, container_environment)
 
 
 def test_a_rank_has_the_environment_of_torchrun_and_of_the_job(tmp_path: Path) -> None:
@@ -59,26 +60,16 @@ def test_the_worker_library_is_appended_to_pythonpath(tmp_path: Path, monkeypatc
     assert program.request(LAYOUT, 0).environment["PYTHONPATH"] == f"/app:{tmp_path}"
 
 
-def test_neuron_cores_are_divided_among_the_ranks_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_module, "_NEURON", tmp_path)
+def test_a_rank_has_variables_of_efa_and_none_of_the_neuron_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(program_module, "_INFINIBAND", tmp_path)
-    for number in range(8):
-        (tmp_path / f"neuron0/neuron_core{number}").mkdir(parents=True)
-    environment = neuron_environment(LAYOUT, 2, 2)
-    assert environment == {
-        "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:62182",
-        "NEURON_RT_VISIBLE_CORES": "8-11",
-        "NEURON_PJRT_PROCESSES_NUM_DEVICES": "4,4,4,4,4,4,4,4",
-        "NEURON_PJRT_PROCESS_INDEX": "6",
-        "FI_PROVIDER": "efa",
-        "FI_EFA_USE_DEVICE_RDMA": "1",
-        "FI_EFA_FORK_SAFE": "1",
-    }
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
-    assert neuron_environment(LAYOUT, 2, 2)["NEURON_RT_VISIBLE_CORES"] == "4-5"
-    shutil.rmtree(tmp_path / "neuron0")
-    assert "NEURON_RT_VISIBLE_CORES" not in neuron_environment(LAYOUT, 2, 2)
-    assert neuron_environment(LAYOUT, 2, 0) == {}
+    efa = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+    assert network_environment(16) == efa
+    assert network_environment(0) == {}
+    env = build_program(tmp_path, {"FI_PROVIDER": "tcp"}, neuron_devices=16).request(LAYOUT, 2).environment
+    assert {name for name in efa if name in env} == {"FI_EFA_USE_DEVICE_RDMA", "FI_EFA_FORK_SAFE"}
+    assert not [name for name in env if name.startswith(("NEURON", "PJRT"))], "torch_xla and TorchNeuron derive them"
 
 
 def test_a_reserved_port_is_exclusive_and_can_be_listened_on_by_rank_0() -> None:
