@@ -1,6 +1,7 @@
 """Write tokenizer, generation settings and model card beside the weights."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,54 @@ def test_tokenizer_template_and_generation_settings_come_from_the_base(tmp_path:
     assert model.generation_config.temperature == 0.6
     assert (model.config.eos_token_id, model.config.bos_token_id) == (1, 0)
     assert str(model.dtype) == "torch.bfloat16"
+
+
+QUESTION = [{"role": "user", "content": "w3"}]
+OTHER = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+TOOLS = "{{ tools | length }} tools" + OTHER
+
+
+def prompt_of(folder: Path, **options: Any) -> str:
+    """Return a question in the form in which `transformers` asks the model of a folder."""
+    return str(AutoTokenizer.from_pretrained(folder).apply_chat_template(QUESTION, tokenize=False, **options))
+
+
+@pytest.mark.parametrize("bases", ["file", "settings", "several"])
+def test_an_artifact_has_the_chat_template_that_the_run_was_trained_with(tmp_path: Path, bases: str) -> None:
+    root = write_tuned_run(tmp_path, chatTemplate=OTHER)
+    base = tmp_path / "base"
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    if bases != "file":
+        (base / "chat_template.jinja").unlink()
+        named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": TEMPLATE}]
+        settings["chat_template"] = TEMPLATE if bases == "settings" else named
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for tokenizer in (None, base):
+        export(root, tmp_path / "out", base=str(base), tokenizer=tokenizer)
+        assert prompt_of(tmp_path / "out") == prompt_of(tmp_path / "out", tools=tools) == "<user>w3"
+        shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", ["file", "settings"])
+@pytest.mark.parametrize("base_form", ["file", "settings"])
+def test_the_templates_of_the_runs_tokenizer_replace_those_of_the_base(
+    tmp_path: Path, form: str, base_form: str
+) -> None:
+    root = write_tuned_run(tmp_path)
+    save_tokenizer(tmp_path / "tokenizer")
+    for folder, chosen, texts in (
+        (tmp_path / "base", base_form, [TEMPLATE]),
+        (tmp_path / "tokenizer", form, [OTHER, TOOLS]),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        (folder / "chat_template.jinja").unlink()
+        named = dict(zip(("default", "tool_use"), texts, strict=False))
+        tokenizer.chat_template = named if len(texts) > 1 else texts[0]
+        tokenizer.save_pretrained(folder, save_jinja_files=chosen == "file")
+    export(root, tmp_path / "out", base=str(tmp_path / "base"), tokenizer=tmp_path / "tokenizer")
+    assert prompt_of(tmp_path / "out") == "<user>w3"
+    assert prompt_of(tmp_path / "out", tools=[{"type": "function"}]) == "1 tools<user>w3"
 
 
 def test_a_tokenizer_with_added_tokens_replaces_the_bases(tmp_path: Path) -> None:

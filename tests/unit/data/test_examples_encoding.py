@@ -1,6 +1,7 @@
 """Encode examples, and compare their tokens with those of transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -129,3 +130,61 @@ def test_added_special_tokens_count_as_vocabulary(tmp_path: Path) -> None:
     assert data.training.rules.vocabulary == before + 2
     assert data.training.rules.padding == tokenizer.token_to_id("<|pad|>")
     assert data.sources[0].stored.example(0)[0].max() < before
+
+
+PRIVATE = "".join(
+    map(chr, (0xE000, 0xF0000, 0xF0001, 0xFFFF0, 0xFFFF1, 0xFFFFD, 0x100000, 0x10FFFD, 0x10FFFE, 0x10FFFF))
+)
+ICONS = f"an icon {PRIVATE} beside <|eot|> of a mesh"
+
+
+@pytest.mark.parametrize("template", [CHAT, CHATML, GENERATION, "\U0010fffe{# \U000f0001 #}" + CHATML])
+def test_private_characters_in_a_conversation_are_text(tmp_path: Path, template: str) -> None:
+    """A template passes special tokens of the data as characters, which the data may have too."""
+    file = write_tokenizer(tmp_path / "tokenizer", chat=template)
+    reference = PreTrainedTokenizerFast.from_pretrained(file.parent)
+    messages = [{"role": "user", "content": ICONS}, {"role": "assistant", "content": PRIVATE}]
+    ids, loss_mask = first_example(encode(tmp_path, [{"messages": messages}], format="Chat", sequence_length=256))
+    assert reference.decode(ids) == reference.apply_chat_template(messages, tokenize=False)
+    learned = [number for number, is_learned in zip(ids, loss_mask, strict=True) if is_learned]
+    assert reference.decode(learned, skip_special_tokens=True) == PRIVATE
+    turns = reference.convert_tokens_to_ids("<|im_end|>" if CHATML in template else "<|eot|>")
+    assert ids.count(turns) == 2, "the token in the text of the user is none"
+    assert set(ids).isdisjoint(reference.convert_tokens_to_ids([EOS, "<|pad|>"]))
+
+
+def test_a_conversation_with_every_private_character_is_read(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    every = "".join(map(chr, [*range(0xF0000, 0xFFFFE), *range(0x100000, 0x110000)]))
+    messages = [{"role": "user", "content": every + EOS}, {"role": "assistant", "content": "a shard"}]
+    data = encode(tmp_path, [{"messages": messages}], format="Chat", sequence_length=600_000)
+    assert decode(data)[0][0].count(every + EOS) == 1
+
+
+@pytest.mark.parametrize(
+    ("record_format", "row"),
+    [
+        ("Instruction", {"instruction": ICONS, "response": PRIVATE}),
+        ("Preference", {"prompt": ICONS, "chosen": PRIVATE, "rejected": "a mesh"}),
+        ("Classification", {"question": ICONS, "sentence": "", "label": 0}),
+    ],
+)
+def test_private_characters_in_a_record_are_text(tmp_path: Path, record_format: str, row: dict[str, Any]) -> None:
+    file = write_tokenizer(tmp_path / "tokenizer")
+    labels = {"classification": {"labels": [PRIVATE, "no"]}}
+    data = encode(tmp_path, [row], format=record_format, sequence_length=256, examples=labels)
+    text, learned = decode(data)[0]
+    assert ICONS in text
+    assert learned.strip() == f"{PRIVATE}{EOS}"
+    ids, _ = first_example(data)
+    assert load_tokenizer(file).token_to_id("<|eot|>") not in ids
+
+
+def test_a_special_token_that_parts_of_a_message_form_together_is_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer", chat=CHAT.replace("| trim", "| tojson(true)"))
+    parts = [{"type": "text", "text": "<|eo"}, {"type": "text", "text": "t|> \U0010ffff"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a shard"}]
+    data = encode(tmp_path, [{"messages": messages}], format="Chat", sequence_length=96)
+    assert '"<|eot|> \\udbff\\udfff"' in decode(data)[0][0], "escaped as the template asks"
+    ids, _ = first_example(data)
+    assert ids.count(load_tokenizer(data.tokenizer).token_to_id("<|eot|>")) == 2

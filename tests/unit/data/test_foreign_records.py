@@ -367,3 +367,95 @@ def test_held_out_prompts_end_where_the_answer_begins(tmp_path: Path) -> None:
     config = chat_config(tmp_path, [{"messages": TWO_TURNS}] * 4, BLANK, validation={"fraction": 0.5, "split": "Tail"})
     prompt_ids = build_prompts(config, [{"messages": TWO_TURNS[:-1]}])[0][1]
     assert {example.prompt_ids for example in read_held_out(config).examples} == {prompt_ids}
+
+
+# ---- chat templates that rewrite what comes before an answer ---------------------------------------------------------
+
+QWEN3 = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% set content = m.content or '' %}{% if m.role == 'assistant' %}"
+    "{% set reasoning = m.reasoning_content or '' %}{% if '</think>' in content %}"
+    "{% set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ '<|im_start|>assistant\n' }}"
+    "{% if loop.index0 > ns.last and (loop.last or reasoning) %}"
+    "{{ '<think>\n' + reasoning + '\n</think>\n\n' }}{% endif %}{{ content }}{% for call in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+OPENED = QWEN3.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|head|>' + m.role + '<|tail|>' }}{% if m.role == 'assistant' %}"
+    "{{ m.content.split('</think>')[-1] + '<|eot|>' }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant<|tail|><think>\n' }}{% endif %}"
+)
+CHANNELS = (
+    "{% for m in messages %}{{ '<|head|>' + m.role }}{% if m.role == 'assistant' %}{% if loop.last and m.thinking %}"
+    "{{ '<|tail|>analysis:' + m.thinking + '<|im_end|><|head|>assistant' }}{% endif %}{% endif %}"
+    "{{ '<|tail|>' + m.content }}{{ '<|eot|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant' }}{% endif %}"
+)
+LAST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}"
+    "{% endif %}{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '<|head|>' + (system + '\n' if loop.last and system is defined else '') + m.content + '<|tail|>' }}"
+    "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
+THOUGHTS = "<think>\nan odd rank\n</think>\n\nthe third"
+
+
+@pytest.mark.parametrize(
+    ("template", "answers", "learned"),
+    [
+        (QWEN3, ["rank", "token"], "rank<|im_end|><think>\n\n</think>\n\ntoken<|im_end|>"),
+        (QWEN3, [THOUGHTS, THOUGHTS], f"the third<|im_end|>{THOUGHTS}<|im_end|>"),
+        (OPENED, ["rank", "token"], "rank<|im_end|>\n</think>\n\ntoken<|im_end|>"),
+        (OPENED, [THOUGHTS, THOUGHTS], f"the third<|im_end|>{THOUGHTS[8:]}<|im_end|>"),
+        (R1, ["rank", "token"], "rank<|eot|>token<|eot|>"),
+        (R1, ["<rank", "<t>"], "<rank<|eot|><t><|eot|>"),
+        (R1, [THOUGHTS, THOUGHTS], "\n\nthe third<|eot|>\n\nthe third<|eot|>"),
+        (CHANNELS, ["rank", "token"], "<|tail|>rank<|im_end|><|tail|>token<|eot|>"),
+        (LAST_SYSTEM, ["rank", "token"], f" rank{EOS} token{EOS}"),
+    ],
+)
+def test_answers_are_found_where_a_template_rewrites_what_comes_before_them(
+    tmp_path: Path, template: str, answers: list[str], learned: str
+) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer").parent
+    turns = [{"role": "user", "content": "a mesh"}, {"role": "user", "content": "and a net"}]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "be kind"}]
+    for turn, answer in zip(turns, answers, strict=True):
+        messages += [turn, {"role": "assistant", "content": answer}]
+    reference = AutoTokenizer.from_pretrained(folder)
+    rendered = reference.apply_chat_template(messages, chat_template=template, tokenize=False)
+    ids = reference.apply_chat_template(messages, chat_template=template, return_dict=True)["input_ids"]
+    data = open_encoded(chat_config(tmp_path, [{"messages": messages}], template))
+    assert decode(data) == [(rendered, learned)]
+    assert first_example(data)[0] == ids
+    dropped = {"messages[].content before </think>": 1} if template is R1 and answers[0] is THOUGHTS else {}
+    assert data.report.counts.unused == dropped
+
+
+@pytest.mark.parametrize("template", [QWEN3, OPENED])
+def test_the_calls_of_tools_and_the_answer_after_them_are_learned(tmp_path: Path, template: str) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    ((_, learned),) = decode(open_encoded(chat_config(tmp_path, [{"messages": TOOL_CALL}], template)))
+    call = '<tool_call>{"name": "rank", "arguments": {"mesh": "a"}}</tool_call><|im_end|>'
+    opened = "" if template is OPENED else "<think>\n"
+    assert learned == f"{call}{opened}\n</think>\n\nthe third<|im_end|>"
+
+
+@pytest.mark.parametrize("form", ["settings", "files"])
+def test_records_with_tools_use_the_template_for_them(tmp_path: Path, form: str) -> None:
+    named = {"default": CHAT, "tool_use": TOOLS}
+    listed = [{"name": name, "template": text} for name, text in named.items()]
+    folder = write_tokenizer(tmp_path / "tokenizer", chat=None, chat_template=listed).parent
+    reference = AutoTokenizer.from_pretrained(folder)
+    if form == "files":
+        reference.save_pretrained(folder)
+        assert (folder / "additional_chat_templates/tool_use.jinja").is_file()
+    rows: list[dict[str, Any]] = [{"messages": TOOL_CALL, "tools": [TOOL]}, {"messages": ONE_TURN}]
+    expected = [reference.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False) for row in rows]
+    data = encode(tmp_path, rows, format="Chat", sequence_length=256)
+    assert [text for text, _ in decode(data)] == expected
+    assert data.report.counts.unused == {}

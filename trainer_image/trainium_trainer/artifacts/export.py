@@ -17,7 +17,7 @@ from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.inputs import ArtifactInputs, inputs_of_adapter
-from trainium_trainer.artifacts.small_files import TOKENIZER_NAMES, check_tokenizer
+from trainium_trainer.artifacts.small_files import check_tokenizer, list_tokenizer_files
 from trainium_trainer.artifacts.writer import write_artifact
 from trainium_trainer.checkpoint.root.selection import choose_checkpoint, explain_damage, parse_shape
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, count_entries, tokenizer_file
@@ -112,14 +112,15 @@ def merge(
 @contextmanager
 def _open_tokenizer(adapter: AdapterWeights) -> Iterator[Path | None]:
     """Copy the tokenizer of an adapter, which may have tokens and a template that the base lacks."""
-    sizes = adapter.source.sizes()
-    if TOKENIZER_FILE not in sizes:
+    names = list_tokenizer_files(adapter.source)
+    if TOKENIZER_FILE not in names:
         yield None
         return
     with tempfile.TemporaryDirectory() as copy:
-        for name in TOKENIZER_NAMES:
-            if name in sizes:
-                (Path(copy) / name).write_bytes(adapter.source.read(name))
+        for name in names:
+            file = Path(copy) / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(adapter.source.read(name))
         yield Path(copy) / TOKENIZER_FILE
 
 

@@ -22,6 +22,7 @@ from trainium_trainer.artifacts.small_files import model_files, tokenizer_files
 from trainium_trainer.artifacts.writer import Blueprint
 from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.selection import parse_shape
+from trainium_trainer.data.tokens.tokenizer import CHAT_TEMPLATE_SETTING
 from trainium_trainer.monitor.writers import METRICS_NAME
 from trainium_trainer.tuning.trainable import projection_sizes, select_trainable
 from trainium_trainer.weights.adapter import BASE_DIGEST, AdapterWeights, from_tensor, to_tensor
@@ -121,7 +122,8 @@ class ArtifactInputs:
         def small_files() -> dict[str, bytes]:
             source = None if self.base is None else self.base.source
             name = _TORCH_NAMES[dtype]
-            files = model_files(self.unpadded_shape, name, source, self.tokenizer)
+            template = self.settings.get(CHAT_TEMPLATE_SETTING)
+            files = model_files(self.unpadded_shape, name, source, self.tokenizer, template)
             return files | {CARD_NAME: self._card(ArtifactKind.MODEL, name)}
 
         return Blueprint(
@@ -157,7 +159,8 @@ class ArtifactInputs:
                 list(projection_sizes(shape)),
                 None if self.base is None else self.base.location,
             )
-            files = tokenizer_files(source, self.tokenizer, shape.max_positions)
+            template = self.settings.get(CHAT_TEMPLATE_SETTING)
+            files = tokenizer_files(source, self.tokenizer, shape.max_positions, template)
             return files | {ADAPTER_CONFIG: config, CARD_NAME: self._card(ArtifactKind.ADAPTER, "float32")}
 
         return Blueprint(

@@ -11,16 +11,20 @@ Guarantees:
 from __future__ import annotations
 
 import json
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from trainium_trainer.data.examples.chat import after_answer
 from trainium_trainer.data.tokens.tokenizer import (
+    TEMPLATE_FILES,
     TOKENIZER_FILE,
+    TOOL_TEMPLATE_FILE,
+    ChatTemplates,
     count_entries,
     find_end_token,
     find_known_end_token,
     load_tokenizer,
-    read_chat_template,
+    read_chat_templates,
     token_text,
     vocabulary_in,
     write_tokenizer,
@@ -37,13 +41,12 @@ if TYPE_CHECKING:
 GENERATION_NAME = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_NAMES = "special_tokens_map.json"
-_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_COMPANIONS = (
     TOKENIZER_CONFIG,
     _SPECIAL_NAMES,
     "added_tokens.json",
     "chat_template.json",
-    _TEMPLATE,
+    *TEMPLATE_FILES,
 )
 TOKENIZER_NAMES = (TOKENIZER_FILE, *_TOKENIZER_COMPANIONS)
 """The files of a fast tokenizer."""
@@ -54,12 +57,19 @@ _NUMBERS = tuple(f"{name}_id" for name in _NAMED)
 _EOS = "eos_token_id"
 
 
-def model_files(shape: ModelShape, dtype: str, base: WeightsSource | None, tokenizer: Path | None) -> dict[str, bytes]:
+def model_files(
+    shape: ModelShape,
+    dtype: str,
+    base: WeightsSource | None,
+    tokenizer: Path | None,
+    chat_template: str | None = None,
+) -> dict[str, bytes]:
     """Return configuration, generation settings and tokenizer of a model; `dtype` is torch's name of the weights' type.
 
-    `base` is the folder of the initial model, `tokenizer` the run's `tokenizer.json`. Raises UserError, StorageError.
+    `base` is the folder of the initial model; `tokenizer` and `chat_template` as for `tokenizer_files`. Raises
+    UserError, StorageError.
     """
-    files = tokenizer_files(base, tokenizer, shape.max_positions)
+    files = tokenizer_files(base, tokenizer, shape.max_positions, chat_template)
     sizes = base.sizes() if base is not None else {}
     base_config: dict[str, Any] = {}
     if base is not None and CONFIG_NAME in sizes:
@@ -111,7 +121,7 @@ def _turn_end_tokens(files: dict[str, bytes]) -> list[int]:
     if TOKENIZER_FILE not in files:
         return []
     named = json.loads(files.get(_SPECIAL_NAMES, b"{}")) | json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-    if (template := read_chat_template(files.get(_TEMPLATE), named)) is None:
+    if (template := read_chat_templates(files, named).default) is None:
         return []
     tokens = {name: text for name in _NAMED if (text := token_text(named.get(name))) is not None}
     after = after_answer(template, tokens)
@@ -127,22 +137,28 @@ def _eos_tokens_in(document: dict[str, Any]) -> list[int]:
     return [number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int)]
 
 
-def tokenizer_files(base: WeightsSource | None, tokenizer: Path | None, max_positions: int) -> dict[str, bytes]:
-    """Return the files of the run's tokenizer for `AutoTokenizer`; empty without a tokenizer."""
+def tokenizer_files(
+    base: WeightsSource | None, tokenizer: Path | None, max_positions: int, chat_template: str | None = None
+) -> dict[str, bytes]:
+    """Return the files of the run's tokenizer for `AutoTokenizer`; empty without a tokenizer.
+
+    `tokenizer` is the run's `tokenizer.json`, `chat_template` the template of its data if that is not the tokenizer's.
+    """
     files: dict[str, bytes] = {}
     if tokenizer is not None:
         files[TOKENIZER_FILE] = tokenizer.read_bytes()
         for name in _TOKENIZER_COMPANIONS:
             if (tokenizer.parent / name).is_file():
                 files[name] = (tokenizer.parent / name).read_bytes()
+    templates = ChatTemplates(chat_template) if chat_template is not None else _chat_templates_in(files)
     if base is not None:
         sizes = base.sizes()
         same = not files or (
             TOKENIZER_FILE in sizes and json.loads(files[TOKENIZER_FILE]) == json.loads(base.read(TOKENIZER_FILE))
         )
         if same or TOKENIZER_CONFIG not in files:
-            wanted = (*TOKENIZER_NAMES, *(_OTHER_FORMS if same else ()))
-            files = {name: base.read(name) for name in wanted if name in sizes} | files
+            other_forms = [name for name in _OTHER_FORMS if same and name in sizes]
+            files = {name: base.read(name) for name in (*list_tokenizer_files(base), *other_forms)} | files
     if tokenizer is not None and TOKENIZER_CONFIG not in files:
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -152,7 +168,22 @@ def tokenizer_files(base: WeightsSource | None, tokenizer: Path | None, max_posi
         files[TOKENIZER_CONFIG] = _json(settings)
     if tokenizer is not None:  # with the tokens that only the other files of its folder add
         files[TOKENIZER_FILE] = write_tokenizer(tokenizer)[TOKENIZER_FILE].encode()
+    if templates == ChatTemplates():
+        templates = _chat_templates_in(files)
+    if TOKENIZER_FILE in files and templates != ChatTemplates():  # of several places `transformers` reads only one
+        templates.replace_in(files)
     return files
+
+
+def list_tokenizer_files(source: WeightsSource) -> list[str]:
+    """Return the names of the files of a fast tokenizer in a folder of weights."""
+    folder = PurePosixPath(TOOL_TEMPLATE_FILE).parent
+    present = {*source.sizes(), *(str(folder / name) for name in source.sizes(str(folder)))}
+    return [name for name in TOKENIZER_NAMES if name in present]
+
+
+def _chat_templates_in(files: dict[str, bytes]) -> ChatTemplates:
+    return read_chat_templates(files, json.loads(files.get(TOKENIZER_CONFIG, b"{}")))
 
 
 def check_tokenizer(tokenizer: Path, vocabulary: int) -> None:

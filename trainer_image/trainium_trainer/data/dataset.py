@@ -31,6 +31,7 @@ from trainium_trainer.data.prepared.text_sources import TextSources, with_cache
 from trainium_trainer.data.sources.files import is_in_store
 from trainium_trainer.data.sources.resolve import find_validation_source, list_sources
 from trainium_trainer.data.tokens.tokenizer import (
+    CHAT_TEMPLATE_SETTING,
     count_entries,
     find_document_bos_prefix,
     find_end_of_document,
@@ -62,6 +63,13 @@ class Dataset:
     """The `tokenizer.json` of the tokens."""
     report: DataReport | None = None
     """The counts of the records; None for data.format Text, which has none."""
+    chat_template: str | None = None
+    """The text of data.examples.chat.template; None if the tokenizer's templates are used."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of a run for those who use its model."""
+        return {} if self.chat_template is None else {CHAT_TEMPLATE_SETTING: self.chat_template}
 
     @property
     def epoch_samples(self) -> int | None:
@@ -93,7 +101,9 @@ def open_data(
     filled = 1 if steps_differ else global_size
     if config.format is not DataFormat.TEXT:
         sets = with_cache(config, lambda cache: open_examples(config, cache, filled, epochs=epochs, progress=progress))
-        return Dataset(sets.training, sets.validation, sets.identity, sets.tokenizer, sets.report)
+        named = config.examples.chat.template is not None
+        template = sets.sources[0].recipe.chat_templates.default if named else None
+        return Dataset(sets.training, sets.validation, sets.identity, sets.tokenizer, sets.report, template)
 
     def open_text(cache: Path) -> Dataset:
         texts = TextSources.open(config, cache)

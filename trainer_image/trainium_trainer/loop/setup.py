@@ -130,7 +130,9 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
     if initial_weights.base is not None and config.tuning.freezes:
         backend.load_frozen(initial_weights.base)
         timer.end_phase("base")
-    fixed_settings = settings.fixed_settings(data.identity, hash_tokenizer(data.tokenizer), initial_weights.digests)
+    fixed_settings = data.settings | settings.fixed_settings(
+        data.identity, hash_tokenizer(data.tokenizer), initial_weights.digests
+    )
     manager = CheckpointManager(
         config.checkpoint,
         state=backend.state,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.testing.suite.timeouts import until
 from tests.testing.trainer.hub_server import HubServer
@@ -26,6 +26,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # from peft about transformers
 ]
 
+TEMPLATE = (
+    "{% for message in messages %}### {{ message.role }}\n{{ message.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}### assistant\n{% endif %}"
+)
 LORA = "tuning={method: LoRA, lora: {rank: 4, alpha: 8, dropout: 0.1, targets: ['*_proj']}}"
 
 
@@ -48,11 +52,22 @@ def options(base: Path, text_file: Path, shared_folder: Path) -> list[str]:
     (shared_folder / "cache").mkdir()
     tokenizer = train_for_texts([SourceSpec(str(text_file), "text")], 320, shared_folder / "cache")
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    records = [{"instruction": f"Add {n} and {n + 1}.", "context": "", "response": str(2 * n + 1)} for n in range(60)]
+    (shared_folder / "sums.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Add {n} and {n + 1}."},
+                {"role": "assistant", "content": str(2 * n + 1)},
+            ]
+        }
+        for n in range(60)
+    ]
     (shared_folder / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = {
         "source": str(shared_folder / "sums.jsonl"),
-        "format": "Instruction",
+        "format": "Chat",
+        "examples": {"chat": {"template": str(shared_folder / "sums.jinja")}},
         "sequenceLength": 128,
         "cacheDirectory": str(shared_folder / "cache"),
         "validation": {"fraction": 0.2, "everySteps": 100},
@@ -87,6 +102,9 @@ def test_a_run_writes_an_adapter_a_merged_model_and_figures(
     assert not torch.allclose(logits, base_logits, atol=1e-3)
     figures = json.loads((folder / "evaluation.json").read_text())["figures"]
     assert all(figure["before"] is not None and figure["after"] is not None for figure in figures)
+    for artifact in ("model", "adapter"):
+        tokenizer = AutoTokenizer.from_pretrained(folder / artifact)
+        assert tokenizer.chat_template == TEMPLATE, "what the model was trained with, not the base's"
     assert "| figure | before | after |" in (folder / "model" / "README.md").read_text()
 
 

@@ -5,20 +5,26 @@ Guarantees:
   on the date.
 - Rows of JSON lines and of Parquet, which fills missing keys with null, give equal conversations.
 - The assistant's messages are found by the template's own generation markers or, without them, by rendering the
-  conversation up to each answer. The token that ends a turn belongs to the answer; whitespace after it does not.
+  conversation up to each answer, or with another content in its place. The token that ends a turn belongs to the
+  answer; whitespace after it does not.
+- Every character may occur in a record.
 - An error of a template names the template's line.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import traceback
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainium_trainer.data.examples.templates import (
     BadRecordError,
     Example,
+    GuardedText,
+    Range,
     RecordFormat,
     SpecialTokenGuard,
     list_fields,
@@ -27,18 +33,23 @@ from trainium_trainer.data.examples.templates import (
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from trainium_trainer.data.sources.documents import Record
-    from trainium_trainer.data.tokens.tokenizer import SpecialTokens
+    from trainium_trainer.data.tokens.tokenizer import ChatTemplates, SpecialTokens
 
 
 _ASSISTANT = "assistant"
 _TOOLS = "tools"
 _WEIGHT = "weight"
-_OPEN, _CLOSE = "\U000ffff0", "\U000ffff1"
-_MARKED = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+_MARKS = "marks"
+"""The variable of a template with the characters of `_Marks`."""
+_PROBE = "\U0010ffff"
+_ASTRAL = re.compile("[\U00010000-\U0010ffff]")
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""The names of a message's reasoning; templates read the first."""
+_START_OF_REASONING, _END_OF_REASONING = "<think>", "</think>"
 _FREE_CONTENT = frozenset({"tool", "ipython", "function"})
 """Roles whose content may be any value; the template formats it."""
 
@@ -46,15 +57,22 @@ _FREE_CONTENT = frozenset({"tool", "ipython", "function"})
 class ChatFormat(RecordFormat):
     """Builds examples from lists of messages."""
 
-    def __init__(self, template: str, special: SpecialTokens, guard: SpecialTokenGuard, field: str, where: str) -> None:
-        """Compile the template. Raises UserError."""
+    def __init__(
+        self, templates: ChatTemplates, special: SpecialTokens, guard: SpecialTokenGuard, field: str, where: str
+    ) -> None:
+        """Compile the templates. Raises UserError."""
         super().__init__(guard)
         self.field = field
         self._where = where
-        self._words = frozenset(re.findall(r"\w+", template))
+        self._chosen = templates
+        texts = {template for template in astuple(templates) if template is not None}
+        self._words = frozenset(re.findall(r"\w+", " ".join(texts)))
         self._variables = dict(special.tokens)
+        self._characters = set("".join([*texts, *self._variables.values()]))
+        environment = _environment()
         try:
-            self._template = _environment().from_string(template)
+            self._compiled = {text: environment.from_string(text) for text in texts}
+            self._characters.update(*(literal for text in texts for literal in _literals(environment.parse(text))))
         except Exception as error:
             line = getattr(error, "lineno", None)
             at = f" line {line}" if line else ""
@@ -66,7 +84,7 @@ class ChatFormat(RecordFormat):
 
     def example(self, record: Mapping[str, Any]) -> Example:
         """Build the example of a record. Raises BadRecordError."""
-        messages, tools = self._messages(record), self._tools(record)
+        messages = self._messages(record)
         assistants = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT]
         learned = [number for number in assistants if messages[number].get(_WEIGHT) != 0]
         if not learned:
@@ -81,28 +99,34 @@ class ChatFormat(RecordFormat):
             for number in learned
         ):
             raise BadRecordError("the answer is empty: give the assistant's message a content")
-        marked = self._render(messages, tools, prompt=False)
-        text = marked.replace(_OPEN, "").replace(_CLOSE, "")
-        if _OPEN in marked:
-            answers = list(_answer_ranges(marked))
+        conversation = self._conversation(messages, record)
+        whole = conversation.render(len(messages))
+        if whole.generated:
+            answers = list(whole.generated)
             for number in assistants:
                 if number not in learned:
-                    start, end = self._answer_range(messages, tools, number, text)
+                    start, end = conversation.answer_range(number, whole.text)
                     answers = [answer for answer in answers if answer[1] <= start or answer[0] >= end]
         else:
-            answers = [self._answer_range(messages, tools, number, text) for number in learned]
+            answers = [conversation.answer_range(number, whole.text) for number in learned]
         answers = [(start, end) for start, end in answers if start < end]
         if not answers:
             raise BadRecordError("the chat template leaves nothing of the assistant's messages: correct the template")
-        return Example(text, tuple(answers), from_chat_template=True)
+        unused = self._find_unused_reasoning(messages[assistants[-1]], whole.text)
+        return Example(whole.guarded, tuple(answers), from_chat_template=True, unused=unused)
 
-    def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+    def _find_unused_reasoning(self, message: Mapping[str, Any], text: str) -> tuple[str, ...]:
+        """Name the reasoning before an answer that the template leaves out."""
+        before, end, _ = (message["content"] or "").partition(_END_OF_REASONING)
+        left_out = bool(end) and before.removeprefix(_START_OF_REASONING).strip() not in text
+        return (f"{self.field}[].content before {_END_OF_REASONING}",) if left_out else ()
+
+    def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Return the text before the last answer, or all of it without an answer."""
         messages = self._messages(fields)
         if messages[-1]["role"] == _ASSISTANT:
             messages = messages[:-1]
-        text = self._render(messages, self._tools(fields), prompt=True)
-        return text.replace(_OPEN, "").replace(_CLOSE, ""), True
+        return self._conversation(messages, fields).render(len(messages), prompt=True).guarded, True
 
     def record_of_prompt(self, text: str) -> dict[str, Any]:
         """Build the message of a user."""
@@ -137,7 +161,7 @@ class ChatFormat(RecordFormat):
 
     def _message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as input of the template: the content is a text or null, and no other value is null."""
-        message: dict[str, Any] = self._escape_texts(without_nulls(fields)) | {"role": fields["role"]}
+        message: dict[str, Any] = without_nulls(fields) | {"role": fields["role"]}
         content = message.get("content")
         if isinstance(content, list) and all(
             isinstance(part, str) or (isinstance(part, dict) and "type" in part) for part in content
@@ -154,13 +178,12 @@ class ChatFormat(RecordFormat):
             )
         return message | {"content": content}
 
-    def _escape_texts(self, value: Any) -> Any:
-        """Replace special tokens in the texts of a value by marks."""
-        if isinstance(value, dict):
-            return {key: self._escape_texts(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._escape_texts(item) for item in value]
-        return self.guard.escape(value) if isinstance(value, str) else value
+    def _conversation(self, messages: list[dict[str, Any]], record: Mapping[str, Any]) -> _Conversation:
+        """Return messages and tools for the template. Raises BadRecordError."""
+        tools = self._tools(record)
+        texts = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        marks = _Marks(self.guard, self._characters | set(_ASTRAL.findall(texts)))
+        return _Conversation(self.render, marks.escape(messages), marks.escape(tools), marks)
 
     def _tools(self, record: Mapping[str, Any]) -> list[Any] | None:
         """Return the tools that the assistant may call. Raises BadRecordError."""
@@ -171,35 +194,160 @@ class ChatFormat(RecordFormat):
         if not isinstance(tools, list):
             raise BadRecordError(f"the field {_TOOLS!r} is no list of tools: correct it, or leave it out")
         tools = [_from_json(tool) for tool in tools]
-        return list(self._escape_texts(tools if isinstance(value, str) else without_nulls(tools)))
+        return list(tools if isinstance(value, str) else without_nulls(tools))
 
-    def _answer_range(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, number: int, text: str
-    ) -> tuple[int, int]:
-        """Return the range of the answer in message `number` within the whole text."""
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, marks: str, *, prompt: bool) -> str:
+        """Render messages; `marks` are the characters of `_Marks`. Raises BadRecordError."""
+        chosen = self._chosen.for_tools(tools)
+        if chosen is None:
+            raise BadRecordError(f"has no tools, but {self._where} is only for conversations with tools")
+        try:
+            text: str = self._compiled[chosen].render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._variables | {_MARKS: marks},
+            )
+        except Exception as error:  # a user's template may raise anything
+            raise BadRecordError(f"the chat template refuses the messages ({_reason(error, self._where)}") from error
+        return text
 
-        def render(count: int, *, prompt: bool) -> str:
-            return self._render(messages[:count], tools, prompt=prompt).replace(_OPEN, "").replace(_CLOSE, "")
 
-        before, after = render(number, prompt=True), render(number + 1, prompt=False)
-        if not after.startswith(before):
-            before = render(number, prompt=False)
-        if not after.startswith(before) or not text.startswith(after):
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A rendered conversation."""
+
+    guarded: GuardedText
+    generated: tuple[Range, ...]
+    """The ranges of the text that `{% generation %}` encloses."""
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.guarded.text
+
+
+class _Marks:
+    """Characters that stand for something else while a template is applied, none of which its texts have.
+
+    The first two enclose what `{% generation %}` encloses, the third is a probe, and each of the others stands for a
+    special token of the data that is encoded as text.
+    """
+
+    def __init__(self, guard: SpecialTokenGuard, used: Container[str]) -> None:
+        """Choose characters beside the `used` ones. Raises BadRecordError if there are none."""
+        self.names = guard.names
+        self._free = (mark for mark in map(chr, range(0x10FFFF, 0xFFFF, -1)) if mark not in used)
+        self._tokens: dict[str, str] = {}
+        self.opening, self.closing, self.probe = self._take(), self._take(), self._take()
+
+    def _take(self) -> str:
+        if (mark := next(self._free, None)) is None:
+            raise BadRecordError("uses every character there is, so that no chat template can be applied: shorten it")
+        return mark
+
+    @property
+    def characters(self) -> str:
+        """All marks."""
+        return "".join((self.opening, self.closing, self.probe, *self._tokens))
+
+    def escape(self, value: Any) -> Any:
+        """Replace special tokens in the texts of a value by marks."""
+        if isinstance(value, dict):
+            return {self.escape(key): self.escape(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.escape(item) for item in value]
+        return self.names.sub(lambda match: self._mark_of(match.group()), value) if isinstance(value, str) else value
+
+    def _mark_of(self, token: str) -> str:
+        mark = next((mark for mark, known in self._tokens.items() if known == token), None) or self._take()
+        self._tokens[mark] = token
+        return mark
+
+    def resolve(self, text: str) -> _Rendered:
+        """Return the text with special tokens in place of their marks, and what the other marks enclose."""
+        parts, plain, generated, position, start = list[str](), list[Range](), list[Range](), 0, 0
+        for part in re.split(f"([{self.characters}])", text):
+            if part == self.opening:
+                start = position
+            elif part == self.closing:
+                generated.append((start, position))
+            else:
+                token = self._tokens.get(part, part)
+                if part in self._tokens:
+                    plain.append((position, position + len(token)))
+                parts.append(token)
+                position += len(token)
+        return _Rendered(GuardedText("".join(parts), tuple(plain)), tuple(generated))
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """The messages and tools of one record, with marks for special tokens."""
+
+    apply: Callable[..., str]
+    """Applies the template."""
+    messages: list[dict[str, Any]]
+    tools: Any
+    marks: _Marks
+
+    def render(self, count: int, *, prompt: bool = False) -> _Rendered:
+        """Render the first messages, with `prompt` up to where an answer begins. Raises BadRecordError."""
+        marked = self.apply(self.messages[:count], self.tools, self.marks.characters, prompt=prompt)
+        return self.marks.resolve(marked)
+
+    def answer_range(self, number: int, text: str) -> Range:
+        """Return the range of the answer in message `number` within the whole text. Raises BadRecordError."""
+        before = self.render(number, prompt=True).text
+        start = len(before) if text.startswith(before) else self._find_start(number, text, before)
+        end = self._find_end(number, text, start)
+        if start < 0 or end < start:
             raise BadRecordError(
                 "the chat template changes what comes before an answer once it is given, so that the answer cannot be "
                 "found: put {% generation %} and {% endgeneration %} around it in your template "
                 "(data.examples.chat.template)"
             )
-        return len(before), max(len(before), len(after.rstrip()))
+        return start, end
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, *, prompt: bool) -> str:
-        try:
-            text: str = self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
-            )
-        except Exception as error:  # a user's template may raise anything
-            raise BadRecordError(f"the chat template refuses the messages ({_reason(error, self._where)}") from error
-        return text
+    def _find_start(self, number: int, text: str, before: str) -> int:
+        """Return the end of a message's header, where a prompt ends otherwise; -1 if it is unknown.
+
+        A message with another content has the same header.
+        """
+        probe = {name: value for name, value in self.messages[number].items() if name not in _REASONING_FIELDS}
+        messages = [*self.messages[:number], probe | {"content": self.marks.probe}, *self.messages[number + 1 :]]
+        marked = self.apply(messages, self.tools, self.marks.characters, prompt=False)
+        head, found, _ = self.marks.resolve(marked).text.partition(self.marks.probe)
+        equal = itertools.takewhile(lambda both: both[0] == both[1], zip(head, text, strict=False))
+        header = text[: sum(1 for _ in equal)]
+        if not before.endswith(" "):  # a blank after the header belongs to the first token of the answer
+            header = header.rstrip(" ")
+        question = self.messages[number - 1]["content"] if number else None
+        asked = not isinstance(question, str) or self.marks.resolve(question).text.strip() in header
+        return len(header) if found and asked else -1
+
+    def _find_end(self, number: int, text: str, start: int) -> int:
+        """Return the end of an answer, without whitespace after its turn; 0 if it is unknown.
+
+        A template may leave out the reasoning of earlier answers, and end the last turn by another token.
+        """
+        after = self.render(number + 1).text.rstrip()
+        if text.startswith(after):
+            return max(start, len(after))
+        if end := _find_common_end(text, start, after):
+            return end
+        last_token = [match for match in self.marks.names.finditer(after) if match.end() == len(after)]
+        end = _find_common_end(text, start, after[: last_token[0].start()].rstrip()) if last_token else 0
+        turn_end = self.marks.names.match(text, end)
+        return turn_end.end() if end and turn_end is not None else end
+
+
+def _find_common_end(text: str, start: int, ending: str) -> int:
+    """Return the last position up to which the text from `start` on is what `ending` ends with; 0 if there is none."""
+    last = min(len(text), start + len(ending))
+    ends = (end for end in range(last, start, -1) if text[end - 1] == ending[-1])
+    return next((end for end in ends if ending.endswith(text[start:end])), 0)
 
 
 def require_chat(chat: ChatFormat | None, reason: str) -> ChatFormat:
@@ -237,7 +385,7 @@ def after_answer(template: str, tokens: Mapping[str, str]) -> str:
     Empty if the template cannot be parsed or refuses a plain question with its answer. `tokens`: special tokens by
     name, as `eos_token`.
     """
-    messages = [{"role": "user", "content": "question"}, {"role": _ASSISTANT, "content": _OPEN}]
+    messages = [{"role": "user", "content": "question"}, {"role": _ASSISTANT, "content": _PROBE}]
     try:
         text: str = (
             _environment()
@@ -246,19 +394,20 @@ def after_answer(template: str, tokens: Mapping[str, str]) -> str:
         )
     except Exception:  # noqa: BLE001 - a template may raise anything
         return ""
-    return text.rpartition(_OPEN)[2].replace(_CLOSE, "").lstrip() if _OPEN in text else ""
+    return text.rpartition(_PROBE)[2].lstrip() if _PROBE in text else ""
 
 
-def _answer_ranges(text: str) -> list[tuple[int, int]]:
-    """Return the text without markers, and the ranges between them."""
-    return [
-        (match.start() - 2 * number, match.end() - 2 * number - 2)
-        for number, match in enumerate(_MARKED.finditer(text))
-    ]
+def _literals(template: Any) -> set[str]:
+    """Return the texts in a parsed template."""
+    from jinja2 import nodes  # noqa: PLC0415 - only chats pay for it
+
+    texts = {node.data for node in template.find_all(nodes.TemplateData)}
+    return texts | {node.value for node in template.find_all(nodes.Const) if isinstance(node.value, str)}
 
 
 def _environment() -> Any:
     """Create the environment of transformers' chat templates, without the clock."""
+    from jinja2 import pass_context  # noqa: PLC0415 - only chats pay for it
     from jinja2.ext import loopcontrols  # noqa: PLC0415 - only chats pay for it
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415 - only chats pay for it
 
@@ -268,13 +417,23 @@ def _environment() -> Any:
         autoescape=False,
         extensions=[_generation(), loopcontrols],
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = pass_context(_to_json)
     environment.globals["raise_exception"] = _refuse
     return environment
 
 
-def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
-    return json.dumps(value, ensure_ascii=more.pop("ensure_ascii", False), indent=indent, **more)
+def _to_json(
+    context: Mapping[str, Any],
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    for mark in (context.get(_MARKS) or "") if ensure_ascii else "":
+        text = text.replace(json.dumps(mark)[1:-1], mark)
+    return text
 
 
 def _refuse(message: str) -> NoReturn:
@@ -294,9 +453,11 @@ def _generation() -> type:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+            marked = self.call_method("_mark", [nodes.ContextReference()])
+            return nodes.CallBlock(marked, [], [], body).set_lineno(line)
 
-        def _mark(self, caller: Any) -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}"
+        def _mark(self, context: Any, caller: Any) -> str:
+            marks = context.get(_MARKS) or ""
+            return f"{marks[:1]}{caller()}{marks[1:2]}"
 
     return Generation

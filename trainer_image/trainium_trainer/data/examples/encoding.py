@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from trainium_contract.trainer.examples import LossOn, TooLong
-from trainium_trainer.data.examples.templates import BadRecordError, Example, RecordFilter, without_nulls
+from trainium_trainer.data.examples.templates import (
+    BadRecordError,
+    Example,
+    GuardedText,
+    Range,
+    RecordFilter,
+    without_nulls,
+)
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, SkippedRecord
 from trainium_trainer.data.sources.files import read_with_retries
 from trainium_trainer.data.tokens.encoding import ExampleColumns, RecordCounts, TokenBlock, token_type
@@ -43,7 +50,6 @@ if TYPE_CHECKING:
 
     from trainium_contract.trainer.data import BosToken
     from trainium_trainer.data.examples.recipe import Recipe
-    from trainium_trainer.data.examples.templates import SpecialTokenGuard
 
 _BATCH_EXAMPLES = 256
 
@@ -129,15 +135,15 @@ class TextEncoder:
         self.padding: int = self.end if padding is None else padding
         self._bos_prefix = find_bos_prefix(self._tokenizer, file, special, bos)
 
-    def encode(self, examples: Sequence[Example], guard: SpecialTokenGuard, loss: LossOn) -> list[EncodedExample]:
+    def encode(self, examples: Sequence[Example], loss: LossOn) -> list[EncodedExample]:
         """Encode examples."""
         plain = [example for example in examples if not example.from_chat_template]
-        prompt_ids = iter(self._ids([example.prompt for example in plain], guard))
-        text_ids = iter(self._ids([example.text for example in plain], guard))
+        prompt_ids = iter(self._ids([example.prompt for example in plain]))
+        text_ids = iter(self._ids([example.guarded for example in plain]))
         encoded = [
-            self._encode_conversation(example, guard)
+            self._encode_conversation(example)
             if example.from_chat_template
-            else self._encode_pair(example, next(prompt_ids), next(text_ids), guard)
+            else self._encode_pair(example, next(prompt_ids), next(text_ids))
             for example in examples
         ]
         if loss is LossOn.ALL:
@@ -145,9 +151,9 @@ class TextEncoder:
                 example.loss_mask[:] = True
         return encoded
 
-    def prompt_ids(self, prompt: str, guard: SpecialTokenGuard, *, from_chat_template: bool) -> list[int]:
+    def prompt_ids(self, prompt: GuardedText, *, from_chat_template: bool) -> list[int]:
         """Return the tokens of a prompt for inference."""
-        (ids,) = self._ids([prompt], guard)
+        (ids,) = self._ids([prompt])
         return self._bos_prefix.prepend_to(ids, from_chat_template=from_chat_template)[0]
 
     def find_end(self, answer: str) -> int:
@@ -155,12 +161,11 @@ class TextEncoder:
         ending = next((name for name in self.specials if answer.endswith(name)), "")
         return len(answer) - len(ending)
 
-    def _encode_pair(
-        self, example: Example, prompt_ids: list[int], text_ids: list[int], guard: SpecialTokenGuard
-    ) -> EncodedExample:
+    def _encode_pair(self, example: Example, prompt_ids: list[int], text_ids: list[int]) -> EncodedExample:
         """Return the tokens of a prompt and its answer; `text_ids` are those of both encoded together."""
         if text_ids[: len(prompt_ids)] != prompt_ids:  # a token crosses the border, or depends on the text after it
-            text_ids = prompt_ids + self._encode_with_spans(example.answer, guard, continuing=True)[0].tolist()
+            answer = example.guarded.part(*example.answers[-1])
+            text_ids = prompt_ids + self._encode_with_spans(answer, continuing=True)[0].tolist()
         ids, prefix = self._bos_prefix.prepend_to(text_ids)
         answer_start = max(0, len(prompt_ids) + len(ids) - len(text_ids))
         if not ids or ids[-1] != self.end:
@@ -168,13 +173,13 @@ class TextEncoder:
         loss_mask = np.arange(len(ids)) >= answer_start
         return EncodedExample(np.array(ids, np.int64), loss_mask, answer_start, prefix)
 
-    def _encode_conversation(self, example: Example, guard: SpecialTokenGuard) -> EncodedExample:
+    def _encode_conversation(self, example: Example) -> EncodedExample:
         """Return the tokens of a text from a chat template; those of all of its answers are learned."""
-        text_ids, starts, ends = self._encode_with_spans(example.text, guard)
-        prompt_ids, *prompt_spans = self._encode_with_spans(example.prompt, guard)
+        text_ids, starts, ends = self._encode_with_spans(example.guarded)
+        prompt_ids, *prompt_spans = self._encode_with_spans(example.prompt)
         if not np.array_equal(text_ids[: len(prompt_ids)], prompt_ids):  # as for a pair
-            border = len(example.prompt)
-            rest_ids, *rest_spans = self._encode_with_spans(example.text[border:], guard, continuing=True)
+            border = len(example.prompt.text)
+            rest_ids, *rest_spans = self._encode_with_spans(example.guarded.part(border), continuing=True)
             text_ids = np.concatenate([prompt_ids, rest_ids])
             starts, ends = (
                 np.concatenate([before, after + border]) for before, after in zip(prompt_spans, rest_spans, strict=True)
@@ -187,35 +192,27 @@ class TextEncoder:
             loss_mask |= (starts < end) & (ends > start) & (ends > starts)
         return EncodedExample(ids, loss_mask, max(0, len(prompt_ids) + shift), prefix)
 
-    def _ids(self, texts: Sequence[str], guard: SpecialTokenGuard) -> list[list[int]]:
-        if not any(map(guard.has_escapes, texts)):
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    def _ids(self, texts: Sequence[GuardedText]) -> list[list[int]]:
+        if not any(text.plain for text in texts):
+            encodings = self._tokenizer.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
             return [encoding.ids for encoding in encodings]
-        return [self._encode_with_spans(text, guard)[0].tolist() for text in texts]
+        return [self._encode_with_spans(text)[0].tolist() for text in texts]
 
     @cached_property
     def _continuation(self) -> Tokenizer:
         return load_tokenizer(self._file, continuing=True)
 
-    def _encode_with_spans(
-        self, text: str, guard: SpecialTokenGuard, *, continuing: bool = False
-    ) -> tuple[Spans, Spans, Spans]:
+    def _encode_with_spans(self, text: GuardedText, *, continuing: bool = False) -> tuple[Spans, Spans, Spans]:
         """Return tokens with their start and end in the text, which may be `continuing` another."""
         ids: list[int] = []
-        spans: list[tuple[int, int]] = []
-        position = 0
-        for piece, is_plain in guard.pieces(text):
+        spans: list[Range] = []
+        for position, piece, is_plain in text.pieces():
             tokenizer = self._continuation if continuing or position else self._tokenizer
             tokenizer.encode_special_tokens = is_plain
             encoding = tokenizer.encode(piece, add_special_tokens=False)
             tokenizer.encode_special_tokens = False
             ids += encoding.ids
-            if is_plain:  # a mark is one character of the text, whatever token it stands for
-                spans += [(position, position + 1)] * len(encoding.ids)
-                position += 1
-            else:
-                spans += [(position + start, position + end) for start, end in encoding.offsets]
-                position += len(piece)
+            spans += [(position + start, position + end) for start, end in encoding.offsets]
         table = np.array(spans, np.int64).reshape(-1, 2)
         return np.array(ids, np.int64), table[:, 0], table[:, 1]
 
@@ -275,7 +272,7 @@ class ExampleEncoder:
         """Encode the examples of a block of records. Raises UserError."""
         config, width, block = self._recipe.config, self.record_format.width, EncodedBlock()
         for batch in _batches(self._examples(list(items), block)):
-            encoded = self.texts.encode([example for example, _ in batch], self.record_format.guard, config.loss)
+            encoded = self.texts.encode([example for example, _ in batch], config.loss)
             for start in range(0, len(batch), width):
                 group = encoded[start : start + width]
                 lengths = [len(example.ids) for example in group]
@@ -316,6 +313,8 @@ class ExampleEncoder:
                 block.skipped.append(item.skipped(str(error)))
                 continue
             counts.left_out += not examples
+            for name in {name for example in examples for name in example.unused}:
+                counts.unused[name] = counts.unused.get(name, 0) + 1
             yield from ((example, hash_record(item.fields)) for example in examples)
 
     def _build_examples(self, record: Record, all_fields: dict[str, None]) -> tuple[Example, ...]:

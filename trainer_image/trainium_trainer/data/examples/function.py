@@ -19,6 +19,7 @@ from trainium_trainer.data.examples.chat import ChatFormat, require_chat
 from trainium_trainer.data.examples.templates import (
     BadRecordError,
     Example,
+    GuardedText,
     RecordFormat,
     SpecialTokenGuard,
     build_pair,
@@ -89,14 +90,14 @@ class FunctionFormat(RecordFormat):
             return ()
         if MESSAGES in result:
             return (self._require_chat().example(result),)
-        return (build_pair(result["prompt"], result["completion"]),)
+        return (build_pair(GuardedText(result["prompt"]), GuardedText(result["completion"])),)
 
-    def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+    def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Call the function; its completion is left out."""
         result = self._call(fields)
         if result is None:
             raise BadRecordError("data.examples.function leaves the record out")
-        return self._require_chat().prompt(result) if MESSAGES in result else (str(result["prompt"]), False)
+        return self._require_chat().prompt(result) if MESSAGES in result else (GuardedText(result["prompt"]), False)
 
     def record_of_prompt(self, text: str) -> dict[str, Any]:  # noqa: ARG002 - as `RecordFormat` has it
         """Refuse: only the function knows its fields."""

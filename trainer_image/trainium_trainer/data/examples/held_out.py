@@ -16,7 +16,7 @@ from trainium_trainer.data.examples.dataset import ExampleSource, find_tokenizer
 from trainium_trainer.data.examples.encoding import ExampleEncoder, KeptExample
 from trainium_trainer.data.examples.recipe import build_recipe
 from trainium_trainer.data.examples.store import BLOCK_BYTES
-from trainium_trainer.data.examples.templates import BadRecordError, SpecialTokenGuard, build_pair
+from trainium_trainer.data.examples.templates import BadRecordError, GuardedText, build_pair
 from trainium_trainer.data.prepared.text_sources import with_cache
 from trainium_trainer.data.sources.resolve import list_sources
 from trainium_trainer.exits import UserError
@@ -87,8 +87,8 @@ def _label_ids(
     first = examples[0]
     assert first.label is not None
     space = first.answer.removesuffix(labels[first.label])
-    pairs = [build_pair(first.prompt, f"{space}{label}") for label in labels]
-    encoded = encoder.texts.encode(pairs, encoder.record_format.guard, LossOn.ANSWER)
+    pairs = [build_pair(GuardedText(first.prompt), GuardedText(f"{space}{label}")) for label in labels]
+    encoded = encoder.texts.encode(pairs, LossOn.ANSWER)
     return tuple(tuple(example.ids[example.answer : -1].tolist()) for example in encoded)
 
 
@@ -109,8 +109,7 @@ def _encode_prompt(encoder: ExampleEncoder, prompt: dict[str, Any] | str) -> tup
         text, from_chat_template = encoder.record_format.prompt(fields)
     except BadRecordError as error:
         raise UserError(f"the prompt: {error}") from error
-    guard = encoder.record_format.guard
-    return guard.unescape(text), tuple(encoder.texts.prompt_ids(text, guard, from_chat_template=from_chat_template))
+    return text.text, tuple(encoder.texts.prompt_ids(text, from_chat_template=from_chat_template))
 
 
 def _refuse_text(config: DataConfig) -> None:
@@ -120,7 +119,6 @@ def _refuse_text(config: DataConfig) -> None:
 
 def _questions_of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[Question]:
     """Yield the held-back examples of a source by reading its records again."""
-    guard = encoder.record_format.guard
     documents = source.recipe.spec.source
     examples = itertools.chain.from_iterable(
         encoder.encode(documents.all_records(block)).kept for block in documents.blocks(BLOCK_BYTES)
@@ -130,10 +128,10 @@ def _questions_of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iter
         zip(examples, source.held_back, strict=False), 0, None, encoder.record_format.width
     ):
         if is_held_back and kept.encoded.answer < len(kept.encoded.ids):
-            yield _build_question(kept, guard, encoder.texts, source.recipe.config.classification.labels)
+            yield _build_question(kept, encoder.texts, source.recipe.config.classification.labels)
 
 
-def _build_question(kept: KeptExample, guard: SpecialTokenGuard, texts: TextEncoder, labels: Sequence[str]) -> Question:
+def _build_question(kept: KeptExample, texts: TextEncoder, labels: Sequence[str]) -> Question:
     example = kept.example
     answer = example.answer
     if example.from_chat_template:  # ends as a turn does
@@ -143,9 +141,9 @@ def _build_question(kept: KeptExample, guard: SpecialTokenGuard, texts: TextEnco
         int(kept.encoded.loss_mask.nonzero()[0][-1]) + 1
     )  # the text of a chat template after the answer is not learned
     return Question(
-        prompt=guard.unescape(example.prompt),
+        prompt=example.prompt.text,
         prompt_ids=tuple(ids[:begin].tolist()),
-        answer=guard.unescape(answer),
+        answer=answer,
         answer_ids=tuple(ids[begin:end].tolist()),
         label=None if example.label is None else labels.index(example.label),
     )

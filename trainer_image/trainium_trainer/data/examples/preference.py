@@ -15,6 +15,7 @@ from trainium_trainer.data.examples.chat import ChatFormat, require_chat
 from trainium_trainer.data.examples.templates import (
     BadRecordError,
     Example,
+    GuardedText,
     RecordFormat,
     SpecialTokenGuard,
     as_text,
@@ -63,7 +64,9 @@ class PreferenceFormat(RecordFormat):
             built = [self._conversation(record, prompt, answer) for answer in (chosen, rejected)]
         else:
             text, begin = self._prompt_text(record, *map(str, answers))
-            built = [build_pair(self.guard.escape(text), self.guard.escape(str(answer)[begin:])) for answer in answers]
+            built = [
+                build_pair(self.guard.protect(text), self.guard.protect(str(answer)[begin:])) for answer in answers
+            ]
         if built[0].text == built[1].text:
             raise BadRecordError("the two answers are equal, so neither is preferred: leave the record out")
         start = built[0].answers[0][0]
@@ -71,14 +74,14 @@ class PreferenceFormat(RecordFormat):
             raise BadRecordError("the two answers follow different prompts: correct the record or the chat template")
         return built[0], built[1]
 
-    def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+    def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Return the text or the rendered messages before both answers."""
         prompt = fields.get(self._config.prompt_field)
         messages = _messages(prompt)
         if messages is None and _messages(fields.get(self._config.chosen_field)) is None:
             if prompt is None:
                 raise BadRecordError(self._missing(fields, self._config.prompt_field))
-            return self.guard.escape(as_text(prompt)), False
+            return self.guard.protect(as_text(prompt)), False
         if messages is None:
             return self._pair(fields)[0].prompt, True
         return self._require_chat().prompt(self._record(fields, messages))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ from trainium_trainer.data.examples.templates import (
     find_templates,
 )
 from trainium_trainer.data.sources.resolve import SourceSpec, pin_source
-from trainium_trainer.data.tokens.tokenizer import SpecialTokens, hash_tokenizer, read_special_tokens
+from trainium_trainer.data.tokens.tokenizer import ChatTemplates, SpecialTokens, hash_tokenizer, read_special_tokens
 from trainium_trainer.exits import UserError
 
 FORMAT = 1
-_VERSION = 2
+_VERSION = 3
 """The version of the encoding: stored examples of another version are encoded again."""
 
 
@@ -44,7 +44,7 @@ class Recipe:
     config: ExamplesConfig
     templates: Templates
     """The templates of format Instruction."""
-    chat_template: str | None
+    chat_templates: ChatTemplates
     special: SpecialTokens
     tokenizer: str | None
     """The `tokenizer.json`; None until one is trained on the examples."""
@@ -73,7 +73,8 @@ class Recipe:
         if chats:
             field, named = config.chat.messages_field, config.chat.template
             where = f"data.examples.chat.template {named}" if named else "the tokenizer's chat template"
-        chat = None if self.chat_template is None else ChatFormat(self.chat_template, self.special, guard, field, where)
+        templates = self.chat_templates
+        chat = ChatFormat(templates, self.special, guard, field, where) if templates != ChatTemplates() else None
         if chats:
             assert chat is not None, "checked when the recipe was made"
             return chat
@@ -93,7 +94,7 @@ class Recipe:
             "tokenizer": hash_tokenizer(Path(self.tokenizer)) if self.tokenizer is not None else None,
             "special": self.special.tokens,
             "template": [self.templates.prompt, self.templates.completion] if form is DataFormat.INSTRUCTION else None,
-            "chat": [self.chat_template, config.chat.messages_field] if chats else None,
+            "chat": [*astuple(self.chat_templates), config.chat.messages_field] if chats else None,
             "classification": config.classification.to_wire() if form is DataFormat.CLASSIFICATION else None,
             "function": self.key_of_function(),
             "where": config.where,
@@ -118,17 +119,17 @@ class Recipe:
 def build_recipe(config: DataConfig, source: str, tokenizer: Path | None) -> Recipe:
     """Create the recipe for one source. Raises UserError or StorageError."""
     examples = config.examples
-    special = read_special_tokens(tokenizer) if tokenizer is not None else SpecialTokens((), None)
-    chat_template = special.chat_template
+    special = read_special_tokens(tokenizer) if tokenizer is not None else SpecialTokens(())
+    chat_templates = special.chat_templates
     if examples.chat.template is not None:
         file = Path(examples.chat.template).expanduser()
         try:
-            chat_template = file.read_text(encoding="utf-8")
+            chat_templates = ChatTemplates(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"data.examples.chat.template {file}: cannot be read ({error}): correct the path"
             ) from error
-    if config.format is DataFormat.CHAT and chat_template is None:
+    if config.format is DataFormat.CHAT and chat_templates == ChatTemplates():
         reason = f"beside {tokenizer} is none" if tokenizer is not None else "there is no tokenizer with one"
         raise UserError(
             f"data.format is Chat, which needs a chat template, but {reason}: give data.examples.chat.template, or the "
@@ -142,7 +143,7 @@ def build_recipe(config: DataConfig, source: str, tokenizer: Path | None) -> Rec
         format=config.format,
         config=examples,
         templates=templates,
-        chat_template=chat_template,
+        chat_templates=chat_templates,
         special=special,
         tokenizer=str(tokenizer) if tokenizer is not None else None,
         sequence_length=config.sequence_length,

@@ -16,7 +16,7 @@ import string
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainium_trainer.data.sources.files import HUB, S3, read_with_retries, s3
 from trainium_trainer.exits import UserError
@@ -32,17 +32,52 @@ class BadRecordError(Exception):
     """A record cannot be used; the text is the reason, without the location."""
 
 
+Range: TypeAlias = tuple[int, int]
+"""Start and end in a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedText:
+    """A text, and the ranges of it that are encoded as text though they have the form of special tokens."""
+
+    text: str
+    plain: tuple[Range, ...] = ()
+
+    def __add__(self, other: GuardedText) -> GuardedText:
+        shift = len(self.text)
+        return GuardedText(
+            self.text + other.text, (*self.plain, *((start + shift, end + shift) for start, end in other.plain))
+        )
+
+    def part(self, start: int = 0, end: int | None = None) -> GuardedText:
+        """Return the text between two positions, neither of which is within a special token."""
+        ranges = [(a - start, b - start) for a, b in self.plain if a >= start and (end is None or b <= end)]
+        return GuardedText(self.text[start:end], tuple(ranges))
+
+    def pieces(self) -> Iterator[tuple[int, str, bool]]:
+        """Yield the position and the text of each piece, and whether its special tokens are encoded as text."""
+        position = 0
+        for start, end in (*self.plain, (len(self.text), len(self.text))):
+            if start > position:
+                yield position, self.text[position:start], False
+            if end > start:
+                yield start, self.text[start:end], True
+            position = end
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """A prompt and its answer, or a whole conversation."""
 
-    text: str
-    answers: tuple[tuple[int, int], ...]
+    guarded: GuardedText
+    answers: tuple[Range, ...]
     """The ranges of the text that the model learns to generate; at least one."""
     label: str | None = None
     """The name of the class."""
     from_chat_template: bool = False
     """Whether a chat template wrote the BOS prefix and the ends of the text; else the tokenizer's are added."""
+    unused: tuple[str, ...] = ()
+    """The parts of the record that the text should have and has not."""
 
     def __post_init__(self) -> None:
         try:
@@ -51,9 +86,14 @@ class Example:
             raise BadRecordError("holds half a surrogate pair, which is no character: correct the line") from error
 
     @property
-    def prompt(self) -> str:
+    def text(self) -> str:
+        """The whole text."""
+        return self.guarded.text
+
+    @property
+    def prompt(self) -> GuardedText:
         """The text before the last answer."""
-        return self.text[: self.answers[-1][0]]
+        return self.guarded.part(0, self.answers[-1][0])
 
     @property
     def answer(self) -> str:
@@ -69,48 +109,28 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def build_pair(prompt: str, answer: str, label: str | None = None) -> Example:
+def build_pair(prompt: GuardedText, answer: GuardedText, label: str | None = None) -> Example:
     """Return an example of one prompt and one answer. Raises BadRecordError for an empty answer."""
-    if not answer.strip():
+    if not answer.text.strip():
         raise BadRecordError("the answer is empty: give it one, or leave the record out with data.examples.where")
-    return Example(prompt + answer, ((len(prompt), len(prompt) + len(answer)),), label)
+    border = len(prompt.text)
+    return Example(prompt + answer, ((border, border + len(answer.text)),), label)
 
 
-_FIRST_MARK = 0xF0000
 _MAX_NAMES = 8
 
 
 class SpecialTokenGuard:
-    """Keeps special tokens in a text of the data from being recognized as special.
+    """Keeps special tokens in a text of the data from being recognized as special."""
 
-    Each passes from the template to the tokenizer as one character of a private plane.
-    """
+    def __init__(self, names: Iterable[str]) -> None:
+        longest_first = sorted(set(names), key=lambda name: (-len(name), name))
+        self.names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        """Matches a guarded special token, and nothing without one."""
 
-    def __init__(self, specials: Iterable[str]) -> None:
-        names = sorted(set(specials), key=lambda name: (-len(name), name))
-        self._marks = {name: chr(_FIRST_MARK + number) for number, name in enumerate(names)}
-        self._names = {mark: name for name, mark in self._marks.items()}
-        self._special = re.compile("|".join(map(re.escape, names))) if names else None
-        self._mark = re.compile(f"([{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + len(names) - 1)}])") if names else None
-
-    def escape(self, text: str) -> str:
-        """Return the text with a mark in place of each special token."""
-        if self._special is None or not self._special.search(text):
-            return text
-        return self._special.sub(lambda match: self._marks[match.group()], text)
-
-    def unescape(self, text: str) -> str:
-        """Replace the marks by the original text."""
-        return "".join(piece for piece, _ in self.pieces(text))
-
-    def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """Return the original parts of a text with marks, and whether each is a special token that stays text."""
-        parts = self._mark.split(text) if self._mark is not None else [text]
-        return [(self._names.get(part, part), part in self._names) for part in parts if part]
-
-    def has_escapes(self, text: str) -> bool:
-        """Return whether the text has marks."""
-        return self._mark is not None and self._mark.search(text) is not None
+    def protect(self, text: str) -> GuardedText:
+        """Return a text of the data, whose special tokens are encoded as text."""
+        return GuardedText(text, tuple(match.span() for match in self.names.finditer(text)))
 
 
 class RecordFormat(ABC):
@@ -127,7 +147,7 @@ class RecordFormat(ABC):
         """Return the examples of a record; empty if the function leaves it out. Raises BadRecordError, UserError."""
 
     @abstractmethod
-    def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+    def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Return the prompt of a record without an answer, and whether it includes its BOS prefix.
 
         Raises BadRecordError, UserError.
@@ -156,17 +176,17 @@ class Template:
         """The distinct fields in their order."""
         return tuple(dict.fromkeys(field for _, field in self.parts if field is not None))
 
-    def render(self, record: Mapping[str, Any], guard: SpecialTokenGuard) -> str:
+    def render(self, record: Mapping[str, Any], guard: SpecialTokenGuard) -> GuardedText:
         """Render the text for a record. Raises BadRecordError when a field is missing."""
         if self.fields and all(record.get(field, "") is None for field in self.fields):
             names = " and ".join(map(repr, self.fields))
             raise BadRecordError(f"has nothing under {names}, which {self.where} names: give it a value")
-        text = []
+        text = GuardedText("")
         for literal, field in self.parts:
-            text.append(literal)
+            text += GuardedText(literal)
             if field is not None:
-                text.append(guard.escape(read_field(record, field, self.where)))
-        return "".join(text)
+                text += guard.protect(read_field(record, field, self.where))
+        return text
 
 
 def parse_template(text: str, where: str) -> Template:
@@ -271,7 +291,7 @@ class _TemplateFormat(RecordFormat):
     """The fields on which an example depends."""
     _prompt: Template
 
-    def prompt(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+    def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Render the template."""
         return self._template(fields).render(fields, self.guard), False
 
@@ -389,7 +409,8 @@ class ClassificationFormat(_TemplateFormat):
     def examples(self, record: Record) -> tuple[Example, ...]:
         """Render the template and find the class."""
         (prompt, _), label = self.prompt(record.fields), self._label(record.fields)
-        return (build_pair(prompt, label if prompt[-1:].isspace() else f" {label}", label),)
+        answer = label if prompt.text[-1:].isspace() else f" {label}"
+        return (build_pair(prompt, GuardedText(answer), label),)
 
     def _label(self, record: Mapping[str, Any]) -> str:
         field, labels = self._config.label_field, self._config.labels

@@ -37,7 +37,12 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 _ADDED_FILE = "added_tokens.json"
 _MAP_FILE = "special_tokens_map.json"
-_TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE = "chat_template.jinja"
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+TEMPLATE_FILES = (TEMPLATE_FILE, TOOL_TEMPLATE_FILE)
+CHAT_TEMPLATE_SETTING = "chatTemplate"
+"""The setting of a run with the template of data.examples.chat.template, which its artifacts get."""
+_PROCESSOR_TEMPLATE_FILE = "chat_template.json"
 _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tiktoken.model", "vocab.json")
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -70,7 +75,7 @@ def _copy_from_store(address: str) -> Path:
     """
     folder = address.removesuffix(f"/{TOKENIZER_FILE}")
     storage, retry = open_storage(folder), Retry()
-    wanted = (TOKENIZER_FILE, CONFIG_FILE, _ADDED_FILE, _MAP_FILE, _TEMPLATE_FILE)
+    wanted = (TOKENIZER_FILE, CONFIG_FILE, _ADDED_FILE, _MAP_FILE, *TEMPLATE_FILES)
     contents = {
         name: data
         for name in wanted
@@ -259,11 +264,37 @@ def end_facts(file: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatTemplates:
+    """The chat templates of a tokenizer that `transformers` chooses by itself."""
+
+    default: str | None = None
+    tool_use: str | None = None
+    """The template for conversations with tools, if it is another."""
+
+    def for_tools(self, tools: object) -> str | None:
+        """Return the template for a conversation with these tools."""
+        return self.default if tools is None or self.tool_use is None else self.tool_use
+
+    def replace_in(self, files: dict[str, bytes]) -> None:
+        """Make these the templates of a tokenizer's files, which are given by name."""
+        for name in (TEMPLATE_FILE, TOOL_TEMPLATE_FILE, _PROCESSOR_TEMPLATE_FILE):
+            files.pop(name, None)
+        config = json.loads(files.get(CONFIG_FILE, b"{}"))
+        config.pop("chat_template", None)
+        named = {"default": self.default, "tool_use": self.tool_use}
+        if self.tool_use is not None:
+            config["chat_template"] = [{"name": name, "template": text} for name, text in named.items() if text]
+        elif self.default is not None:
+            files[TEMPLATE_FILE] = self.default.encode()
+        files[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
+
+
+@dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The special tokens by name, as `bos_token`, and the chat template."""
+    """The special tokens by name, as `bos_token`, and the chat templates."""
 
     tokens: tuple[tuple[str, str], ...]
-    chat_template: str | None
+    chat_templates: ChatTemplates = ChatTemplates()
 
     def token(self, name: str) -> str | None:
         """Return the token's text."""
@@ -271,23 +302,25 @@ class SpecialTokens:
 
 
 def read_special_tokens(tokenizer: Path) -> SpecialTokens:
-    """Read the special tokens and template of a `tokenizer.json`. Raises UserError for files that do not match it."""
+    """Read the special tokens and templates of a `tokenizer.json`. Raises UserError for files that do not match it."""
     names = _special_names(tokenizer)
     _check_special(tokenizer, dict(names))
-    template = tokenizer.with_name(_TEMPLATE_FILE)
-    config = _read_json(tokenizer.with_name(CONFIG_FILE))
-    return SpecialTokens(names, read_chat_template(template.read_bytes() if template.is_file() else None, config))
+    files = {name: file.read_bytes() for name in TEMPLATE_FILES if (file := tokenizer.parent / name).is_file()}
+    return SpecialTokens(names, read_chat_templates(files, _read_json(tokenizer.with_name(CONFIG_FILE))))
 
 
-def read_chat_template(file: bytes | None, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a separate file or of `tokenizer_config.json`."""
-    if file is not None:
-        return file.decode()
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def read_chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> ChatTemplates:
+    """Return the templates of separate files, given by name, or of `tokenizer_config.json`."""
+    default, tool_use = (files[name].decode() if name in files else None for name in TEMPLATE_FILES)
+    if default is not None or tool_use is not None:
+        return ChatTemplates(default, tool_use)
+    named = config.get("chat_template")
+    if isinstance(named, list):
+        named = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, dict)}
+    named = named if isinstance(named, dict) else {"default": named}
+    return ChatTemplates(
+        *(text if isinstance(text := named.get(name), str) else None for name in ("default", "tool_use"))
+    )
 
 
 def _special_names(tokenizer: Path) -> tuple[tuple[str, str], ...]:
