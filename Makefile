@@ -48,7 +48,7 @@ tune: binaries  ## LoRA on a base model through faults, merged, answers before a
 
 test: binaries  ## The tests of each change, on development clusters of their own, in LANES processes
 	@$(BIN)/trainium-devcluster binaries --fleet >/dev/null || echo "without kwok the tests of fleets are skipped"
-	@$(BIN)/trainium-devcluster binaries --helm --s3 >/dev/null
+	@$(BIN)/trainium-devcluster binaries --helm --s3 --definition >/dev/null
 	@$(BIN)/python -m pytest $(IN_LANES) $(ARGS)
 
 test-fast: setup  ## The tests of pure functions, in a minute or two

@@ -164,10 +164,13 @@ def binaries(
     fleet: Annotated[bool, typer.Option("--fleet", help="Also kwok, which simulates fleets of fake nodes.")] = False,
     kueue: Annotated[bool, typer.Option("--kueue", help="Also Kueue, which admits jobs by quota.")] = False,
     s3: Annotated[bool, typer.Option("--s3", help="Also versitygw, an S3 server over a folder.")] = False,
+    definition: Annotated[
+        bool, typer.Option("--definition", help="Also the check of definitions of the oldest supported Kubernetes.")
+    ] = False,
     helm: Annotated[bool, typer.Option("--helm", help="Only helm, which renders the chart: no control plane.")] = False,
 ) -> None:
     """Fetch or build all programs into the cache, and print the folder."""
-    sys.stdout.write(f"{prepare(fleet=fleet, kueue=kueue, s3=s3, helm=helm)}\n")
+    sys.stdout.write(f"{prepare(fleet=fleet, kueue=kueue, s3=s3, definition=definition, helm=helm)}\n")
 
 
 def main() -> None:

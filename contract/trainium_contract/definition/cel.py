@@ -1,6 +1,8 @@
 """Write rules in the Common Expression Language (CEL) for the API server.
 
-Invariant: nothing here needs a newer version than Kubernetes 1.30.
+Invariant: nothing here needs a newer version than Kubernetes 1.30. Before 1.33 the API server bounds neither the cost
+of comparing two optionals nor that of a comprehension over the result of `map`, and the name of a field that is a
+keyword of CEL is written with two underscores around it.
 """
 
 from __future__ import annotations
@@ -70,5 +72,5 @@ def exists_up_to(limit: str, root: int, name: str, condition: str) -> str:
     """Return an expression that is true if `condition` holds for some `name` >= 1 with name ** root <= `limit`."""
     hundreds = " * ".join(["h * 100"] * root)
     power = " * ".join([name] * root)
-    number = f"{name} >= 1 && {power} <= {limit} && {condition}"
-    return f"{ZERO_TO_99}.exists(h, {hundreds} <= {limit} && {ZERO_TO_99}.map(l, h * 100 + l).exists({name}, {number}))"
+    number = bind_value(name, "h * 100 + l", f"{name} >= 1 && {power} <= {limit} && {condition}")
+    return f"{ZERO_TO_99}.exists(h, {hundreds} <= {limit} && {ZERO_TO_99}.exists(l, {number}))"

@@ -251,7 +251,7 @@ _RULES: tuple[Rule, ...] = (
         ".trainer.artifacts.path",
     ),
     Rule(
-        "self.trainer.data.format != 'Function' || has(self.trainer.data.examples.function)",
+        "self.trainer.data.format != 'Function' || has(self.trainer.data.examples.__function__)",
         "trainer.data.format is Function but trainer.data.examples.function is not given: name module:function",
         ".trainer.data.examples.function",
         reason=RefusalReason.REQUIRED,

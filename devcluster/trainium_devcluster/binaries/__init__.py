@@ -3,6 +3,7 @@
 from trainium_devcluster.binaries.cache import Binaries, ensure_binaries, is_cached
 from trainium_devcluster.binaries.catalog import (
     CLUSTER_PROGRAMS,
+    DEFINITION_PROGRAMS,
     FLEET_PROGRAMS,
     KUEUE_PROGRAMS,
     S3_PROGRAMS,
@@ -11,6 +12,7 @@ from trainium_devcluster.binaries.catalog import (
 
 __all__ = [
     "CLUSTER_PROGRAMS",
+    "DEFINITION_PROGRAMS",
     "FLEET_PROGRAMS",
     "KUEUE_PROGRAMS",
     "S3_PROGRAMS",

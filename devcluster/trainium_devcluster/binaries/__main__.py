@@ -12,7 +12,7 @@ from trainium_devcluster.errors import ClusterError
 def main() -> int:
     """Prepare the programs and print their folder; print a ClusterError as one sentence."""
     parser = argparse.ArgumentParser(prog="python -m trainium_devcluster.binaries", description=prepare.__doc__)
-    for option in ("fleet", "kueue", "s3", "helm"):
+    for option in ("fleet", "kueue", "s3", "definition", "helm"):
         parser.add_argument(f"--{option}", action="store_true")
     try:
         sys.stdout.write(f"{prepare(**vars(parser.parse_args()))}\n")

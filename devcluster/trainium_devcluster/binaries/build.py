@@ -107,6 +107,14 @@ SOURCES: tuple[Source, ...] = (
         programs=(Program.VERSITYGW,),
         variables=(("main.Version", f"v{VERSITYGW_VERSION}"),),
     ),
+    Source(
+        label="the check of definitions",
+        folder="definition",
+        package=".",
+        file="check-definition",
+        programs=(Program.CHECK_DEFINITION,),
+        variables=(),
+    ),
 )
 
 

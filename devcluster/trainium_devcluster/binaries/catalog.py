@@ -15,6 +15,8 @@ from enum import StrEnum
 from trainium_devcluster.errors import ClusterError
 
 KUBERNETES_VERSION = "1.36.3"
+OLDEST_KUBERNETES_VERSION = "1.30.14"
+"""Newest patch of the oldest version that the chart supports."""
 ETCD_VERSION = "3.6.8"
 HELM_VERSION = "4.3.1"
 KWOK_VERSION = "0.8.0"
@@ -37,12 +39,15 @@ class Program(StrEnum):
     """The real Kueue controller; only clusters that ask for it need it."""
     VERSITYGW = "versitygw"
     """An S3 server over a folder; tests of checkpoints, data and artifacts in a bucket need it."""
+    CHECK_DEFINITION = "check-definition"
+    """Validates a CustomResourceDefinition as the oldest supported API server does; a test needs it."""
 
 
 FLEET_PROGRAMS = frozenset({Program.KWOK})
 KUEUE_PROGRAMS = frozenset({Program.KUEUE})
 S3_PROGRAMS = frozenset({Program.VERSITYGW})
-BUILT_ONLY = FLEET_PROGRAMS | KUEUE_PROGRAMS | S3_PROGRAMS
+DEFINITION_PROGRAMS = frozenset({Program.CHECK_DEFINITION})
+BUILT_ONLY = FLEET_PROGRAMS | KUEUE_PROGRAMS | S3_PROGRAMS | DEFINITION_PROGRAMS
 """Programs that are published without checksums, or only as images."""
 CLUSTER_PROGRAMS = frozenset(Program) - BUILT_ONLY
 
@@ -97,6 +102,8 @@ def version_key(architecture: Architecture, programs: frozenset[Program] = CLUST
         return f"kueue-{KUEUE_VERSION}-{architecture}"
     if programs <= S3_PROGRAMS:
         return f"versitygw-{VERSITYGW_VERSION}-{architecture}"
+    if programs <= DEFINITION_PROGRAMS:
+        return f"definition-{OLDEST_KUBERNETES_VERSION}-{architecture}"
     return f"kubernetes-{KUBERNETES_VERSION}-etcd-{ETCD_VERSION}-helm-{HELM_VERSION}-{architecture}"
 
 

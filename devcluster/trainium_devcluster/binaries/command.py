@@ -11,20 +11,34 @@ from typing import TYPE_CHECKING
 
 from trainium_devcluster.binaries import interrupts
 from trainium_devcluster.binaries.cache import ensure_binaries
-from trainium_devcluster.binaries.catalog import CLUSTER_PROGRAMS, FLEET_PROGRAMS, KUEUE_PROGRAMS, S3_PROGRAMS, Program
+from trainium_devcluster.binaries.catalog import (
+    CLUSTER_PROGRAMS,
+    DEFINITION_PROGRAMS,
+    FLEET_PROGRAMS,
+    KUEUE_PROGRAMS,
+    S3_PROGRAMS,
+    Program,
+)
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def prepare(*, fleet: bool = False, kueue: bool = False, s3: bool = False, helm: bool = False) -> Path:
+def prepare(
+    *, fleet: bool = False, kueue: bool = False, s3: bool = False, definition: bool = False, helm: bool = False
+) -> Path:
     """Fill the cache, with the cluster's programs first, and return their folder; raises ClusterError.
 
-    `fleet`, `kueue` and `s3` add the programs of these options. `helm` prepares only that program.
+    `fleet`, `kueue`, `s3` and `definition` add the programs of these options. `helm` prepares only that program.
     """
     sets = [frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS]
-    optional = ((FLEET_PROGRAMS, fleet), (KUEUE_PROGRAMS, kueue), (S3_PROGRAMS, s3))
+    optional = (
+        (FLEET_PROGRAMS, fleet),
+        (KUEUE_PROGRAMS, kueue),
+        (S3_PROGRAMS, s3),
+        (DEFINITION_PROGRAMS, definition),
+    )
     sets += [programs for programs, is_requested in optional if is_requested]
     try:
         with interrupts.catch_interrupts():

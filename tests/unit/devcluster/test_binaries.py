@@ -318,6 +318,8 @@ def test_the_pinned_modules_have_the_versions_that_are_downloaded() -> None:
     assert f"sigs.k8s.io/kwok v{catalog.KWOK_VERSION}" in (root / "kwok" / "go.mod").read_text()
     assert f"sigs.k8s.io/kueue v{catalog.KUEUE_VERSION}" in (root / "kueue" / "go.mod").read_text()
     assert f"versitygw v{catalog.VERSITYGW_VERSION}" in (root / "versitygw" / "go.mod").read_text()
+    oldest_minor = catalog.OLDEST_KUBERNETES_VERSION.split(".", 1)[1]
+    assert f"apiextensions-apiserver v0.{oldest_minor}\n" in (root / "definition" / "go.mod").read_text()
 
 
 def test_every_program_has_a_source() -> None:

@@ -1,0 +1,53 @@
+"""Validate the definition with the libraries of the oldest Kubernetes that the chart supports.
+
+The tests beside this one create it on the API server of the newest version that is tested.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.testing.cluster.access import ROOT
+from trainium_contract.definition.crd import custom_resource_definition
+from trainium_devcluster.binaries import DEFINITION_PROGRAMS, Program, catalog, ensure_binaries
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]  # the first run on a machine builds the program
+
+
+def validate(definition: dict[str, Any], folder: Path) -> str:
+    """Return the refusals, one a line; raises ClusterError if the program cannot be built."""
+    program = ensure_binaries(programs=DEFINITION_PROGRAMS).path(Program.CHECK_DEFINITION)
+    file = folder / "definition.json"
+    file.write_text(json.dumps(definition))
+    done = subprocess.run([program, file], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode in {0, 1}, done.stderr
+    assert (done.returncode == 1) == bool(done.stdout)
+    return done.stdout
+
+
+def test_the_chart_supports_the_version_whose_libraries_validate_the_definition() -> None:
+    chart = yaml.safe_load((ROOT / "helm/trainium-operator/Chart.yaml").read_text())
+    minor = catalog.OLDEST_KUBERNETES_VERSION.rpartition(".")[0]
+    assert chart["kubeVersion"] == f">={minor}.0-0"
+
+
+def test_the_oldest_supported_api_server_accepts_the_definition(tmp_path: Path) -> None:
+    assert validate(custom_resource_definition(), tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("rule", "refusal"),
+    [
+        ("self.?trainer.?steps == self.?trainer.?steps", "exceeds budget"),
+        ("!has(self.trainer) || has(self.trainer.data.examples.function)", "undefined field 'function'"),
+    ],
+)
+def test_it_refuses_a_rule_that_only_newer_versions_accept(tmp_path: Path, rule: str, refusal: str) -> None:
+    definition = custom_resource_definition()
+    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec["x-kubernetes-validations"].append({"rule": rule, "message": "none"})
+    assert refusal in validate(definition, tmp_path)
