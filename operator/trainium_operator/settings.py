@@ -58,7 +58,7 @@ class Settings:
     agent_image: str = _setting("trainium-agent:latest", "image whose agent is copied into the workers of programs")
     image_pull_policy: str = _setting("IfNotPresent", "imagePullPolicy of worker containers")
     image_pull_secrets: str = _setting("", "names of image pull secrets of worker pods, separated by commas")
-    worker_user: int = _setting(1000, "user and group id of worker processes")
+    worker_user: int | None = _setting(1000, "user and group id of worker processes; empty: the platform assigns them")
     worker_template: str = _setting(
         "",
         "pod template for the workers of all jobs, as JSON (metadata and spec); the template of a job takes precedence",
@@ -251,7 +251,7 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         flag = f"--{each.name.replace('_', '-')}"
         variable = PREFIX + each.name.upper()
         given = environment.get(variable) or environment.get(each.metadata["variable"] or variable)
-        convert = _boolean if types[each.name] is bool else types[each.name]
+        convert = _CONVERTERS.get(types[each.name], types[each.name])
         if given is not None:
             try:
                 default = convert(given)
@@ -317,3 +317,11 @@ def _boolean(text: str) -> bool:
     if text.lower() in ("false", "no", "0"):
         return False
     raise ValueError(text)
+
+
+def _optional_integer(text: str) -> int | None:
+    return int(text) if text else None
+
+
+_CONVERTERS: dict[Any, Callable[[str], Any]] = {bool: _boolean, int | None: _optional_integer}
+"""How texts become values of types that are no converters themselves."""

@@ -24,21 +24,21 @@ app.kubernetes.io/component: operator
 
 {{- /* The labels of an object; the argument is a list of the context and additional labels, which take precedence. */}}
 {{- define "trainium-operator.labelsAnd" -}}
-{{- $more := index . 1 }}
+{{- $more := default dict (index . 1) }}
 {{- with index . 0 }}
 {{- include "trainium-operator.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/part-of: trainium-operator
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
-{{- with merge (dict) $more .Values.commonLabels }}
+{{- with merge (dict) $more (default dict .Values.commonLabels) }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
 {{- end }}
 
 {{- define "trainium-operator.serviceAccount" -}}
-{{- default (ternary (include "trainium-operator.fullname" .) "default" .Values.serviceAccount.create) .Values.serviceAccount.name }}
+{{- default (ternary (include "trainium-operator.fullname" .) "default" (default false .Values.serviceAccount.create)) .Values.serviceAccount.name }}
 {{- end }}
 
 {{- /* Whether the HTTPS port for readers is open. */}}
@@ -95,7 +95,7 @@ authorization:
 {{- if and .Values.quarantine.taintNodes (not .Values.watchNodes) }}
 {{- fail "quarantine.taintNodes needs watchNodes: the operator taints only nodes that it watches. Set watchNodes=true, or quarantine.taintNodes=false: then only the pods of TrainingJobs avoid bad nodes" }}
 {{- end -}}
-{{ .Values.quarantine.taintNodes }}
+{{ default false .Values.quarantine.taintNodes }}
 {{- end }}
 
 {{- define "trainium-operator.coordinator" -}}
@@ -122,7 +122,7 @@ authorization:
 {{- define "trainium-operator.namespaces" -}}
 {{- $one := list }}
 {{- with .Values.watchNamespace }}{{ $one = list . }}{{ end }}
-{{- concat .Values.watchNamespaces $one | uniq | join "," }}
+{{- concat (default list .Values.watchNamespaces) $one | uniq | join "," }}
 {{- end }}
 
 {{- /* PriorityClass of workers on idle nodes; empty if idle nodes are not used. */}}

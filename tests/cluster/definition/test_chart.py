@@ -417,6 +417,59 @@ def test_an_invalid_value_is_refused(api: Api, settings: str, sentence: str) -> 
     assert sentence in done.stderr
 
 
+def test_a_parent_chart_installs_it_on_a_condition(api: Api, tmp_path: Path) -> None:
+    dependency = {"name": "trainium-operator", "version": "0.1.0", "condition": "trainium-operator.enabled"}
+    parent = {"apiVersion": "v2", "name": "platform", "version": "0.1.0", "dependencies": [dependency]}
+    (tmp_path / "Chart.yaml").write_text(json.dumps(parent))
+    shutil.copytree(CHART, tmp_path / "charts/trainium-operator")
+
+    def render(*settings: str) -> str:
+        given = ",".join(f"trainium-operator.{each}" for each in settings)
+        return api.helm("template", "platform", str(tmp_path), "--set", given)
+
+    assert "kind: Deployment" in render("enabled=true", "trainerUser=null")
+    assert "--worker-user=1000" not in render("enabled=true", "trainerUser=null")
+    assert "kind: Deployment" not in render("enabled=false")
+
+
+def paths_of_values(required: bool, values: Any = None, schema: Any = None, path: str = "") -> Iterator[str]:
+    """Return the paths of the values that the schema requires, or of the others, each below required ones only."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text()) if values is None else values
+    schema = json.loads((CHART / "values.schema.json").read_text()) if schema is None else schema
+    for name, value in values.items():
+        if (name in schema.get("required", ())) == required:
+            yield path + name
+        if isinstance(value, dict) and "properties" in schema["properties"].get(name, {}):
+            yield from paths_of_values(required, value, schema["properties"][name], f"{path}{name}.")
+
+
+@pytest.mark.parametrize("settings", ["replicas=2", EVERYTHING])
+def test_a_value_that_may_be_null_leaves_out_what_it_sets(crd_api: Api, settings: str) -> None:
+    paths = [path for path in paths_of_values(required=False) if f"{path}=" not in settings]
+    documents = render_chart(crd_api, ",".join((settings, *(f"{path}=null" for path in paths))))
+    settings_of(documents)
+    checked = [
+        document | {"metadata": document["metadata"] | {"namespace": crd_api.namespace}}
+        for document in documents
+        if "namespace" in document["metadata"] and not document["apiVersion"].startswith(("monitoring", "cert-manager"))
+    ]
+    apply = ("kubectl", "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict")
+    done = crd_api.run(*apply, "-f", "-", stdin=yaml.dump_all(checked))
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("path", list(paths_of_values(required=True)))
+def test_a_value_that_is_needed_is_refused_where_it_is_null(api: Api, path: str) -> None:
+    done = api.run("helm", "template", RELEASE, api.chart, "--set", f"{path}=null")
+    assert done.returncode != 0
+    assert f"missing property '{path.rpartition('.')[2]}'" in done.stderr
+
+
+def test_no_user_is_set_where_the_platform_assigns_it(api: Api) -> None:
+    assert settings_of(render_chart(api, "trainerUser=null")).worker_user is None
+    assert settings_of(render_chart(api, "trainerUser=1000680000")).worker_user == 1000680000
+
+
 def test_the_chart_passes_a_strict_lint(api: Api) -> None:
     api.helm("lint", "--strict", api.chart)
 

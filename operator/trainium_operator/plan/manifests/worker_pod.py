@@ -230,17 +230,15 @@ def with_worker_name(template: Json) -> Json:
 
 
 def _build_pod_spec(job: JobView, settings: PlanSettings) -> Json:
-    spec, accelerator = job.spec, job.spec.workers.accelerator
+    spec, accelerator, user = job.spec, job.spec.workers.accelerator, settings.worker_user
     body: Json = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": spec.recovery.grace_period_seconds + _EXIT_MARGIN_SECONDS,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": settings.worker_user,
-            "runAsGroup": settings.worker_user,
-            "fsGroup": settings.worker_user,
+            "runAsNonRoot": user != 0,
+            **({} if user is None else {"runAsUser": user, "runAsGroup": user, "fsGroup": user}),
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },

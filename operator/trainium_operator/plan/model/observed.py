@@ -326,8 +326,8 @@ class PlanSettings:
     """Shortest time between two status writes that only report progress."""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
-    worker_user: int = 1000
-    """uid, gid and fsGroup of worker processes."""
+    worker_user: int | None = 1000
+    """uid, gid and fsGroup of worker processes; None if the platform assigns them."""
     worker_template: Mapping[str, Any] = field(default_factory=dict)
     """Pod template for the workers of every job, which the job's own overrides; never modified."""
     gang_apis: Mapping[GangApi, str] = field(default_factory=dict)

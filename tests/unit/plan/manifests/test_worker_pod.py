@@ -84,6 +84,16 @@ def test_a_worker_pod_meets_the_restricted_security_standard() -> None:
     assert kinds == {"configMap", "projected", "emptyDir"}
 
 
+@pytest.mark.parametrize(
+    ("user", "ids", "non_root"), [(None, {}, True), (0, {"runAsUser": 0, "runAsGroup": 0, "fsGroup": 0}, False)]
+)
+def test_a_worker_pod_has_the_ids_of_the_settings(user: int | None, ids: dict[str, int], non_root: bool) -> None:
+    settings = replace(SETTINGS, worker_user=user)
+    context = build_worker_pods(build.job(), settings, range(1), AvoidedNodes())[0]["spec"]["securityContext"]
+    assert {key: context[key] for key in ("runAsUser", "runAsGroup", "fsGroup") if key in context} == ids
+    assert context["runAsNonRoot"] is non_root
+
+
 def test_the_token_is_for_the_coordinator_only() -> None:
     volumes = {volume["name"]: volume for volume in build_pod()["spec"]["volumes"]}
     token = volumes["token"]["projected"]["sources"][0]["serviceAccountToken"]
