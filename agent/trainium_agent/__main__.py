@@ -11,10 +11,13 @@ import os
 import signal
 import sys
 
+_YIELDING = 75
+"""`ExitCode.YIELDING`, which is not imported before the handler is set."""
+
 
 def main() -> None:
     """Run the agent and end the process with the pod's exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(_YIELDING))
     from trainium_agent.linux.open_files import raise_limit  # noqa: PLC0415 - after the handler is set
     from trainium_agent.ranks import standby  # noqa: PLC0415 - as above
 

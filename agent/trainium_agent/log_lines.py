@@ -94,6 +94,11 @@ def report_exit(
     """Report why the process ends: on stderr, below the traceback, and in the pod's termination log."""
     written = format_sentence(line, error=trace, level=level, source=source)
     print(written, file=sys.stderr, flush=True)  # noqa: T201 - this is the program speaking to its user
+    write_termination_message(line[-_TERMINATION_LIMIT:])
+
+
+def write_termination_message(message: str) -> None:
+    """Write the message that the kubelet adds to the pod's status; do nothing outside a pod."""
     with contextlib.suppress(OSError):
         if TERMINATION_LOG.exists() and os.access(TERMINATION_LOG, os.W_OK):
-            TERMINATION_LOG.write_text(line[-_TERMINATION_LIMIT:] + "\n", encoding="utf-8")
+            TERMINATION_LOG.write_text(f"{message}\n", encoding="utf-8")

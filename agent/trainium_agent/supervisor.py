@@ -18,6 +18,7 @@ import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from trainium_agent import log_lines
 from trainium_agent.background_compile import BackgroundCompiler
 from trainium_agent.checks.node_checks import NodeChecks
 from trainium_agent.checks.preflight import compare_clocks
@@ -37,6 +38,7 @@ from trainium_agent.workload.base import progress_file
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.classify import stops_job
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.completion import encode_completion
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
 
 if TYPE_CHECKING:
@@ -200,7 +202,7 @@ class AgentSupervisor:
 
     def _on_end(self, local: LocalGeneration) -> None:
         self._runner = None
-        self._handle(pod.GenerationEnded(local.outcome, local.yielded))
+        self._handle(pod.GenerationEnded(local.outcome))
 
     def _give_up(self, code: int, sentence: str) -> None:
         self._handle(pod.SimpleEvent.NODE_UNFIT)
@@ -265,7 +267,9 @@ class AgentSupervisor:
             case pod.ReportGeneration(generation):
                 self._report.set_generation(generation)
             case pod.ExitPod(code):
-                self._exit_with((self._report.verdict_code or ExitCode.FINISHED) if code is None else code)
+                if code == ExitCode.FINISHED:
+                    log_lines.write_termination_message(encode_completion(self._report.heartbeat()))
+                self._exit_with((self._report.verdict_code or ExitCode.YIELDING) if code is None else code)
 
     @property
     def _newest(self) -> Membership:

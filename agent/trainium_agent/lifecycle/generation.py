@@ -126,6 +126,8 @@ def _handle_result(local: LocalGeneration, task: actions.Task, result: events.Re
             return _run_task(
                 joined_state, actions.StartRanks(result.port), actions.EnterPhase(WorkerPhase.LOADING, attempt)
             )
+        case events.SimpleResult.DONE if isinstance(task, actions.EnterExitBarrier) and local.order is Order.NONE:
+            return local, (actions.EnterPhase(task.phase),)
         case events.SimpleResult.INTERRUPTED | events.SimpleResult.DONE:
             return local, ()
         case events.SimpleResult.STOPPED:
@@ -227,13 +229,12 @@ def _handle_exit(local: LocalGeneration, end: events.RankExited, now: float) -> 
         return _end_attempt(local, SimpleFollowUp.DIAGNOSE_EXITS, now, log)
     if local.alive or _select_failed_exits(local):
         return None  # the ends of the other ranks, or a failure among them, decide
-    all_finished = local.all_ended_with(ExitCode.FINISHED)
-    stage, phase = (Stage.FINISHED, WorkerPhase.FINISHED) if all_finished else (Stage.YIELDED, WorkerPhase.YIELDED)
-    deadline = now if all_finished else now + _YIELD_TIMEOUT_SECONDS
+    all_finished = all(ended.code == ExitCode.FINISHED and not ended.requested for ended in local.exits)
+    stage, deadline = (Stage.FINISHED, now) if all_finished else (Stage.YIELDED, now + _YIELD_TIMEOUT_SECONDS)
+    # The phase is reported when the exit barrier is entered, because the workload may not accept the end.
     return replace(local, stage=stage, deadline=deadline), (
         actions.SimpleAction.OBSERVE_PROGRESS,
         actions.ReportTiming(None),
-        actions.EnterPhase(phase),
     )
 
 
@@ -402,9 +403,8 @@ def _decide_saving(local: LocalGeneration, now: float) -> _StepResult | None:
             if has_failed and not local.broken_announced
             else None
         )
-    left = replace(local, yielded=local.all_ended_with(ExitCode.YIELDING))
     return _end_attempt(
-        left, SimpleFollowUp.LEAVE, now, actions.SimpleAction.OBSERVE_PROGRESS
+        local, SimpleFollowUp.LEAVE, now, actions.SimpleAction.OBSERVE_PROGRESS
     )  # the report includes their last save
 
 

@@ -6,6 +6,7 @@ Guarantees:
   devices.
 - The pod ends once. With a verdict that ends the job it ends only after the coordinator acknowledged the verdict and if
   no newer generation has arrived.
+- The pod ends with code 0 only after a generation whose ranks all ended with code 0 by themselves, on every member.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class GenerationEnded:
     """The generation ended on this pod; no rank is alive."""
 
     outcome: GenerationOutcome
-    yielded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class ReportGeneration:
 
 @dataclass(frozen=True, slots=True)
 class ExitPod:
-    """End the pod with this code; None for the code of its verdict, if any."""
+    """End the pod with this code; None for the code of its verdict, else 75, because it was asked to end."""
 
     code: int | None
 
@@ -136,7 +136,6 @@ class Pod:
     """Finished generation that the coordinator has not acknowledged yet."""
     acknowledged_finish: int = 0
     terminating: bool = False
-    yielded: bool = False
     deadline: float | None = None
     """End of the current wait; monotonic seconds."""
     ends_at: float | None = None
@@ -177,7 +176,7 @@ def _record(pod: Pod, event: Event, now: float) -> _StepResult:
         case SimpleEvent.COMPILER_ENDED:
             return replace(pod, compiling=False, stopping=False), ()
         case GenerationEnded():
-            ended = replace(pod, running=0, yielded=event.yielded)
+            ended = replace(pod, running=0)
             if event.outcome is GenerationOutcome.FINISHED:
                 return replace(ended, finished=pod.running, deadline=now + _ACKNOWLEDGE_SECONDS), ()
             return ended, ()
@@ -223,7 +222,7 @@ def _decide(pod: Pod, now: float) -> _StepResult | None:
     if pod.finished:
         return replace(pod, finished=0, deadline=None), ()
     if pod.terminating:
-        return replace(pod, has_exited=True), (ExitPod(ExitCode.YIELDING if pod.yielded else ExitCode.FINISHED),)
+        return replace(pod, has_exited=True), (ExitPod(None),)
     if newest <= pod.last_handled:
         return None
     if not pod.checked:

@@ -108,14 +108,8 @@ class LocalGeneration:
     entered_barrier: bool = False
     broken_announced: bool = False
     outcome: GenerationOutcome = GenerationOutcome.LEFT
-    yielded: bool = False
-    """Whether the ranks ended with code 75 when this pod left."""
 
     @property
     def alive(self) -> bool:
         """Whether any rank has not ended."""
         return self.started > len(self.exits)
-
-    def all_ended_with(self, code: int) -> bool:
-        """Return whether ranks were started and all ended with this code."""
-        return self.started > 0 and not self.alive and all(end.code == code for end in self.exits)

@@ -221,14 +221,17 @@ def _find_by_prefix(causes: Mapping[str, Cause], text: str) -> Cause | None:
 
 
 def classify_failed_pod(*, reason: str, code: int | None, disrupted: bool, disruption: str = "") -> Cause:
-    """Return why a pod in phase Failed ended; an exit code outside the contract means that the agent itself died."""
+    """Return why a pod in phase Failed ended.
+
+    An exit code outside the contract means that the agent itself died; 0 and 75 mean that it was asked to end.
+    """
     if disrupted:
         return classify_disruption(disruption)
     by_reason = find_pod_reason_cause(reason)
     if by_reason is not None:
         return by_reason
     cause = Cause.POD_LOST if code is None else classify_exit_code(code).cause
-    return Cause.POD_LOST if cause is Cause.CRASH else cause
+    return Cause.POD_LOST if cause in (Cause.CRASH, Cause.YIELDED, Cause.FINISHED) else cause
 
 
 def classify_pod_failure(

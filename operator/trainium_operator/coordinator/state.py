@@ -202,7 +202,7 @@ class CoordinatorState:
                     continue
                 silent = now - agent.view.last_seen >= SILENCE_REPORTED_SECONDS
                 if silent and not agent.silence_reported:
-                    found.add((agent.view.registration.namespace, agent.view.registration.job))
+                    found.add((_registration(agent).namespace, _registration(agent).job))
                 agent.silence_reported = silent
         return found
 
@@ -218,7 +218,7 @@ class CoordinatorState:
                 silent = now - agent.view.last_seen >= SILENCE_REPORTED_SECONDS
                 unknown = not agent.reachable and not silent and now >= agent.probe_failed_at + _PROBE_AGAIN_SECONDS
                 if unknown or (silent and agent.reachable):
-                    request = agent.view.registration
+                    request = _registration(agent)
                     found.append(
                         ProbeTarget(
                             job_id=job_id,
@@ -315,6 +315,11 @@ class CoordinatorState:
 
     def _job(self, job_id: JobId) -> _Job:
         return self._jobs.setdefault(job_id, _Job())
+
+
+def _registration(agent: _Agent) -> RegisterRequest:
+    assert agent.view.registration is not None, "the coordinator knows an agent by its registration"
+    return agent.view.registration
 
 
 def _step(heartbeat: HeartbeatRequest | None) -> int:

@@ -28,6 +28,7 @@ from trainium_operator.plan.report import events, summary, write_throttle
 from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.facts import Facts, build_facts, pin_running_image
 from trainium_operator.plan.view.size import decide_size, find_size_within_quota
+from trainium_operator.plan.view.workers import with_completions
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -47,7 +48,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
             return Plan(status=observed.job.status)
         return Plan(status=summary.set_standard_conditions(completion.build_termination_status(observed), observed.now))
     size = decide_size(observed.job.spec)
-    observed = correct_status(observed, size)
+    observed = correct_status(with_completions(observed), size)
     used_features = tuple(feature for feature in registry.FEATURES if feature.is_used(observed, settings))
     facts = build_facts(observed, replace(pin_running_image(observed, settings), features=used_features), size)
     if conditions.is_terminal(observed.job.status):
@@ -55,11 +56,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     diagnosis = diagnose(facts)
     result = _initial_result(facts, diagnosis)
     if completion.have_all_finished(facts):
-        # The last heartbeats may report restarts from a time without an operator.
-        result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=False))
-        result = result.with_status(_close_all(facts, result.status))
-        result = result.then(summary.summarize(facts, result.status))
-        return _finalize(facts, result.then(completion.complete(facts, result.status)))
+        return _finalize(facts, _plan_completion(completion.at_end(facts), result))
     if stopping.is_ending(result.status):
         return _finalize(facts, _plan_deadline(facts, result))
     verdict = failure_policy.reach_verdict(facts)
@@ -77,6 +74,14 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     if stopping.is_ending(result.status):
         return _finalize(facts, _plan_deadline(facts, result))
     return _finalize(facts, _plan_active(facts, result, diagnosis.losses))
+
+
+def _plan_completion(facts: Facts, result: PolicyResult) -> PolicyResult:
+    """Return the plan once every member has finished; the last heartbeats may be from a time without an operator."""
+    result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=False))
+    result = result.with_status(_close_all(facts, result.status))
+    result = result.then(summary.summarize(facts, result.status))
+    return result.then(completion.complete(facts, result.status))
 
 
 def _plan_ended(facts: Facts) -> PolicyResult:

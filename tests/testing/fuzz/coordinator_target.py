@@ -349,7 +349,7 @@ class _CoordinatorHarness:
         require(agents.keys() <= self._presented, f"received {agents.keys() - self._presented} without a token")
         require(self._operator.state.agent_count() == len(agents), "agents of an unknown job")
         for uid, view in agents.items():
-            require(view.registration.pod_uid == uid, "a pod impersonates another")
+            require(view.registration is not None and view.registration.pod_uid == uid, "a pod impersonates another")
             heartbeat = view.heartbeat
             require(
                 heartbeat is None or len(heartbeat.model_dump_json()) <= MAX_FRAME_BYTES,

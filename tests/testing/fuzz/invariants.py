@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.wire.messages import HeartbeatRequest
 from trainium_operator.cluster.cache.membership_record import MembershipRecord
 from trainium_operator.plan.model import observed as _observed
 from trainium_operator.plan.model.actions import CreatePod, Plan
@@ -161,6 +162,6 @@ def _check_any(value: Any, choices: tuple[Any, ...], where: str) -> None:
 
 @cache
 def _fields(view: type) -> dict[str, Any]:
-    models = (TrainingJobSpec, TrainingJobStatus, MembershipRecord)
+    models = (TrainingJobSpec, TrainingJobStatus, MembershipRecord, HeartbeatRequest)
     known = {**vars(_observed), "Mapping": Mapping, **{model.__name__: model for model in models}}
     return typing.get_type_hints(view, localns=known)

@@ -24,6 +24,7 @@ from tests.testing.operator.wire_messages import member, registration
 from tests.testing.virtual.operator_process import OperatorProcess, wall_clock
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.completion import encode_completion
 from trainium_contract.wire.messages import (
     CheckResult,
     HeartbeatRequest,
@@ -177,7 +178,8 @@ class Workers:
                     raw["status"]["podIP"],
                 )
             elif agent.finished:
-                self.cluster.change(PODS, namespace, name, end_worker(0, "Completed", "Succeeded"))
+                message = encode_completion(self._heartbeat(agent))
+                self.cluster.change(PODS, namespace, name, end_worker(0, "Completed", "Succeeded", message))
         for uid in set(self.agents) - set(running):
             del self.agents[uid]
 
@@ -313,7 +315,7 @@ class Workers:
             generation=agent.membership.generation if agent.member and agent.membership else 0,
             attempt=agent.attempt,
             phase=phase,
-            progress=Progress(step=step, updated=now, durable_step=step - step % 5) if agent.member else None,
+            progress=self._progress(step, now) if agent.member else None,
             timing=self.timings.get(agent.node) if agent.member else None,
             checks=self._check_results(agent),
             failures=tuple(agent.failures[-8:]),
@@ -321,6 +323,9 @@ class Workers:
             verdict=agent.verdict,
             ready=True,
         )
+
+    def _progress(self, step: int, now: float) -> Progress:
+        return Progress(step=step, total_steps=self.total_steps, updated=now, durable_step=step - step % 5)
 
 
 _ALIVE = ("Pending", "Running")
@@ -363,12 +368,12 @@ def _preempt(raw: dict[str, Any]) -> None:
     raw["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True"})
 
 
-def end_worker(code: int, reason: str, phase: str) -> Callable[[dict[str, Any]], None]:
+def end_worker(code: int, reason: str, phase: str, message: str = "") -> Callable[[dict[str, Any]], None]:
     """Return a change of a pod that terminates its worker container."""
 
     def change(raw: dict[str, Any]) -> None:
         raw["status"]["phase"] = phase
-        state = {"exitCode": code, "reason": reason, "finishedAt": "2026-01-01T01:00:00Z"}
+        state = {"exitCode": code, "reason": reason, "finishedAt": "2026-01-01T01:00:00Z", "message": message}
         raw["status"]["containerStatuses"] = [{"name": "worker", "state": {"terminated": state}}]
 
     return change

@@ -343,8 +343,6 @@ class VirtualGeneration:
             assert all(rank.code == 0 for rank in self.ranks), "finished before all ranks"
         else:
             assert not self.leftovers, "left while a child of a rank is alive"
-        if self.local.yielded:
-            assert all(rank.code == 75 for rank in self.ranks)
         before = self.local
         for late in (
             events.SimpleEvent.TICK,

@@ -193,7 +193,10 @@ class FakeDataPlane:
                 identity = member(view.name, pod_uid=view.uid, pod_ip=view.ip, node_name=view.node)
                 pod.view, pod.agent = view, Agent(registration(identity, "default", self.name))
             elif pod.agent is not None and pod.agent.phase is WorkerPhase.FINISHED:
-                pod.view = replace(pod.view, phase=PodPhase.SUCCEEDED, exit_code=0, ready=False)
+                report = self._heartbeat(pod, pod.agent)
+                pod.view = replace(
+                    pod.view, phase=PodPhase.SUCCEEDED, exit_code=0, ready=False, finished=self.now, completion=report
+                )
                 pod.agent = None
             elif pod.agent is not None and (code := self._exit_code(pod.agent)) and not node.partitioned:
                 pod.view = replace(pod.view, phase=PodPhase.FAILED, exit_code=code, reason="Error", ready=False)
@@ -327,6 +330,25 @@ class FakeDataPlane:
         slowest = max(node.slowness for node in self.nodes.values()) / STEPS_PER_SECOND
         return StepTiming(steps=10, step_seconds=slowest, own_seconds=own)
 
+    def _heartbeat(self, pod: Pod, agent: Agent) -> HeartbeatRequest:
+        return HeartbeatRequest(
+            namespace="default",
+            job=self.name,
+            pod_name=pod.view.name,
+            pod_uid=pod.view.uid,
+            generation=agent.generation,
+            attempt=agent.attempt,
+            phase=agent.phase,
+            progress=self._progress(agent) if agent.generation else None,
+            failures=tuple(agent.failures[-8:]),
+            verdict=agent.verdict,
+            restarts=tuple(agent.restarts[-8:]),
+            waiting_for=agent.waiting_for,
+            ready=agent.ready,
+            timing=self._timing(pod) if agent.phase is WorkerPhase.TRAINING else None,
+            compiled=self.compiled,
+        )
+
     def _send_heartbeats(self) -> None:
         """Send a heartbeat of every agent that can reach the operator."""
         if not self.operator_up:
@@ -336,23 +358,6 @@ class FakeDataPlane:
                 continue
             uid = pod.view.uid
             old = self.known_agents.get(uid)
-            beat = HeartbeatRequest(
-                namespace="default",
-                job=self.name,
-                pod_name=pod.view.name,
-                pod_uid=uid,
-                generation=agent.generation,
-                attempt=agent.attempt,
-                phase=agent.phase,
-                progress=self._progress(agent) if agent.generation else None,
-                failures=tuple(agent.failures[-8:]),
-                verdict=agent.verdict,
-                restarts=tuple(agent.restarts[-8:]),
-                waiting_for=agent.waiting_for,
-                ready=agent.ready,
-                timing=self._timing(pod) if agent.phase is WorkerPhase.TRAINING else None,
-                compiled=self.compiled,
-            )
             stepped = bool(
                 self.reports_steps
                 and old
@@ -367,7 +372,7 @@ class FakeDataPlane:
                 registration=agent.registration,
                 last_seen=self.now,
                 first_seen=old.first_seen if old else self.now,
-                heartbeat=beat,
+                heartbeat=self._heartbeat(pod, agent),
                 progressed_at=self.now if stepped else old.progressed_at if old else None,
                 step_seconds=1 / STEPS_PER_SECOND if stepped else old.step_seconds if old else None,
             )

@@ -81,10 +81,17 @@ def pod(ordinal: int, **changes: Any) -> PodView:
     return replace(view, **changes)
 
 
+def finished_pod(ordinal: int, **changes: Any) -> PodView:
+    """Return a pod whose agent ended because its ranks had finished generation 1."""
+    report = heartbeat(ordinal, messages.WorkerPhase.FINISHED, generation=1, **changes)
+    return pod(ordinal, phase=PodPhase.SUCCEEDED, exit_code=0, reason="Completed", ready=False, completion=report)
+
+
 def heartbeat(
     ordinal: int, phase: messages.WorkerPhase = messages.WorkerPhase.STANDBY, **changes: Any
 ) -> messages.HeartbeatRequest:
-    fields = {"generation": 0, "ready": True, "pod_uid": f"uid-{ordinal}", **changes}
+    done = {"progress": messages.Progress(step=100)} if phase is messages.WorkerPhase.FINISHED else {}
+    fields = {"generation": 0, "ready": True, "pod_uid": f"uid-{ordinal}", **done, **changes}
     return wire_messages.heartbeat(f"demo-w-{ordinal}", namespace="default", job="demo", phase=phase, **fields)
 
 

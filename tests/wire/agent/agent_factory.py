@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -62,8 +63,10 @@ def start_agent(order: dict[str, Any]) -> None:
     sys.path[:0] = order["env"].get("PYTHONPATH", "").split(":")
     if "WITHOUT_COLLECTOR" in order["env"]:
         gc.disable()
-    from trainium_agent import __main__
+    from trainium_agent import __main__, log_lines
 
+    log_lines.TERMINATION_LOG = Path(order["log"]).with_suffix(".termination")
+    log_lines.TERMINATION_LOG.touch()
     __main__.main()
 
 

@@ -33,6 +33,10 @@ class AgentProcess:
     def log(self) -> str:
         return self.log_path.read_text()
 
+    @property
+    def termination_message(self) -> str:
+        return self.log_path.with_suffix(".termination").read_text()
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_managed_here
 from trainium_contract.wire import worker_env
+from trainium_contract.wire.completion import parse_completion
 from trainium_contract.wire.log_line import LINE_BYTES, format_log_text
 from trainium_operator.cluster.cache.device_views import read_claim_template, read_device_health
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
@@ -139,10 +140,14 @@ def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
     terminated = as_mapping(worker.get("terminated"))
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
     reason, message = _reason_and_message(status, scheduled, worker, init)
+    uid, termination_message = metadata["uid"], as_text(terminated.get("message"))
+    completion = parse_completion(termination_message, uid) if terminated.get("exitCode") == 0 else None
+    if completion is not None and message == termination_message:
+        message = ""  # it is no text for people
     phase, node = as_text(status.get("phase")), as_name(spec.get("nodeName"))
     return observed.PodView(
         name=metadata["name"],
-        uid=metadata["uid"],
+        uid=uid,
         ordinal=ordinal,
         phase=_PHASES.get(phase, observed.PodPhase.UNKNOWN if phase else observed.PodPhase.PENDING),
         ip=as_text(status.get("podIP")),
@@ -172,6 +177,7 @@ def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
         claim_template=read_claim_template(raw),
         evaluates=as_text(annotations.get(names.ANNOTATION_EVALUATES)),
         device_health=read_device_health(raw),
+        completion=completion,
     )
 
 

@@ -13,7 +13,6 @@ from trainium_contract.faults.responses import Response
 from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.diagnose.process_failures import find_give_up_failure
 from trainium_operator.plan.diagnose.silence import find_failure_time
-from trainium_operator.plan.model.observed import PodPhase, PodView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from trainium_contract.faults.classify import Classification
     from trainium_contract.faults.rules import RecoveryRule
     from trainium_contract.wire.messages import Member
+    from trainium_operator.plan.model.observed import PodView
     from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
@@ -31,7 +31,7 @@ def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> Loss | Non
     A pod that ended while it was being deleted has the cause of the deletion, unless a device failed.
     """
     pod = worker.pod
-    if pod.phase not in (PodPhase.FAILED, PodPhase.SUCCEEDED):
+    if not worker.ended:
         return None
     given_up = find_give_up_failure(facts, worker)
     verdict = given_up[1] if given_up else classify_ended_pod(pod, facts.job.spec.recovery.rules)
@@ -90,4 +90,4 @@ def has_failed_by_itself(pod: PodView) -> bool:
     if pod.disrupted or pod.exit_code is None or by_reason not in (None, Cause.MEMORY, Cause.USER_CODE):
         return False
     by_signal = pod.exit_code > 128 and pod.reason != "OOMKilled"
-    return not by_signal and classify.classify_exit_code(pod.exit_code).response is not Response.RESTART_UNCOUNTED
+    return not by_signal and classify.classify_exit_code(pod.exit_code).cause not in (Cause.YIELDED, Cause.FINISHED)

@@ -11,6 +11,7 @@ Guarantees:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.classify import stops_job
@@ -49,6 +50,16 @@ _FINALIZER_TEXTS = {
 def have_all_finished(facts: Facts) -> bool:
     """Return whether every member of the current generation has finished."""
     return facts.current is not None and all(worker is not None and worker.finished for _, worker in facts.members)
+
+
+def at_end(facts: Facts) -> Facts:
+    """Return the facts as of the end of the last member, which may be before this operator started."""
+    ends = [worker.pod.finished for _, worker in facts.members if worker is not None and worker.ended]
+    known_ends = [at for at in ends if at is not None]
+    if len(known_ends) < len(facts.members):
+        return facts
+    ended_at = min(max(*known_ends, facts.job.status.goodput.accounted_until or 0.0), facts.now)
+    return replace(facts, observed=replace(facts.observed, now=ended_at))
 
 
 def complete(facts: Facts, status: TrainingJobStatus) -> PolicyResult:

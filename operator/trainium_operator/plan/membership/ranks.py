@@ -136,8 +136,8 @@ def _find_place(node: str, context: RankContext) -> Place:
 
 def build_member(worker: Worker, rank: int = 0) -> Member:
     """Build a member from what its agent registered; the worker must have an agent."""
-    assert worker.agent is not None
-    registration = worker.agent.registration
+    registration = worker.agent.registration if worker.agent is not None else None
+    assert registration is not None
     return Member(
         pod_uid=worker.pod.uid,
         pod_name=worker.pod.name,

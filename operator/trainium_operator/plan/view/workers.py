@@ -9,6 +9,8 @@ and a person or the cloud that declares a node out of service.
 Guarantees:
 - Silence is measured by the operator's clock, and only since agents have had time to find the coordinator.
 - A worker whose pod is being deleted, has ended or whose node is gone never counts as alive.
+- A worker has finished only if its agent reports that all of its ranks ended with code 0 by themselves. A pod that
+  ended without that proof has failed, whatever its phase.
 - One worker may always be replaced, so the failure of one node is answered at once, but none while the fleet is frozen:
   many jobs of one worker each must not be replaced one by one.
 """
@@ -21,12 +23,18 @@ from typing import TYPE_CHECKING
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.model.actions import Action, DeletePod
 from trainium_operator.plan.model.cached_property import cached_property
-from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, NodeReadiness, PodPhase, max_bad_nodes
+from trainium_operator.plan.model.observed import (
+    SILENCE_REPORTED_SECONDS,
+    AgentView,
+    NodeReadiness,
+    PodPhase,
+    max_bad_nodes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from trainium_operator.plan.model.observed import AgentView, NodeView, Observed, PodView
+    from trainium_operator.plan.model.observed import NodeView, Observed, PodView
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,8 @@ class Worker:
     """Whether signals of the control plane and of its port against it count."""
     holds_node: bool = True
     """Whether a container of its pod runs or may still start, so that its node and devices are not free."""
+    finished: bool = False
+    """Whether its ranks have finished the current generation and no other member needs them again."""
 
     @property
     def heartbeat(self) -> HeartbeatRequest | None:
@@ -181,18 +191,11 @@ class Worker:
             return False
         return heartbeat.phase in _JOINABLE or (heartbeat.phase is WorkerPhase.STANDBY and heartbeat.ready)
 
-    @cached_property
-    def finished(self) -> bool:
-        """Return whether all its ranks ended with code 0."""
-        if self.heartbeat is not None and self.heartbeat.phase is WorkerPhase.FINISHED:
-            return True
-        return self.pod.phase is PodPhase.SUCCEEDED and not self.pod.deleting
-
 
 def build_workers(observed: Observed) -> dict[str, Worker]:
     """Return every worker by pod uid, in the order of their ordinals."""
     timeout = observed.job.spec.recovery.heartbeat_timeout_seconds
-    expected_since = _expected_since(observed)
+    expected_since, finished = _expected_since(observed), _find_finished(observed)
     workers: dict[str, Worker] = {}
     for pod in sorted(observed.pods, key=lambda view: view.ordinal):
         agent = observed.agents.get(pod.uid)
@@ -202,6 +205,7 @@ def build_workers(observed: Observed) -> dict[str, Worker]:
         workers[pod.uid] = Worker(
             pod=_with_worker_phase(pod),
             holds_node=pod.phase not in _ENDED,
+            finished=pod.uid in finished,
             agent=agent,
             node=observed.nodes.get(pod.node),
             silent_seconds=max(0.0, observed.now - seen_at),
@@ -210,14 +214,60 @@ def build_workers(observed: Observed) -> dict[str, Worker]:
     return workers
 
 
+def with_completions(observed: Observed) -> Observed:
+    """Return the observation with the last heartbeats of agents that have finished, from their pods' status."""
+    agents = dict(observed.agents)
+    for pod in observed.pods:
+        if pod.completion is not None:
+            ended_at = observed.now if pod.finished is None else min(pod.finished, observed.now)
+            known = agents.get(pod.uid) or AgentView(registration=None, last_seen=ended_at, first_seen=ended_at)
+            agents[pod.uid] = replace(known, heartbeat=pod.completion)
+    return replace(observed, agents=agents) if any(pod.completion for pod in observed.pods) else observed
+
+
+def _find_finished(observed: Observed) -> frozenset[str]:
+    """Return the members that have finished the current generation, by pod uid.
+
+    Ranks that finished an attempt that has failed elsewhere run again, and a trainer finishes with its last step.
+    """
+    if observed.membership is None:
+        return frozenset()
+    generation = observed.membership.generation
+    heartbeats = {
+        member: agent.heartbeat
+        for member in observed.membership.members
+        if (agent := observed.agents.get(member.pod_uid)) is not None
+        and agent.heartbeat is not None
+        and agent.heartbeat.generation == generation
+    }
+    newest_attempt = max((heartbeat.attempt for heartbeat in heartbeats.values()), default=0)
+    needed = {rank for heartbeat in heartbeats.values() for rank in heartbeat.waiting_for}
+    return frozenset(
+        member.pod_uid
+        for member, heartbeat in heartbeats.items()
+        if heartbeat.phase is WorkerPhase.FINISHED
+        and heartbeat.attempt == newest_attempt
+        and member.node_rank not in needed
+        and _has_last_step(observed, heartbeat)
+    )
+
+
+def _has_last_step(observed: Observed, heartbeat: HeartbeatRequest) -> bool:
+    """Return whether a trainer's ranks have made the last step of the run; a program alone knows its own."""
+    trainer, progress = observed.job.spec.trainer, heartbeat.progress
+    if trainer is None:
+        return True
+    if progress is None:
+        return False
+    total = progress.total_steps or (0 if trainer.epochs or trainer.batch.tolerance else trainer.steps)
+    return max(progress.step, progress.resume_step or 0) >= total
+
+
 def _with_worker_phase(pod: PodView) -> PodView:
     """Return the pod with the phase of its worker container, which other containers may hide."""
-    if pod.exit_code is None or pod.phase is PodPhase.SUCCEEDED:
+    if pod.exit_code is None and pod.phase is not PodPhase.SUCCEEDED:
         return pod
-    if pod.phase is PodPhase.FAILED:  # by another container, or by the kubelet, which gives its own reason
-        is_hidden = pod.exit_code == 0 and pod.reason == "Completed" and not pod.disrupted
-        return replace(pod, phase=PodPhase.SUCCEEDED) if is_hidden else pod
-    return replace(pod, phase=PodPhase.FAILED if pod.exit_code or pod.disrupted else PodPhase.SUCCEEDED)
+    return replace(pod, phase=PodPhase.FAILED if pod.completion is None else PodPhase.SUCCEEDED)
 
 
 def with_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Worker]:

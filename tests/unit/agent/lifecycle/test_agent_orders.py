@@ -100,7 +100,7 @@ class VirtualPod:
             self.apply_event(pod.SimpleEvent.NODE_UNFIT if pick < 0.27 else pod.SimpleEvent.NODE_CHECKED)
         elif pick < 0.6 and self.running:
             outcome, self.running, self.has_verdict = self.random.choice(tuple(GenerationOutcome)), 0, False
-            self.apply_event(pod.GenerationEnded(outcome, yielded=self.random.random() < 0.3))
+            self.apply_event(pod.GenerationEnded(outcome))
         elif pick < 0.75 and self.compiling:
             self.compiling = False
             self.apply_event(pod.SimpleEvent.COMPILER_ENDED)
@@ -138,7 +138,7 @@ def test_a_pod_keeps_its_invariants_in_ten_thousand_random_orders_of_events() ->
             error.add_note(f"seed {seed}, {history.pod}")
             raise
         exits.update(history.exits)
-    assert set(exits) == {None, ExitCode.FINISHED, ExitCode.YIELDING}
+    assert set(exits) == {None, ExitCode.FINISHED}
 
 
 def test_a_pod_exits_after_its_verdict_is_acknowledged_unless_a_generation_follows() -> None:

@@ -32,8 +32,8 @@ def ended_job(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100,
         observed_generation=observed.job.generation,
     )
     pods = (
-        build.pod(0, phase=PodPhase.SUCCEEDED, exit_code=0),
-        build.pod(1, phase=PodPhase.SUCCEEDED, exit_code=0),
+        build.finished_pod(0),
+        build.finished_pod(1),
         build.pod(2),
         build.pod(3),
     )
@@ -223,7 +223,7 @@ def test_a_job_completes_only_when_all_its_ranks_have_finished() -> None:
     finished = build.agents((0, 1), WorkerPhase.FINISHED, generation=1)
     almost = make_plan(build.running_job(3, agents={**finished, 2: build.training_agent(2)}))
     assert almost.status.phase is not Phase.COMPLETED
-    pods = tuple(build.pod(ordinal, phase=PodPhase.SUCCEEDED, exit_code=0) for ordinal in (0, 1))
+    pods = tuple(build.finished_pod(ordinal) for ordinal in (0, 1))
     partly = make_plan(build.running_job(3, agents={2: build.training_agent(2)}, pods=(*pods, build.pod(2))))
     assert partly.status.phase is not Phase.COMPLETED
     done = build.agents(range(3), WorkerPhase.FINISHED, generation=1)
@@ -268,7 +268,9 @@ def job_with_sidecars(codes: dict[int, int | None], **job_spec: Any) -> Any:
     """Return workers with a running sidecar, whose worker containers have ended where they have a code."""
     observed = build.running_job(len(codes), job_spec=build.spec(workers={"replicas": len(codes)}, **job_spec))
     pods = tuple(
-        build.pod(ordinal, exit_code=code, reason="" if code is None else "Error" if code else "Completed")
+        replace(build.finished_pod(ordinal), phase=PodPhase.RUNNING)
+        if code == 0
+        else build.pod(ordinal, exit_code=code, reason="" if code is None else "Error")
         for ordinal, code in codes.items()
     )
     return replace(observed, pods=pods)

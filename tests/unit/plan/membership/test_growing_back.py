@@ -18,8 +18,9 @@ from trainium_operator.plan.membership.decisions import finish_decided_generatio
 from trainium_operator.plan.membership.generation import Decision
 from trainium_operator.plan.model.conditions import find_condition, with_condition
 from trainium_operator.plan.model.feature import AdmissionState, Grant
-from trainium_operator.plan.model.observed import Observed, PodPhase
+from trainium_operator.plan.model.observed import Observed
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.workers import with_completions
 
 RESCALE_AFTER_SECONDS = 30
 
@@ -69,8 +70,8 @@ def test_a_job_grows_gracefully_once_all_workers_are_warm() -> None:
         elastic_job(2, 2, agents={1: build.agent(1, WorkerPhase.LOADING, generation=1)}),
         elastic_job(2, 2, agents={1: build.training_agent(1, generation=0)}),
         elastic_job(2, 2, agents={1: build.agent(1, WorkerPhase.FINISHED, generation=1)}),
-        replace(
-            elastic_job(2, 2), pods=(build.pod(0, phase=PodPhase.SUCCEEDED), build.pod(1), build.pod(2), build.pod(3))
+        with_completions(
+            replace(elastic_job(2, 2), pods=(build.finished_pod(0), build.pod(1), build.pod(2), build.pod(3)))
         ),
     ],
 )

@@ -221,7 +221,7 @@ def test_a_job_completes_when_all_members_finished_and_deletes_its_spares() -> N
     agents = build.agents(range(3), WorkerPhase.FINISHED, generation=1)
     observed = build.running_job(4, spares=1, agents=agents)
     assert make_plan(observed).status.phase is not Phase.COMPLETED
-    done = build.with_pod(observed, build.pod(3, phase=PodPhase.SUCCEEDED, exit_code=0))
+    done = build.with_pod(observed, build.finished_pod(3))
     result = make_plan(done)
     assert result.status.phase is Phase.COMPLETED
     assert is_true(result.status, ConditionType.COMPLETE)
