@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_client.api import Unreadable
@@ -12,9 +12,15 @@ from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.events import build_event_views
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
 from trainium_contract.views.job import advise_retry, build_job_view
+from trainium_contract.views.raw import mapping, objects, text
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import MemberRow, Members, PodRow, build_members, count_workers, parse_pod_table
-from trainium_contract.wire.recorded_membership import parse_membership
+from trainium_contract.wire.recorded_membership import (
+    REFUSAL_KEY,
+    count_refused_writes,
+    parse_membership,
+    parse_refused_status,
+)
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
@@ -42,6 +48,7 @@ def read_job_snapshot(api: Api, name: str, now: float) -> JobSnapshot:
         events = pool.submit(api.events, name)
         job = api.job(name)
         record, pod_table, raw_events = membership.result(), table.result(), events.result()
+    job, refusal = with_newest_status(job, record)
     members = decode_members(record)
     uid = str(job.get("metadata", {}).get("uid") or "")
     pods = () if isinstance(pod_table, Unreadable) else parse_pod_table(pod_table, now)
@@ -53,6 +60,7 @@ def read_job_snapshot(api: Api, name: str, now: float) -> JobSnapshot:
     if isinstance(record, Unreadable) and record.forbidden:
         not_shown.append(f"which pods are members: {record.reason}")
     view = build_job_view(job, now=now, workers=workers, events=event_views, not_shown=tuple(not_shown))
+    view = replace(view, advice=(*refusal, *view.advice))
     return JobSnapshot(view, job, members, pods)
 
 
@@ -90,7 +98,7 @@ def decode_members(record: Json | Unreadable) -> Members | None:
 
 def read_interruption(api: Api, name: str, now: float, number: int | None = None) -> InterruptionReport:
     """Explain an interruption, with the log lines about it."""
-    job = api.job(name)
+    job, refusal = with_newest_status(api.job(name), api.membership(name))
     view = build_job_view(job, now=now)
     entries = read_interruptions(public_status(job))
     if number is not None and not 0 < number <= len(entries):
@@ -100,7 +108,27 @@ def read_interruption(api: Api, name: str, now: float, number: int | None = None
     # The report of a failure shows the verdict, so the advice does not repeat it.
     failed = view.phase == "Failed" and (entry is None or entry.stopped)
     advice = (advise_retry(view),) if failed else view.advice
-    return explain_interruption(job, number=number, log=log, log_note=note, advice=advice)
+    return explain_interruption(job, number=number, log=log, log_note=note, advice=(*refusal, *advice))
+
+
+def with_newest_status(job: Json, record: Json | Unreadable) -> tuple[Json, tuple[str, ...]]:
+    """Return the job with the status that the API server has refused so far, if that is newer, and a sentence on it.
+
+    `record` is the ConfigMap of the membership.
+    """
+    refused = None if isinstance(record, Unreadable) else parse_refused_status(record)
+    if refused is None or isinstance(record, Unreadable):
+        return job, ()
+    owners = objects(mapping(record, "metadata"), "ownerReferences")
+    is_of_job = any(text(owner, "uid") == text(mapping(job, "metadata"), "uid") for owner in owners)
+    if not is_of_job or count_refused_writes(refused) <= count_refused_writes(mapping(job, "status")):
+        return job, ()
+    sentence = (
+        "The API server refuses the status of this job, so what you see comes from ConfigMap "
+        f"{text(mapping(record, 'metadata'), 'name')}. Exempt trainingjobs/status from what refuses it: "
+        f"{text(mapping(record, 'data'), REFUSAL_KEY)}"
+    )
+    return {**job, "status": refused}, (sentence,)
 
 
 def _read_worker_log(api: Api, entry: InterruptionView | None) -> tuple[str, str]:

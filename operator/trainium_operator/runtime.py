@@ -19,7 +19,7 @@ from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler
 from trainium_operator.cluster.api import client, errors, resources
 from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
-from trainium_operator.cluster.execute import events, executor, optional_writes
+from trainium_operator.cluster.execute import events, executor, optional_writes, status_writes
 from trainium_operator.cluster.fleet import fleet_reconciler
 from trainium_operator.cluster.queue import creation_backoff, observe, pod_warnings, waiting_gangs, work_queue
 from trainium_operator.coordinator import authentication, certificate_keeper, certificates, probe, server, state
@@ -168,6 +168,9 @@ class Runtime:
         )
         backoff, optional = creation_backoff.CreationBackoff(clock), optional_writes.OptionalWrites(clock)
         warnings = pod_warnings.PodWarnings(self.api, self.caches.pods, clock)
+        statuses = status_writes.StatusWrites(
+            self.acting, self.caches, self.recorder, clock, on_refused=self.metrics.refused_statuses.inc
+        )
         observer = observe.Observer(
             caches=self.caches,
             agents=self.state,
@@ -191,8 +194,10 @@ class Runtime:
                 self.state,
                 backoff,
                 optional,
+                statuses,
                 clock,
             ),
+            statuses=statuses,
             recorder=self.recorder,
             on_reconciled=self.metrics.reconciled,
             on_planned=self._planned,

@@ -79,6 +79,17 @@ def _kill_rank_without_names(run: Run) -> RunResult:
         return kill_rank(run)
 
 
+def _delete_pod_while_statuses_are_refused(run: Run) -> RunResult:
+    target = run.target
+    pod = run.random_member()["podName"]
+    with target.job.refused_statuses():
+        fault = run.inject(lambda: target.delete_pod(pod, force=True))
+        target.wait_for_step(fault.completed_step + 10, 60)
+        recovered_at = target.records()[fault.completed_step + 1]["time"]
+    result = run.follow_recovery(fault, expect_deleted(pod, timeout_seconds=150), note=pod)
+    return replace(result, recovery_seconds=round(recovered_at - fault.injected_at, 3))
+
+
 @contextlib.contextmanager
 def _two_replicas(env: FaultEnvironment) -> Iterator[None]:
     _ = env.faults
@@ -192,6 +203,15 @@ ROWS = (
         require=lambda env: env.faults,
         max_runs=2,
         kubelet=False,
+    ),
+    Row(
+        number=29,
+        fault="a policy refuses every status, with a fault",
+        injected="a ValidatingAdmissionPolicy on `trainingjobs/*`; a member deleted by force; the policy deleted",
+        expected="the spare takes the rank while the status is refused; the status has it later; at most 1 step lost",
+        checked="first new step while the policy stands; afterwards as row 4",
+        run_once=_delete_pod_while_statuses_are_refused,
+        max_runs=5,
     ),
     Row(
         number=30,

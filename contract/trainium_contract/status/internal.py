@@ -101,6 +101,8 @@ class InternalStatus(StatusModel):
     """Unix seconds since when the membership is smaller than desired or a member is missing."""
     leaving_since: float | None = None
     """Unix seconds since when a member's node is known to leave soon."""
+    refused_writes: Annotated[int, Field(ge=0)] = 0
+    """Number of versions of this status that the API server refused; the operator kept them beside the membership."""
     failures: Annotated[tuple[FailureRecord, ...], Field(max_length=128)] = ()
     """Counted failures within the largest budget window, oldest first."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ class JobPageData:
     def rows(self, namespace: str) -> list[JobRow]:
         """Return the jobs of a namespace; of all if it is empty."""
         entries = self._caches.jobs.store.snapshot().items()
-        return [_row(entry.view) for key, entry in entries if namespace in ("", key[0])]
+        return [_row(self._with_newest_status(entry.view)) for key, entry in entries if namespace in ("", key[0])]
 
     def report(self, namespace: str, name: str, *, pods: bool, members: bool) -> Callable[..., JobReport] | None:
         """Return a function that creates the report of a job in any thread; None without such a job.
@@ -116,13 +116,16 @@ class JobPageData:
         owned = self._caches.pods.store.owned_by(record.id).values() if pods else None
         since, curve = self._curves.get(record.uid, (0.0, LiveCurve(CURVE_POINTS)))
         snapshot = _JobSnapshot(
-            record,
+            self._with_newest_status(record),
             tuple(sorted(owned, key=lambda pod: pod.ordinal)) if owned is not None else None,
             self._membership(record) if members else None,
             curve.points,
             since,
         )
         return partial(_report, snapshot)
+
+    def _with_newest_status(self, record: JobRecord) -> JobRecord:
+        return record if record.view is None else replace(record, view=self._caches.with_newest_status(record.view))
 
     def _membership(self, record: JobRecord) -> Callable[[], dict[str, Any] | None]:
         """Return a function that decompresses the record, because a large one takes a while."""

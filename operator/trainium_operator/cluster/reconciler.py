@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.store import Key
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.cluster.execute.executor import Executor
+    from trainium_operator.cluster.execute.status_writes import StatusWrites
     from trainium_operator.cluster.queue.observe import Caches, Observer
     from trainium_operator.cluster.queue.pod_warnings import PodWarnings
     from trainium_operator.cluster.queue.work_queue import PlanRateLimiter
@@ -54,6 +55,7 @@ class Reconciler:
     observer: Observer
     plan: Callable[[Observed], Plan]
     executor: Executor
+    statuses: StatusWrites
     recorder: EventRecorder
     rate_limiter: PlanRateLimiter
     warnings: PodWarnings
@@ -147,21 +149,26 @@ class Reconciler:
         loop = asyncio.get_running_loop()
         async with self._planning:
             started = loop.time()
-            observed = self.observer.observe(record.view, status_written=self._written.get(key, 0.0))
+            job = self.caches.with_newest_status(record.view)
+            observed = self.observer.observe(job, status_written=self._written.get(key, 0.0))
             observe_seconds = loop.time() - started
             await asyncio.sleep(0)  # here and below: with a thousand agents each part takes long; answer them between
             started = loop.time()
             plan = self.plan(observed)
             self.rate_limiter.record_plan(key, observe_seconds + loop.time() - started, loop.time())
             await asyncio.sleep(0)
-        if plan.status != record.view.status:
+        if plan.status != job.status:
             self._written[key] = observed.now
         await self.executor.execute(record.view, plan)
         self.queue.forget(key)
         if not self._exists(key, record):
             return
-        self.on_planned(record.view, plan.status)
-        delays = (plan.requeue_after, self.warnings.seconds_until_refresh(record.view))
+        self.on_planned(job, plan.status)
+        delays = (
+            plan.requeue_after,
+            self.warnings.seconds_until_refresh(job),
+            self.statuses.seconds_until_retry(job),
+        )
         if (delay := min((seconds for seconds in delays if seconds is not None), default=None)) is not None:
             self.queue.put_after(key, max(0.01, delay))
 

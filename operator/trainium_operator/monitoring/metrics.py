@@ -58,6 +58,7 @@ class Metrics:
         self.queue_depth = gauge("queue_depth", "Jobs that wait for a worker")
         self.agents = gauge("agents", "Agents that are registered")
         self.events_dropped = gauge("events_dropped", "Events that were not written because there were too many")
+        self.refused_statuses = counter("refused_statuses_total", "Writes of a job's status that were refused")
         self._served = gauge("namespaces", "Served namespaces by what can be read there; all as one count 1", "state")
         self._machines = gauge("machines", "Machines that faults were attributed to", "state")
         self._frozen = gauge("node_actions_frozen", "1 while too many nodes look bad at once to act on any")

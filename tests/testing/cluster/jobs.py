@@ -5,7 +5,7 @@ import json
 import random
 import string
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +30,7 @@ checkpoint: {durable: {everySteps: 20, keepLast: 3}}
 recovery: {rescaleAfterSeconds: 5, gracePeriodSeconds: 20}
 """
 
+STATUS_REFUSAL = "a TrainingJob needs the label cost-center"
 TIMEOUT_SECONDS = 90.0
 """Timeout of what takes seconds on the development cluster; a genuine one detects a lost node after 50."""
 
@@ -198,6 +199,38 @@ class Job:
         return {step: record["loss"] for step, record in self.log.steps.items()}
 
     # --- disturb -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def refused_statuses(self) -> Iterator[None]:
+        """Let a policy refuse every status of the namespace's jobs, as one on `trainingjobs/*` of others does."""
+        rules = [{"apiGroups": ["trainium.dev"], "apiVersions": ["*"], "operations": ["UPDATE"],
+                  "resources": ["trainingjobs/*"]}]  # fmt: skip
+        policy = {
+            "failurePolicy": "Fail",
+            "matchConstraints": {
+                "resourceRules": rules,
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": self.namespace}},
+            },
+            "validations": [{"expression": "false", "message": STATUS_REFUSAL}],
+        }
+        meta = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": f"status-{self.namespace}"}}
+        binding = {"policyName": meta["metadata"]["name"], "validationActions": ["Deny"]}
+        objects = [
+            {**meta, "kind": "ValidatingAdmissionPolicy", "spec": policy},
+            {**meta, "kind": "ValidatingAdmissionPolicyBinding", "spec": binding},
+        ]
+        listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+        probe = ("patch", "trainingjob", self.name, "-n", self.namespace, "--subresource=status", "--type=merge",
+                 "--dry-run=server", "-p", '{"status": {"desired": 7}}')  # fmt: skip
+        self.cluster.kubectl("apply", "-f", "-", stdin=listed)
+        try:
+            deadline = Deadline(TIMEOUT_SECONDS)
+            while STATUS_REFUSAL not in self.cluster.run("kubectl", *probe).stderr:
+                deadline.check(lambda: "the policy is in force")
+                time.sleep(0.2)
+            yield
+        finally:
+            self.cluster.kubectl("delete", "-f", "-", stdin=listed)
 
     def members(self) -> list[dict[str, Any]]:
         return parse_members(self.cluster.get("configmap", f"{self.name}-membership", "-n", self.namespace))

@@ -9,6 +9,7 @@ from typing import Any, Self
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
 from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.settings import Settings
@@ -22,6 +23,13 @@ class WorkerCluster:
         self.workers = Workers(self.cluster, nodes, total_steps)
 
     def status(self, name: str = "llama") -> dict[str, Any]:
+        """Return the newest status: the job's, or the one that was refused so far."""
+        status = self.stored_status(name)
+        record = self.cluster.objects.get((CONFIG_MAPS.plural, "default", f"{name}-membership"), {})
+        refused = parse_refused_status(record) or {}
+        return refused if refused.get("refusedWrites", 0) > status.get("refusedWrites", 0) else status
+
+    def stored_status(self, name: str = "llama") -> dict[str, Any]:
         return self.cluster.get(JOBS, "default", name).get("status") or {}
 
     def condition(self, kind: str, name: str = "llama") -> dict[str, Any]:

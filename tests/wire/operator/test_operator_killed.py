@@ -16,17 +16,21 @@ from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import Write
+from tests.testing.api.fake_kubernetes import Write, http_error
 from tests.testing.suite.virtual_time import run_virtual
 from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import training_job, until
 from tests.testing.virtual.replicas import OperatorDeployment, check_each_kill_point, run_deployment
+from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS
+from trainium_operator.cluster.api.transport import HttpResponse
 from trainium_operator.cluster.cache.membership_record import read_membership
 
 JOB = "llama"
 
 SETTLE_SECONDS = 12.0
+CREATION_PAUSE_SECONDS = 60.0
+"""Longest pause before a refused status is sent again."""
 START_WRITES = 15
 """Writes until the job trains: the scenario of the first start tests those."""
 FILLED = {"Replace": "Spare"}
@@ -55,8 +59,8 @@ class Record:
             key = (CONFIG_MAPS.plural, "default", f"{JOB}-membership")
             if key in deployment.cluster.objects:
                 recorded = read_membership(deployment.cluster.objects[key])
-                assert recorded is not None
-                self.memberships.setdefault(recorded.generation, set()).add(recorded)
+                if recorded is not None:  # otherwise the object holds only a status that was refused
+                    self.memberships.setdefault(recorded.generation, set()).add(recorded)
             if write.path.endswith("/status"):
                 self.generations.append(deployment.status().get("membership", {}).get("generation", 0))
 
@@ -145,8 +149,20 @@ SCENARIOS: dict[str, tuple[Callable[[OperatorDeployment], Awaitable[None]], dict
 }
 
 
-def run_scenario(name: str, die_after_write: int | None) -> tuple[dict[str, Any], int, Record]:
-    """Run a scenario and return its end, the writes of its first operator, and the record."""
+def refuse_statuses(method: str, path: str) -> HttpResponse | None:
+    """Refuse the status of every job, as a policy on `trainingjobs/*` does."""
+    if method == "PATCH" and path.endswith("/status"):
+        return http_error(403, "Forbidden", "a TrainingJob needs the label cost-center")
+    return None
+
+
+def run_scenario(
+    name: str, die_after_write: int | None, *, refused: bool = False
+) -> tuple[dict[str, Any], int, Record]:
+    """Run a scenario and return its end, the writes of its first operator, and the record.
+
+    `refused`: no status of a job is accepted before the end.
+    """
     act, spec = SCENARIOS[name]
     job = training_job(replicas=2, spares=1, minReplicas=1)
     job["spec"].update(spec)
@@ -155,8 +171,13 @@ def run_scenario(name: str, die_after_write: int | None) -> tuple[dict[str, Any]
     async def scenario() -> tuple[dict[str, Any], int]:
         async with run_deployment(job=job, nodes=6, replicas=0, start=False) as deployment:
             record.watch(deployment)
+            if refused:
+                deployment.cluster.faults.append(refuse_statuses)
             first = await deployment.start_operator("operator-0", die_after_write=die_after_write)
             await act(deployment)
+            if refused:
+                deployment.cluster.faults.remove(refuse_statuses)
+                await asyncio.sleep(CREATION_PAUSE_SECONDS)
             await asyncio.sleep(SETTLE_SECONDS)
             return final_state(deployment), len(first.connection.writes)
 
@@ -170,7 +191,7 @@ def final_state(deployment: OperatorDeployment) -> dict[str, Any]:
     if (JOBS.plural, "default", JOB) not in deployment.cluster.objects:
         remaining = [key for key in deployment.cluster.objects if key[0] not in ("nodes", "leases", EVENTS.plural)]
         return {"left": [key for key in remaining if key[1] == "default"]}
-    status = deployment.status()
+    status = deployment.stored_status()
     membership = deployment.membership()
     running = status["phase"] == "Running"
     # The last condition of checkpoints of an ended job depends on the moment of its end.
@@ -188,6 +209,7 @@ def final_state(deployment: OperatorDeployment) -> dict[str, Any]:
         if running
         else {kind: conditions[kind] for kind in conditions if kind != "DisruptionAllowed"},
         "pods": len(deployment.pods()) if running else None,
+        "kept": parse_refused_status(deployment.cluster.get(CONFIG_MAPS, "default", f"{JOB}-membership")),
     }
 
 
@@ -206,6 +228,31 @@ def run_without_kill(name: str) -> tuple[dict[str, Any], int]:
 def test_a_scenario_ends_the_same_after_each_death_of_the_operator(name: str, stride: int) -> None:
     def run(write: int | None) -> tuple[dict[str, Any], int]:
         return run_without_kill(name) if write is None else run_scenario(name, write)[:2]
+
+    check_each_kill_point(run, stride, first_write=1 if name == "first start" else START_WRITES)
+
+
+@cache
+def run_with_refused_statuses(name: str) -> tuple[dict[str, Any], int]:
+    end, writes, _ = run_scenario(name, None, refused=True)
+    return end, writes
+
+
+REFUSED = [name for name in SCENARIOS if name != "expiry"]
+"""The job of the last one is deleted before its status is accepted."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_scenario_ends_the_same_if_no_status_is_accepted_before_its_end(name: str) -> None:
+    assert run_with_refused_statuses(name)[0] == run_without_kill(name)[0]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_decisions_survive_each_death_of_the_operator(name: str, stride: int) -> None:
+    def run(write: int | None) -> tuple[dict[str, Any], int]:
+        return run_with_refused_statuses(name) if write is None else run_scenario(name, write, refused=True)[:2]
 
     check_each_kill_point(run, stride, first_write=1 if name == "first start" else START_WRITES)
 

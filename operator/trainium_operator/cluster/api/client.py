@@ -108,7 +108,16 @@ class Api:
         query = {"fieldManager": FIELD_MANAGER}
         return await self._call("PUT", resource.path(namespace, name), query=query, body=body, attempts=attempts)
 
-    async def apply(self, resource: Resource, namespace: str, name: str, body: Json, *, subresource: str = "") -> Json:
+    async def apply(
+        self,
+        resource: Resource,
+        namespace: str,
+        name: str,
+        body: Json,
+        *,
+        subresource: str = "",
+        attempts: int = ATTEMPTS,
+    ) -> Json:
         """Server-side apply as our field manager. `metadata.uid` or `resourceVersion` in the body are preconditions."""
         full = {"apiVersion": resource.api_version, "kind": resource.kind, **body}
         full["metadata"] = {**body.get("metadata", {}), "name": name}
@@ -116,7 +125,7 @@ class Api:
             full["metadata"]["namespace"] = namespace
         path = resource.path(namespace, name, subresource)
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        return await self._call("PATCH", path, query=query, body=full, content_type=APPLY_PATCH)
+        return await self._call("PATCH", path, query=query, body=full, content_type=APPLY_PATCH, attempts=attempts)
 
     async def merge(self, resource: Resource, namespace: str, name: str, body: Json, *, subresource: str = "") -> Json:
         """Send a merge patch. Raises NotFoundError."""

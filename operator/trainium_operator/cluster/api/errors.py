@@ -77,3 +77,8 @@ def build_error(status: int, reason: str, message: str) -> ApiError:
         return UndeclaredFieldError(message, status=status, reason=reason)
     kind = UnavailableError if status >= 500 else _BY_STATUS.get(status, ApiError)
     return kind(message, status=status, reason=reason)
+
+
+def is_refusal(error: ApiError) -> bool:
+    """Return whether an immediate retry is useless: 500 is a failing webhook, 504 one that does not answer."""
+    return isinstance(error, ForbiddenError | InvalidError | NotOursError) or error.status in (413, 500, 504)

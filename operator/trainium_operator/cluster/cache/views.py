@@ -18,6 +18,7 @@ from trainium_contract.spec.managed_by import MAX_MANAGER, is_managed_here
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.completion import parse_completion
 from trainium_contract.wire.log_line import LINE_BYTES, format_log_text
+from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_operator.cluster.cache.device_views import read_claim_template, read_device_health
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import MembershipRecord, membership_record
@@ -28,6 +29,7 @@ from trainium_operator.plan.model import names, observed
 from trainium_operator.plan.model.names import ANNOTATION_GROUP, LABEL_POD_SET, LABELS_READ, RESOURCES_READ, JobId
 
 if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import Membership
     from trainium_operator.cluster.api.client import Json
 
@@ -73,6 +75,8 @@ class ChildRecord:
     content_hash: str
     record: MembershipRecord | None = None
     """Not parsed yet: only the plan of its job needs the content."""
+    refused_status: TrainingJobStatus | None = None
+    """The job's status that the API server has refused so far."""
 
     @property
     def membership(self) -> Membership | None:
@@ -263,7 +267,9 @@ def child_record(raw: Json) -> ChildRecord:
     """Parse a ConfigMap or PodDisruptionBudget of a job."""
     metadata = raw["metadata"]
     content_hash = as_mapping(metadata.get("annotations")).get(names.ANNOTATION_CONTENT_HASH)
-    return ChildRecord(as_text(content_hash), membership_record(raw))
+    refused = parse_refused_status(raw)
+    status = None if refused is None else readable_status(refused, f"{metadata['namespace']}/{metadata['name']}")
+    return ChildRecord(as_text(content_hash), membership_record(raw), status)
 
 
 def seconds(timestamp: Any) -> float | None:

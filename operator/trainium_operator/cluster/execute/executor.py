@@ -35,7 +35,6 @@ from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter,
 from trainium_operator.cluster.execute.events import EventRecorder, event_of_intent, write_failed_event
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
 from trainium_operator.cluster.execute.merge_patch import replace_content
-from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.plan.model.actions import (
     ApplyGroup,
     ApplyObject,
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import IndexedCache
     from trainium_operator.cluster.execute.optional_writes import OptionalWrites
+    from trainium_operator.cluster.execute.status_writes import StatusWrites
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
     from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.coordinator.state import CoordinatorState
@@ -89,9 +89,10 @@ class Executor:
         publisher: CoordinatorState,
         creation_backoff: CreationBackoff,
         optional: OptionalWrites,
+        statuses: StatusWrites,
         clock: Callable[[], float],
     ) -> None:
-        self._undeclared = UndeclaredFields(clock)
+        self._statuses = statuses
         self._force_deletions = ForceDeleteLimiter(clock)
         self._optional = optional
         self._creation_backoff = creation_backoff
@@ -106,8 +107,7 @@ class Executor:
 
     async def execute(self, job: JobView, plan: Plan) -> None:
         """Execute the plan. Raises the ApiError of the first write that failed."""
-        if plan.status != job.status:
-            await self._write_status(job, plan)
+        await self._statuses.write(job, plan.status)
         for intent in plan.events:
             self._recorder.record(event_of_intent(job, intent))
         held: ForceDeleteLimitError | None = None
@@ -157,7 +157,7 @@ class Executor:
             try:
                 await work
             except errors.ApiError as error:
-                if _is_refusal(error):
+                if errors.is_refusal(error):
                     refusal = format_refusal(job, str(error))
                     pauses.append(self._creation_backoff.record_refusal(job.uid, place, refusal))
                 raise
@@ -166,36 +166,9 @@ class Executor:
         try:
             await run_all(at(place, work) for place, work in works)
         except errors.ApiError as error:
-            if _is_refusal(error) and max(pauses) >= MIN_REPORTED_PAUSE_SECONDS:
+            if errors.is_refusal(error) and max(pauses) >= MIN_REPORTED_PAUSE_SECONDS:
                 self._recorder.record(write_failed_event(job, str(error)))
             raise
-
-    async def _write_status(self, job: JobView, plan: Plan) -> None:
-        status = plan.status.to_wire()
-        try:
-            raw = await self._apply_status(job, status)
-        except (errors.ConflictError, errors.NotFoundError):
-            await self._refresh(job)
-            raise
-        self._caches.jobs.write_through(raw)
-
-    async def _apply_status(self, job: JobView, status: Json) -> Json:
-        """Apply the status without undeclared fields; a refusal may name only some of them."""
-        version = {"resourceVersion": job.resource_version}
-        while True:
-            body = {"metadata": version, "status": self._undeclared.without(status)}
-            try:
-                return await self._api.apply(JOBS, job.namespace, job.name, body, subresource="status")
-            except errors.UndeclaredFieldError as error:
-                if not self._undeclared.learn(error):
-                    raise
-
-    async def _refresh(self, job: JobView) -> None:
-        """Read the job again, because the cached copy is old and the next plan must not work from it."""
-        try:
-            self._caches.jobs.observe(await self._api.get(JOBS, job.namespace, job.name), deleted=False)
-        except errors.NotFoundError:
-            self._caches.jobs.store.forget((job.namespace, job.name), job.uid)
 
     async def _execute_action(self, job: JobView, action: Action) -> None:
         if isinstance(action, PublishMembership):
@@ -316,7 +289,7 @@ class Executor:
         except errors.NotFoundError:
             pass
         except errors.ConflictError:
-            await self._refresh(job)
+            await self._statuses.refresh(job)
             raise
 
     async def _publish(self, job: JobView, action: PublishMembership) -> None:
@@ -390,11 +363,3 @@ def format_refusal(job: JobView, text: str) -> str:
     """Return why the API server refused, without names of single pods: attempts give the same sentence."""
     text = _FORBIDDEN.sub("", text)
     return re.sub(rf"\b{re.escape(job.name)}-w-\d+\b", f"{job.name}-w-N", text)[:MAX_REFUSAL_CHARACTERS]
-
-
-def _is_refusal(error: errors.ApiError) -> bool:
-    """Return whether an immediate retry is useless: 500 is a failing webhook, 504 one that does not answer."""
-    return isinstance(error, errors.ForbiddenError | errors.InvalidError | errors.NotOursError) or error.status in (
-        500,
-        504,
-    )

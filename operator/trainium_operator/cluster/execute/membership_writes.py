@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.wire.recorded_membership import REFUSAL_KEY, STATUS_KEY
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS
 from trainium_operator.cluster.cache.membership_record import read_membership
+from trainium_operator.cluster.cache.parts import as_mapping
 from trainium_operator.cluster.execute.merge_patch import replace_content
 
 if TYPE_CHECKING:
@@ -91,5 +93,8 @@ class MembershipWrites:
 
     async def _merge(self, job: JobView, action: PublishMembership, current: Json, version: str) -> Json:
         metadata = {**action.manifest["metadata"], "resourceVersion": version}
-        patch = {**replace_content(current, action.manifest), "metadata": metadata}
+        data = as_mapping(current.get("data"))
+        kept = {key: data[key] for key in (STATUS_KEY, REFUSAL_KEY) if key in data}  # see `status_writes`
+        manifest = {**action.manifest, "data": kept} if kept else action.manifest
+        patch = {**replace_content(current, manifest), "metadata": metadata}
         return await self.api.merge(CONFIG_MAPS, job.namespace, metadata["name"], patch)

@@ -165,7 +165,7 @@ class FleetReconciler:
                 nodes=nodes,
                 worker_nodes=carrying,
                 jobs=tuple(
-                    _records(entry.view.view)
+                    _records(self.caches.with_newest_status(entry.view.view))
                     for entry in self.caches.jobs.store.snapshot().values()
                     if entry.view.view is not None
                 ),

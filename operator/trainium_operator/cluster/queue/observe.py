@@ -92,6 +92,14 @@ class Caches:
         key = (job.namespace, names.membership_name(job.name))
         return self.config_maps.store.owned_by(job.id).get(key)
 
+    def with_newest_status(self, job: JobView) -> JobView:
+        """Return the job with the status that the API server has refused so far, if that is the newest."""
+        record = self.find_membership(job)
+        refused = record.refused_status if record is not None else None
+        if refused is None or refused.refused_writes <= job.status.refused_writes:
+            return job
+        return replace(job, status=refused)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observer:

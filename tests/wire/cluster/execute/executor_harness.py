@@ -12,6 +12,7 @@ from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
 from trainium_operator.cluster.execute.optional_writes import OptionalWrites
+from trainium_operator.cluster.execute.status_writes import StatusWrites
 from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.manifests.config_maps import build_membership_map
@@ -46,6 +47,7 @@ class ExecutorHarness:
             cast("CoordinatorState", self),
             self.creation_backoff,
             OptionalWrites(lambda: self.now),
+            StatusWrites(api, self.caches, self.recorder, lambda: self.now, on_refused=lambda: None),
             lambda: self.now,
         )
         run_virtual(self.caches.jobs.refresh())

@@ -1,0 +1,35 @@
+"""A policy of others refuses every status of a job, and the job recovers all the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.testing.cluster.jobs import STATUS_REFUSAL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.testing.cluster.jobs import Job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+def test_a_job_recovers_while_its_status_is_refused(new_job: Callable[..., Job]) -> None:
+    job = new_job(change="workers: {spares: 1}\ntrainer: {steps: 100000}")
+    job.until_step(3)
+    job.until("the spare is warm", lambda status: status.get("spares") == 1)
+    with job.refused_statuses():
+        lost = job.members()[0]["podName"]
+        job.cluster.kubectl("delete", "pod", lost, "-n", job.namespace, "--force", "--grace-period=0")
+        job.until("the spare has the rank", lambda _: lost not in {member["podName"] for member in job.members()})
+        job.until_step(job.log.newest + 20)
+        assert not job.history(), "the policy refuses the status"
+        assert [text for text in job.events() if "The status of this job is refused" in text and STATUS_REFUSAL in text]
+        why = job.cluster.kubectl("trn", "why", job.name, "-n", job.namespace)
+        assert lost in why
+        assert "Exempt trainingjobs/status" in why
+    entry = job.until_recovered()
+    assert entry["pod"] == lost
+    assert job.status()["restarts"]["total"] == 1
