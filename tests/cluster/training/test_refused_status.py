@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,9 +31,13 @@ def test_a_job_recovers_while_its_status_is_refused(new_job: Callable[..., Job])
         job.until_step(job.log.newest + 20)
         assert not job.history(), "the policy refuses the status"
         assert [text for text in job.events() if "The status of this job is refused" in text and STATUS_REFUSAL in text]
-        why = job.cluster.kubectl("trn", "why", job.name, "-n", job.namespace)
-        assert lost in why
-        assert "Exempt trainingjobs/status" in why
+        command = (sys.executable, "-m", "trainium_client.commands.main", "why", job.name, "-n", job.namespace)
+        why = subprocess.run(
+            [*command, "-o", "json"], env={**os.environ, **job.cluster.variables}, capture_output=True, check=True
+        ).stdout
+        report = json.loads(why)
+        assert report["entry"]["pod"] == lost
+        assert "Exempt trainingjobs/status" in report["advice"][0]
     entry = job.until_recovered()
     assert entry["pod"] == lost
     assert job.status()["restarts"]["total"] == 1
