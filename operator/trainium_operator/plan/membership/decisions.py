@@ -4,7 +4,8 @@ The first generation begins when enough workers are warm; an elastic job that la
 `rescaleAfterSeconds`. A failed member is replaced by a warm spare, else by a new pod, else (elastic jobs, after a wait)
 the job shrinks. A job that had to shrink grows back when all workers are there; a size that a user requests is taken at
 once. A generation that was decided on and never recorded, because the operator died between the two writes, is finished
-by the members that are there once each of them was seen.
+by the members that are there once each of them was seen. One that only agents know, because the cluster's state was
+restored from a backup, is replaced by a higher one.
 
 Guarantees:
 - The first policy that wants a new generation gets it. This module alone writes `waitingSince`, except for its start
@@ -30,7 +31,7 @@ from trainium_operator.plan.history.interruptions import (
     replace_entry,
 )
 from trainium_operator.plan.membership import growth
-from trainium_operator.plan.membership.generation import Decision, NewGeneration
+from trainium_operator.plan.membership.generation import Decision, NewGeneration, find_newest_generation
 from trainium_operator.plan.membership.ranks import assign_ranks, build_member, build_rank_context, order_first_ranks
 from trainium_operator.plan.model.conditions import StatusT, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
@@ -257,6 +258,35 @@ def _describe_resize(facts: Facts, status: PublicStatus, more: int) -> str:
     return ""
 
 
+def replace_forgotten_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
+    """Start the same members above a generation that an agent reports and the record does not know.
+
+    The cluster's state was restored from a backup. Agents never join an older generation than they have been in, so
+    those that know the newer one would wait for the others forever.
+    """
+    assert facts.current is not None
+    recorded, newest = facts.current.generation, find_newest_generation(facts)
+    if newest <= recorded:
+        return Decision(status=status)
+    if not all((worker is not None and worker.warm and not worker.finished) for _, worker in facts.members):
+        return Decision(status=status)
+    if find_open_membership_entry(status, recorded) is None:
+        message = (
+            f"an agent is in generation {newest}, and the record of the cluster ends with generation {recorded}, as "
+            "after a restore of etcd from a backup; all workers start again"
+        )
+        new_entry = NewInterruption(
+            cause=Cause.POD_LOST,
+            rung=Rung.REPLACE,
+            message=message,
+            failed_at=facts.now,
+            attempt=status.membership.attempt,
+        )
+        status = open_interruption(facts, status, new_entry)
+    new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=Cause.POD_LOST)
+    return Decision(status=status, new=new)
+
+
 def finish_decided_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
     """Start the same members under the number in the status if that generation was not recorded."""
     current = facts.current
@@ -297,7 +327,7 @@ def _decide(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -
     if losses:
         return replace_failed(facts, status, losses)
     requeue_at: tuple[float, ...] = ()
-    for policy in (restart_stopped, resize, finish_decided_generation):
+    for policy in (restart_stopped, replace_forgotten_generation, resize, finish_decided_generation):
         decision = policy(facts, status)
         status, requeue_at = decision.status, requeue_at + decision.requeue_at
         if decision.new is not None:

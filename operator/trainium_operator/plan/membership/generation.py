@@ -98,18 +98,15 @@ def republish_membership(facts: Facts) -> tuple[PublishMembership, ...]:
     return (PublishMembership(membership=current, manifest=manifest, replaces=current.generation),)
 
 
-def next_generation(facts: Facts) -> int:
-    """Return the number of the next generation; a number that was decided but never recorded is used again."""
+def find_newest_generation(facts: Facts) -> int:
+    """Return the newest generation that is recorded, served or reported by an agent; 0 for none."""
     recorded = facts.observed.membership.generation if facts.observed.membership else 0
     newest_known = max(recorded, facts.observed.published, facts.job.status.membership.generation)
-    agent_generations = [
-        agent.heartbeat.generation for agent in facts.observed.agents.values() if agent.heartbeat is not None
-    ]
-    newest = max(
-        [
-            recorded,
-            facts.observed.published,
-            *(each for each in agent_generations if each <= newest_known + _MAX_GENERATION_LEAD),
-        ]
-    )
-    return max(facts.job.status.membership.generation, newest + 1)
+    reported = [agent.heartbeat.generation for agent in facts.observed.agents.values() if agent.heartbeat is not None]
+    credible = [each for each in reported if each <= newest_known + _MAX_GENERATION_LEAD]
+    return max([recorded, facts.observed.published, *credible])
+
+
+def next_generation(facts: Facts) -> int:
+    """Return the number of the next generation; a number that was decided but never recorded is used again."""
+    return max(facts.job.status.membership.generation, find_newest_generation(facts) + 1)

@@ -179,3 +179,33 @@ def test_waiting_since_is_set_once_and_cleared_when_complete() -> None:
     lost = (Loss(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
     assert decide_waiting_since(complete, NOW - 5, lost) == NOW - 5
     assert decide_waiting_since(complete, None, lost) is None, "the loss itself has written it"
+
+
+# --- a record that is older than an agent ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ordinal", [pytest.param(1, id="a member"), pytest.param(4, id="a spare")])
+@pytest.mark.parametrize("reported", [2, 3, 900])
+def test_an_agent_in_a_newer_generation_than_the_record_makes_all_start_above_it(ordinal: int, reported: int) -> None:
+    agents = {ordinal: build.agent(ordinal, generation=reported)}
+    result = make_plan(build.running_job(4, spares=1, agents=agents))
+    membership = result.published_membership
+    assert member_names(membership) == ["demo-w-0", "demo-w-1", "demo-w-2", "demo-w-3"]
+    assert membership.generation == reported + 1
+    assert result.status.membership.generation == reported + 1
+    assert "restore of etcd" in result.newest_entry.message
+    assert result.newest_entry.node == ""
+
+
+def test_a_loss_after_a_restore_is_answered_above_the_newest_agent() -> None:
+    observed = build.without_pods(build.running_job(4, spares=1, agents={2: build.agent(2, generation=7)}), 1)
+    result = make_plan(observed)
+    assert result.published_membership.generation == 8
+    assert "demo-w-1" not in member_names(result.published_membership)
+
+
+def test_members_that_have_not_registered_again_are_waited_for() -> None:
+    observed = build.running_job(4, agents={2: build.agent(2, generation=7)})
+    uid = next(member.pod_uid for member in observed.membership.members if member.pod_name == "demo-w-0")
+    agents = {key: agent for key, agent in observed.agents.items() if key != uid}
+    assert make_plan(replace(observed, agents=agents)).published_membership is None
