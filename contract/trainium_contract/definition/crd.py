@@ -109,6 +109,7 @@ def _printer_columns() -> list[dict[str, Any]]:
         column("Loss", "number", ".status.progress.loss", "Loss of that step."),
         column("Ckpt", "integer", ".status.checkpoint.durableStep", "Newest step committed to storage."),
         column("Restarts", "integer", ".status.restarts.total", "Interruptions so far."),
+        column("Updated", "date", ".status.progress.updated", "Time since a new step was reported."),
         column("Age", "date", ".metadata.creationTimestamp", "Time since the job was created."),
         column("Size", "integer", ".status.replicas", "Workers in the membership.", 1),
         column("DP", "integer", ".status.membership.dataParallel", "Data-parallel degree.", 1),

@@ -86,10 +86,16 @@ def _phase_fact(view: JobView, *, ages: bool) -> Fact:
         parts.append(f"{view.stage} {format_percent(view.stage_share)}")
     if view.phase == "Pending" and (wait := _pending_reason(view)):
         parts.append(wait)
-    warnings = [f"(as of {format_age(view.written_seconds_ago)})"] if view.stale and ages else []
+    warnings = [f"(no news {_age_of_news(view, ages=ages)})"] if view.stale else []
     if view.outdated and view.phase:
         warnings.append("(the operator has not answered the newest spec yet)")
     return Fact("Phase", ", ".join(parts), "  ".join(warnings))
+
+
+def _age_of_news(view: JobView, *, ages: bool) -> str:
+    if ages or view.written_at is None:
+        return f"for {view.written_seconds_ago or 0.0:.0f} s"
+    return f"since {format_utc(view.written_at)} UTC"
 
 
 def _pending_reason(view: JobView) -> str:
@@ -106,15 +112,17 @@ def _progress(view: JobView, *, ages: bool, with_bar: bool) -> str:
     if view.share is None:
         return step_text(view, ages=ages) if view.step else ""
     drawn = f"{format_bar(view.share, _BAR)}  " if with_bar else ""
-    left = f", {format_duration(view.eta_seconds)} left" if view.eta_seconds is not None else ""
+    shows_eta = view.eta_seconds is not None and not view.stale
+    left = f", {format_duration(view.eta_seconds)} left" if shows_eta else ""
     return f"{drawn}{100 * view.share:.1f} %  {step_text(view, ages=ages)}{left}"
 
 
 def _speed(view: JobView) -> str:
     parts = [f"loss {format_number(view.loss, 5)}"] if view.loss is not None else []
     parts += [f"{100 * view.reward_accuracy:.0f} % preferred"] if view.reward_accuracy is not None else []
-    parts += [f"{format_count(view.tokens_per_second)} tokens/s"] if view.tokens_per_second else []
-    parts += [f"{format_number(view.samples_per_second, 3)} samples/s"] if view.samples_per_second else []
+    if not view.stale:
+        parts += [f"{format_count(view.tokens_per_second)} tokens/s"] if view.tokens_per_second else []
+        parts += [f"{format_number(view.samples_per_second, 3)} samples/s"] if view.samples_per_second else []
     parts += [f"{format_duration(view.step_seconds)} a step"] if view.step_seconds else []
     return ", ".join(parts)
 

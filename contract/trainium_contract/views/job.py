@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
 _MAX_CHANGES = 6
 _WAITING = {"Unschedulable", "WorkerNotStarting", "NameTaken", "CreationRefused"}
-STALE_SECONDS = 120.0
-"""A training job whose status is older counts as stale: six times the longest interval of the operator."""
+STALE_SECONDS = 15.0
+"""Age from which the status of a training job is stale: three intervals of the operator, which grow with the job."""
+_EVERY_INTERVAL_WORKERS = 256
+_MAX_INTERVAL_FACTOR = 6.0
+_UNCHANGED_SECONDS = 120.0
+"""Time without a new step, or without a change of a waiting job, that a reader should know of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,8 @@ class JobView:
     outdated: bool
     """Whether the operator has not answered the newest spec yet."""
     written_seconds_ago: float | None
+    written_at: float | None
+    """Unix seconds; None for a status that was never written."""
     not_shown: tuple[str, ...]
     """Objects that could not be read, with the reasons."""
     status: StatusReader[PublicStatus] = field(repr=False, compare=False, metadata={"json": False})
@@ -178,7 +184,7 @@ class JobView:
     def step_is_old(self) -> bool:
         """Return whether a training job has reported no step for long, so that a reader needs the step's age."""
         expected = not self.ended and self.phase not in {"", "Suspended"} and not self.managed_by
-        return expected and self.step > 0 and (self.step_age_seconds or 0.0) > STALE_SECONDS
+        return expected and self.step > 0 and (self.step_age_seconds or 0.0) > _UNCHANGED_SECONDS
 
     @property
     def stale(self) -> bool:
@@ -186,18 +192,18 @@ class JobView:
 
         A waiting job does not count, because an unchanged status is not written again.
         """
-        return self.phase == "Running" and self._is_unwritten
+        intervals = min(_MAX_INTERVAL_FACTOR, max(1.0, self.desired / _EVERY_INTERVAL_WORKERS))
+        return self.phase == "Running" and self._is_older_than(STALE_SECONDS * intervals)
 
     @property
     def is_waiting_stale(self) -> bool:
         """Return whether a waiting job has an old status: nothing has changed, or no operator writes it."""
         waits = self.phase not in {"", "Running", "Suspended"} and not self.ended
-        return waits and self._is_unwritten
+        return waits and self._is_older_than(_UNCHANGED_SECONDS)
 
-    @property
-    def _is_unwritten(self) -> bool:
+    def _is_older_than(self, seconds: float) -> bool:
         written = self.written_seconds_ago
-        return not self.managed_by and written is not None and written > STALE_SECONDS
+        return not self.managed_by and written is not None and written >= seconds
 
 
 def build_job_view(
@@ -214,6 +220,7 @@ def build_job_view(
     goodput = build_goodput_view(status, now)
     step, total = progress.integer("step"), progress.integer("totalSteps")
     entries = read_interruptions(status)
+    written_at = _find_status_time(metadata, status)
     view = JobView(
         name=text(metadata, "name"),
         namespace=text(metadata, "namespace"),
@@ -266,7 +273,8 @@ def build_job_view(
         # A deletion raises the generation, and no operator answers it.
         outdated=not metadata.get("deletionTimestamp")
         and status.integer("observedGeneration") < integer(metadata, "generation"),
-        written_seconds_ago=_status_age(metadata, status, now),
+        written_seconds_ago=None if written_at is None else max(0.0, now - written_at),
+        written_at=written_at,
         not_shown=not_shown,
         status=status,
     )
@@ -388,8 +396,8 @@ def _eta(status: StatusReader[PublicStatus], goodput: GoodputView, left: int) ->
     return left * reference * factor
 
 
-def _status_age(metadata: Mapping[str, Any], status: StatusReader[PublicStatus], now: float) -> float | None:
-    """Return the age of the status in seconds; None if it was never written."""
+def _find_status_time(metadata: Mapping[str, Any], status: StatusReader[PublicStatus]) -> float | None:
+    """Return when the status was last written (Unix seconds); None if it never was."""
     if not status:
         return None
     stamps = [
@@ -399,8 +407,7 @@ def _status_age(metadata: Mapping[str, Any], status: StatusReader[PublicStatus],
     ]
     known = [stamp for stamp in stamps if stamp is not None]
     accounted = status.part("goodput").number("accountedUntil")
-    newest = max([*known, *([accounted] if accounted is not None else [])], default=None)
-    return None if newest is None else max(0.0, now - newest)
+    return max([*known, *([accounted] if accounted is not None else [])], default=None)
 
 
 def advise(view: JobView) -> tuple[str, ...]:
@@ -470,9 +477,9 @@ def _problems(view: JobView) -> list[str]:
         problems.append(f"{target.message} Its workers save and leave, then it fails.")
     if view.stale and view.written_seconds_ago is not None:
         problems.append(
-            f"What is shown is {view.written_seconds_ago:.0f} s old: the operator does not write. Check that it runs, "
+            "The operator does not write: what is shown is old, and the job may have stopped. Check that it runs, "
             f"and that its setting watchNamespaces includes {view.namespace}: "
-            "kubectl get pods -A -l app.kubernetes.io/name=trainium-operator (training goes on without it)"
+            "kubectl get pods -A -l app.kubernetes.io/name=trainium-operator (healthy workers train on without it)"
         )
     pods = conditions.get("PodsReady")
     if not view.ended and pods is not None and pods.status == "False" and pods.reason in _WAITING:

@@ -72,6 +72,9 @@ _RECORDED = {
 }
 
 
+_STEP_AGE_SECONDS = 2.0
+
+
 def output(command: str) -> str:
     """Return the output of a command. Raises KeyError for an unknown one."""
     if command.startswith("kubectl trn ") and command not in _BUILT:
@@ -90,7 +93,10 @@ def recording_of(arguments: Sequence[str]) -> Recording:
 
 
 def _kubectl_get(name: str, age: float, spec: dict[str, Any], **status: Any) -> str:
-    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(_NOW - age))
+    created, updated = (
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(_NOW - seconds)) for seconds in (age, _STEP_AGE_SECONDS)
+    )
+    status["progress"]["updated"] = updated
     metadata = {"name": name, "creationTimestamp": created}
     return table([{"metadata": metadata, "spec": spec, "status": status}], _NOW)
 

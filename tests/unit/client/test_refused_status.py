@@ -1,4 +1,4 @@
-"""What the client shows of a job whose status the API server refuses."""
+"""Show the newest status of a job, which the API server may have refused."""
 
 import json
 from typing import Any

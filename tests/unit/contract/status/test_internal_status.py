@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[4]
 
 def test_these_fields_are_internal_and_all_others_are_public() -> None:
     assert internal_fields() == {
-        "activity", "committedStep", "failures", "gang", "leavingSince", "nextPodOrdinal", "startFailures",
+        "activity", "committedStep", "failures", "gang", "leavingSince", "nextPodOrdinal", "refusedWrites",
+            "startFailures",
         "waitingSince",
         "goodput.countedStep", "goodput.earlierNodeSeconds", "goodput.earlierSeconds", "goodput.starting",
         "goodput.window",
