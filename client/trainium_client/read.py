@@ -98,7 +98,8 @@ def decode_members(record: Json | Unreadable) -> Members | None:
 
 def read_interruption(api: Api, name: str, now: float, number: int | None = None) -> InterruptionReport:
     """Explain an interruption, with the log lines about it."""
-    job, refusal = api.job(name), ()
+    job = api.job(name)
+    refusal: tuple[str, ...] = ()
     view = build_job_view(job, now=now)
     if not view.ended and (view.written_seconds_ago or STALE_SECONDS) >= STALE_SECONDS:
         job, refusal = with_newest_status(job, api.membership(name))

@@ -213,8 +213,9 @@ class Job:
             },
             "validations": [{"expression": "false", "message": STATUS_REFUSAL}],
         }
-        meta = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": f"status-{self.namespace}"}}
-        binding = {"policyName": meta["metadata"]["name"], "validationActions": ["Deny"]}
+        name = f"status-{self.namespace}"
+        meta = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": name}}
+        binding = {"policyName": name, "validationActions": ["Deny"]}
         objects = [
             {**meta, "kind": "ValidatingAdmissionPolicy", "spec": policy},
             {**meta, "kind": "ValidatingAdmissionPolicyBinding", "spec": binding},
