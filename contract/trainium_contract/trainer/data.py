@@ -23,6 +23,7 @@ _HubPart = Annotated[
     Field(min_length=1, max_length=128),
     MatchesPattern(r"[\w.-][\w./-]*", "write letters, digits, '.', '_', '-' and '/', as in refs/convert/parquet"),
 ]
+_HubText = Annotated[str, Field(min_length=1, max_length=256)]
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -49,12 +50,12 @@ class HubConfig(ContractModel):
         MatchesPattern(r"[\w.-]+(/[\w.-]+)?", "write the name of a data set on the hub, owner/name"),
     ]
     """Name of the data set, for instance nyu-mll/glue."""
-    name: _HubPart | None = None
+    name: _HubText | None = None
     """Configuration of the data set, for instance qnli; omitted: its default."""
-    directory: _HubPart | None = None
+    directory: _HubText | None = None
     """Folder of the data set that is read, as `data_dir` of `load_dataset`; omitted: all of it."""
-    split: _HubPart = "train"
-    """Split of the data set."""
+    split: _HubText = "train"
+    """Split of the data set, as for `load_dataset`: also `train[:50%]`, `train[10:20]` or `train+test`."""
     revision: _HubPart = "main"
     """Commit, tag or branch. The first start of a run resolves it; later starts read the same commit."""
 
@@ -96,8 +97,8 @@ class ValidationConfig(ContractModel):
     """Selection of `fraction`."""
     source: _Path | None = None
     """A separate source, in the form of `data.source`."""
-    hub_split: _HubPart | None = None
-    """A split of the data set of `data.hub`, for instance validation."""
+    hub_split: _HubText | None = None
+    """A split of the data set of `data.hub`, for instance validation or `train[90%:]`."""
     every_steps: _Count = 1000
     """Optimizer steps between two measurements; the last step is measured too."""
     samples: _Count = 64

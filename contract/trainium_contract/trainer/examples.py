@@ -17,6 +17,11 @@ _Column = Annotated[str, Field(min_length=1, max_length=128)]
 _Word = Annotated[str, Field(min_length=1, max_length=128)]
 _Template = Annotated[str, Field(min_length=1, max_length=8192)]
 
+_Date = Annotated[
+    str,
+    Field(max_length=10),
+    MatchesPattern(r"[0-9]{4}-[01][0-9]-[0-3][0-9]", "write a date, for instance 2026-01-31"),
+]
 _Function = Annotated[
     str,
     Field(min_length=3, max_length=1024),
@@ -78,7 +83,9 @@ class ChatConfig(ContractModel):
     messages_field: _Column = "messages"
     """Field with the list of messages, each with `role` and `content`; in CSV such a list as JSON."""
     template: _Path | None = None
-    """A Jinja file; omitted: the chat template of the tokenizer's own `tokenizer_config.json`."""
+    """A Jinja file; omitted: the chat template of the tokenizer, for records with tools the one named `tool_use`."""
+    date: _Date | None = None
+    """The date for templates that call `strftime_now`; omitted: the day on which the run started first."""
 
 
 class ClassificationConfig(ContractModel):
@@ -107,6 +114,9 @@ class PreferenceConfig(ContractModel):
     """Field of the preferred answer."""
     rejected_field: _Column = "rejected"
     """Field of the other answer."""
+    adds_end: bool | None = None
+    """Whether answers from a chat template also end with the tokenizer's EOS token; omitted: with the objective ORPO,
+    as in trl."""
 
 
 class ExamplesConfig(ContractModel):

@@ -4,9 +4,13 @@ import errno
 import json
 import logging
 import os
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -27,9 +31,12 @@ from tests.testing.trainer.example_files import (
 from trainium_contract.trainer.data import TokenizerConfig
 from trainium_trainer import cli
 from trainium_trainer.data.dataset import open_data
+from trainium_trainer.data.examples.chat import today
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.data.prepared import text_sources
+from trainium_trainer.data.revisions import RECORD_NAME, RunRevisions
 from trainium_trainer.exits import StorageError, UnreadableError, UserError, storage_errors_on_restart
+from trainium_trainer.storage.posix import PosixStorage
 
 BLANK = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'user: ' + m['content'] + ' ' }}{% else %}"
@@ -179,6 +186,42 @@ def test_instructions_are_the_same_from_parquet_with_fields_that_rows_leave_out(
     source = write_records(tmp_path / "d.jsonl", rows)
     config = make_config(tmp_path, source, examples={"template": template}, max_bad_lines=2)
     assert len(decode_lines_and_parquet(tmp_path, rows, config)) == 2
+
+
+def test_values_of_tables_are_the_same_as_from_json(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    at = datetime(2024, 5, 1, 12, 30, tzinfo=UTC)
+    values: dict[str, tuple[Any, Any]] = {
+        "day": (pa.array([at.date()]), "2024-05-01"),
+        "at": (pa.array([at]), "2024-05-01T12:30:00Z"),
+        "nanoseconds": (pa.array([at], pa.timestamp("ns", "UTC")), "2024-05-01T12:30:00Z"),
+        "naive": (pa.array([at.replace(tzinfo=None)]), "2024-05-01T12:30:00"),
+        "east": (pa.array([at], pa.timestamp("ms", "+02:00")), "2024-05-01T14:30:00+02:00"),
+        "clock": (pa.array([at.time()]), "12:30:00"),
+        "length": (pa.array([timedelta(seconds=90)]), 90),
+        "short": (pa.array([timedelta(milliseconds=1500)]), 1.5),
+        "price": (pa.array([Decimal("12.50")]), 12.5),
+        "whole": (pa.array([Decimal(7)], pa.decimal128(9, 2)), 7),
+        "long": (pa.array([Decimal("1234567890123456789.123456789")]), "1234567890123456789.123456789"),
+        "half": (pa.array([np.float16(0.5)]), 0.5),
+        "count": (pa.array([3], pa.int8()), 3),
+        "none": (pa.array([float("nan")]), None),
+        "endless": (pa.array([float("-inf")]), None),
+        "binary": (pa.array([b"abc"]), "abc"),
+        "picture": (pa.array([b"\xff\x00"]), "/wA="),
+        "category": (pa.array(["x"]).dictionary_encode(), "x"),
+        "number": (pa.ExtensionArray.from_storage(pa.uuid(), pa.array([bytes(16)], pa.binary(16))), str(UUID(int=0))),
+        "nested": (pa.array([{"days": [at.date()], "price": Decimal("0.10")}]), {"days": ["2024-05-01"], "price": 0.1}),
+    }
+    parquet.write_table(
+        pa.table({name: array for name, (array, _) in values.items()} | {"a": ["yes"]}), tmp_path / "d.parquet"
+    )
+    source = write_records(tmp_path / "d.jsonl", [{name: value for name, (_, value) in values.items()} | {"a": "yes"}])
+    template = {"prompt": " ".join(f"{name} {{{name}}}" for name in values) + "\n", "completion": "{a}"}
+    config = make_config(tmp_path, source, examples={"template": template}, sequence_length=512)
+    lines, table = open_encoded(config), open_encoded(config.model_copy(update={"source": str(tmp_path / "d.parquet")}))
+    assert decode(table) == decode(lines)
+    assert table.sources[0].stored.records.tolist() == lines.sources[0].stored.records.tolist(), "held back alike"
 
 
 def test_tool_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
@@ -459,3 +502,86 @@ def test_records_with_tools_use_the_template_for_them(tmp_path: Path, form: str)
     data = encode(tmp_path, rows, format="Chat", sequence_length=256)
     assert [text for text, _ in decode(data)] == expected
     assert data.report.counts.unused == {}
+
+
+# ---- what a template finds as in transformers -----------------------------------------------------------------------
+
+
+def test_templates_have_the_functions_and_filters_of_transformers(tmp_path: Path) -> None:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    from trainium_trainer.data.examples import chat
+
+    theirs, ours = _compile_jinja_template("").environment, chat._environment()
+    for part in ("globals", "filters", "tests"):
+        assert set(getattr(theirs, part)) - set(getattr(ours, part)) == set(), part
+    assert {name for extension in ours.extensions.values() for name in extension.tags} == {
+        name for extension in theirs.extensions.values() for name in extension.tags
+    }
+    reference = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer").parent)
+    template = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
+        "{% set ns.n = ns.n + 1 %}{{ dict(a=m.role, e='é') | tojson(true, 2, [', ', '; '], true) }}"
+        "{{ m.reasoning_content }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+        "{{ ns.n }}{{ strftime_now('%d %B %Y') }}{{ '<tags>' | tojson }}"
+    )
+    messages = [ONE_TURN[0], ONE_TURN[1] | {"thinking": "hm"}]
+    expected = reference.apply_chat_template(messages, chat_template=template, tokenize=False)
+    assert decode(open_encoded(chat_config(tmp_path, [{"messages": messages}], template)))[0][0] == expected
+
+
+def test_a_run_keeps_the_date_of_its_first_start(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    dated = chat_config(tmp_path, [{"messages": ONE_TURN}], "{{ strftime_now('%d %b %Y') }}" + CHAT)
+    first = RunRevisions(PosixStorage(tmp_path / "run"))
+    pinned = first.pin(dated)
+    first.write()
+    assert pinned.examples.chat.date == today()
+    record = tmp_path / "run" / RECORD_NAME
+    record.write_text(record.read_text().replace(today(), "2024-02-29"))
+    again = RunRevisions(PosixStorage(tmp_path / "run")).pin(dated)
+    assert decode(open_encoded(again))[0][0].startswith("29 Feb 2024")
+    assert open_encoded(again).identity != open_encoded(pinned).identity
+    given = dated.model_copy(update={"examples": again.examples.model_copy(update={"chat": again.examples.chat})})
+    assert RunRevisions(PosixStorage(tmp_path / "other")).pin(given).examples.chat.date == "2024-02-29"
+    plain = chat_config(tmp_path, [{"messages": ONE_TURN}])
+    assert RunRevisions(PosixStorage(tmp_path / "run")).pin(plain) is plain
+
+
+THINKING = CHAT.replace("<|tail|>\n\n' }}{% endif %}", "<|tail|>\n\n<think>' }}{% endif %}")
+READING = CHAT.replace(
+    "message['content'] |",
+    "(message.content.split('</think>')[-1] if '</think>' in message.content else message.content) |",
+)
+
+
+@pytest.mark.parametrize("template", [CHAT, THINKING, READING])
+def test_tokens_that_were_added_as_special_are_tokens_in_records(tmp_path: Path, template: str) -> None:
+    specials = ("<|begin|>", "<|end|>", "<|pad|>", "<|eot|>", "<|head|>", "<|tail|>", "<think>", "</think>")
+    folder = write_tokenizer(tmp_path / "tokenizer", specials=specials, chat=template).parent
+    reference = AutoTokenizer.from_pretrained(folder)
+    messages = [
+        {"role": "user", "content": "what <think> is"},
+        {"role": "assistant", "content": f"<think>a net</think>is no <|eot|>, no {EOS}"},
+    ]
+    data = encode(tmp_path, [{"messages": messages}], format="Chat", sequence_length=256)
+    ids, _ = first_example(data)
+    expected = reference.apply_chat_template(messages, return_dict=True)["input_ids"]
+    for token in ("<think>", "</think>"):
+        number = reference.convert_tokens_to_ids(token)
+        assert ids.count(number) == expected.count(number)
+    assert ids.count(reference.convert_tokens_to_ids("<|eot|>")) == 2, "the ends of messages are text in records"
+    assert reference.eos_token_id not in ids
+
+
+def test_show_data_compares_the_tokens_of_the_sample_with_those_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    for content, differs in (("say it", False), ("say <|eot|> twice", True)):
+        config = chat_config(tmp_path, [{"messages": [ONE_TURN[0] | {"content": content}, ONE_TURN[1]]}])
+        (tmp_path / "run.yaml").write_text(json.dumps({"data": config.to_wire()}))
+        assert cli.run(["show-data", "--config", f"{tmp_path}/run.yaml", "--set", "batch.globalSize=1"]) == 0
+        output = capsys.readouterr().out
+        assert ("warning: transformers' AutoTokenizer gives the first text" in output) == differs

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pyarrow as pa
 import pytest
@@ -68,6 +69,30 @@ def glue_files() -> dict[str, bytes]:
     }
 
 
+SPACES = b"""---
+configs:
+- config_name: de+en (small)
+  data_dir: my data
+---
+"""
+SPLITS = {
+    "train": ["train-0.jsonl", "train-1.parquet", "train 2.jsonl"],
+    "test": ["test.jsonl"],
+}
+
+
+def split_files() -> dict[str, bytes]:
+    """Return a data set of 150 rows of train in three files, and 7 of test."""
+    lines = jsonl_bytes([f"row {number}" for number in range(30)]).replace(b"\n", b"\n\n", 3)
+    rows = [f"row {number}" for number in range(30, 130)]
+    more = jsonl_bytes([f"row {number}" for number in range(130, 150)])
+    contents = [lines, parquet_bytes(rows), more, jsonl_bytes([f"test {number}" for number in range(7)])]
+    paths = [path for split in SPLITS.values() for path in split]
+    configs = [{"split": split, "path": files} for split, files in SPLITS.items()]
+    readme = f"---\nconfigs: {json.dumps([{'config_name': 'default', 'data_files': configs}])}\n---\n"
+    return {"README.md": readme.encode(), **dict(zip(paths, contents, strict=True))}
+
+
 LINES = {"README.md": b"about", "data.jsonl": jsonl_bytes(["a", "b"])}
 
 
@@ -77,6 +102,12 @@ def hub() -> Iterator[HubServer]:
         server.add("datasets/nyu-mll/glue", glue_files())
         server.add("datasets/owner/renamed", glue_files())
         server.add("datasets/owner/lines", LINES)
+        server.add("datasets/owner/splits", split_files())
+        server.add("datasets/owner/spaces", {"README.md": SPACES, "my data/a b.jsonl": jsonl_bytes(["a", "b"])})
+        server.add(
+            "datasets/owner/folders",
+            {"my data/a b.jsonl": jsonl_bytes(["a", "b"]), "other/a.jsonl": jsonl_bytes(["c"])},
+        )
         server.add("datasets/owner/script", {"script.py": b"code", "data.jsonl": jsonl_bytes(["a"])})
         server.add("datasets/owner/tabs", {"README.md": TABS, "a.csv": b"text\tother\nx\ty\n"})
         server.add("datasets/owner/pictures", {"README.md": b"about", "a.tar": b"x"})
@@ -108,6 +139,8 @@ def read_sources(home: Path, hub: HubServer, *locations: str, **environment: str
 
 
 REFUSED = {
+    "owner/splits?split=train[:50": "data.hub.split train[:50: Unrecognized instruction format: train[:50: write",
+    "owner/splits?split=train[:50%]+valid": "has no split 'valid' (splits: train, test): correct data.hub.split",
     "nyu-mll/glue?name=qnli&split=trian": (
         "data.hub nyu-mll/glue: has no split 'trian' (splits: train, validation): correct data.hub.split"
     ),
@@ -136,6 +169,42 @@ def test_data_sets_that_cannot_be_read_are_refused_with_the_field(
     kind, sentence = refused_sources[location]
     assert kind in ("UserError", "UnreadableError")
     assert REFUSED[location] in sentence
+
+
+EXPRESSIONS = (
+    "train[:50%]",
+    "train[10:20]",
+    "train[-5:]",
+    "train[125:]+test",
+    "test + train[:1%]",
+    "train[:10%]+train[-3%:]",
+    "train[33%:34%](pct1_dropremainder)",
+    "train[140:1000]",
+    "train+test",
+)
+
+
+def test_expressions_of_splits_give_the_rows_of_datasets(hub: HubServer, tmp_path: Path) -> None:
+    from datasets import Dataset, ReadInstruction
+
+    rows = {"train": [f"row {number}" for number in range(150)], "test": [f"test {number}" for number in range(7)]}
+    tables = {split: Dataset.from_dict({"text": texts}) for split, texts in rows.items()}
+    locations = {spec: f"owner/splits?{urlencode({'split': spec})}" for spec in EXPRESSIONS}
+    results = read_sources(tmp_path, hub, *locations.values(), "owner/splits?split=train+test")
+    for spec, location in locations.items():
+        parts = ReadInstruction.from_spec(spec).to_absolute({split: len(texts) for split, texts in rows.items()})
+        expected = [text for part in parts for text in tables[part.splitname]["text"][part.from_ : part.to]]
+        assert results[location][1] == expected, spec
+    assert results["owner/splits?split=train+test"][1] == [*rows["train"], *rows["test"]], "as people write it"
+    identities = [result[0] for result in results.values()]
+    assert len(set(identities)) == len(identities) - 1, "only the last two have the same rows"
+
+
+def test_names_may_have_spaces_and_signs(hub: HubServer, tmp_path: Path) -> None:
+    name = f"owner/spaces?{urlencode({'name': 'de+en (small)'})}"
+    directory = f"owner/folders?{urlencode({'directory': 'my data'})}"
+    results = read_sources(tmp_path, hub, name, directory)
+    assert [result[1] for result in results.values()] == [["a", "b"], ["a", "b"]], results
 
 
 def test_a_split_is_read_in_the_order_of_its_files_and_identified_by_their_digests(

@@ -6,8 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from tests.testing.trainer.example_files import EOS, decode, encode, make_config, write_tokenizer
+from tests.testing.trainer.example_files import CHAT as LLAMA3
+from tests.testing.trainer.example_files import (
+    CHATML,
+    EOS,
+    decode,
+    encode,
+    make_config,
+    open_encoded,
+    write_records,
+    write_tokenizer,
+)
+from trainium_contract.trainer.data import ValidationConfig
+from trainium_trainer.configuration.config import parse
 from trainium_trainer.data.examples.dataset import ExampleDataset
 from trainium_trainer.data.examples.held_out import build_prompts, read_held_out
 from trainium_trainer.data.loader import build_micro_batch, trim_padding
@@ -16,6 +29,7 @@ from trainium_trainer.exits import UserError
 ASK = {"role": "user", "content": "name a shard"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("a tensor", "the node"))
 TEXT = {"prompt": "name a shard:", "chosen": " a tensor", "rejected": " the node"}
+THINKING = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
 CHAT = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
 
 
@@ -99,7 +113,7 @@ def test_a_chat_template_that_changes_the_prompt_by_the_answer_is_refused(tmp_pa
     )
     write_tokenizer(tmp_path / "tokenizer", chat=template)
     longer = CHAT | {"chosen": [GOOD | {"content": "a tensor of the mesh"}]}
-    with pytest.raises(UserError, match="the two answers follow different prompts"):
+    with pytest.raises(UserError, match="the chat template changes what comes before an answer"):
         encode_pairs(tmp_path, [longer])
 
 
@@ -218,3 +232,51 @@ def test_a_custom_prompt_is_built_as_in_training(tmp_path: Path, question: Any, 
     settings = make_config(tmp_path, tmp_path / "d.jsonl", format="Preference")
     ((prompt, _),) = build_prompts(settings, [question])
     assert prompt == text
+
+
+def trl_ids(
+    reference: PreTrainedTokenizerFast, prompt: list[dict[str, str]], answer: list[dict[str, str]], *, orpo: bool
+) -> tuple[list[int], int]:
+    """Return the tokens of a chat pair's answer after its prompt, and where the answer begins, as trl makes them."""
+    options: dict[str, Any] = {"return_dict": True}
+    before = reference.apply_chat_template(prompt, add_generation_prompt=True, **options)["input_ids"]
+    ids = list(reference.apply_chat_template([*prompt, *answer], **options)["input_ids"])
+    start = next((at for at, (one, other) in enumerate(zip(before, ids, strict=False)) if one != other), len(before))
+    return ids + [reference.eos_token_id] * (orpo and ids[-1] != reference.eos_token_id), start
+
+
+@pytest.mark.parametrize("kind", ["DPO", "ORPO"])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, THINKING], ids=["ChatML", "Llama 3", "opens the reasoning"])
+def test_pairs_of_messages_have_the_tokens_and_the_answers_of_trl(tmp_path: Path, kind: str, template: str) -> None:
+    file = write_tokenizer(tmp_path / "tokenizer", chat=template)
+    reference = PreTrainedTokenizerFast.from_pretrained(file.parent)
+    turns = [ASK, GOOD, {"role": "user", "content": "and a rank"}, BAD]
+    rows: list[dict[str, Any]] = [
+        CHAT,
+        {"prompt": turns[:3], "chosen": [GOOD], "rejected": [BAD | {"content": "a node "}]},
+        {"chosen": turns, "rejected": [*turns[:3], GOOD]},
+        {"chosen": turns, "rejected": [ASK, BAD, turns[2], GOOD]},
+    ]
+    source = write_records(tmp_path / "d.jsonl", rows)
+    data = {
+        "source": str(source),
+        "format": "Preference",
+        "tokenizer": {"path": str(file.parent)},
+        "sequenceLength": 128,
+        "cacheDirectory": str(tmp_path / "cache"),
+    }
+    tuning = {"objective": {"kind": kind} | ({"referenceFree": True} if kind == "DPO" else {})}
+    config = parse({"data": data, "tuning": tuning}, (), "run.yaml")
+    stored = open_encoded(config.data).sources[0].stored
+    prompts = [row.get("prompt", turns[: 1 if row["rejected"][1:2] == [BAD] else 3]) for row in rows]
+    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        for place, answer in enumerate((row["chosen"], row["rejected"])):
+            answer_only = answer if "prompt" in row else answer[len(prompt) :]
+            ids, start = trl_ids(reference, prompt, answer_only, orpo=kind == "ORPO")
+            ours, loss_mask = stored.example(2 * number + place)
+            assert ours.tolist() == ids
+            assert loss_mask.tolist() == [False] * start + [True] * (len(ids) - start)
+    held_out = read_held_out(config.data.model_copy(update={"validation": ValidationConfig(source=str(source))}))
+    assert [example.answer for example in held_out.examples][:2] == ["a tensor", "a tensor"], (
+        "without the end of a turn"
+    )

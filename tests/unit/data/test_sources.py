@@ -22,6 +22,7 @@ from tests.testing.trainer.data_files import (
 from trainium_contract.exit_codes import ExitCode
 from trainium_trainer.data.batches.samples import Samples
 from trainium_trainer.data.sources.documents import SkippedRecord, TextPiece
+from trainium_trainer.data.sources.files import find_files
 from trainium_trainer.data.sources.resolve import open_source
 from trainium_trainer.exits import UserError
 
@@ -211,3 +212,36 @@ def test_the_python_documentation_is_read_in_a_fixed_order() -> None:
     assert first == head()
     assert any("assert" in text for text in first)
     assert sum(len(text) for text in first) > 20_000
+
+
+LAYOUTS: dict[str, list[str]] = {
+    "names": ["train.jsonl", "validation.jsonl", "test.jsonl"],
+    "shards": [
+        "data/train-00000-of-00002.parquet",
+        "data/train-00001-of-00002.parquet",
+        "data/dev-00000-of-00001.parquet",
+    ],
+    "folders": ["training/a.jsonl", "training/test.jsonl", "eval set/a.jsonl"],
+    "parts of names": ["my_train_1.jsonl", "my.valid.jsonl", "constraint.jsonl"],
+    "none": ["a.jsonl", "contest.jsonl", "trainer.jsonl"],
+    "only others": ["dev.jsonl", "test.jsonl"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_of_a_folder_with_splits_the_training_split_is_read_as_by_datasets(
+    tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from datasets import load_dataset_builder
+
+    for name in LAYOUTS[layout]:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    splits = load_dataset_builder(str(tmp_path)).config.data_files
+    expected = set(splits["train"] if "train" in splits else map(str, tmp_path.rglob("*.jsonl")))
+    files = find_files(str(tmp_path))
+    assert {file.path for file in files} == expected
+    left_out = set(LAYOUTS[layout]) - {file.relative for file in files}
+    assert all(name in caplog.text for name in left_out)
+    assert bool(left_out) == ("has splits, of which the training split is read" in caplog.text)
+    assert len(find_files(f"{tmp_path}/**")) == len(LAYOUTS[layout]), "a pattern names all"

@@ -74,13 +74,14 @@ def show_data(
     console = Console(highlight=False)
     tokenizer = load_tokenizer(data.tokenizer)
     display = _Display(tokenizer, console.is_terminal and not console.no_color, borders=borders, ids=ids)
-    seen = ""
+    seen: Sequence[int] = ()
     for number, sample in enumerate(_samples(run, data, first, samples), start=first):
         _print_sample(console, display, number, sample, run.data)
         if sample and not seen:
-            seen = str(tokenizer.decode(list(sample[0].ids), skip_special_tokens=False))
+            seen = sample[0].ids
     _print_summary(console, run, data)
-    if difference := _compare_with_transformers(data.tokenizer, tokenizer, seen):
+    whole = data.report is not None  # running text is cut anywhere, also within words
+    if difference := _compare_with_transformers(data.tokenizer, tokenizer, seen, whole=whole):
         console.print(Text(f"\nwarning: {difference}", "yellow"), soft_wrap=True)
 
 
@@ -230,8 +231,11 @@ def _print_histogram(console: Console, report: DataReport) -> None:
         console.print(Text.assemble(f"{low:>{width},} - {high:>{width},} ", (bar, style), f" {count:,}"))
 
 
-def _compare_with_transformers(file: Path, ours: Tokenizer, text: str) -> str:
-    """Describe where `transformers` encodes a text differently; empty if it does not, or cannot load the tokenizer."""
+def _compare_with_transformers(file: Path, ours: Tokenizer, ids: Sequence[int], *, whole: bool) -> str:
+    """Describe where `transformers` encodes the text of a sample differently; empty if it does not.
+
+    Unless the sample is a `whole` text, and its tokens have the text from which they were made, both encode that text.
+    """
     from trainium_trainer.data.tokens.tokenizer import CONFIG_FILE  # noqa: PLC0415
 
     if not file.with_name(CONFIG_FILE).is_file():
@@ -239,16 +243,21 @@ def _compare_with_transformers(file: Path, ours: Tokenizer, text: str) -> str:
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, only for a person who looks
 
     ours.encode_special_tokens = False
+    text = str(ours.decode(list(ids), skip_special_tokens=False))
     try:
         expected = AutoTokenizer.from_pretrained(str(file.parent))(text, add_special_tokens=False)["input_ids"]
     except Exception as error:  # noqa: BLE001 - whatever the library meets in the folder
         return f"transformers cannot load {file.parent} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    ids = ours.encode(text, add_special_tokens=False).ids
-    if ids == expected:
+    again = ours.encode(text, add_special_tokens=False).ids
+    if not whole or again != expected or ours.decode(again, skip_special_tokens=False) != text:
+        ids = again  # many tokenizers add or drop blanks when they decode
+    if list(ids) == expected:
         return ""
     index = next((at for at, (one, other) in enumerate(zip(ids, expected, strict=False)) if one != other), None)
     index = min(len(ids), len(expected)) if index is None else index
+    here = list(ids[index : index + 3])
     return (
-        f"transformers' AutoTokenizer gives this text {len(expected)} tokens, {file.name} gives it {len(ids)}; they "
-        f"differ from token {index} on: {expected[index : index + 3]} there, {ids[index : index + 3]} here"
+        f"transformers' AutoTokenizer gives the first text {len(expected)} tokens, this run gives it {len(ids)}; they "
+        f"differ from token {index} on: {expected[index : index + 3]} there, {here} here "
+        f"({ours.decode(here, skip_special_tokens=False)!r}; the ends of texts and messages are text in records)"
     )

@@ -1,4 +1,6 @@
-"""Record the commits and file lists of the hub's data sets at the first start of a run, below its checkpoints.
+"""Record the commits and file lists of the hub's data sets, and a date, at the first start of a run.
+
+The record is below the checkpoints of the run. The date is that of chat templates that ask for one.
 
 Guarantees:
 - A moved branch does not affect a run: every later start reads the files of the recorded commits.
@@ -15,12 +17,14 @@ from typing import TYPE_CHECKING
 from pydantic import Field, ValidationError
 
 from trainium_contract.base import MessageModel
+from trainium_trainer.data.examples.recipe import with_date
 from trainium_trainer.data.sources.files import HUB
 from trainium_trainer.data.sources.hub import (
     HubFiles,
     find_commit,
     format_location,
     list_files,
+    list_parts,
     parse_location,
     store_files,
 )
@@ -47,6 +51,8 @@ class _Record(MessageModel):
     """The commit by data set and revision, as owner/name@main."""
     files: dict[str, HubFiles] = Field(default_factory=dict)
     """The files by location with a commit."""
+    date: str | None = None
+    """The date of chat templates."""
 
 
 class RunRevisions:
@@ -67,18 +73,24 @@ class RunRevisions:
         self._known = _Record()
         self._commits: dict[str, str] = {}
         self._locations: list[str] = []
+        self._date: str | None = None
 
     def pin(self, config: DataConfig) -> DataConfig:
-        """Return the configuration with the recorded commits, and the current ones where none is recorded.
+        """Return the configuration with the recorded commits and date, and the current ones where none is recorded.
 
-        Collective if data come from the hub. Raises UserError and StorageError.
+        Collective if data come from the hub or depend on a date. Raises UserError and StorageError.
         """
-        if not any(name.startswith(HUB) for name in list_locations(config)):
+        dated = with_date(config, None) != config
+        if not dated and not any(name.startswith(HUB) for name in list_locations(config)):
             return config
         self._known = self._read()
         self._store = self._open_store()
         if self._store is not None and self._rank > 0:
-            self._commits = _Record.model_validate_json(self._store.get(RECORD_NAME)).commits
+            first = _Record.model_validate_json(self._store.get(RECORD_NAME))
+            self._commits, self._date = first.commits, first.date
+        if dated:
+            config = with_date(config, self._date or self._known.date)
+            self._date = config.examples.chat.date
         split, sources = config.validation, config.sources
         pinned = config.model_copy(
             update={
@@ -99,8 +111,9 @@ class RunRevisions:
             }
         )
         if self._store is not None and self._rank == 0:
-            self._store.set(RECORD_NAME, _Record(commits=self._commits).model_dump_json())
-        self._locations = [name for name in list_locations(pinned) if name.startswith(HUB)]
+            self._store.set(RECORD_NAME, _Record(commits=self._commits, date=self._date).model_dump_json())
+        on_hub = [name for name in list_locations(pinned) if name.startswith(HUB)]
+        self._locations = [location for name in on_hub for _, location in list_parts(name)]
         for name in self._locations:
             if name in self._known.files:
                 store_files(name, self._known.files[name])
@@ -108,7 +121,8 @@ class RunRevisions:
 
     def write(self) -> None:
         """Write the commits of `pin`, on the first rank, once the run owns its checkpoints; a full store only warns."""
-        record = _Record(commits=self._commits, files={name: list_files(name) for name in self._locations})
+        files = {name: list_files(name) for name in self._locations}
+        record = _Record(commits=self._commits, files=files, date=self._date)
         if record == self._known:
             return
         where = f"{self._storage.location}/{RECORD_NAME}"

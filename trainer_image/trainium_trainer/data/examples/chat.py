@@ -1,8 +1,8 @@
 """Build examples from messages with the tokenizer's chat template, in a sandbox.
 
 Guarantees:
-- The template gets the same variables as from `transformers`, including tools, but no clock: an example does not depend
-  on the date.
+- The template gets the same variables and functions as from `transformers`, including tools, with the date of the
+  recipe in place of a clock: an example does not depend on the day on which it is encoded.
 - Rows of JSON lines and of Parquet, which fills missing keys with null, give equal conversations.
 - The assistant's messages are found by the template's own generation markers or, without them, by rendering the
   conversation up to each answer, or with another content in its place. The token that ends a turn belongs to the
@@ -18,6 +18,7 @@ import json
 import re
 import traceback
 from dataclasses import astuple, dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainium_trainer.data.examples.templates import (
@@ -33,7 +34,7 @@ from trainium_trainer.data.examples.templates import (
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from trainium_trainer.data.sources.documents import Record
     from trainium_trainer.data.tokens.tokenizer import ChatTemplates, SpecialTokens
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 _ASSISTANT = "assistant"
 _TOOLS = "tools"
 _WEIGHT = "weight"
+CLOCK = "strftime_now"
+"""The function of a template that formats the time."""
 _MARKS = "marks"
 """The variable of a template with the characters of `_Marks`."""
 _PROBE = "\U0010ffff"
@@ -58,9 +61,15 @@ class ChatFormat(RecordFormat):
     """Builds examples from lists of messages."""
 
     def __init__(
-        self, templates: ChatTemplates, special: SpecialTokens, guard: SpecialTokenGuard, field: str, where: str
+        self,
+        templates: ChatTemplates,
+        special: SpecialTokens,
+        guard: SpecialTokenGuard,
+        field: str,
+        where: str,
+        date: str | None = None,
     ) -> None:
-        """Compile the templates. Raises UserError."""
+        """Compile the templates, with the date for those that ask for one. Raises UserError."""
         super().__init__(guard)
         self.field = field
         self._where = where
@@ -69,7 +78,10 @@ class ChatFormat(RecordFormat):
         self._words = frozenset(re.findall(r"\w+", " ".join(texts)))
         self._variables = dict(special.tokens)
         self._characters = set("".join([*texts, *self._variables.values()]))
-        environment = _environment()
+        try:
+            environment = _environment(date)
+        except ValueError as error:
+            raise UserError(f"data.examples.chat.date {date}: {error}: correct it") from error
         try:
             self._compiled = {text: environment.from_string(text) for text in texts}
             self._characters.update(*(literal for text in texts for literal in _literals(environment.parse(text))))
@@ -82,8 +94,11 @@ class ChatFormat(RecordFormat):
         """Build the example of a record's messages."""
         return (self.example(record.fields),)
 
-    def example(self, record: Mapping[str, Any]) -> Example:
-        """Build the example of a record. Raises BadRecordError."""
+    def example(self, record: Mapping[str, Any], *, to_the_end: bool = False) -> Example:
+        """Build the example of a record; with `to_the_end`, all that follows the first prompt is learned.
+
+        Raises BadRecordError.
+        """
         messages = self._messages(record)
         assistants = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT]
         learned = [number for number in assistants if messages[number].get(_WEIGHT) != 0]
@@ -101,7 +116,9 @@ class ChatFormat(RecordFormat):
             raise BadRecordError("the answer is empty: give the assistant's message a content")
         conversation = self._conversation(messages, record)
         whole = conversation.render(len(messages))
-        if whole.generated:
+        if to_the_end:
+            answers = [(conversation.answer_range(learned[0], whole.text)[0], len(whole.text))]
+        elif whole.generated:
             answers = list(whole.generated)
             for number in assistants:
                 if number not in learned:
@@ -143,6 +160,7 @@ class ChatFormat(RecordFormat):
                 name for message in dictionaries for name, value in message.items() if value is not None
             )
             known = {"role", "content", _WEIGHT} | self._words
+            known |= set(_REASONING_FIELDS) if known.intersection(_REASONING_FIELDS) else set()
             yield from (f"{self.field}[].{name}" for name in names if name not in known)
 
     def _messages(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -162,6 +180,9 @@ class ChatFormat(RecordFormat):
     def _message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as input of the template: the content is a text or null, and no other value is null."""
         message: dict[str, Any] = without_nulls(fields) | {"role": fields["role"]}
+        reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
         content = message.get("content")
         if isinstance(content, list) and all(
             isinstance(part, str) or (isinstance(part, dict) and "type" in part) for part in content
@@ -379,6 +400,39 @@ def _reason(error: Exception, where: str) -> str:
     return f"{kind}{error})" + (f" in line {lines[-1]} of {where}" if lines else "")
 
 
+def find_control_tokens(template: str, specials: Iterable[str], variables: Mapping[str, str]) -> set[str]:
+    """Return the special tokens with which a chat template separates messages.
+
+    They are those that it writes, except for what it looks for in messages, as the ends of a reasoning, and for what
+    only a prompt ends with.
+    """
+    from jinja2 import TemplateError, nodes  # noqa: PLC0415 - only chats pay for it
+
+    environment = _environment()
+    try:
+        tree = environment.parse(template)
+    except TemplateError:  # reported when the template is compiled
+        return set(specials)
+    calls = [call.args for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)]
+    operands = [[compared.expr] for compared in tree.find_all(nodes.Compare) if compared.ops[0].op in ("in", "notin")]
+    read = {node.value for nodes_read in (*calls, *operands) for node in nodes_read if isinstance(node, nodes.Const)}
+    messages = [{"role": role, "content": _PROBE} for role in ("user", _ASSISTANT, "user")]
+    options = {"messages": messages, "tools": None, "documents": None} | dict(variables)
+    try:
+        compiled = environment.from_string(template)
+        turns, prompt = (compiled.render(**options, add_generation_prompt=prompt) for prompt in (False, True))
+    except Exception:  # noqa: BLE001 - a template may raise anything
+        turns = prompt = ""
+    written = "\0".join([turns, *_literals(tree)])
+    return {
+        token
+        for token in specials
+        if token in written
+        and not any(isinstance(text, str) and token in text for text in read)
+        and (token in turns or token not in prompt)
+    }
+
+
 def after_answer(template: str, tokens: Mapping[str, str]) -> str:
     """Return the text of a template after an answer, without leading whitespace: it begins with the end of the turn.
 
@@ -405,8 +459,13 @@ def _literals(template: Any) -> set[str]:
     return texts | {node.value for node in template.find_all(nodes.Const) if isinstance(node.value, str)}
 
 
-def _environment() -> Any:
-    """Create the environment of transformers' chat templates, without the clock."""
+def today() -> str:
+    """Return the date of this machine's clock."""
+    return datetime.now().astimezone().date().isoformat()
+
+
+def _environment(date: str | None = None) -> Any:
+    """Create the environment of transformers' chat templates, with a fixed date in place of the clock."""
     from jinja2 import pass_context  # noqa: PLC0415 - only chats pay for it
     from jinja2.ext import loopcontrols  # noqa: PLC0415 - only chats pay for it
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415 - only chats pay for it
@@ -419,6 +478,7 @@ def _environment() -> Any:
     )
     environment.filters["tojson"] = pass_context(_to_json)
     environment.globals["raise_exception"] = _refuse
+    environment.globals[CLOCK] = datetime.fromisoformat(date or today()).strftime
     return environment
 
 

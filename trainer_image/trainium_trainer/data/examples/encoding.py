@@ -158,8 +158,9 @@ class TextEncoder:
 
     def find_end(self, answer: str) -> int:
         """Return the end of an answer that a chat template wrote, before the special token that ends the turn."""
-        ending = next((name for name in self.specials if answer.endswith(name)), "")
-        return len(answer) - len(ending)
+        turn = answer.rstrip()
+        ending = next((name for name in self.specials if turn.endswith(name)), None)
+        return len(answer) if ending is None else len(turn) - len(ending)
 
     def _encode_pair(self, example: Example, prompt_ids: list[int], text_ids: list[int]) -> EncodedExample:
         """Return the tokens of a prompt and its answer; `text_ids` are those of both encoded together."""
@@ -190,6 +191,8 @@ class TextEncoder:
         loss_mask = np.zeros(len(ids), bool)
         for start, end in example.answers:
             loss_mask |= (starts < end) & (ends > start) & (ends > starts)
+        if example.adds_end and ids[-1] != self.end:
+            ids, loss_mask = np.append(ids, self.end), np.append(loss_mask, True)
         return EncodedExample(ids, loss_mask, max(0, len(prompt_ids) + shift), prefix)
 
     def _ids(self, texts: Sequence[GuardedText]) -> list[list[int]]:

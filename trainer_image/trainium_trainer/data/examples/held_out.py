@@ -137,9 +137,10 @@ def _build_question(kept: KeptExample, texts: TextEncoder, labels: Sequence[str]
     if example.from_chat_template:  # ends as a turn does
         answer = answer[: texts.find_end(answer)]
     ids, begin = kept.encoded.ids, kept.encoded.answer
-    end = (
-        int(kept.encoded.loss_mask.nonzero()[0][-1]) + 1
-    )  # the text of a chat template after the answer is not learned
+    end = int(kept.encoded.loss_mask.nonzero()[0][-1]) + 1
+    special = [place for place in range(begin, end) if int(ids[place]) in texts.special_ids]
+    if example.from_chat_template and special:  # what the template writes after the end of a turn is no answer
+        end = special[-1] + 1
     return Question(
         prompt=example.prompt.text,
         prompt_ids=tuple(ids[:begin].tolist()),

@@ -1,7 +1,8 @@
 """Build pairs of a preferred and a rejected answer from records with trl's columns.
 
 Guarantees:
-- Both answers of a pair follow the same prompt, and differ.
+- Both answers of a pair follow the same prompt, and differ. With a chat template, an answer is all that the template
+  writes after the prompt, as in trl.
 - Without a prompt field, the prompt is the common beginning of both answers, as in trl.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainium_trainer.data.examples.chat import ChatFormat, require_chat
@@ -131,7 +133,8 @@ class PreferenceFormat(RecordFormat):
 
     def _conversation(self, record: Mapping[str, Any], prompt: _Messages, answer: _Messages) -> Example:
         earlier = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
-        return self._require_chat().example(self._record(record, [*earlier, *answer]))
+        example = self._require_chat().example(self._record(record, [*earlier, *answer]), to_the_end=True)
+        return replace(example, adds_end=bool(self._config.adds_end))
 
     def _record(self, record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {self._require_chat().field: list(messages), _TOOLS: record.get(_TOOLS)}

@@ -11,11 +11,11 @@ import hashlib
 import json
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.data import BosToken, DataConfig
 from trainium_contract.trainer.examples import DataFormat, ExamplesConfig
-from trainium_trainer.data.examples.chat import ChatFormat
+from trainium_trainer.data.examples.chat import CLOCK, ChatFormat, find_control_tokens, today
 from trainium_trainer.data.examples.function import MESSAGES, FunctionFormat, digest_of_function
 from trainium_trainer.data.examples.preference import PreferenceFormat
 from trainium_trainer.data.examples.templates import (
@@ -27,8 +27,17 @@ from trainium_trainer.data.examples.templates import (
     find_templates,
 )
 from trainium_trainer.data.sources.resolve import SourceSpec, pin_source
-from trainium_trainer.data.tokens.tokenizer import ChatTemplates, SpecialTokens, hash_tokenizer, read_special_tokens
+from trainium_trainer.data.tokens.tokenizer import (
+    ChatTemplates,
+    SpecialTokens,
+    hash_tokenizer,
+    read_special_tokens,
+    tokenizer_file,
+)
 from trainium_trainer.exits import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 FORMAT = 1
 _VERSION = 3
@@ -51,6 +60,8 @@ class Recipe:
     sequence_length: int
     max_bad_lines: int | None
     bos: BosToken = BosToken.AUTO
+    date: str | None = None
+    """The date that a chat template asks for; None if it asks for none."""
 
     @property
     def spec(self) -> SourceSpec:
@@ -62,9 +73,17 @@ class Recipe:
         """The maximum tokens of an example: the last one is only a target."""
         return self.sequence_length + 1
 
-    def record_format(self, guarded: tuple[str, ...]) -> RecordFormat:
-        """Create the builder of examples; `guarded` are special tokens that stay text in a record. Raises UserError."""
-        guard, config = SpecialTokenGuard(guarded), self.config
+    def _control_tokens(self, specials: Collection[str]) -> set[str]:
+        """Return the special tokens that are text in a record: those that begin or end texts and messages."""
+        variables = dict(self.special.tokens)
+        templates = [template for template in astuple(self.chat_templates) if template is not None]
+        written = "\0".join(template or "" for template in (self.templates.prompt, self.templates.completion))
+        control = {token for token in specials if token in self.special.ends or token in written}
+        return control.union(*(find_control_tokens(template, specials, variables) for template in templates))
+
+    def record_format(self, specials: Collection[str]) -> RecordFormat:
+        """Create the builder of examples; `specials` are the tokenizer's special tokens. Raises UserError."""
+        guard, config = SpecialTokenGuard(self._control_tokens(specials)), self.config
         if self.format is DataFormat.INSTRUCTION:
             return InstructionFormat(self.templates, guard)
         if self.format is DataFormat.CLASSIFICATION:
@@ -74,7 +93,11 @@ class Recipe:
             field, named = config.chat.messages_field, config.chat.template
             where = f"data.examples.chat.template {named}" if named else "the tokenizer's chat template"
         templates = self.chat_templates
-        chat = ChatFormat(templates, self.special, guard, field, where) if templates != ChatTemplates() else None
+        chat = (
+            ChatFormat(templates, self.special, guard, field, where, self.date)
+            if templates != ChatTemplates()
+            else None
+        )
         if chats:
             assert chat is not None, "checked when the recipe was made"
             return chat
@@ -102,6 +125,8 @@ class Recipe:
             "tooLong": config.too_long,
             "sequenceLength": self.sequence_length,
         }
+        if self.date is not None:
+            parts["date"] = self.date
         if form is DataFormat.PREFERENCE:
             parts["preference"] = config.preference.to_wire()
         if self.bos is not BosToken.AUTO:
@@ -120,15 +145,7 @@ def build_recipe(config: DataConfig, source: str, tokenizer: Path | None) -> Rec
     """Create the recipe for one source. Raises UserError or StorageError."""
     examples = config.examples
     special = read_special_tokens(tokenizer) if tokenizer is not None else SpecialTokens(())
-    chat_templates = special.chat_templates
-    if examples.chat.template is not None:
-        file = Path(examples.chat.template).expanduser()
-        try:
-            chat_templates = ChatTemplates(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"data.examples.chat.template {file}: cannot be read ({error}): correct the path"
-            ) from error
+    chat_templates = _find_chat_templates(config, special)
     if config.format is DataFormat.CHAT and chat_templates == ChatTemplates():
         reason = f"beside {tokenizer} is none" if tokenizer is not None else "there is no tokenizer with one"
         raise UserError(
@@ -149,4 +166,34 @@ def build_recipe(config: DataConfig, source: str, tokenizer: Path | None) -> Rec
         sequence_length=config.sequence_length,
         max_bad_lines=config.max_bad_lines,
         bos=config.bos,
+        date=(config.examples.chat.date or today()) if _has_clock(config, chat_templates) else None,
     )
+
+
+def _find_chat_templates(config: DataConfig, special: SpecialTokens) -> ChatTemplates:
+    """Return the chat templates of the data. Raises UserError."""
+    if config.examples.chat.template is None:
+        return special.chat_templates
+    file = Path(config.examples.chat.template).expanduser()
+    try:
+        return ChatTemplates(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.examples.chat.template {file}: cannot be read ({error}): correct the path") from error
+
+
+def _has_clock(config: DataConfig, templates: ChatTemplates) -> bool:
+    """Return whether examples depend on the date."""
+    chats = config.format in (DataFormat.CHAT, DataFormat.FUNCTION, DataFormat.PREFERENCE)
+    return chats and any(CLOCK in template for template in astuple(templates) if template is not None)
+
+
+def with_date(config: DataConfig, date: str | None) -> DataConfig:
+    """Return the configuration with a date if its examples depend on one and it has none. Raises UserError."""
+    chat, tokenizer = config.examples.chat, config.tokenizer
+    if chat.date is not None or config.format is DataFormat.TEXT:
+        return config
+    special = SpecialTokens(()) if tokenizer.path is None else read_special_tokens(tokenizer_file(tokenizer))
+    if not _has_clock(config, _find_chat_templates(config, special)):
+        return config
+    dated = chat.model_copy(update={"date": date or today()})
+    return config.model_copy(update={"examples": config.examples.model_copy(update={"chat": dated})})

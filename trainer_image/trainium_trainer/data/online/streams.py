@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,10 +150,10 @@ def _list_blocks_once(text_source: TextSource, identity: str, target: int, cache
     def create() -> None:
         with Workers(1) as workers:
             blocks = workers.call(list_blocks, text_source.spec, target)
-        rows = [(block.file, block.start, block.end, block.size) for block in blocks]
+        rows = [astuple(block) for block in blocks]
         temporary = file.with_suffix(".tmp")
         with temporary.open("wb") as stream:
-            np.save(stream, np.array(rows, np.int64).reshape(-1, 4))
+            np.save(stream, np.array(rows, np.int64))
         temporary.replace(file)
 
     return create_once(file, create)

@@ -126,6 +126,10 @@ class FileBlock:
     end: int
     size: int
     """The approximate size in bytes."""
+    skip: int = 0
+    """The number of its first rows that are left out."""
+    rows: int = -1
+    """The number of rows after them; negative: all."""
 
 
 class DocumentSource(ABC):

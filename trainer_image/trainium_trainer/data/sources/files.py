@@ -18,11 +18,14 @@ import functools
 import glob
 import hashlib
 import io
+import logging
+import multiprocessing
 import os
+import re
 import secrets
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
 from trainium_trainer.exits import StorageError, UnreadableError, UserError
@@ -40,6 +43,9 @@ _TABLES = (".arrow", ".parquet")
 SUFFIXES = (*_PLAIN, *(plain + packed for plain in _PLAIN for packed in _COMPRESSED), *_TABLES)
 _NOT_IN_FOLDERS = ".json"
 """A single .json in a folder of data is the metadata of a library, or `template.json`, not data."""
+
+_MAX_LISTED = 3
+_log = logging.getLogger("trainium.data")
 
 _TRIES = 6
 _FIRST_PAUSE_SECONDS = 0.5
@@ -203,13 +209,55 @@ def find_files(name: str) -> tuple[DataFile, ...]:
     return tuple(sorted(files, key=lambda file: file.relative))
 
 
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_IN_NAME = "(^|[-._ 0-9]){}([-._ 0-9]|$)"
+
+
+def _choose_training_files(name: str, files: list[DataFile]) -> list[DataFile]:
+    """Return the files of the training split of a folder, as `datasets` finds it by names; all files if it has none."""
+    folders = [PurePosixPath(file.relative).parts[:-1] for file in files]
+    names = [PurePosixPath(file.relative).parts[-1:] for file in files]
+    for places in (folders, names):
+        splits = [_find_splits(parts) for parts in places]
+        if not any(splits):
+            continue
+        chosen = [file for file, found in zip(files, splits, strict=True) if "train" in found]
+        left_out = sorted(file.relative for file in files if file not in chosen)
+        if not chosen or not left_out:
+            return files
+        if multiprocessing.parent_process() is None:
+            more = f", and {len(left_out) - _MAX_LISTED} more" if len(left_out) > _MAX_LISTED else ""
+            _log.warning(
+                "data.source %s: has splits, of which the training split is read: not %s%s (name the files by a "
+                "pattern to read others)",
+                name,
+                ", ".join(left_out[:_MAX_LISTED]),
+                more,
+            )
+        return chosen
+    return files
+
+
+def _find_splits(parts: tuple[str, ...]) -> set[str]:
+    """Return the splits that folders or a file are named after."""
+    return {
+        split
+        for split, keywords in _SPLITS.items()
+        if any(re.search(_IN_NAME.format(f"({'|'.join(keywords)})"), part) for part in parts)
+    }
+
+
 def _find_local(name: str) -> list[DataFile]:
     path = Path(name).expanduser()
     if path.is_dir():
         files = [file for file in path.rglob("*") if _is_data_file(file.relative_to(path).parts) and file.is_file()]
         if not files:
             raise UnreadableError(f"data.source {name}: the folder holds no {list_formats()} file: put text into it")
-        return [_local_file(file, path) for file in files]
+        return _choose_training_files(name, [_local_file(file, path) for file in files])
     if path.exists():
         return [_local_file(_refuse_unknown_format(path, name), path.parent)]
     if glob.has_magic(name):
@@ -258,7 +306,7 @@ def _find_remote(name: str) -> list[DataFile]:
         )
     if files[0].path == path:
         _refuse_unknown_format(Path(path), name)
-    return files
+    return files if pattern else _choose_training_files(name, files)
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -68,6 +68,44 @@ def parse_location(location: str) -> HubConfig:
         ) from error
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SplitPart:
+    """A part of the split in a location, for instance train[:50%] of train[:50%]+test."""
+
+    text: str
+
+    @property
+    def split(self) -> str:
+        """The split's name."""
+        return re.split(r"[\[(]", self.text, maxsplit=1)[0]
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is not the whole split."""
+        return self.split != self.text
+
+    def rows_of(self, count: int) -> tuple[int, int]:
+        """Return the first row and the end of a slice of a split with `count` rows. Raises UserError."""
+        from datasets import ReadInstruction  # noqa: PLC0415 - takes two seconds, only for slices
+
+        try:
+            (rows,) = ReadInstruction.from_spec(self.text).to_absolute({self.split: count})
+        except ValueError as error:
+            raise UserError(
+                f"data.hub.split {self.text}: {error}: write a slice as train[:50%] or train[10:20]"
+            ) from error
+        return rows.from_, max(rows.from_, rows.to)
+
+
+def list_parts(location: str) -> list[tuple[SplitPart, str]]:
+    """Return the parts of the split of a location, each with the location of its split. Raises UserError."""
+    config = parse_location(location)
+    parts = [
+        SplitPart(text) for text in re.split(r"\s*\+\s*|\s+", config.split.strip())
+    ]  # a + of an address is a blank
+    return [(part, format_location(config, part.split)) for part in parts]
+
+
 def _repository(config: HubConfig) -> Repository:
     advice = "correct data.hub.revision"
     return Repository("data.hub", config.dataset, "data set", config.revision, advice)

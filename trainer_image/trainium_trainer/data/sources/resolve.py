@@ -12,6 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import hashlib
 import io
@@ -19,16 +20,16 @@ import itertools
 import json
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
 from trainium_trainer.data.sources import tables
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, Record, SkippedRecord, TextPiece
 from trainium_trainer.data.sources.files import HUB, DataFile, find_files, read_with_retries
-from trainium_trainer.data.sources.hub import find_hub_files, format_location, pin_revision
+from trainium_trainer.data.sources.hub import SplitPart, find_hub_files, format_location, list_parts, pin_revision
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from trainium_contract.trainer.data import DataConfig, HubConfig
@@ -46,7 +47,11 @@ def open_source(name: str, text_field: str) -> DocumentSource:
         from trainium_trainer.data.sources.python_docs import PythonDocs  # noqa: PLC0415 - parses Python, few runs need it
 
         return PythonDocs()
-    return FileSource(find_hub_files(name) if name.startswith(HUB) else find_files(name), text_field)
+    if name.startswith(HUB):
+        parts = [(part, find_hub_files(location)) for part, location in list_parts(name)]
+        files = tuple(file for _, found in parts for file in found)
+        return FileSource(files, text_field, [(part, len(found)) for part, found in parts])
+    return FileSource(find_files(name), text_field)
 
 
 def pin_source(name: str) -> str:
@@ -99,10 +104,14 @@ def list_locations(config: DataConfig) -> list[str]:
 
 
 class FileSource(DocumentSource):
-    """A source of files, in the order of their names."""
+    """A source of files, in the order of their names or splits."""
 
-    def __init__(self, files: tuple[DataFile, ...], text_field: str) -> None:
+    def __init__(
+        self, files: tuple[DataFile, ...], text_field: str, parts: Sequence[tuple[SplitPart, int]] = ()
+    ) -> None:
+        """Create the source; `parts` are those of a split, each with the number of its files."""
         self.files, self.text_field = files, text_field
+        self._parts = [(part, count) for part, count in parts if part.is_slice] and list(parts)
         self.size = sum(file.size for file in files)
         self.divisible = all(file.compression is None for file in files)  # a compressed file is one block
         self.has_lines = any(file.format == ".txt" for file in files)
@@ -112,14 +121,48 @@ class FileSource(DocumentSource):
         total = hashlib.sha256(self.text_field.encode())
         for file in self.files:
             total.update(f"{file.relative}\0{file.digest(cache_folder)}\n".encode())
+        for part, count in self._parts:
+            total.update(f"{part.text}\0{count}\n".encode())
         return total.hexdigest()
 
     def blocks(self, target: int) -> list[FileBlock]:
         """Return the blocks of all files, in order."""
-        return [block for number, file in enumerate(self.files) for block in _divide(file, number, target)]
+        blocks = [block for number, file in enumerate(self.files) for block in _divide(file, number, target)]
+        if not self._parts:
+            return blocks
+        chosen, first = list[FileBlock](), 0
+        for part, count in self._parts:
+            own = [block for block in blocks if first <= block.file < first + count]
+            chosen += self._slice(own, part) if part.is_slice else own
+            first += count
+        return chosen
+
+    def _slice(self, blocks: list[FileBlock], part: SplitPart) -> list[FileBlock]:
+        """Return the rows of a part of a split. Raises UserError, StorageError."""
+        counts = [self._count_rows(block) for block in blocks]
+        first, end = part.rows_of(sum(counts))
+        starts = itertools.accumulate(counts, initial=0)
+        return [
+            dataclasses.replace(block, skip=max(0, first - start), rows=min(end - start, count) - max(0, first - start))
+            for block, count, start in zip(blocks, counts, starts, strict=False)
+            if start < end and start + count > first
+        ]
+
+    def _count_rows(self, block: FileBlock) -> int:
+        file = self.files[block.file]
+        if file.format == ".txt":
+            raise UserError(
+                f"data.source {file.name}: is running text, which has no rows: give the whole split in data.hub.split"
+            )
+        if file.format == ".parquet":
+            return read_with_retries(file.name, lambda: tables.count_parquet_rows(file, block))
+        return read_with_retries(file.name, lambda: sum(1 for _ in self.records(block)))
 
     def read(self, block: FileBlock) -> Iterator[TextPiece | SkippedRecord]:
         """Yield the documents of a block."""
+        return _select_rows(self._read(block), block)
+
+    def _read(self, block: FileBlock) -> Iterator[TextPiece | SkippedRecord]:
         file, field = self.files[block.file], self.text_field
         match file.format:
             case ".txt":
@@ -127,7 +170,7 @@ class FileSource(DocumentSource):
             case ".parquet" | ".arrow":
                 yield from tables.read_column(file, block, field)
             case _:
-                for item in self.records(block):
+                for item in self._records(block):
                     if isinstance(item, Record) and file.format == ".csv" and field not in item.fields:
                         raise UserError(
                             f"data.source {file.name}: no column {field!r} (columns: {', '.join(item.fields)}): set "
@@ -137,6 +180,9 @@ class FileSource(DocumentSource):
 
     def records(self, block: FileBlock) -> Iterator[Record | SkippedRecord]:
         """Yield the records of a block."""
+        return _select_rows(self._records(block), block)
+
+    def _records(self, block: FileBlock) -> Iterator[Record | SkippedRecord]:
         file = self.files[block.file]
         match file.format:
             case ".txt":
@@ -154,6 +200,14 @@ class FileSource(DocumentSource):
     def file_name_of(self, block: FileBlock) -> str:
         """Return the name of the block's file."""
         return self.files[block.file].name
+
+
+_Item = TypeVar("_Item")
+
+
+def _select_rows(items: Iterator[_Item], block: FileBlock) -> Iterator[_Item]:
+    """Yield the rows of a block that it does not leave out."""
+    return itertools.islice(items, block.skip, None if block.rows < 0 else block.skip + block.rows)
 
 
 def _divide(file: DataFile, number: int, target: int) -> list[FileBlock]:

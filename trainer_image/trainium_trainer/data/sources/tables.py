@@ -7,10 +7,16 @@ Guarantees:
 
 from __future__ import annotations
 
+import base64
 import functools
 import itertools
+import math
+import numbers
 from contextlib import contextmanager
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from trainium_trainer.data.sources.documents import FileBlock, Record, SkippedRecord, TextPiece
 from trainium_trainer.exits import UserError
@@ -39,7 +45,44 @@ def read_rows(file: DataFile, block: FileBlock) -> Iterator[Record | SkippedReco
                 if isinstance(fields, UnicodeDecodeError):
                     yield _skip_invalid_text(file, fields, number, note)
                 else:
-                    yield Record(fields, file, number)
+                    yield Record({name: _to_json(value) for name, value in fields.items()}, file, number)
+
+
+def _to_json(value: Any) -> Any:
+    """Return a value of a table as JSON has it: numbers that are none are null, times are ISO 8601, lengths seconds."""
+    match value:
+        case dict():
+            return {name: _to_json(item) for name, item in value.items()}
+        case list() | tuple():
+            return [_to_json(item) for item in value]
+        case numbers.Real() if not isinstance(value, int):
+            return float(value) if math.isfinite(value) else None
+        case Decimal():
+            return _shorten(float(value)) if _is_exact(value) else str(value)
+        case timedelta():
+            return _shorten(value.total_seconds())
+        case datetime() | time():
+            return value.isoformat().removesuffix("+00:00") + ("Z" if value.utcoffset() == timedelta(0) else "")
+        case date():
+            return value.isoformat()
+        case UUID():
+            return str(value)
+        case bytes():
+            try:
+                return value.decode()
+            except UnicodeDecodeError:
+                return base64.b64encode(value).decode()
+    return value
+
+
+def _is_exact(value: Decimal) -> bool:
+    """Return whether a number is the same as a float."""
+    return value.is_finite() and Decimal(repr(float(value))) == value
+
+
+def _shorten(number: float) -> float | int:
+    """Return a whole number without a fraction."""
+    return int(number) if number.is_integer() else number
 
 
 def _values(rows: Any, first: int) -> Iterator[tuple[int, Any]]:
@@ -143,6 +186,12 @@ def divide_parquet(file: DataFile, number: int, target: int) -> list[FileBlock]:
         metadata = table.metadata
         sizes = [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
     return _group_units(number, sizes, target)
+
+
+def count_parquet_rows(file: DataFile, block: FileBlock) -> int:
+    """Count the rows of a block."""
+    with _open_parquet(file) as table:
+        return sum(table.metadata.row_group(index).num_rows for index in range(block.start, block.end))
 
 
 def _group_units(number: int, sizes: list[int], target: int) -> list[FileBlock]:

@@ -300,6 +300,11 @@ class SpecialTokens:
         """Return the token's text."""
         return dict(self.tokens).get(name)
 
+    @property
+    def ends(self) -> frozenset[str]:
+        """The tokens with a name, and those that end documents by convention."""
+        return frozenset((*dict(self.tokens).values(), *_END_NAMES))
+
 
 def read_special_tokens(tokenizer: Path) -> SpecialTokens:
     """Read the special tokens and templates of a `tokenizer.json`. Raises UserError for files that do not match it."""
