@@ -32,12 +32,9 @@ def build_event_views(raw: Sequence[Mapping[str, Any]], *, uid: str = "") -> tup
 
 def _event(raw: Mapping[str, Any]) -> EventView:
     series = mapping(raw, "series")
-    stamps = (
-        text(series, "lastObservedTime"),
-        text(raw, "lastTimestamp"),
-        text(raw, "eventTime"),
-        text(mapping(raw, "metadata"), "creationTimestamp"),
-    )
-    at = next((at for stamp in stamps if (at := parse_rfc3339(stamp)) is not None), 0.0)
+    # The legacy time of the last occurrence has no fractions of a second, so the latest of them orders the events.
+    stamps = (text(series, "lastObservedTime"), text(raw, "lastTimestamp"), text(raw, "eventTime"))
+    created = parse_rfc3339(text(mapping(raw, "metadata"), "creationTimestamp"))
+    at = max((at for stamp in stamps if (at := parse_rfc3339(stamp)) is not None), default=created or 0.0)
     count = integer(series, "count") or integer(raw, "count", 1)
     return EventView(at, text(raw, "reason"), text(raw, "message"), text(raw, "type") == "Warning", max(1, count))

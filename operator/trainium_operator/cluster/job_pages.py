@@ -28,7 +28,7 @@ from trainium_contract.views.workers import PodRow, build_members, count_workers
 from trainium_contract.wire.worker_env import KIND
 from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.errors import ApiError, ForbiddenError
-from trainium_operator.cluster.api.resources import CORE_EVENTS
+from trainium_operator.cluster.api.resources import EVENTS
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import PodPhase, PodView
 
@@ -156,7 +156,7 @@ class JobPageData:
         fields = f"involvedObject.kind={KIND},involvedObject.name={name}"
         try:
             async with asyncio.timeout(EVENTS_TIMEOUT_SECONDS):
-                page = await self._api.list_page(CORE_EVENTS, namespace, fields=fields, limit=MAX_EVENTS)
+                page = await self._api.list_page(EVENTS, namespace, fields=fields, limit=MAX_EVENTS)
         except (ApiError, TimeoutError) as error:
             forbidden = isinstance(error, ForbiddenError)
             why = "the operator may not list them (docs/install.md, rights)" if forbidden else "no answer"

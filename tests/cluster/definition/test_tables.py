@@ -1,13 +1,16 @@
 """The real kubectl prints the tables of TrainingJobs that pages show."""
 
+import asyncio
 import json
+import re
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.cluster.definition.conftest import Api
 from tests.testing.outputs.tables import table
+from trainium_operator.cluster.execute.events import Event, EventRecorder, job_reference
 
 pytestmark = pytest.mark.cluster
 
@@ -56,3 +59,36 @@ def test_our_table_equals_that_of_kubectl(crd_api: Api, wide: bool) -> None:
 def sorted_as_shown(shown: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     names = [line.split()[0] for line in shown.splitlines()[1:]]
     return sorted(jobs, key=lambda each: names.index(each["metadata"]["name"]))
+
+
+class RecordingApi:
+    """Keeps the events that a recorder creates."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+
+    async def create(self, _resource: object, _namespace: str, body: dict[str, Any]) -> None:
+        self.bodies.append(body)
+
+
+def test_kubectl_describe_shows_events_in_the_order_in_which_they_occurred(crd_api: Api) -> None:
+    crd_api.kubectl("apply", "-f", "-", stdin=build_job_json("waits"))
+    uid = crd_api.kubectl("get", "trn", "waits", "-o", "jsonpath={.metadata.uid}")
+    times = iter(range(1_800_000_000, 1_900_000_000, 7))
+    stored = RecordingApi()
+    recorder = EventRecorder(cast("Any", stored), "operator-0", wall_clock=lambda: float(next(times)))
+    texts = [f"occurrence {number}" for number in range(9)]
+
+    async def record() -> None:
+        writer = asyncio.create_task(recorder.run())
+        for text in texts:
+            recorder.record(Event(crd_api.namespace, job_reference(crd_api.namespace, "waits", uid), "Shown", text))
+        await recorder.flush(10.0)
+        writer.cancel()
+
+    asyncio.run(record())
+    for body in reversed(stored.bodies):
+        crd_api.kubectl("create", "-f", "-", stdin=json.dumps(body))
+    described = crd_api.kubectl("describe", "trn", "waits")
+    assert re.findall(r"occurrence \d", described) == texts
+    crd_api.kubectl("delete", "trn", "waits")

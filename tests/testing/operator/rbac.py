@@ -136,9 +136,11 @@ RIGHTS: tuple[Right, ...] = (
         "which devices there are, and their taints",
         Scope.DRA_CLUSTER,
     ),
-    Right("events.k8s.io", "events", ("create", "patch"), "what happened to a job, with series"),
     Right(
-        "", "events", ("list",), "why a pod that has a node does not start, and what happened to a job, for its page"
+        "",
+        "events",
+        ("list", "create", "patch"),
+        "why a pod that has a node does not start, and what happened to a job, also for its page",
     ),
     Right("", "nodes", ("get", "list", "watch"), "lost and unhealthy nodes", Scope.CLUSTER),
     Right(

@@ -47,7 +47,7 @@ class WorkerCluster:
 
     def event_messages(self) -> list[str]:
         """Return the texts of all events."""
-        return [raw["note"] for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural]
+        return [raw["message"] for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural]
 
     async def wait_for_steps(self, steps: int = 5, seconds: float = 120, job: str = "llama") -> None:
         """Wait for at least this many new steps."""

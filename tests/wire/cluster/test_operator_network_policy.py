@@ -121,7 +121,7 @@ async def test_a_refused_policy_is_reported_and_the_job_trains_and_recovers(faul
             True,
         )
         events = [raw for key, raw in scenario.cluster.objects.items() if key[0] == EVENTS.plural]
-        assert [words in raw["note"] for raw in events if raw["reason"] == "WriteFailed"] == [True]
+        assert [words in raw["message"] for raw in events if raw["reason"] == "WriteFailed"] == [True]
         await scenario.wait_for_replacement()
         scenario.cluster.faults.clear()
         await until(lambda: scenario.applied_condition().get("status") == "True", 400, "it is made once it may be")

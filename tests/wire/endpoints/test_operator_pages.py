@@ -17,7 +17,7 @@ from trainium_contract.pages.live import HEADERS
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.cluster import job_pages
 from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, CORE_EVENTS, JOBS, PODS
+from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
 from trainium_operator.cluster.job_pages import JobPageData
 from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
@@ -59,7 +59,7 @@ def add_recorded_jobs(cluster: FakeCluster) -> None:
         }
         cluster.add(PODS, {"metadata": metadata, "spec": {"nodeName": node}, "status": {"phase": "Running"}})
     for event in recorded_object("events")["items"]:
-        cluster.add(CORE_EVENTS, event)
+        cluster.add(EVENTS, event)
 
 
 @asynccontextmanager
@@ -188,7 +188,7 @@ async def test_markup_in_status_and_events_is_escaped() -> None:
     async with run_pages() as endpoints, endpoints.session() as session:
         job = {"kind": "TrainingJob", "name": "llama", "uid": recorded_object("job")["metadata"]["uid"]}
         hostile = {"involvedObject": job, "reason": HOSTILE, "message": HOSTILE, "type": "Normal"}
-        endpoints.cluster.add(CORE_EVENTS, {"metadata": {"name": "hostile", "namespace": "team"}, **hostile})
+        endpoints.cluster.add(EVENTS, {"metadata": {"name": "hostile", "namespace": "team"}, **hostile})
         page = Page((await get_page(endpoints, session, "/ui/team/llama"))[1])
         assert page.text.count("alert(1)") == 2
         assert page.tags.count("script") == 1, "the script of the page, whose digest the policy has"

@@ -172,7 +172,9 @@ async def test_an_invalid_job_is_reported_and_does_not_hide_others() -> None:
     await run_pending_tasks()
     notes = [raw for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
     assert any(
-        raw["reason"] == "Unreadable" and raw["regarding"]["name"] == "broken" and "workers.replicas" in raw["note"]
+        raw["reason"] == "Unreadable"
+        and raw["involvedObject"]["name"] == "broken"
+        and "workers.replicas" in raw["message"]
         for raw in notes
     )
     await process.kill()

@@ -69,9 +69,8 @@ SECRETS = Resource("", "v1", "secrets", "Secret")
 DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 """Read and written only where the operator creates one for each job."""
-EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
-CORE_EVENTS = Resource("", "v1", "events", "Event")
-"""The same objects as `kubectl get events` reads; only read, for the pages of jobs."""
+EVENTS = Resource("", "v1", "events", "Event")
+"""Not of events.k8s.io, which refuses the times of first and last occurrence, by which `kubectl describe` sorts."""
 DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 """Only read, and only the operator's own Deployment."""
 LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
@@ -89,7 +88,6 @@ ALL = (
     DISRUPTION_BUDGETS,
     NETWORK_POLICIES,
     EVENTS,
-    CORE_EVENTS,
     DEPLOYMENTS,
     LEASES,
     *REVIEWS,

@@ -1,8 +1,8 @@
-"""Events (events.k8s.io/v1) about jobs, as `kubectl describe` shows them.
+"""Events about jobs, in the order in which `kubectl describe` shows them.
 
 Guarantees:
 - Recording never blocks and never fails a reconcile.
-- The same event again within ten minutes becomes a series of one Event.
+- The same event again within ten minutes is counted in one Event.
 - A token bucket limits the events of a job. Notes have at most 1,023 bytes.
 - Names are deterministic, so a repeated POST is harmless.
 """
@@ -176,7 +176,7 @@ class EventRecorder:
                 return
             series.written = now
             try:
-                body = {"series": {"count": series.count, "lastObservedTime": _micro_time(now)}}
+                body = {"count": series.count, "lastTimestamp": _format_time(now)}
                 await self._api.merge(EVENTS, event.namespace, series.name, body)
             except NotFoundError:  # its time to live has expired
                 del self._series[identity]
@@ -195,19 +195,23 @@ class EventRecorder:
             "apiVersion": EVENTS.api_version,
             "kind": EVENTS.kind,
             "metadata": {"name": name, "namespace": event.namespace},
-            "eventTime": _micro_time(now),
-            "reportingController": CONTROLLER,
+            "eventTime": _format_time(now, "microseconds"),
+            "firstTimestamp": _format_time(now),
+            "lastTimestamp": _format_time(now),
+            "count": 1,
+            "source": {"component": CONTROLLER},
+            "reportingComponent": CONTROLLER,
             "reportingInstance": self._instance,
             "action": event.action,
             "reason": event.reason,
             "type": "Warning" if event.warning else "Normal",
-            "regarding": dict(event.regarding),
-            "note": event.text.encode()[:MAX_NOTE_CHARACTERS].decode(errors="ignore"),
+            "involvedObject": dict(event.regarding),
+            "message": event.text.encode()[:MAX_NOTE_CHARACTERS].decode(errors="ignore"),
         }
         if event.related:
             body["related"] = dict(event.related)
         return body
 
 
-def _micro_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+def _format_time(seconds: float, precision: str = "seconds") -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None).isoformat(timespec=precision)}Z"

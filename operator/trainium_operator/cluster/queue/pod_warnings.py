@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.wire.log_line import format_log_text
 from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.errors import ApiError
-from trainium_operator.cluster.api.resources import CORE_EVENTS
+from trainium_operator.cluster.api.resources import EVENTS
 from trainium_operator.cluster.cache.parts import as_mapping, as_mappings, as_text
 from trainium_operator.cluster.cache.views import seconds
 from trainium_operator.plan.model.observed import STARTING_REASONS, JobView, PodPhase, PodView
@@ -97,7 +97,7 @@ class PodWarnings:
         fields = f"involvedObject.uid={pod.uid},type=Warning"
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
-                page = await self._api.list_page(CORE_EVENTS, namespace, fields=fields)
+                page = await self._api.list_page(EVENTS, namespace, fields=fields)
         except (ApiError, TimeoutError) as error:
             logger.info("events of pod %s are not read: %s", pod.name, error or "no answer")
             return _Warning(pod.uid)

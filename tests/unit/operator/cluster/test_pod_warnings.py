@@ -8,7 +8,7 @@ from tests.testing.api.fake_kubernetes import FakeCluster, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import training_job
 from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.api.resources import CORE_EVENTS, JOBS, PODS
+from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.queue.pod_warnings import FRESH_SECONDS, PAUSE_SECONDS, SLOW_SECONDS, PodWarnings
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import JobView, PodView
@@ -52,7 +52,7 @@ class WarningsHarness:
 
     def event(self, reason: str, message: str, stamp: str, name: str = "e") -> None:
         self.cluster.add(
-            CORE_EVENTS,
+            EVENTS,
             {"metadata": {"name": name}, "reason": reason, "message": message, "lastTimestamp": stamp},
         )
 

@@ -194,7 +194,7 @@ async def test_an_exceeded_quota_is_one_event_for_all_pod_names(harness: Executo
         harness.now += 60.0
     await run_pending_tasks()
     (event,) = harness.events()
-    assert "exceeded quota: team" in event["note"]
+    assert "exceeded quota: team" in event["message"]
     assert harness.creation_backoff.refusal(harness.job.uid) == "exceeded quota: team, used: cpu=11; j-w-N"
     harness.cluster.faults.clear()
     await harness.execute(*harness.pod_creations(2))

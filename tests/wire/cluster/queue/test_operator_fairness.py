@@ -68,6 +68,6 @@ def test_a_job_behind_a_failing_webhook_is_retried_with_growing_pauses() -> None
     _, cluster, creation_times = run_virtual(recovery_seconds(1, afterwards=300))
     assert 3 <= len(creation_times) <= 30
     assert creation_times[-1] - creation_times[0] > 120
-    notes = [raw["note"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
+    notes = [raw["message"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
     assert any("failed calling webhook" in note for note in notes)
     assert not [name for name in cluster.names(PODS) if name.startswith("held-")]
