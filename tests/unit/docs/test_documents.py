@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from trainium_devcluster.binaries.cache import cache_root
 
 ROOT = Path(__file__).parents[3]
 _SPEC = importlib.util.spec_from_file_location("docs_source", ROOT / "scripts/site/docs_source.py")
@@ -182,3 +185,20 @@ def test_every_package_is_on_the_architecture_page() -> None:
     ):
         folders = {path.name for path in (ROOT / base).iterdir() if (path / "__init__.py").exists()}
         assert [name for name in sorted(folders) if f"`{name}/`" not in tables] == [], f"{base}: not in the tables"
+
+
+MERMAID = sorted(cache_root().glob("docs-scripts/mermaid-*.js"))
+
+
+@pytest.mark.skipif(not MERMAID or not shutil.which("node"), reason="needs node and what `make docs` downloads")
+def test_a_diagram_with_a_syntax_error_is_found_without_a_browser(tmp_path: Path) -> None:
+    def check(*pages: Path) -> subprocess.CompletedProcess[str]:
+        command = ["node", ROOT / "scripts/site/check_diagrams.mjs", MERMAID[-1], *pages]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n```mermaid\nsequenceDiagram\n    A->>B: one; two\n```\n")
+    assert check(page).returncode == 1
+    assert f"{page}:3: mermaid cannot parse this diagram" in check(page).stderr
+    found = check(*(ROOT / "docs").rglob("*.md"))
+    assert (found.returncode, found.stderr) == (0, "")
