@@ -61,8 +61,11 @@ class GenerationRunner:
         self._worker = services.worker
         self._event_loop = services.event_loop
         self._on_end = on_end
+        grace = membership.find_grace_seconds(settings.pod_uid)
+        self.grace_seconds = settings.grace_seconds if grace is None else min(settings.grace_seconds, grace)
+        """Time for the ranks to save: of the job, or less where the pod has less."""
         self._local = LocalGeneration(
-            GenerationLimits(membership.generation, settings.grace_seconds, sample_seconds(settings.hang))
+            GenerationLimits(membership.generation, self.grace_seconds, sample_seconds(settings.hang))
         )
         self._stop: AgreedStop | None = None
         self._ranks: tuple[RankProcess, ...] = ()
@@ -214,7 +217,7 @@ class GenerationRunner:
         attempt = self._ranks[0].attempt
         if self._stop is None or self._stop.attempt != attempt:
             records = [progress_file(self._settings, self._generation, process.local_rank) for process in self._ranks]
-            timeout = self._settings.grace_seconds / 2
+            timeout = self.grace_seconds / 2
             self._stop = AgreedStop(self._membership, self._node_rank, attempt, records, timeout=timeout)
             self._stop.start()
         return self._stop

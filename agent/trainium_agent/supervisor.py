@@ -209,8 +209,12 @@ class AgentSupervisor:
         self._report.set_pod_verdict(code, sentence)
 
     def _terminate(self) -> None:
-        _log.info("asked to end; the ranks may save for %.0f s", self._settings.grace_seconds)
+        _log.info("asked to end; the ranks may save for %g s", self._grace_seconds)
         self._handle(pod.SimpleEvent.TERMINATE)
+
+    @property
+    def _grace_seconds(self) -> float:
+        return self._runner.grace_seconds if self._runner is not None else self._settings.grace_seconds
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -287,7 +291,7 @@ class AgentSupervisor:
 
     def _leave_generation(self, order: Order, superseded_by: int) -> None:
         if not superseded_by:
-            grace = self._settings.grace_seconds if order is Order.TERMINATE else 0.0
+            grace = self._grace_seconds if order is Order.TERMINATE else 0.0
             deadline = time.monotonic() + grace + _SLACK_SECONDS
             self._event_loop.call_at(deadline, lambda: self._exit_with(ExitCode.YIELDING))
         else:

@@ -95,6 +95,8 @@ class Member(WireMessage):
     node_rank: int = Field(ge=0, le=_MAX_INT32)
     rendezvous_port: int = Field(ge=1, le=65535)
     """Port on `podIp` that this worker's agent reserves for the store of node rank 0."""
+    grace_seconds: Seconds | None = None
+    """Time for its ranks to save, where the stored pod leaves them less than the environment of its agent gives."""
 
 
 class Membership(WireMessage):
@@ -109,6 +111,10 @@ class Membership(WireMessage):
     processes_per_node: int = Field(ge=1)
     accumulation: int = Field(ge=0, le=_MAX_INT32, default=0)
     """Micro-batches of a step on each data-parallel rank, for a program with a declared batch; 0 for any other job."""
+
+    def find_grace_seconds(self, pod_uid: str) -> float | None:
+        """Return the grace of a pod's ranks where it is shorter than in the environment of its agent."""
+        return next((member.grace_seconds for member in self.members if member.pod_uid == pod_uid), None)
 
     def find_node_rank(self, pod_uid: str) -> int | None:
         """Return the node rank of a pod; None when it is not a member."""

@@ -54,6 +54,8 @@ ENV_PROCESSES_PER_NODE = "TRAINIUM_PROCESSES_PER_NODE"
 ENV_MAX_IN_PLACE_RESTARTS = "TRAINIUM_MAX_IN_PLACE_RESTARTS"
 ENV_GRACE_SECONDS = "TRAINIUM_GRACE_SECONDS"
 """Time for ranks to agree on a step, save and leave after SIGTERM or a graceful transition."""
+EXIT_MARGIN_SECONDS = 10
+"""Additional grace of the pod after that of the ranks, for the agent's last message."""
 ENV_CONFIG = "TRAINIUM_CONFIG"
 ENV_MEMORY_DIRECTORY = "TRAINIUM_MEMORY_DIR"
 ENV_TOKEN_PATH = "TRAINIUM_TOKEN_PATH"  # noqa: S105 - the name of a variable that holds a path
@@ -99,3 +101,8 @@ AGENT_INTERPRETER = (
     f"{AGENT_MOUNT}/lib/ld.so", "--library-path", f"{AGENT_MOUNT}/lib", f"{AGENT_MOUNT}/bin/python", "-I",
 )  # fmt: skip
 """Start of a command that needs nothing from the image in which it runs, not even a C library."""
+
+
+def ranks_grace(pod_seconds: int) -> float:
+    """Return the time for ranks to save in a pod with this grace period; of a short one the agent keeps half."""
+    return max(pod_seconds - EXIT_MARGIN_SECONDS, pod_seconds / 2)

@@ -72,8 +72,8 @@ class RecordingApi:
 
 
 def test_kubectl_describe_shows_events_in_the_order_in_which_they_occurred(crd_api: Api) -> None:
-    crd_api.kubectl("apply", "-f", "-", stdin=build_job_json("waits"))
-    uid = crd_api.kubectl("get", "trn", "waits", "-o", "jsonpath={.metadata.uid}")
+    crd_api.kubectl("apply", "-f", "-", stdin=build_job_json("eventful"))
+    uid = crd_api.kubectl("get", "trn", "eventful", "-o", "jsonpath={.metadata.uid}")
     times = iter(range(1_800_000_000, 1_900_000_000, 7))
     stored = RecordingApi()
     recorder = EventRecorder(cast("Any", stored), "operator-0", wall_clock=lambda: float(next(times)))
@@ -82,13 +82,13 @@ def test_kubectl_describe_shows_events_in_the_order_in_which_they_occurred(crd_a
     async def record() -> None:
         writer = asyncio.create_task(recorder.run())
         for text in texts:
-            recorder.record(Event(crd_api.namespace, job_reference(crd_api.namespace, "waits", uid), "Shown", text))
+            recorder.record(Event(crd_api.namespace, job_reference(crd_api.namespace, "eventful", uid), "Shown", text))
         await recorder.flush(10.0)
         writer.cancel()
 
     asyncio.run(record())
     for body in reversed(stored.bodies):
         crd_api.kubectl("create", "-f", "-", stdin=json.dumps(body))
-    described = crd_api.kubectl("describe", "trn", "waits")
+    described = crd_api.kubectl("describe", "trn", "eventful")
     assert re.findall(r"occurrence \d", described) == texts
-    crd_api.kubectl("delete", "trn", "waits")
+    crd_api.kubectl("delete", "trn", "eventful")

@@ -31,6 +31,7 @@ PATCHES = {
     "last": f'JSONPatch{{op: "add", path: "/spec/containers/-", value: {PROXY}}}',
     "mirror": f'JSONPatch{{op: "replace", path: "{IMAGE}", value: "mirror.example.com/" + '
     "object.spec.containers[0].image}",
+    "grace": 'JSONPatch{op: "add", path: "/spec/terminationGracePeriodSeconds", value: 2}',
 }
 
 
@@ -60,7 +61,7 @@ def changed_pods(operator: SharedCluster, namespace: str) -> Iterator[Callable[[
 
         def is_changed() -> bool:
             spec = json.loads(operator.kubectl(*probe))["spec"]
-            return len(spec["containers"]) > 1 or "mirror" in str(spec)
+            return len(spec["containers"]) > 1 or "mirror" in str(spec) or spec["terminationGracePeriodSeconds"] == 2
 
         until(is_changed, "the policy is in force", pause=0.2)
 
@@ -106,6 +107,25 @@ def test_rewritten_images_do_not_make_pods_outdated(
     assert all(image.startswith("mirror.example.com/") for image in worker_images(job))
     assert job.uids() == uids
     assert not status.get("outdatedPods")
+
+
+def test_limits_and_a_grace_period_that_the_cluster_sets_are_reported_and_followed(
+    changed_pods: Callable[[str], None], new_job: Callable[..., Job], operator: SharedCluster, namespace: str
+) -> None:
+    changed_pods("grace")
+    defaults = {"limits": [{"type": "Container", "default": {"cpu": "200m"}, "defaultRequest": {"cpu": "100m"}}]}
+    meta = {"name": "defaults", "namespace": namespace}
+    limit_range = {"apiVersion": "v1", "kind": "LimitRange", "metadata": meta, "spec": defaults}
+    operator.kubectl("apply", "-f", "-", stdin=json.dumps(limit_range))
+    try:
+        job = new_job(change="workers: {replicas: 1}\ntrainer: {steps: 100000}")
+        job.until_step(3)
+        changes = [text for text in job.events() if text.startswith("PodsChanged")]
+        assert any("have 1 s to save when they are stopped" in text for text in changes), changes
+        assert any("limits that the job does not set: cpu 200m" in text for text in changes), changes
+        assert [member["graceSeconds"] for member in job.members()] == [1.0]
+    finally:
+        operator.kubectl("delete", "limitrange", "defaults", "-n", namespace)
 
 
 def pods_ready(status: dict[str, Any]) -> str:

@@ -45,7 +45,11 @@ class CoordinatorState:
         """Whether the job is deleted; its pods still run."""
 
     async def publish(
-        self, pods: list[str], transition: m.Transition = m.Transition.IMMEDIATE, processes: int = 1
+        self,
+        pods: list[str],
+        transition: m.Transition = m.Transition.IMMEDIATE,
+        processes: int = 1,
+        grace_seconds: float | None = None,
     ) -> m.Membership:
         members = [
             m.Member(
@@ -55,6 +59,7 @@ class CoordinatorState:
                 node_name=self.registered[pod].node_name,
                 node_rank=rank,
                 rendezvous_port=self.registered[pod].rendezvous_port,
+                grace_seconds=grace_seconds,
             )
             for rank, pod in enumerate(pods)
         ]

@@ -196,6 +196,18 @@ async def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(job: 
     assert has_ended(job.rank_starts()[0]["pid"])
 
 
+async def test_ranks_are_killed_within_the_grace_period_of_the_stored_pod(job: AgentJob) -> None:
+    job.start("a", TRAINIUM_GRACE_SECONDS="100000")
+    await job.until_ready("a")
+    await job.coordinator.publish(["a"], grace_seconds=0.5)
+    await job.until_training("a")
+    os.kill(job.rank_starts()[0]["pid"], signal.SIGSTOP)
+    job.agents["a"].signal(signal.SIGTERM)
+    await job.until_ended("a")
+    assert "the ranks may save for 0.5 s" in job.agents["a"].log
+    assert has_ended(job.rank_starts()[0]["pid"])
+
+
 async def test_ended_generations_leave_no_connection(job: AgentJob) -> None:
     agents = job.start("a", "b", WITHOUT_COLLECTOR="1")
     await job.until_ready("a", "b")

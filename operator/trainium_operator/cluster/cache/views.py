@@ -22,7 +22,7 @@ from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_operator.cluster.cache.device_views import read_claim_template, read_device_health
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import MembershipRecord, membership_record
-from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_name, as_text
+from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_name, as_text, as_texts
 from trainium_operator.plan.faults.node_signals import bad_status
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.model import names, observed
@@ -182,7 +182,16 @@ def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
         evaluates=as_text(annotations.get(names.ANNOTATION_EVALUATES)),
         device_health=read_device_health(raw),
         completion=completion,
+        grace_seconds=as_integer(spec.get("terminationGracePeriodSeconds")),
+        limits=_limits(spec),
     )
+
+
+def _limits(spec: Json) -> tuple[tuple[str, str], ...]:
+    containers = as_mappings(spec.get("containers"))
+    worker = next((each for each in containers if each.get("name") == WORKER_CONTAINER), {})
+    limits = as_texts(as_mapping(worker.get("resources")).get("limits"))
+    return tuple((name, intern(limits[name][:32])) for name in ("cpu", "ephemeral-storage", "memory") if name in limits)
 
 
 def node_view(raw: Json) -> observed.NodeView:

@@ -83,8 +83,6 @@ an upgrade of the operator no pod is replaced or reported as outdated for them."
 LONG_RUNNING_FIELDS = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
 """Fields of the worker's container that a container which ends by itself does not have."""
 _TOKEN_SECONDS = 3600
-_EXIT_MARGIN_SECONDS = 10
-"""Additional grace of the pod after that of the ranks, for the agent's last message."""
 _CACHE_DIRECTORY = "/var/cache/trainium"
 
 
@@ -188,6 +186,9 @@ def _with_fixed_fields(job: JobView, metadata: Json, spec: Json) -> Json:
     }
     if not _fills_its_node(job.spec.workers.accelerator):
         spec = {**spec, "affinity": _with_anti_affinity(job.name, spec.get("affinity") or {})}
+    if spec.get("hostNetwork"):
+        # Else the pod asks the name servers of its node, which do not know the coordinator's Service.
+        spec = {"dnsPolicy": "ClusterFirstWithHostNet", **spec}
     if job.spec.precompile.enabled:
         spec = {
             **spec,
@@ -233,7 +234,7 @@ def _build_pod_spec(job: JobView, settings: PlanSettings) -> Json:
     spec, accelerator, user = job.spec, job.spec.workers.accelerator, settings.worker_user
     body: Json = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": spec.recovery.grace_period_seconds + _EXIT_MARGIN_SECONDS,
+        "terminationGracePeriodSeconds": spec.recovery.grace_period_seconds + env.EXIT_MARGIN_SECONDS,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {

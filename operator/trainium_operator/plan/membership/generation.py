@@ -14,6 +14,7 @@ from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.plan.history.interruptions import find_open_membership_entry, replace_entry
 from trainium_operator.plan.manifests.config_maps import build_membership_map
+from trainium_operator.plan.membership.changed_pods import report_changed_pods, with_shorter_grace
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, PublishMembership, event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_count
@@ -53,11 +54,12 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
     """Record the decision in the status and publish it."""
     recorded = facts.observed.membership
     number, size, program = next_generation(facts), len(new.members), facts.job.spec.program
+    members = tuple(with_shorter_grace(facts, member) for member in new.members)
     membership = Membership(
         generation=number,
         transition=new.transition,
         cause=new.cause,
-        members=new.members,
+        members=members,
         processes_per_node=facts.job.spec.processes_per_node,
         accumulation=facts.size.micro_batches(size) if program is not None and program.batch is not None else 0,
     )
@@ -77,7 +79,7 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
         # The first generation answers no interruption, so it has no cause.
         why = f" ({new.cause.value}, {new.transition.value})" if number > 1 else ""
         note = f"Generation {number} begins on {format_count(size, 'node')}{why}."
-        events = (event(Reason.GENERATION_STARTED, note),)
+        events = (event(Reason.GENERATION_STARTED, note), *report_changed_pods(facts, members))
     return PolicyResult(status=_with_date_of_decision(facts, status), actions=(publish,), events=events)
 
 

@@ -169,6 +169,10 @@ class PodView:
     """Health of the worst claimed device, and its name with its message."""
     completion: HeartbeatRequest | None = None
     """The last heartbeat of an agent that ended because its ranks had finished, from the termination message."""
+    grace_seconds: int | None = None
+    """Its terminationGracePeriodSeconds as stored, which admission may have changed."""
+    limits: tuple[tuple[str, str], ...] = ()
+    """Limits of the worker container for CPU, memory and ephemeral storage, as stored."""
 
 
 class NodeReadiness(StrEnum):

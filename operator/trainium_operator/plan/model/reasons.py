@@ -82,6 +82,7 @@ class Reason(StrEnum):
     POLICY_APPLIED = "PolicyApplied"
     # Templates
     TEMPLATE_CHANGED = "TemplateChanged"
+    PODS_CHANGED = "PodsChanged"
     # Nodes
     NODES_HEALTHY = "NodesHealthy"
     NODE_UNHEALTHY = "NodeUnhealthy"

@@ -94,6 +94,17 @@ def test_a_worker_pod_has_the_ids_of_the_settings(user: int | None, ids: dict[st
     assert context["runAsNonRoot"] is non_root
 
 
+def test_a_worker_on_the_network_of_its_node_resolves_services() -> None:
+    def policy(**template: Any) -> str | None:
+        spec = build.spec(workers={"replicas": 1, "template": {"spec": template}})
+        pod = build_worker_pods(build.job(spec), SETTINGS, range(1), AvoidedNodes())[0]
+        return pod["spec"].get("dnsPolicy")
+
+    assert policy() is None
+    assert policy(hostNetwork=True) == "ClusterFirstWithHostNet"
+    assert policy(hostNetwork=True, dnsPolicy="Default") == "Default"
+
+
 def test_the_token_is_for_the_coordinator_only() -> None:
     volumes = {volume["name"]: volume for volume in build_pod()["spec"]["volumes"]}
     token = volumes["token"]["projected"]["sources"][0]["serviceAccountToken"]

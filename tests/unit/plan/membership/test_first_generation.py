@@ -46,6 +46,31 @@ def test_an_agent_of_a_pod_without_a_node_is_no_member() -> None:
     assert result.status.membership.generation == 0
 
 
+@pytest.mark.parametrize(("stored", "grace"), [(2, 1.0), (0, 0.0), (30, 20.0), (70, None), (600, None), (None, None)])
+def test_a_member_has_the_grace_period_that_its_stored_pod_leaves_it(stored: int | None, grace: float | None) -> None:
+    observed = job_with_warm_workers(4)
+    pods = tuple(replace(pod, grace_seconds=stored) if pod.ordinal == 2 else pod for pod in observed.pods)
+    result = make_plan(replace(observed, pods=pods))
+    membership = result.published_membership
+    assert membership is not None
+    assert [member.grace_seconds for member in membership.members] == [None, None, grace, None]
+    notes = result.event_notes("PodsChanged")
+    assert [f"1 worker have {grace:g} s to save" in note for note in notes] == ([] if grace is None else [True])
+
+
+def test_limits_that_nobody_requested_are_reported_with_the_first_generation() -> None:
+    limits = {"containers": [{"name": "worker", "resources": {"limits": {"memory": "8Gi"}}}]}
+    observed = job_with_warm_workers(4, build.spec(workers={"template": {"spec": limits}}))
+
+    def notes(*stored: tuple[str, str]) -> list[str]:
+        result = make_plan(replace(observed, pods=tuple(replace(pod, limits=stored) for pod in observed.pods)))
+        return result.event_notes("PodsChanged")
+
+    assert notes(("memory", "8Gi")) == []
+    (note,) = notes(("cpu", "200m"), ("memory", "8Gi"))
+    assert "limits that the job does not set: cpu 200m. A LimitRange of namespace default" in note
+
+
 def test_the_first_generation_begins_when_the_desired_workers_are_warm() -> None:
     result = make_plan(job_with_warm_workers(4))
     membership = result.published_membership

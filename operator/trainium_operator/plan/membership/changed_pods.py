@@ -1,0 +1,65 @@
+"""Report what admission changed in the pods of a new generation where that makes training slower or saves impossible.
+
+LimitRanges and webhooks change pods when they are created, so only the stored pod shows the result.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.wire.worker_env import ranks_grace
+from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
+from trainium_operator.plan.manifests.worker_pod import build_pod_template
+from trainium_operator.plan.model.actions import EventIntent, event
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.model.text import format_count
+
+if TYPE_CHECKING:
+    from trainium_contract.wire.messages import Member
+    from trainium_operator.plan.view.facts import Facts
+
+
+def with_shorter_grace(facts: Facts, member: Member) -> Member:
+    """Return the member with the time that its pod leaves the ranks, where that is less than the job gives them."""
+    worker = facts.workers.get(member.pod_uid)
+    if worker is None or worker.pod.grace_seconds is None:
+        return member
+    seconds = ranks_grace(worker.pod.grace_seconds)
+    if seconds >= facts.job.spec.recovery.grace_period_seconds:
+        return member
+    return member.model_copy(update={"grace_seconds": seconds})
+
+
+def report_changed_pods(facts: Facts, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
+    """Report members whose ranks have less time to save, and those with limits that nobody requested for the job."""
+    return (*_report_grace(facts, members), *_report_limits(facts, members))
+
+
+def _report_grace(facts: Facts, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
+    times = [member.grace_seconds for member in members if member.grace_seconds is not None]
+    if not times:
+        return ()
+    asked = facts.job.spec.recovery.grace_period_seconds
+    note = (
+        f"The ranks of {format_count(len(times), 'worker')} have {min(times):g} s to save when they are stopped, not "
+        f"the {asked} s of recovery.gracePeriodSeconds: a pod template, a webhook, or an earlier value of the field "
+        "gave their pods a shorter terminationGracePeriodSeconds"
+    )
+    return (event(Reason.PODS_CHANGED, note, warning=True, series="grace"),)
+
+
+def _report_limits(facts: Facts, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
+    pods = [worker.pod for member in members if (worker := facts.workers.get(member.pod_uid)) and worker.pod.limits]
+    if not pods:
+        return ()
+    containers = build_pod_template(facts.job, facts.settings)["spec"]["containers"]
+    worker_container = next(each for each in containers if each["name"] == WORKER_CONTAINER)
+    requested = (worker_container.get("resources") or {}).get("limits") or {}
+    added = {f"{name} {quantity}" for pod in pods for name, quantity in pod.limits if name not in requested}
+    if not added:
+        return ()
+    note = (
+        f"Workers have limits that the job does not set: {', '.join(sorted(added))}. A LimitRange of namespace "
+        f"{facts.job.namespace} or a webhook added them; give limits of your own in workers.template"
+    )
+    return (event(Reason.PODS_CHANGED, note, warning=True, series="limits"),)
