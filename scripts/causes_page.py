@@ -13,6 +13,7 @@ from trainium_contract.faults.signs import (
     CONDITIONS,
     DEVICE_TAINTS,
     DISRUPTIONS,
+    EVICTIONS,
     EXIT_CODES,
     KERNEL_LINES,
     LABELS,
@@ -41,6 +42,7 @@ _RESPONSE_TEXTS = {
 
 _POD_AND_NODE_SIGNS = (
     *POD_REASONS,
+    *EVICTIONS,
     *DISRUPTIONS,
     *CONDITIONS,
     *TAINTS,

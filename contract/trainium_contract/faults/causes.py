@@ -17,6 +17,8 @@ class Cause(StrEnum):
     USER_CODE = "UserCode"
     NUMERICAL = "Numerical"
     MEMORY = "Memory"
+    LOCAL_STORAGE = "LocalStorage"
+    """A pod exceeded its own limit of local storage."""
     YIELDED = "Yielded"
     PEER_LOST = "PeerLost"
     DEVICE = "Device"
@@ -118,6 +120,14 @@ CAUSES: tuple[CauseRow, ...] = (
         "a process ran out of memory",
         "Lower spec.trainer.batch.microSize or the sequence length, raise tensor parallelism, shard the state "
         "(spec.trainer.dataParallel: FullySharded) or raise the worker's memory limit.",
+    ),
+    CauseRow(
+        Cause.LOCAL_STORAGE,
+        Blame.USER,
+        _P,
+        "a worker exceeded its own limit of local storage",
+        "Raise the limit that the message names (sizeLimit of the volume, or ephemeral-storage of the container, in "
+        "spec.workers.template), or write less there.",
     ),
     CauseRow(
         Cause.HOST,

@@ -29,6 +29,7 @@ from trainium_contract.faults.signs import (
     CONDITIONS,
     DEVICE_TAINTS,
     DISRUPTIONS,
+    EVICTIONS,
     EXIT_CODES,
     KERNEL_LINES,
     LABELS,
@@ -124,6 +125,7 @@ _REASONS = {sign.key: sign.cause for sign in POD_REASONS}
 _DISRUPTIONS = {sign.key: sign.cause for sign in DISRUPTIONS}
 _DEVICE_TAINTS = {sign.key: sign.cause for sign in DEVICE_TAINTS}
 _CLAIM_HEALTH = {sign.key: sign.cause for sign in CLAIM_HEALTH}
+_EVICTED = "Evicted"
 _TEXTS = (SignKind.RUNTIME_STATUS, SignKind.KERNEL_LINE, SignKind.OUTPUT_LINE)
 
 
@@ -194,6 +196,11 @@ def find_pod_reason_cause(reason: str) -> Cause | None:
     return _find_by_prefix(_REASONS, reason)
 
 
+def find_eviction(reason: str, message: str) -> Sign | None:
+    """Find the row of an evicted pod's message, which states whose limit was exceeded; None for any other pod."""
+    return _first_match(EVICTIONS, message) if reason == _EVICTED else None
+
+
 def classify_disruption(reason: str) -> Cause:
     """Return the cause of the reason of a pod's condition DisruptionTarget."""
     return _DISRUPTIONS.get(reason, Cause.PREEMPTED)
@@ -220,11 +227,16 @@ def _find_by_prefix(causes: Mapping[str, Cause], text: str) -> Cause | None:
 # --- ends, by all their signs
 
 
-def classify_failed_pod(*, reason: str, code: int | None, disrupted: bool, disruption: str = "") -> Cause:
+def classify_failed_pod(
+    *, reason: str, code: int | None, disrupted: bool, disruption: str = "", message: str = ""
+) -> Cause:
     """Return why a pod in phase Failed ended.
 
     An exit code outside the contract means that the agent itself died; 0 and 75 mean that it was asked to end.
     """
+    eviction = find_eviction(reason, message)
+    if eviction is not None:
+        return eviction.cause
     if disrupted:
         return classify_disruption(disruption)
     by_reason = find_pod_reason_cause(reason)
@@ -247,11 +259,13 @@ def classify_pod_failure(
     ruled = match_rules(rules, code=code, reason=reason, texts=(message,))
     if ruled is not None:
         return ruled
-    row = _ROWS[classify_failed_pod(reason=reason, code=code, disrupted=disrupted, disruption=disruption)]
+    cause = classify_failed_pod(reason=reason, code=code, disrupted=disrupted, disruption=disruption, message=message)
+    row, eviction = _ROWS[cause], find_eviction(reason, message)
     by_code = None if code is None else classify_exit_code(code)
     if by_code is not None and by_code.cause is row.cause:
         return by_code
-    return Classification(row.cause, row.blame, responses_for_pod(suspects_node=row.suspects_node), row.sentence)
+    sentence = (eviction.sentence if eviction is not None else "") or row.sentence
+    return Classification(row.cause, row.blame, responses_for_pod(suspects_node=row.suspects_node), sentence)
 
 
 def select_kernel_lines(events: Iterable[TimedLine], at: float) -> tuple[str, ...]:

@@ -39,6 +39,8 @@ class SignKind(StrEnum):
     KERNEL_LINE = "kernel line"
     POD_REASON = "pod reason"
     """Reason of a pod that failed."""
+    EVICTION = "eviction"
+    """Message of the kubelet that evicted a pod; it states whose limit was exceeded."""
     CONDITION = "node condition"
     """Type of a node's condition; `node_polarity` has the bad status."""
     TAINT = "taint"
@@ -69,7 +71,7 @@ class Sign:
     number: int = -1
     """The exit code, or the number of the status."""
     pattern: re.Pattern[str] | None = None
-    """Pattern of a kernel line or an output line."""
+    """Pattern of a kernel line, an output line or the message of an eviction."""
     decisive: bool = False
     """A kernel line that is a fault by itself; others only explain the end of a process."""
     value: str = "*"
@@ -108,6 +110,12 @@ def _uncorrectable_error(error: str, sentence: str) -> Sign:
 
 def _pod(reason: str, cause: Cause) -> Sign:
     return Sign(SignKind.POD_REASON, reason, cause)
+
+
+def _eviction(message: str, cause: Cause, sentence: str = "") -> Sign:
+    """Return the row of a message; `…` in it stands for any text."""
+    pattern = re.compile(".*".join(map(re.escape, message.split("…"))))
+    return Sign(SignKind.EVICTION, message, cause, sentence, pattern=pattern)
 
 
 def _condition(kind: str, cause: Cause, reason: str = "*") -> Sign:
@@ -315,6 +323,15 @@ POD_REASONS = (
     _pod("TopologyAffinityError", Cause.CAPACITY),
 )
 
+EVICTIONS = (
+    _eviction("Usage of EmptyDir volume … exceeds the limit …", Cause.LOCAL_STORAGE),
+    _eviction("Container … exceeded its local ephemeral storage limit …", Cause.LOCAL_STORAGE),
+    _eviction("Pod ephemeral local storage usage exceeds the total limit of containers …", Cause.LOCAL_STORAGE),
+    _eviction("The node was low on resource: …", Cause.HOST, "the node ran low on memory, disk, inodes or processes"),
+    _eviction("The node had condition: …", Cause.HOST, "the node is under pressure and admits no pod"),
+)
+"""Messages of pods with the reason Evicted; with any other message the pod was preempted."""
+
 CONDITIONS = (
     _condition("Ready", Cause.HOST, reason="KubeletNotReady"),
     _condition("Ready", Cause.NODE_LOST),
@@ -373,6 +390,7 @@ SIGNS = (
     *OUTPUT_LINES,
     *KERNEL_LINES,
     *POD_REASONS,
+    *EVICTIONS,
     *CONDITIONS,
     *TAINTS,
     *LABELS,

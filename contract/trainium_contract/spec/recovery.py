@@ -29,7 +29,8 @@ class BudgetsSpec(ContractModel):
     """Budgets by who is to blame; infrastructure faults never use the process budget."""
 
     process: BudgetSpec = BudgetSpec(max_failures=10)
-    """Crashes and hangs of training processes with no known infrastructure cause."""
+    """Crashes and hangs of training processes with no known infrastructure cause, and limits of a worker's own that it
+    exceeded (memory, local storage)."""
     infrastructure: BudgetSpec = BudgetSpec(max_failures=100, window_seconds=86_400)
     """Lost pods and nodes, faults of devices, hosts and the network."""
     by_cause: Annotated[dict[Cause, BudgetSpec], Field(max_length=24)] = {}

@@ -23,6 +23,7 @@ from trainium_contract.faults.classify import (
     find_claim_health_cause,
     find_condition_cause,
     find_device_taint_cause,
+    find_eviction,
     find_label_cause,
     find_taint_cause,
     get_budget,
@@ -37,6 +38,7 @@ from trainium_contract.faults.signs import (
     CONDITIONS,
     DEVICE_TAINTS,
     DISRUPTIONS,
+    EVICTIONS,
     KERNEL_LINES,
     LABELS,
     OUTPUT_LINES,
@@ -116,6 +118,21 @@ OUTPUT_EXAMPLES = {
 """Output lines of each kind, as the libraries print them."""
 
 
+EVICTION_EXAMPLES = (
+    'Usage of EmptyDir volume "scratch" exceeds the limit "1Gi". ',
+    'Container worker exceeded its local ephemeral storage limit "2Gi". ',
+    "Pod ephemeral local storage usage exceeds the total limit of containers 2Gi. ",
+    "The node was low on resource: ephemeral-storage. Threshold quantity: 1Gi, available: 9Mi. Container worker was "
+    "using 3Gi, request is 1Gi, has larger consumption of ephemeral-storage. ",
+    "The node was low on resource: inodes. ",
+    "The node was low on resource: memory. Threshold quantity: 100Mi, available: 52Mi. ",
+    "The node was low on resource: pids. Threshold quantity: 1310, available: 1200. ",
+    "The node had condition: [DiskPressure]. ",
+    "a message that is not in the table",
+)
+"""Messages as kubelets write them."""
+
+
 def format_verdict(verdict: Classification) -> str:
     """Format a verdict without its sentence."""
     repeated = f", then {verdict.repeated}" if verdict.repeated is not verdict.response else ""
@@ -168,10 +185,10 @@ def operator_response(code: int, status: int | None = None, line: str = "", outp
     return f"{format_verdict(verdict)}{waited} | {verdict.sentence}"
 
 
-def pod_response(reason: str, code: int | None, *, disrupted: bool = False) -> str:
+def pod_response(reason: str, code: int | None, *, disrupted: bool = False, message: str = "") -> str:
     pod = PodView(
         name="demo-w-0", uid="uid-0", ordinal=0, phase=PodPhase.FAILED, node="n", reason=reason, exit_code=code,
-        disrupted=disrupted,
+        disrupted=disrupted, message=message,
     )  # fmt: skip
     verdict = classify_ended_pod(pod, ())
     return f"{format_verdict(verdict)}{' by itself' if has_failed_by_itself(pod) else ''}, {verdict.sentence}"
@@ -272,6 +289,14 @@ def pod_rows() -> Iterator[str]:
     yield f"(disrupted) | {pod_response('Error', 64, disrupted=True)}"
 
 
+def eviction_rows() -> Iterator[str]:
+    for message in EVICTION_EXAMPLES:
+        pod = PodView(name="p", uid="u", ordinal=0, phase=PodPhase.RUNNING, reason="Evicted", message=message)
+        ended = {pod_response("Evicted", code, disrupted=True, message=message) for code in (None, 0, 137, 143)}
+        yield f"{message.strip()} | leaves for {find_leaving_cause(pod)} | ended: {' '.join(ended)}"
+    assert find_eviction("Error", EVICTION_EXAMPLES[0]) is None, "a program may print such a message"
+
+
 def condition_rows() -> Iterator[str]:
     unknown = (("MoonPhaseReady", ""), ("SomethingHealthy", ""), ("SomethingAvailable", ""), ("MoonPhase", ""))
     for kind, reason in (*((sign.key, sign.value) for sign in CONDITIONS), *unknown):
@@ -349,6 +374,7 @@ def table() -> str:
         "output lines": output_rows(),
         "kernel lines": kernel_rows(),
         "pod reasons": pod_rows(),
+        "messages of evicted pods": eviction_rows(),
         "conditions": condition_rows(),
         "taints": taint_rows(),
         "labels": label_rows(),

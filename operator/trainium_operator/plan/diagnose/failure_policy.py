@@ -342,7 +342,10 @@ def verdict_on_budgets(facts: Facts, status: TrainingJobStatus) -> StopVerdict |
     last = status.failures[-1]
     node, seen = _find_last_output(facts, status, last.pod)
     text = f"{message}. Last seen: {seen}" if seen else message
-    return _build_verdict(Reason.BUDGET_EXHAUSTED, last.cause, text, pod=last.pod, node=node)
+    advice = _ADVICE[Reason.BUDGET_EXHAUSTED]
+    if last.cause is Cause.LOCAL_STORAGE:
+        advice = f"{get_cause_row(last.cause).advice} {advice}"
+    return _build_verdict(Reason.BUDGET_EXHAUSTED, last.cause, text, advice=advice, pod=last.pod, node=node)
 
 
 def _find_last_output(facts: Facts, status: PublicStatus, pod: str) -> tuple[str, str]:

@@ -56,6 +56,8 @@ def detect_leaving_pod(facts: Facts, member: Member, worker: Worker) -> Loss | N
         return None
     cause, problem = find_leaving_cause(worker.pod), facts.node_problems.get(worker.pod.uid)
     seen = f": {problem}" if problem is not None and problem.cause is cause else ""
+    if find_eviction_cause(worker.pod) is not None:
+        seen = f": {worker.pod.message}"
     return Loss(
         member=member,
         worker=worker,
@@ -81,7 +83,15 @@ def classify_ended_pod(pod: PodView, rules: Sequence[RecoveryRule]) -> Classific
 
 def find_leaving_cause(pod: PodView) -> Cause:
     """Return why a pod that was asked to leave must leave."""
+    if (cause := find_eviction_cause(pod)) is not None:
+        return cause
     return classify.classify_disruption(pod.disruption) if pod.disrupted else Cause.PREEMPTED
+
+
+def find_eviction_cause(pod: PodView) -> Cause | None:
+    """Return whose limit a kubelet evicted the pod for; None if it did not, or did not say."""
+    eviction = classify.find_eviction(pod.reason, pod.message)
+    return None if eviction is None else eviction.cause
 
 
 def has_failed_by_itself(pod: PodView) -> bool:

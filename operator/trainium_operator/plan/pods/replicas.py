@@ -23,7 +23,11 @@ from trainium_contract.status.internal import FailureRecord
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failure_policy import MAX_START_FAILURES, find_start_failures
 from trainium_operator.plan.diagnose.node_failures import find_members_to_move
-from trainium_operator.plan.diagnose.pod_failures import classify_ended_pod, has_failed_by_itself
+from trainium_operator.plan.diagnose.pod_failures import (
+    classify_ended_pod,
+    find_eviction_cause,
+    has_failed_by_itself,
+)
 from trainium_operator.plan.diagnose.process_failures import classify_process_failure
 from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.manifests.config_maps import build_config_map
@@ -220,10 +224,12 @@ def _count_failure(facts: Facts, memory: InternalStatus, failure: _OutsiderFailu
 def _ended_pod_failure(facts: Facts, worker: Worker) -> _OutsiderFailure:
     pod = worker.pod
     cause = classify_ended_pod(pod, facts.job.spec.recovery.rules).cause
-    blamed_node = pod.node if has_failed_by_itself(pod) else ""
+    evicted_for = find_eviction_cause(pod)
+    is_node_blamed = has_failed_by_itself(pod) if evicted_for is None else suspects_node(cause)
+    blamed_node = pod.node if is_node_blamed else ""
     kind, message = _describe_end(pod, cause)
     return _OutsiderFailure(
-        cause=cause if get_budget(cause) is None else Cause.POD_LOST,
+        cause=cause if evicted_for is not None or get_budget(cause) is None else Cause.POD_LOST,
         pod=pod.name,
         node=blamed_node,
         note=f"Pod {pod.name} on node {pod.node} ended before it could join{kind}: {message}",

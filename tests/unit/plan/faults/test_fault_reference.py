@@ -6,6 +6,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.signs import (
     CONDITIONS,
+    EVICTIONS,
     KERNEL_LINES,
     LABELS,
     OUTPUT_LINES,
@@ -26,7 +27,7 @@ def test_every_cause_and_sign_is_on_the_causes_page() -> None:
         *(f"| {code.value}" for code in ExitCode),
         *(f"{sign.number} `{sign.key}`" for sign in RUNTIME_STATUSES),
         *(f"`{sign.key}`" for sign in (*OUTPUT_LINES, *KERNEL_LINES)),
-        *(f"`{sign.key}`" for sign in (*POD_REASONS, *CONDITIONS, *TAINTS)),
+        *(f"`{sign.key}`" for sign in (*POD_REASONS, *EVICTIONS, *CONDITIONS, *TAINTS)),
         *(f"`{sign.key}={sign.value}`" for sign in LABELS),
     ]
     assert [sign for sign in signs if sign not in CAUSES] == []
