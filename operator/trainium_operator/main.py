@@ -176,7 +176,7 @@ class RuntimeSupervisor:
         runtime = self._runtime
         await runtime.elector.acquire()
         async with asyncio.TaskGroup() as group:
-            group.create_task(runtime.elector.hold())
+            group.create_task(runtime.hold())
             runtime.certificate_keeper.check_now()
             await runtime.take_over()
 

@@ -1,8 +1,8 @@
 """Wire the operator's parts together; `main` runs them.
 
 Invariant: agents are answered from `serving` on. Everything that decides or writes is gated by `leading`, and each
-write by the Lease itself (`acting`). Decisions use a clock that does not jump; certificates, tokens and the Lease use
-the machine's.
+write by the Lease and by the registration of this release (`acting`). Decisions use a clock that does not jump;
+certificates, tokens and the Lease use the machine's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
-from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler
+from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler, releases
 from trainium_operator.cluster.api import client, errors, resources
 from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
 from trainium_operator.cluster.execute import events, executor, optional_writes, status_writes
@@ -88,7 +88,20 @@ class Runtime:
             times=times,
             owners=lambda: self.owner_references.list_owners(resources.LEASES),
         )
-        self.acting = client.Api(transport, on_request=self._on_request, may_write=self.elector.may_act)
+        self.releases = releases.Releases(
+            self.api,
+            f"{namespace}/{settings.lease_name}",
+            settings.namespaces,
+            wall_clock=wall_clock,
+            plan_clock=clock,
+            times=releases.RegistrationTimes.of(settings.lease_duration),
+            on_change=self.enqueue_all,
+        )
+        self.acting = client.Api(
+            transport,
+            on_request=self._on_request,
+            may_write=lambda: self.elector.may_act() and self.releases.may_write(),
+        )
         self.owner_references = owner_references.OwnerReferenceReconciler(
             self.acting,
             self.leading,
@@ -181,6 +194,7 @@ class Runtime:
             wall_clock=clock,
             fleet=self.fleet.current,
             gangs=waiting_gangs.WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.plan_rate_limiter.put),
+            served_since=lambda: self.releases.changed_at,
         )
         self.reconciler = reconciler.Reconciler(
             queue=self.queue,
@@ -203,11 +217,19 @@ class Runtime:
             on_planned=self._planned,
             rate_limiter=self.plan_rate_limiter,
             warnings=warnings,
+            release=self.releases.release,
+            find_server=self.releases.find_server,
         )
         observe.enqueue_on_change(self.caches, self.queue, self.plan_rate_limiter)
         self.caches.namespaces.listen(self._enqueue_namespace)
         self.caches.jobs.store.listen(self._forget_job)
         self.caches.pods.store.listen(self._forget_pod)
+
+    async def hold(self) -> None:
+        """Hold the Lease and the registration of this release. Raises LeaseLostError, in an exception group."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.elector.hold())
+            group.create_task(self.releases.run())
 
     async def take_over(self) -> None:
         """Answer agents once their memberships are known, and plan once everything is; call with the Lease held.
@@ -223,6 +245,7 @@ class Runtime:
         await self._retried(lambda: self.caches.catch_up(since))
         await self._retried(self.fleet.prime)
         await self.discovery.known.wait()
+        await self.releases.known.wait()
         self._apply_api_states()
         self._begin_leading()
 

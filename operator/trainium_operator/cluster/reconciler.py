@@ -59,6 +59,10 @@ class Reconciler:
     recorder: EventRecorder
     rate_limiter: PlanRateLimiter
     warnings: PodWarnings
+    release: str
+    """The name of this release of the operator."""
+    find_server: Callable[[str], str]
+    """Returns the other release of the operator that serves a namespace; empty if this one does."""
     on_reconciled: Callable[[float, str], None]
     """Called with seconds and error at the end of each reconcile; the error is empty, or its class."""
     on_planned: Callable[[JobView, TrainingJobStatus], None]
@@ -138,6 +142,9 @@ class Reconciler:
         if not self.caches.namespaces.is_open(key[0]):
             self.queue.forget(key)  # a job missing from a failed list is not gone; once listed, jobs are planned again
             return
+        if server := self.find_server(key[0]):
+            self._leave_to(key, record, server)
+            return
         if record.view is None:
             message = f"this operator cannot read the job ({record.error}); apply it again with the installed CRD"
             logger.warning("%s/%s: %s", *key, message, extra=self._log_fields(key))
@@ -171,6 +178,17 @@ class Reconciler:
         )
         if (delay := min((seconds for seconds in delays if seconds is not None), default=None)) is not None:
             self.queue.put_after(key, max(0.01, delay))
+
+    def _leave_to(self, key: Key, record: JobRecord, server: str) -> None:
+        """Leave the job to the other release that serves it; it is enqueued when that release is gone."""
+        self.queue.forget(key)
+        self.queue.mark_fast(key)
+        self._written.pop(key, None)
+        message = (
+            f"release {server} of the operator serves namespace {key[0]}, and release {self.release} does not: "
+            "uninstall one of the two, or set watchNamespaces so that each namespace is served by one"
+        )
+        self._record_warning(record, Reason.SERVED_ELSEWHERE, message)
 
     def _exists(self, key: Key, record: JobRecord) -> bool:
         """Return whether the job still exists; otherwise its state here would never be dropped."""

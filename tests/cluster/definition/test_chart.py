@@ -81,6 +81,7 @@ def needed_rights(*scopes: Scope) -> set[tuple[str, str, str, str]]:
         NamedAfter.MEMORY: f"{NAME}-quarantine",
         NamedAfter.DEPLOYMENT: NAME,
         NamedAfter.CLUSTER: "kube-system",
+        NamedAfter.RELEASES: "trainium-operators",
     }
     return {
         (right.group, right.resource, verb, names[right.named_after])
@@ -94,6 +95,9 @@ def test_the_chart_grants_exactly_the_rights_that_the_operator_uses(api: Api) ->
     documents = render_chart(api)
     assert granted_rights(find(documents, "ClusterRole", NAME)) == needed_rights(Scope.CLUSTER, *JOB_SCOPES)
     assert granted_rights(find(documents, "Role", NAME)) == needed_rights(Scope.OWN)
+    registration = find(documents, "Role", f"{NAME}-releases")
+    assert registration["metadata"]["namespace"] == "kube-system"
+    assert granted_rights(registration) == needed_rights(Scope.RELEASES)
     assert find(documents, "Role", NAME)["metadata"]["namespace"] == "system"
 
 

@@ -131,6 +131,7 @@ class OperatorHarness:
             refusal=lambda _kind, _uid: None,
             fleet=self.fleet.current,
             gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=limiter.put),
+            served_since=lambda: 0.0,
         )
         enqueue_on_change(self.caches, self.queue, limiter)
         self.job_page_data = JobPageData(api, self.caches, self.clock)

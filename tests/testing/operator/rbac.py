@@ -17,6 +17,8 @@ class Scope(StrEnum):
     """Resources without a namespace: always a ClusterRole."""
     OWN = "Own"
     """In the operator's own namespace only: a Role."""
+    RELEASES = "Releases"
+    """In kube-system, where all releases of a cluster register: a Role."""
     NETWORK_POLICIES = "NetworkPolicies"
     """In every namespace whose jobs are served, only where `--job-network-policy` is on."""
     TAINTS = "Taints"
@@ -48,6 +50,8 @@ class NamedAfter(StrEnum):
     """`settings.deployment`; the chart's full name."""
     CLUSTER = "kube-system"
     """The namespace that every cluster has."""
+    RELEASES = "trainium-operators"
+    """The one Lease of all releases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,21 @@ RIGHTS: tuple[Right, ...] = (
         "never used: to name its owner, where OwnerReferencesPermissionEnforcement is on",
         Scope.OWN,
         NamedAfter.LEASE,
+    ),
+    Right(
+        "coordination.k8s.io",
+        "leases",
+        ("create",),
+        "the first registration of a release in the cluster (create cannot be limited by name)",
+        Scope.RELEASES,
+    ),
+    Right(
+        "coordination.k8s.io",
+        "leases",
+        ("get", "update"),
+        "which release serves which namespaces, so that no two serve the same jobs",
+        Scope.RELEASES,
+        NamedAfter.RELEASES,
     ),
     Right(
         "apps",

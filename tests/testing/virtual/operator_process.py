@@ -78,10 +78,11 @@ class OperatorProcess:
         identity: str = "operator-0",
         clock: Callable[[], float] = wall_clock,
         settings: Settings | None = None,
+        namespace: str = "system",
     ) -> None:
         self.connection = Connection(cluster, die_after_write)
         self.runtime = Runtime(
-            settings or Settings(), self.connection, namespace="system", identity=identity, wall_clock=clock
+            settings or Settings(), self.connection, namespace=namespace, identity=identity, wall_clock=clock
         )
         self.ended = asyncio.Event()
         """It ended by itself: the Lease was lost."""
@@ -133,7 +134,7 @@ class OperatorProcess:
         try:
             await runtime.elector.acquire()
             async with asyncio.TaskGroup() as group:
-                group.create_task(runtime.elector.hold())
+                group.create_task(runtime.hold())
                 runtime.certificate_keeper.tls.loaded.set()  # there are no connections and no discovery
                 runtime.discovery.known.set()
                 await runtime.take_over()

@@ -38,7 +38,6 @@ from trainium_contract.faults.signs import (
     CONDITIONS,
     DEVICE_TAINTS,
     DISRUPTIONS,
-    EVICTIONS,
     KERNEL_LINES,
     LABELS,
     OUTPUT_LINES,
@@ -122,8 +121,7 @@ EVICTION_EXAMPLES = (
     'Usage of EmptyDir volume "scratch" exceeds the limit "1Gi". ',
     'Container worker exceeded its local ephemeral storage limit "2Gi". ',
     "Pod ephemeral local storage usage exceeds the total limit of containers 2Gi. ",
-    "The node was low on resource: ephemeral-storage. Threshold quantity: 1Gi, available: 9Mi. Container worker was "
-    "using 3Gi, request is 1Gi, has larger consumption of ephemeral-storage. ",
+    "The node was low on resource: ephemeral-storage. Threshold quantity: 1Gi, available: 9Mi. ",
     "The node was low on resource: inodes. ",
     "The node was low on resource: memory. Threshold quantity: 100Mi, available: 52Mi. ",
     "The node was low on resource: pids. Threshold quantity: 1310, available: 1200. ",

@@ -141,7 +141,7 @@ async def test_repeated_and_old_watch_events_change_nothing() -> None:
         await deployment.wait_for_steps(5)
         await assert_one_replacement(deployment)
         kinds = {write.path.rpartition("/")[2] for write in deployment.cluster.writes[written:]}
-        assert kinds <= {"status", "trainium-operator"}  # progress, and the Lease
+        assert kinds <= {"status", "trainium-operator", "trainium-operators"}  # progress, and the Leases
 
 
 def test_slow_requests_cause_no_more_writes() -> None:

@@ -115,6 +115,8 @@ class Observer:
     """Refusal of an optional write, by kind and uid of its job."""
     fleet: Callable[[], FleetView]
     gangs: WaitingGangs
+    served_since: Callable[[], float]
+    """Since when this release serves what it serves (Unix seconds)."""
 
     def observe(self, job: JobView, *, status_written: float = 0.0) -> Observed:
         """Observe one job as it is cached now, without children and pods of an earlier job of the same name.
@@ -145,7 +147,7 @@ class Observer:
             children=children,
             ca_bundle=self.ca_bundle(),
             # Agents of unknown pods could not send anything, so their silence counts only from then on.
-            coordinator_since=max(self.agents.since, caches.namespaces.open_since(job.namespace)),
+            coordinator_since=max(self.agents.since, caches.namespaces.open_since(job.namespace), self.served_since()),
             now=self.wall_clock(),
             create_after=self.creation_backoff.blocked_until(job.uid),
             creation_refusal=self.creation_backoff.refusal(job.uid),

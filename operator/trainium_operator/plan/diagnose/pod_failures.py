@@ -89,7 +89,7 @@ def find_leaving_cause(pod: PodView) -> Cause:
 
 
 def find_eviction_cause(pod: PodView) -> Cause | None:
-    """Return whose limit a kubelet evicted the pod for; None if it did not, or did not say."""
+    """Return whose limit a kubelet evicted the pod for; None without such a message."""
     eviction = classify.find_eviction(pod.reason, pod.message)
     return None if eviction is None else eviction.cause
 

@@ -106,3 +106,4 @@ class Reason(StrEnum):
     NAME_TAKEN = "NameTaken"
     WRITE_FAILED = "WriteFailed"
     UNREADABLE = "Unreadable"
+    SERVED_ELSEWHERE = "ServedElsewhere"
