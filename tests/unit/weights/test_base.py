@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.testing.trainer.base_models import save_base
 from tests.testing.trainer.fork_server import run_python
 from tests.testing.trainer.s3_gateway import run_gateway
 from trainium_contract.models.parameters import parameter_sizes
+from trainium_trainer.evaluate.check_folder import compute_logits
 from trainium_trainer.weights import tensors
 from trainium_trainer.weights.base import BaseWeights
 from trainium_trainer.weights.folder import open_shape
@@ -116,6 +118,91 @@ def test_old_files_with_rotary_buffers_a_copied_output_and_unaligned_tensors_are
     (tmp_path / "model.safetensors").write_bytes(
         len(padded_header).to_bytes(8, "little") + padded_header + data[8 + length :]
     )
+    weights = BaseWeights.open(str(tmp_path))
+    for name, value in model.named_parameters():
+        assert torch.equal(read_whole(weights, name), value)
+
+
+def change_last_row(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"][-1, -1] += 1
+
+
+def keep_head_alone(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.embed_tokens.weight"]
+
+
+def remove_prefix(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
+def remove_prefix_and_head(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["lm_head.weight"]
+    remove_prefix(tensors)
+
+
+def nothing(tensors: dict[str, torch.Tensor]) -> None:
+    pass
+
+
+FOREIGN_FILES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], dict[str, Any]]] = {
+    "a copy of the embedding": (nothing, {}),
+    "an output projection that differs in one value": (change_last_row, {}),
+    "the output projection alone": (keep_head_alone, {}),
+    "no prefix": (remove_prefix, {}),
+    "no prefix and no output projection": (remove_prefix_and_head, {}),
+    "no prefix, not tied": (remove_prefix, {"tie_word_embeddings": False}),
+    "layers that the configuration no longer counts": (nothing, {"num_hidden_layers": 1}),
+    "tensors of another part": (lambda t: t.update({"visual.proj.weight": torch.ones(3)}), {}),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN_FILES)
+@pytest.mark.parametrize("files", [1, 3])
+def test_files_are_read_as_transformers_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, files: int
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(tensors, "CHUNK_BYTES", 500)  # the difference is in the last of many chunks
+    save_base(tmp_path, tie_word_embeddings=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    change, fields = FOREIGN_FILES[case]
+    change(stored)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    save_parts(tmp_path, stored, files)
+    expected: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    weights = BaseWeights.open(str(tmp_path))
+    tied = expected.lm_head.weight is expected.model.embed_tokens.weight
+    assert weights.shape.tie_embeddings == open_shape(str(tmp_path)).tie_embeddings == tied
+    for name in parameter_sizes(weights.shape) | {"lm_head.weight": ()}:
+        assert torch.equal(read_whole(weights, name), expected.get_parameter(name)), name
+    logits = compute_logits(weights, torch.arange(24)[None])
+    torch.testing.assert_close(logits, expected(torch.arange(24)[None]).logits, rtol=1e-5, atol=1e-5)
+
+
+def save_parts(folder: Path, stored: dict[str, torch.Tensor], files: int) -> None:
+    """Write tensors into a number of files, with an index that names another file for each."""
+    if files == 1:
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    (folder / "model.safetensors").unlink()
+    names = sorted(stored)
+    for number in range(files):
+        part = {name: stored[name] for name in names[number::files]}
+        save_file(part, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+    weight_map = {name: f"part-{(number + 1) % files}.safetensors" for number, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("wrapped", ["_orig_mod.{}", "module._orig_mod.{}", "module.{}"])
+def test_names_of_compiled_and_divided_modules_are_those_of_their_parameters(tmp_path: Path, wrapped: str) -> None:
+    model = save_base(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    inner = {name.replace("mlp.", "mlp._orig_mod."): tensor for name, tensor in stored.items()}
+    save_file({wrapped.format(name): tensor for name, tensor in inner.items()}, tmp_path / "model.safetensors")
     weights = BaseWeights.open(str(tmp_path))
     for name, value in model.named_parameters():
         assert torch.equal(read_whole(weights, name), value)

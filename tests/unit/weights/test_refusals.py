@@ -122,14 +122,6 @@ def test_an_index_that_names_missing_files_is_refused(parts: Path) -> None:
     assert re.search(r"names x-model-0\S+, x-\S+, x-\S+ and \d+ more, which are not there", refusal(parts))
 
 
-def test_an_index_that_names_a_tensor_which_its_file_lacks_is_refused(parts: Path) -> None:
-    weight_map = json.loads((parts / INDEX).read_text())["weight_map"]
-    files = sorted(set(weight_map.values()))
-    other = next(file for file in files if file != weight_map["model.norm.weight"])
-    edit(parts / INDEX, weight_map=weight_map | {"model.norm.weight": other})
-    assert f"by model.safetensors.index.json model.norm.weight is in {other}, which does not hold it" in refusal(parts)
-
-
 @pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": {"a": 1}}', "{"])
 def test_an_invalid_index_is_refused(parts: Path, text: str) -> None:
     (parts / INDEX).write_text(text)
@@ -189,12 +181,14 @@ def test_tensors_that_the_model_has_no_place_for_are_not_left_out_silently(singl
     assert "the files hold model.layers.0.self_attn.q_proj.bias, for which" in refusal(single_file_base)
 
 
-def test_an_output_layer_that_the_configuration_ties_to_the_embedding_but_that_differs_is_refused(
-    tmp_path: Path,
-) -> None:
-    save_base(tmp_path, tie_word_embeddings=False)
-    edit(tmp_path / "config.json", tie_word_embeddings=True)
-    assert "set tie_word_embeddings to false in config.json" in refusal(tmp_path)
+def test_projections_that_are_stored_as_one_are_refused_with_the_way_to_divide_them(single_file_base: Path) -> None:
+    def fuse(tensors: dict[str, torch.Tensor]) -> None:
+        prefix = "model.layers.0.self_attn."
+        parts = [tensors.pop(f"{prefix}{name}_proj.weight") for name in "qkv"]
+        tensors[f"{prefix}qkv_proj.weight"] = torch.cat(parts)
+
+    change(single_file_base, fuse)
+    assert "qkv_proj is q_proj, k_proj and v_proj in one, which this model has apart: save" in refusal(single_file_base)
 
 
 def test_a_file_truncated_after_it_was_opened_is_reported(single_file_base: Path) -> None:

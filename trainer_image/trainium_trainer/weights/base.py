@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -23,7 +24,8 @@ import torch
 from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import DamagedFileError
-from trainium_trainer.weights.folder import SETTING, ModelFolder, listed
+from trainium_trainer.tuning.trainable import parent_module
+from trainium_trainer.weights.folder import SETTING, ModelFolder, explain_fused, listed
 from trainium_trainer.weights.tensors import TORCH_TYPES, check_box, copy_box, iterate_rows
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from trainium_trainer.weights.tensors import FileTensor
 
+_log = logging.getLogger("trainium.train")
 _PROBE_BYTES = 4096
 _PROBES_AT_ONCE = 8
 _ROWS_AT_ONCE = 1024
@@ -60,10 +63,7 @@ class BaseWeights:
         """
         folder = ModelFolder.open(location, field=field)
         _refuse_misfits(folder)
-        weights = cls(location, folder)
-        if weights.shape.tie_embeddings and HEAD in folder.tensors and EMBEDDING in folder.tensors:
-            weights._refuse_other_output()
-        return weights
+        return cls(location, folder)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -138,26 +138,29 @@ class BaseWeights:
         with self.source.read_range(stored.file, stored.start + (stored.length - length) // 2, length) as view:
             return bytes(view)
 
-    def _refuse_other_output(self) -> None:
-        if self._probe(self._tensors[EMBEDDING]) != self._probe(self._tensors[HEAD]):
-            raise UserError(
-                f"{self.source.where}: by config.json {HEAD} is {EMBEDDING}, but the files hold two that "
-                "differ: set tie_word_embeddings to false in config.json, or leave one of them out"
-            )
-
 
 def _refuse_misfits(folder: ModelFolder) -> None:
-    """Raise UserError unless the files hold exactly the parameters of the shape, in their sizes."""
+    """Raise UserError unless the files hold the parameters of the shape, in their sizes, and no others of its layers.
+
+    Other tensors, such as those of layers that `config.json` no longer counts, are left out with a warning.
+    """
     where, tensors = folder.source.where, folder.tensors
     sizes = parameter_sizes(folder.shape)
     if missing := [name for name in sizes if name not in tensors]:
-        raise UserError(f"{where}: the files lack {listed(missing)}: copy or fetch the folder again")
+        fused = explain_fused(tensors)
+        advice = f"{fused}: save the model with separate projections" if fused else "copy or fetch the folder again"
+        raise UserError(f"{where}: the files lack {listed(missing)}: {advice}")
     known = sizes.keys() | {HEAD}
-    if strange := [name for name in tensors if name not in known and not name.endswith(_BUFFERS)]:
+    strange = [name for name in tensors if name not in known and not name.endswith(_BUFFERS)]
+    modules, layers = {parent_module(name) for name in sizes}, range(folder.shape.num_layers)
+    owners = tuple(f"model.layers.{number}." for number in layers)
+    if wrong := [name for name in strange if name.startswith(owners) or parent_module(name) in modules]:
         raise UserError(
-            f"{where}: the files hold {listed(strange)}, for which a model as config.json describes it has no place: "
+            f"{where}: the files hold {listed(wrong)}, for which a model as config.json describes it has no place: "
             "use the folder as transformers saved it"
         )
+    if strange:
+        _log.warning("%s: %s are no part of the model that config.json describes: left out", where, listed(strange))
     for name in [*sizes, *({HEAD} & tensors.keys() - sizes.keys())]:
         expected = sizes.get(name, sizes[EMBEDDING])
         stored = tensors[name]

@@ -1,7 +1,6 @@
 """A Hugging Face folder with a model: its `config.json`, its safetensors files, and the file of each tensor.
 
 Guarantees:
-- Torch is not imported.
 - No pickle is ever opened.
 - An incomplete folder is refused when it is opened, in one sentence that begins with the setting that names it.
 """
@@ -9,16 +8,20 @@ Guarantees:
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.exits import UnreadableError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.weights.source import open_source
-from trainium_trainer.weights.tensors import LENGTH_BYTES, header_length, parse_header
+from trainium_trainer.weights.tensors import LENGTH_BYTES, are_equal, header_length, parse_header
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from trainium_contract.models.shape import ModelShape
     from trainium_trainer.weights.source import WeightsSource
     from trainium_trainer.weights.tensors import FileTensor
@@ -28,6 +31,11 @@ INDEX_NAME = "model.safetensors.index.json"
 SETTING = "model.weights"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_NAMES = 3
+_BASE_PREFIX = "model."
+"""The prefix of the network below the output projection; a folder that holds that network alone has names without it."""
+_FUSED = re.compile(r"\b(?P<parts>gate_up_proj|qkv_proj|query_key_value|W_pack|c_attn)\b")
+_WRAPPERS = re.compile(r"^module\.|\b_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
+"""Parts of names that torch adds to those of a compiled, divided or recomputed module."""
 
 
 def open_shape(location: str, *, field: str = SETTING) -> ModelShape:
@@ -36,7 +44,8 @@ def open_shape(location: str, *, field: str = SETTING) -> ModelShape:
     Raises UserError if there is no model that can be trained and StorageError if the store fails.
     """
     source = open_source(location, field)
-    return _shape(read_config(source, source.sizes()), source)
+    shape = _shape(read_config(source, source.sizes()), source)
+    return ModelFolder.open(location, field=field).shape if shape.tie_embeddings else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +54,52 @@ class ModelFolder:
 
     source: WeightsSource
     shape: ModelShape
+    """The shape of `config.json`, without tied embeddings if the files hold an output projection that differs."""
     tensors: dict[str, FileTensor]
+    """The tensors by the names of the model's parameters."""
 
     @staticmethod
     def open(location: str, *, field: str = SETTING) -> ModelFolder:
-        """Read the configuration and the headers. Raises UserError or StorageError."""
+        """Read the configuration and the headers, and whether the output projection is the embedding, as transformers.
+
+        Raises UserError or StorageError.
+        """
         source = open_source(location, field)
         sizes = source.sizes()
         shape = _shape(read_config(source, sizes), source)
-        return ModelFolder(source, shape, _all_tensors(source, sizes))
+        places = parameter_sizes(shape).keys() | {HEAD}
+        tensors = {}
+        for name, stored in _all_tensors(source, sizes).items():
+            bare = without_wrappers(name)
+            prefixed = f"{_BASE_PREFIX}{bare}"
+            tensors[prefixed if bare not in places and prefixed in places else bare] = stored
+        if shape.tie_embeddings and HEAD in tensors:
+            # The file holds one tensor under either name, or both.
+            embedding = tensors.setdefault(EMBEDDING, tensors[HEAD])
+            if not _are_equal(source, embedding, tensors[HEAD]):
+                shape = replace(shape, tie_embeddings=False)
+        return ModelFolder(source, shape, tensors)
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name of a tensor without what torch adds to the names of wrapped modules."""
+    return _WRAPPERS.sub("", name)
+
+
+def explain_fused(names: Iterable[str]) -> str:
+    """Return how to divide projections that are stored as one, empty if none of the modules or tensors is one."""
+    found = next((match for name in names if (match := _FUSED.search(name))), None)
+    if found is None:
+        return ""
+    parts = "gate_proj and up_proj" if found["parts"].startswith("gate") else "q_proj, k_proj and v_proj"
+    return f"{found['parts']} is {parts} in one, which this model has apart"
+
+
+def _are_equal(source: WeightsSource, embedding: FileTensor, head: FileTensor) -> bool:
+    try:
+        return are_equal(source, embedding, head)
+    except DamagedFileError as error:
+        raise UserError(f"{source.where}: {error}: copy or fetch the file again") from error
 
 
 def read_config(source: WeightsSource, sizes: dict[str, int]) -> dict[str, Any]:
@@ -109,14 +155,8 @@ def _all_tensors(source: WeightsSource, sizes: dict[str, int]) -> dict[str, File
             f"{source.where}: {INDEX_NAME} names {listed(missing)}, which {_is(missing)} not there: copy or fetch "
             f"{_them(missing)}"
         )
-    by_file = {file: read_tensors(source, file, sizes[file]) for file in files}
-    for name, file in file_of_tensor.items():
-        if name not in by_file[file]:
-            raise UserError(
-                f"{source.where}: by {INDEX_NAME} {name} is in {file}, which does not hold it: copy or fetch "
-                "both files again"
-            )
-    return {name: by_file[file][name] for name, file in file_of_tensor.items()}
+    # As transformers, this reads what the files hold: the map may be older than a file that was written again.
+    return {name: stored for file in files for name, stored in read_tensors(source, file, sizes[file]).items()}
 
 
 def weight_map(index: dict[str, Any], where: str) -> dict[str, str]:

@@ -114,6 +114,28 @@ def copy_box(source: WeightsSource, stored: FileTensor, offsets: tuple[int, ...]
         target.narrow(0, at, box.shape[0]).copy_(box)
 
 
+def are_equal(source: WeightsSource, first: FileTensor, second: FileTensor) -> bool:
+    """Return whether two tensors have the same size and values; reads them up to the first difference.
+
+    Two tensors of an unsupported type differ. Raises the errors of `copy_box`.
+    """
+    if first == second:
+        return True
+    if first.shape != second.shape or not first.shape or {first.dtype, second.dtype} - TORCH_TYPES.keys():
+        return False
+    dtype = torch.promote_types(TORCH_TYPES[first.dtype], TORCH_TYPES[second.dtype])
+    rows = max(1, CHUNK_BYTES // max(1, math.prod(first.shape[1:]) * dtype.itemsize))
+    for start in range(0, first.shape[0], rows):
+        size = (min(rows, first.shape[0] - start), *first.shape[1:])
+        offsets = (start, *(0 for _ in size[1:]))
+        boxes = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
+        for stored, box in zip((first, second), boxes, strict=True):
+            copy_box(source, stored, offsets, box)
+        if not torch.equal(*boxes):
+            return False
+    return True
+
+
 def check_box(name: str, whole: tuple[float, ...], offsets: tuple[int, ...], size: tuple[int, ...]) -> None:
     """Raise ValueError unless the box of `size` at `offsets` is within a tensor of the size `whole`."""
     if not len(whole) == len(offsets) == len(size):
