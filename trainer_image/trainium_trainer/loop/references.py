@@ -1,6 +1,9 @@
 """Compute the reference model's log-probabilities of all answers before training and store them with the examples.
 
-    reference-<digest>.f32    the log-probability of each example's answer; NaN until it is computed
+    reference-<key>.f32    the log-probability of each example's answer; NaN until it is computed
+
+The key is a digest of the reference's files, the resolved model and the configuration without the fields that do not
+affect the values. A value may be computed again for a field that does not matter; it is never one of another model.
 
 Guarantees:
 - Each answer is computed once per job, at any number of ranks and restarts: a block of answers is written as soon as it
@@ -12,9 +15,10 @@ Guarantees:
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +42,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger("trainium.train")
 _ROUNDS = 32
 """Micro-batches of each rank between two writes."""
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "steps": True,
+    "epochs": True,
+    "optimizer": True,
+    "schedule": True,
+    "nonFiniteTolerance": True,
+    "seed": True,
+    "artifacts": True,
+    "evaluate": True,
+    "monitor": True,
+    "checkpoint": True,
+    "batch": {"globalSize": True, "tolerance": True},
+    "data": {"cacheDirectory": True, "seed": True, "workers": True, "prefetchSteps": True},
+    "tuning": {"objective": {"beta": True, "labelSmoothing": True}},
+}
+"""Fields of the configuration that do not affect a reference's log-probabilities; every other one is in the key."""
 
 
 def load_references(settings: Settings, data: Dataset, reference: BaseWeights, backend: Backend) -> None:
@@ -50,13 +70,13 @@ def load_references(settings: Settings, data: Dataset, reference: BaseWeights, b
         *data.training.sources,
         *(data.validation.sources if data.validation is not None else ()),
     ]
-    name = hashlib.sha256(f"{reference.digest} {settings.config.precision}".encode()).hexdigest()[:32]
+    key = _key(settings, reference, backend.mesh.device)
     filled = False
     known: dict[Path, NDArray[np.float32]] = {}
     for sample_source in sample_sources:
         folder = sample_source.stored.folder
         if folder not in known:
-            table = _Table(folder / f"reference-{name}.f32", len(sample_source.stored), settings, backend.mesh)
+            table = _Table(folder / f"reference-{key}.f32", len(sample_source.stored), settings, backend.mesh)
             table.exchange()
             if len(table.missing()) and not filled:
                 backend.initialize(settings.config.seed, reference)
@@ -65,6 +85,22 @@ def load_references(settings: Settings, data: Dataset, reference: BaseWeights, b
             _compute(sample_source, table, data.training.rules, settings.config.batch.micro_size, backend)
             known[folder] = table.values
         sample_source.references = known[folder]
+
+
+def _key(settings: Settings, reference: BaseWeights, device: torch.device) -> str:
+    """Return the digest of all that determines the log-probabilities of examples by a reference."""
+    config = _without(settings.config.to_wire(), _WITHOUT_EFFECT)
+    parts = [reference.digest, reference.versions, settings.shape.to_json(), config, torch.__version__, device.type]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _without(fields: dict[str, Any], left_out: dict[str, Any]) -> dict[str, Any]:
+    """Return nested fields without those that `left_out` marks."""
+    return {
+        name: _without(value, mark) if isinstance(mark := left_out.get(name, {}), dict) and mark else value
+        for name, value in fields.items()
+        if left_out.get(name) is not True
+    }
 
 
 def _compute(

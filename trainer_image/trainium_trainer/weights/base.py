@@ -81,6 +81,11 @@ class BaseWeights:
             sha.update(f"\n{name} {stored.dtype} {stored.shape} ".encode() + probe)
         return sha.hexdigest()
 
+    @property
+    def versions(self) -> list[tuple[str, int, float]]:
+        """Return name, size and time of the last change of the files with the weights."""
+        return self.source.versions({stored.file for stored in self._tensors.values()})
+
     def size(self, name: str) -> torch.Size:
         """Return the size of a parameter in the file. Raises KeyError for an unknown name."""
         return torch.Size(self._stored(name).shape)

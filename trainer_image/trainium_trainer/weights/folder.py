@@ -32,7 +32,7 @@ SETTING = "model.weights"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_NAMES = 3
 _BASE_PREFIX = "model."
-"""The prefix of the network below the output projection; a folder that holds that network alone has names without it."""
+"""The prefix of all parameters but the output projection; folders of `AutoModel` have names without it."""
 _FUSED = re.compile(r"\b(?P<parts>gate_up_proj|qkv_proj|query_key_value|W_pack|c_attn)\b")
 _WRAPPERS = re.compile(r"^module\.|\b_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 """Parts of names that torch adds to those of a compiled, divided or recomputed module."""

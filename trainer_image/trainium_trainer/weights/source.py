@@ -22,9 +22,9 @@ from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
-    from trainium_trainer.storage.protocol import Storage
+    from trainium_trainer.storage.protocol import Entry, Storage
 
 _RANGE_BYTES = 8 << 20
 _REQUESTS_AT_ONCE = 8
@@ -44,11 +44,20 @@ class WeightsSource:
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the size of each file in the folder or one level below. Raises UserError for an empty prefix."""
-        entries = Retry().run(lambda: self._storage.list(folder), self.where, _unreadable_error)
-        sizes = {entry.name: entry.size for entry in entries if not entry.is_folder}
+        sizes = {entry.name: entry.size for entry in self._files(folder)}
         if self._remote and not sizes and not folder:
             raise UnreadableError(f"{self.where}: there is nothing below this prefix: correct it")
         return sizes
+
+    def versions(self, names: Collection[str]) -> list[tuple[str, int, float]]:
+        """Return name, size and time of the last change of files; a changed file has another version."""
+        folders = sorted({name.rpartition("/")[0] for name in names})
+        files = {f"{folder}/{entry.name}".lstrip("/"): entry for folder in folders for entry in self._files(folder)}
+        return [(name, files[name].size, files[name].modified) for name in sorted(names) if name in files]
+
+    def _files(self, folder: str) -> list[Entry]:
+        entries = Retry().run(lambda: self._storage.list(folder), self.where, _unreadable_error)
+        return [entry for entry in entries if not entry.is_folder]
 
     def read(self, name: str) -> bytes:
         """Read a small file."""

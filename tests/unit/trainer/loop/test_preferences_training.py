@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.testing.trainer.example_files import WORDS, write_records
@@ -134,19 +135,58 @@ def test_a_resumed_run_has_the_bitwise_same_losses_and_does_not_repeat_the_refer
     assert [line["loss"] for line in restarted.metrics()] == [line["loss"] for line in expected_metrics]
 
 
-def test_only_pairs_without_a_stored_reference_are_computed(launch: Launcher, pairs: list[str], tmp_path: Path) -> None:
-    overrides = [*pairs, f"data.cacheDirectory={tmp_path / 'cache'}", TUNINGS["full"]]
-    expected_metrics = run(launch, 1, "whole", overrides)
+@pytest.mark.parametrize("layout", [[], [PP]], ids=["data", "pipeline"])
+def test_only_pairs_without_a_stored_reference_are_computed(
+    launch: Launcher, pairs: list[str], tmp_path: Path, layout: list[str]
+) -> None:
+    overrides = [*pairs, f"data.cacheDirectory={tmp_path / 'cache'}", TUNINGS["full"], *layout]
+    expected_metrics = run(launch, 2, "whole", overrides)
     (file,) = (tmp_path / "cache").glob("examples-*/reference-*.f32")
     values = np.fromfile(file, np.float32)
     assert len(values) == 80
     assert np.isfinite(values).all()
     values[10:30] = np.nan
-    for name, layout in {"data": [], "pipeline": [PP]}.items():
-        values.tofile(file)
-        job = launch(2, name, [*overrides, *layout]).finish()
-        assert "reference: 0 of 10 pairs" in job.log()
-        assert_same(job.metrics(), expected_metrics)
+    values.tofile(file)
+    sweep = ["tuning.objective.beta=0.25", "optimizer.learningRate=1e-9", "seed=3", "steps=7"]
+    job = launch(2, "again", [*overrides, *sweep]).finish()
+    assert "reference: 0 of 10 pairs" in job.log()
+    assert job.metrics()[0]["loss"] == pytest.approx(expected_metrics[0]["loss"], rel=1e-5)
+    assert len(list(file.parent.glob("reference-*.f32"))) == 1
+
+
+def change_head(base: Path) -> None:
+    """Change the last rows of the output projection, which are outside the middle that the digest reads."""
+    stored = load_file(base / "model.safetensors")
+    stored["lm_head.weight"][-40:] *= 3
+    save_file(stored, base / "model.safetensors", metadata={"format": "pt"})
+
+
+OTHER_MODELS: dict[str, tuple[int, list[str]]] = {
+    "scaled rotary embedding": (1, ["model.ropeScaling={kind: Linear, factor: 8}"]),
+    "another rotary base": (1, ["model.ropeTheta=100"]),
+    "another epsilon of the norms": (1, ["model.normEps=0.1"]),
+    "another precision": (1, ["precision=BFloat16"]),
+    "tensor parallelism": (2, [TP]),
+    "other weights in the same folder": (1, []),
+}
+
+
+def test_a_reference_is_computed_again_where_the_model_computes_another_one(
+    launch: Launcher, pairs: list[str], base: Path, tmp_path: Path
+) -> None:
+    larger = shutil.copytree(base, tmp_path / "base")
+    stored = load_file(larger / "model.safetensors")
+    save_file({name: 3 * tensor for name, tensor in stored.items()}, larger / "model.safetensors", {"format": "pt"})
+    tuning = "tuning={objective: {kind: DPO, beta: 1.0}}"
+    fixed = [f"model.weights={larger}", f"data.cacheDirectory={tmp_path / 'cache'}", tuning]
+    assert run(launch, 1, "first", [*pairs, *fixed])[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    for name, (ranks, overrides) in OTHER_MODELS.items():
+        if not overrides:
+            change_head(larger)
+        job = launch(ranks, name, [*pairs, *fixed, *overrides]).finish()
+        assert "reference: 0 of 40 pairs" in job.log(), name
+        assert job.metrics()[0]["loss"] == pytest.approx(math.log(2), rel=1e-6), name
+        assert job.metrics()[0]["rewardAccuracy"] == 0, f"{name}: the model begins as its reference"
 
 
 def test_a_reference_in_a_folder_is_computed_ahead_with_the_result_of_the_base(
