@@ -91,7 +91,9 @@ def reference_text(header: str) -> str:
         "outside the contract. A line below means that another process ended before.\n\n" + _sign_table(OUTPUT_LINES),
         "## Kernel lines\n\nRead from `/dev/kmsg` (or `TRAINIUM_KERNEL_LOG`) where the pod may. The "
         f"{sum(sign.decisive for sign in KERNEL_LINES)} lines marked ‡ are a fault by themselves; the others explain "
-        "the end of a process within two minutes, that of memory only a SIGKILL.\n\n" + _sign_table(KERNEL_LINES),
+        "the end of a process within two minutes, `out of memory` only a SIGKILL. Lines marked § are the agent's: it "
+        "writes them when the counters of its container's cgroup (`memory.events`, or `memory.oom_control` of version "
+        "1) rise, which every pod may read.\n\n" + _sign_table(KERNEL_LINES),
         "## Pods, nodes, silence\n\n"
         + render_table(("sign", "cause"), ((_sign_text(sign), f"`{sign.cause}`") for sign in _POD_AND_NODE_SIGNS)),
     ]
@@ -108,7 +110,7 @@ def _sign_table(signs: Iterable[Sign]) -> str:
 
 def _sign_text(sign: Sign) -> str:
     """Return the kind, name and marks of a sign."""
-    marks = (" ‡" if sign.decisive else "") + (" †" if sign.indirect else "")
+    marks = " ‡" * sign.decisive + " §" * sign.of_container + " †" * sign.indirect
     if sign.kind in (SignKind.EXIT_CODE, SignKind.SILENCE):
         return f"{sign.key}{marks}"
     if sign.kind is SignKind.RUNTIME_STATUS:

@@ -231,6 +231,7 @@ class AgentSupervisor:
         while True:
             self._workload.observe()
             self._report.observe()
+            self._report.diagnoser.memory_kills.observe()
             is_recovering = self._report.recovering or self._report.phase is WorkerPhase.LOADING
             await asyncio.sleep(_RECOVERING_SECONDS if is_recovering else _TRAINING_SECONDS)
             is_unacknowledged = time.monotonic() - self._client.answered_at > _UNACKNOWLEDGED_SECONDS

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter, ValidationError
 
 from trainium_agent.exits.kernel_log import KernelEvents
+from trainium_agent.exits.memory_kills import MemoryKills
 from trainium_agent.ranks.runtime_status import format_message
 from trainium_contract.faults.causes import Blame, Cause
 from trainium_contract.faults.classify import classify_exit, classify_exit_code, select_kernel_lines
@@ -118,13 +119,14 @@ def exit_priority(verdict: Classification) -> tuple[bool, bool, bool]:
 
 
 class ExitDiagnoser:
-    """Reads the signs of this pod's failures; any thread may use `kernel`, only the worker thread the rest."""
+    """Reads the signs of this pod's failures; only the worker thread may call its methods."""
 
     def __init__(self, rules_path: Path | None, on_event: Callable[[], None]) -> None:
         self._rules_path = rules_path
         self._earlier: deque[tuple[float, Cause]] = deque(maxlen=_REMEMBERED)
         self._logged_problem = ""
         self.kernel = KernelEvents(on_event)
+        self.memory_kills = MemoryKills(self.kernel)
 
     def diagnose(self, process: RankProcess) -> Diagnosis:
         """Diagnose the end of this process and remember the diagnosis."""
@@ -137,6 +139,7 @@ class ExitDiagnoser:
     def classify(self, process: RankProcess) -> Classification:
         """Classify this process's end by all signs of this pod."""
         process.output.complete.wait(_LAST_OUTPUT_SECONDS)  # the last lines are still in the pipe
+        self.memory_kills.observe()
         message = last_runtime_message(process)
         return classify_exit(
             process.exit_code or 0,

@@ -240,7 +240,8 @@ def classify_failed_pod(
     if disrupted:
         return classify_disruption(disruption)
     by_reason = find_pod_reason_cause(reason)
-    if by_reason is not None:
+    # A runtime keeps OOMKilled although the container outlived its killed process and ended later, for another reason.
+    if by_reason is not None and (by_reason is not Cause.MEMORY or code in (None, _KILLED)):
         return by_reason
     cause = Cause.POD_LOST if code is None else classify_exit_code(code).cause
     return Cause.POD_LOST if cause in (Cause.CRASH, Cause.YIELDED, Cause.FINISHED) else cause
@@ -303,11 +304,13 @@ def classify_exit(
         return classify_sign(decisive)
     if status is not None and _may_refine(code, status.cause):
         return classify_sign(status)
-    explanations = [classify_sign(sign) for sign in kernel_signs if _kernel_line_explains(code, sign.cause)]
+    explaining = [sign for sign in kernel_signs if _kernel_line_explains(code, sign)]
     by_output = find_output_line(output_line)
     if by_output is not None and by_code is _CRASH and (code < _SIGNAL_BASE or code == _ABORTED):
         by_code = classify_sign(by_output)
-    return min(explanations, key=lambda found: found.cause is not Cause.MEMORY, default=by_code)
+    if not explaining:
+        return by_code
+    return classify_sign(min(explaining, key=lambda sign: (not sign.of_container, sign.cause is not Cause.MEMORY)))
 
 
 def _may_refine(code: int, status_cause: Cause) -> bool:
@@ -322,9 +325,11 @@ def _may_refine(code: int, status_cause: Cause) -> bool:
     )
 
 
-def _kernel_line_explains(code: int, line_cause: Cause) -> bool:
+def _kernel_line_explains(code: int, sign: Sign) -> bool:
     """Return whether a kernel line that is not a fault by itself explains an exit with this code."""
-    if line_cause is Cause.MEMORY:
+    if sign.of_container:  # also for the child of a rank, whose end the rank reports with a code of its own
+        return classify_exit_code(code).cause is Cause.CRASH
+    if sign.cause is Cause.MEMORY:
         return code == _KILLED
     if code == ExitCode.STORAGE_UNAVAILABLE:
         return False

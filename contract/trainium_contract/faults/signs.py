@@ -74,6 +74,8 @@ class Sign:
     """Pattern of a kernel line, an output line or the message of an eviction."""
     decisive: bool = False
     """A kernel line that is a fault by itself; others only explain the end of a process."""
+    of_container: bool = False
+    """A line that the agent writes from the counters of its container, so no other process of the node can cause it."""
     value: str = "*"
     """Reason of a condition, value of a label."""
 
@@ -91,9 +93,25 @@ def _status(
 
 
 def _line(
-    name: str, pattern: str, cause: Cause, sentence: str, responses: Responses | None = None, *, decisive: bool = False
+    name: str,
+    pattern: str,
+    cause: Cause,
+    sentence: str,
+    responses: Responses | None = None,
+    *,
+    decisive: bool = False,
+    of_container: bool = False,
 ) -> Sign:
-    return Sign(SignKind.KERNEL_LINE, name, cause, sentence, responses, pattern=re.compile(pattern), decisive=decisive)
+    return Sign(
+        SignKind.KERNEL_LINE,
+        name,
+        cause,
+        sentence,
+        responses,
+        pattern=re.compile(pattern),
+        decisive=decisive,
+        of_container=of_container,
+    )
 
 
 def _output(name: str, pattern: str, sentence: str) -> Sign:
@@ -232,6 +250,10 @@ OUTPUT_LINES = (
 )
 """Patterns of a lost peer, from the texts of gloo, c10d, NCCL, XLA and Neuron's collectives; all are `indirect`."""
 
+MEMORY_LIMIT_REACHED = "the container reached its memory limit"
+NODE_MEMORY_EXHAUSTED = "the container was below its memory limit"
+"""Starts of the lines that the agent writes when the kernel has killed a process of its container for memory."""
+
 KERNEL_LINES = (
     _uncorrectable_error("SRAM_UNCORRECTABLE_ERROR", "uncorrectable error of a core's memory (SRAM)"),
     _uncorrectable_error("NC_UNCORRECTABLE_ERROR", "uncorrectable error of a core"),
@@ -290,6 +312,21 @@ KERNEL_LINES = (
         r"(?i)\bena [^ ]*.*(keep alive watchdog timeout|link is down|reset)|NETDEV WATCHDOG",
         Cause.NETWORK,
         "a network interface of the node failed",
+    ),
+    _line(
+        "memory limit",
+        rf"^{MEMORY_LIMIT_REACHED}",
+        Cause.MEMORY,
+        "killed by the kernel at the memory limit of the container",
+        of_container=True,
+    ),
+    _line(
+        "memory of the node",
+        rf"^{NODE_MEMORY_EXHAUSTED}",
+        Cause.HOST,
+        "killed by the kernel because the node ran out of memory, not the container",
+        RESTART_THEN_LEAVE_NODE,
+        of_container=True,
     ),
     _line(
         "out of memory",

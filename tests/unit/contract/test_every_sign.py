@@ -86,6 +86,8 @@ KERNEL_EXAMPLES = {
     "disk": "EXT4-fs error (device nvme0n1p1): ext4_find_entry: reading directory lblock 0",
     "EFA": "efa 0000:00:1d.0: Failed to process command: -110",
     "network link": "ena 0000:00:05.0 eth0: Keep alive watchdog timeout.",
+    "memory limit": "the container reached its memory limit of 512 MiB when the kernel killed a process of it",
+    "memory of the node": "the container was below its memory limit of 512 MiB when the kernel killed a process of it",
     "out of memory": "Out of memory: Killed process 4242 (python) total-vm:1kB",
 }
 """An example of each kind of kernel line whose name is not the line itself."""

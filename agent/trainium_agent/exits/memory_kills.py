@@ -1,0 +1,138 @@
+"""Find out from the counters of the container's cgroup when the kernel kills one of its processes for memory.
+
+Unlike /dev/kmsg they need no privilege. cgroup v2 counts in `memory.events`, v1 in `memory.oom_control` (Linux 4.13 and
+later) and `memory.failcnt`. The kernel counts a kill in the cgroup of the killed process before it sends the signal,
+also when the node and not the cgroup ran out of memory; only the second counter tells these apart.
+
+Source: the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst, and `memcg_memory_event` in its
+memcontrol.h.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainium_contract.faults.signs import MEMORY_LIMIT_REACHED, NODE_MEMORY_EXHAUSTED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_agent.exits.kernel_log import KernelEvents
+
+_UNLIMITED = 1 << 60
+"""v1 has no word for "no limit", only the largest multiple of a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CgroupFiles:
+    """The files of one version of the interface."""
+
+    kills: str
+    limit_hits: str
+    """Name of the key in `kills` (v2), or a file (v1), that counts how often the limit was reached."""
+    limit: str
+
+
+_V1 = _CgroupFiles("memory.oom_control", "memory.failcnt", "memory.limit_in_bytes")
+_V2 = _CgroupFiles("memory.events", "oom", "memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class _Counters:
+    kills: int
+    limit_hits: int
+
+
+class MemoryKills:
+    """Adds a kernel event when a process of this container was killed for memory; thread-safe."""
+
+    def __init__(self, events: KernelEvents, root: Path = Path("/")) -> None:
+        self._events = events
+        self._lock = threading.Lock()
+        self._found = _find_cgroup(root)
+        self._last = self._read()
+
+    def observe(self) -> None:
+        """Compare the counters with those of the last call."""
+        with self._lock:
+            last, self._last = self._last, self._read()
+            new = self._last
+        if last is None or new is None or new.kills <= last.kills:
+            return
+        limit = self._read_limit()
+        # Whoever sets no limit leaves it to the node to stop a program that needs too much.
+        if limit is None:
+            text = f"{MEMORY_LIMIT_REACHED}, which is the memory of the node"
+        elif new.limit_hits > last.limit_hits:
+            text = f"{MEMORY_LIMIT_REACHED} of {limit >> 20:,} MiB"
+        else:
+            text = f"{NODE_MEMORY_EXHAUSTED} of {limit >> 20:,} MiB"
+        self._events.add(f"{text} when the kernel killed a process of it (oom_kill {new.kills})", time.time())
+
+    def _read(self) -> _Counters | None:
+        if self._found is None:
+            return None
+        folder, files = self._found
+        counters = _read_keys(folder / files.kills)
+        if "oom_kill" not in counters:
+            return None
+        hits = counters.get(files.limit_hits)
+        return _Counters(counters["oom_kill"], _read_number(folder / files.limit_hits) or 0 if hits is None else hits)
+
+    def _read_limit(self) -> int | None:
+        if self._found is None:
+            return None
+        folder, files = self._found
+        limit = _read_number(folder / files.limit)
+        return None if limit is None or limit >= _UNLIMITED else limit
+
+
+def _find_cgroup(root: Path) -> tuple[Path, _CgroupFiles] | None:
+    """Return the folder of this process's memory cgroup; None if the container does not see it."""
+    for folder, files in _list_candidates(root):
+        if (folder / files.kills).is_file():
+            return folder, files
+    return None
+
+
+def _list_candidates(root: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
+    paths: dict[str, str] = {}
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        paths |= dict.fromkeys(controllers.split(","), path)
+    for line in _read_lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        top, mount_point = before.split()[3:5]
+        kind, _, options = after.split()[:3]
+        if kind == "cgroup" and "memory" in options.split(","):
+            files, path = _V1, paths.get("memory", "/")
+        elif kind == "cgroup2":
+            files, path = _V2, paths.get("", "/")
+        else:
+            continue
+        mounted = root / mount_point.lstrip("/")
+        # A runtime mounts the cgroup of the container itself, but the path may be that on the node.
+        if path.startswith(top.rstrip("/") + "/"):
+            yield mounted / path[len(top.rstrip("/")) :].lstrip("/"), files
+        yield mounted, files
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _read_keys(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in _read_lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _read_number(path: Path) -> int | None:
+    lines = _read_lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
