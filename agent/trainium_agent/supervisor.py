@@ -36,7 +36,6 @@ from trainium_agent.ranks.standby_manager import Standby, StandbyManager
 from trainium_agent.threads import BlockingWorker, EventLoop
 from trainium_agent.workload.base import progress_file
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.faults.classify import stops_job
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.completion import encode_completion
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
@@ -101,6 +100,7 @@ class AgentSupervisor:
             on_membership=self._on_membership,
             on_acknowledged=self._on_acknowledged,
             on_job_deleted=lambda: self._handle(pod.SimpleEvent.JOB_DELETED),
+            on_job_failed=self._on_job_failed,
             on_coordinator_time=self._on_coordinator_time,
         )
         self._pod = pod.Pod(settings.check_seconds)
@@ -179,7 +179,9 @@ class AgentSupervisor:
     def _on_acknowledged(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:
             self._handle(pod.FinishAcknowledged(message.generation))
-        elif message.phase is WorkerPhase.FAILED and message.verdict and stops_job(message.verdict.exit_code):
+
+    def _on_job_failed(self, message: HeartbeatRequest) -> None:
+        if message.phase is WorkerPhase.FAILED and message.verdict:
             self._handle(pod.VerdictAcknowledged(message.generation))
 
     def _on_coordinator_time(self, coordinator_time: float, sent_at: float, received_at: float) -> None:

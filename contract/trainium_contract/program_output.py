@@ -20,9 +20,9 @@ _NATIVE_FRAME = re.compile(
     )""",
     re.VERBOSE,
 )
-_RULER = re.compile(r"[\s=\-_*#~^]+")
+_RULER = re.compile(r"[\s=\-_*#~^+|]+")
 """A line between parts of a report, or below a line of code."""
-_ERROR = re.compile(r"(?:\[rank\d+\]: *)?(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt))(?:: |:?$)")
+_ERROR = re.compile(r"(?:\[rank\d+\]: *| *\| )?(?:[A-Za-z_]\w*\.)*([A-Z]\w*(?:Error|Exception|Interrupt))(?:: |:?$)")
 _LAUNCHER_ERRORS = frozenset(
     {"ChildFailedError", "CalledProcessError", "ProcessExitedException", "ProcessRaisedException"}
 )

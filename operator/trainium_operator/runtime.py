@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.status.conditions import Phase
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.cluster.api.transport import Transport
     from trainium_operator.plan.model.actions import Plan
+    from trainium_operator.plan.model.names import JobId
     from trainium_operator.settings import Settings
 
 WATCH_STALE_SECONDS = 180.0
@@ -138,6 +140,7 @@ class Runtime:
             until_serving=self._until_serving,
             on_message=self.metrics.message,
             on_change=self.metrics.heartbeat_changed,
+            has_failed=self._has_failed,
         )
         self.prober = probe.Prober(
             self.state, is_serving=self.leading.is_set, notify=self._notify, find_address=self._find_address
@@ -362,6 +365,11 @@ class Runtime:
         entry = self.caches.pods.store.entry((target.namespace, target.pod))
         known = entry is not None and entry.uid == target.pod_uid and entry.owner == target.job_id
         return entry.view.ip if entry is not None and known else ""
+
+    def _has_failed(self, job_id: JobId) -> bool:
+        record = self.caches.jobs.store.get((job_id.namespace, job_id.name))
+        view = record.view if record is not None else None
+        return view is not None and view.id == job_id and view.status.phase is Phase.FAILED
 
     def _forget_job(
         self, _key: store.Key, old: store.Entry[views.JobRecord] | None, new: store.Entry[views.JobRecord] | None

@@ -75,9 +75,12 @@ class CoordinatorClient:
         on_membership: Callable[[Membership], None],
         on_acknowledged: Callable[[HeartbeatRequest], None],
         on_job_deleted: Callable[[], None],
+        on_job_failed: Callable[[HeartbeatRequest], None] = lambda _heartbeat: None,
         on_coordinator_time: Callable[[float, float, float], None] = lambda _time, _sent_at, _received_at: None,
     ) -> None:
-        """`on_coordinator_time(the coordinator's time, our time before and after)` is called after each registration.
+        """`on_job_failed` gets each heartbeat whose answer reports that the job has failed.
+
+        `on_coordinator_time(the coordinator's time, our time before and after)` is called after each registration.
 
         The client registers again every `CLOCK_CHECK_SECONDS`, because a clock may be set wrong later.
         """
@@ -87,6 +90,7 @@ class CoordinatorClient:
         self._on_membership = on_membership
         self._on_acknowledged = on_acknowledged
         self._on_job_deleted = on_job_deleted
+        self._on_job_failed = on_job_failed
         self._on_coordinator_time = on_coordinator_time
         self._registration_request = RegisterRequest(
             namespace=settings.namespace,
@@ -201,6 +205,8 @@ class CoordinatorClient:
 
     def _on_heartbeat_ack(self, message: HeartbeatRequest, answer: HeartbeatResponse, sent_at: float) -> None:
         self._on_acknowledged(message)
+        if answer.job_failed:
+            self._on_job_failed(message)
         if time.monotonic() > self._next_clock_check:
             self._next_clock_check = time.monotonic() + CLOCK_CHECK_SECONDS
             self._on_coordinator_time(answer.time, sent_at, time.time())

@@ -46,6 +46,8 @@ MESSAGE_CHARACTERS = 1024
 """Longest message of a failure."""
 _RUNTIME_MESSAGE_CHARACTERS = 320
 _SIGNAL_BASE = 128
+_LINES_OF_ERROR = 3
+"""Most lines after the line of an error that are taken for the rest of its message."""
 _LINES_OF_KILLED = 3
 """No output explains a SIGKILL, but the newest lines show how far the process was."""
 
@@ -65,51 +67,42 @@ def last_runtime_message(process: RankProcess) -> RuntimeMessage | None:
 
 
 def describe_exit(process: RankProcess) -> str:
-    """Describe why a process ended, without secrets: its last message first, then as many lines before it as fit.
+    """Describe why a process ended, without secrets: its reason first, then as many lines before it as fit, in order.
 
-    A program that ends by itself gives the reason in its last error or line. That line comes first, where no reader
-    that shortens the message cuts it off; output of success is ignored. The runtime's message comes first when later
-    output has displaced it from the last lines. Without either, the message is the meaning of the code.
+    A program that ends by itself gives the reason in its last error or line. That comes first, where no reader that
+    shortens the message cuts it off; output of success is ignored. The runtime's message comes first when later output
+    has displaced it from the last lines. Without either, the message is the meaning of the code.
     """
     code = process.exit_code or 0
-    output = _put_error_first(code, redact_secrets(process.output.text(4 * MESSAGE_CHARACTERS)))
+    output = redact_secrets(process.output.text(4 * MESSAGE_CHARACTERS)).split("\n")
+    reason, others = _find_reason(code, [line for line in output if explains_exit(line)] or output)
     message = last_runtime_message(process)
-    heads = []
+    if message is not None and message.line not in "\n".join(reason + others)[: MESSAGE_CHARACTERS // 2]:
+        reason.insert(code > _SIGNAL_BASE, redact_secrets(format_message(message))[:_RUNTIME_MESSAGE_CHARACTERS])
+    head = "\n".join(filter(None, reason))[:MESSAGE_CHARACTERS] or classify_exit_code(code).sentence
+    rest, capacity = "\n".join(others), MESSAGE_CHARACTERS - len(head) - 1
+    if len(rest) > capacity:
+        rest = _drop_partial_line(rest[-capacity:]) if capacity > 0 else ""
+    return f"{head}\n{rest}" if rest else head
+
+
+def _find_reason(code: int, lines: list[str]) -> tuple[list[str], list[str]]:
+    """Return the lines that give the reason, and the others, in their order."""
     if code > _SIGNAL_BASE:
-        heads.append(f"killed by signal {code - _SIGNAL_BASE}")
-    elif not output:
-        heads.append(classify_exit_code(code).sentence)
-    if message is not None and message.line not in output[: MESSAGE_CHARACTERS // 2]:
-        heads.append(redact_secrets(format_message(message))[:_RUNTIME_MESSAGE_CHARACTERS])
-    head = "\n".join(heads)
-    capacity = MESSAGE_CHARACTERS - len(head) - (1 if head else 0)
-    return "\n".join(part for part in (head, _truncate(code, output, capacity)) if part)
-
-
-def _put_error_first(code: int, output: str) -> str:
-    lines = [line for line in output.split("\n") if explains_exit(line)] or output.split("\n")
-    if code == _SIGNAL_BASE + signal.SIGKILL:
-        lines = lines[-_LINES_OF_KILLED:]
-    elif 0 < code <= _SIGNAL_BASE:
-        # Launchers and frameworks print advice after the error.
-        error = next((line for line in reversed(lines) if reports_error(line)), lines[-1])
-        lines = [*dict.fromkeys((error, lines[-1])), *(line for line in lines[:-1] if line != error)]
-    return "\n".join(lines)
-
-
-def _truncate(code: int, output: str, capacity: int) -> str:
-    """Return the first line and the newest of the others; for a killed process only the newest lines."""
-    if len(output) <= capacity:
-        return output
-    first, _, rest = output.partition("\n")
-    if code > _SIGNAL_BASE or len(first) >= capacity - 2:
-        return _drop_partial_line(output[-capacity:]) if code > _SIGNAL_BASE else output[:capacity]
-    return f"{first}\n{_drop_partial_line(rest[-(capacity - len(first) - 1) :])}"
+        shown = lines[-_LINES_OF_KILLED:] if code == _SIGNAL_BASE + signal.SIGKILL else lines
+        return [f"killed by signal {code - _SIGNAL_BASE}"], shown
+    position = next((index for index in reversed(range(len(lines))) if reports_error(lines[index])), len(lines) - 1)
+    error, after = lines[position], lines[position + 1 :]
+    others = [line for line in lines[:position] if line != error]
+    if len(after) <= _LINES_OF_ERROR:
+        return [error, *after], others
+    # Launchers and frameworks print advice after the error.
+    return [error, after[-1]], [*others, *after[:-1]]
 
 
 def _drop_partial_line(cut: str) -> str:
-    """Drop the first line of a text that was cut at its front, unless it is the only one."""
-    return cut.partition("\n")[2] or cut
+    """Drop the first line of a text that was cut at its front."""
+    return cut.partition("\n")[2]
 
 
 def exit_priority(verdict: Classification) -> tuple[bool, bool, bool]:

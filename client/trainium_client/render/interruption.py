@@ -8,7 +8,7 @@ from rich.text import Text
 
 from trainium_client.render.page import bullet_list, heading, label_grid, vertical_group
 from trainium_contract.pages.formatting import format_duration, format_utc, pluralize, shorten
-from trainium_contract.program_output import drop_noise
+from trainium_contract.program_output import LINE_BREAK, drop_noise
 from trainium_contract.views.interruptions import describe_stage
 
 if TYPE_CHECKING:
@@ -70,10 +70,11 @@ def _format_title(report: InterruptionReport) -> str:
 
 
 def _format_evidence(report: InterruptionReport, entry: InterruptionView) -> str:
-    """Return the evidence, shortened unless it is a verdict, which ends with advice."""
-    if not report.log_lines:
-        return entry.message
-    return drop_noise(entry.message) if entry.stopped else shorten(drop_noise(entry.message), _MAX_EVIDENCE_LENGTH)
+    """Return the evidence in the lines of the output; shortened if its log follows, unless it is a verdict."""
+    message = drop_noise(entry.message) if report.log_lines else entry.message
+    if report.log_lines and not entry.stopped:
+        message = shorten(message, _MAX_EVIDENCE_LENGTH)
+    return message.replace(LINE_BREAK, "\n")
 
 
 def _format_worker(entry: InterruptionView) -> str:

@@ -146,11 +146,6 @@ def classify_exit_code(code: int) -> Classification:
     return _BY_CODE.get(code, _CRASH)
 
 
-def stops_job(code: int) -> bool:
-    """Return whether this exit code, of a rank or of its pod, ends the job by itself."""
-    return classify_exit_code(code).response is Response.STOP
-
-
 def find_runtime_status(status: int | None) -> Sign | None:
     """Find the row of a runtime status; None for 0 and for unknown ones."""
     return None if status is None else _STATUSES.get(status)

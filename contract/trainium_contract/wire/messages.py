@@ -373,6 +373,8 @@ class HeartbeatResponse(WireMessage):
     """Time for which KEEPALIVE replaces a heartbeat while only the step changes; see `wire.stream`."""
     time: Seconds
     """Unix seconds of the coordinator's clock."""
+    job_failed: bool = False
+    """Whether the job has failed, so an agent with a verdict ends its pod, whose log then stays."""
 
 
 class ErrorResponse(WireMessage):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from trainium_operator.coordinator.authentication import Authenticator
     from trainium_operator.coordinator.state import CoordinatorState
+    from trainium_operator.plan.model.names import JobId
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class CoordinatorServer:
         until_serving: Callable[[], Awaitable[object] | None] = lambda: None,
         on_message: Callable[[str, int], None] = lambda _kind, _status: None,
         on_change: Callable[[HeartbeatRequest, HeartbeatRequest], None] = lambda _before, _now: None,
+        has_failed: Callable[[JobId], bool] = lambda _job_id: False,
     ) -> None:
         """`notify(namespace, job, at_once)`: the plan should see what has changed, at once or within a while.
 
@@ -66,6 +68,7 @@ class CoordinatorServer:
             notify=notify,
             on_change=on_change,
             on_message=on_message,
+            has_failed=has_failed,
         )
         self._sweeping: asyncio.Task[None] | None = None
         self.http = HttpServer(

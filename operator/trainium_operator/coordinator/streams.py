@@ -214,6 +214,8 @@ class Streams:
     on_change: Callable[[HeartbeatRequest, HeartbeatRequest], None]
     on_message: Callable[[str, int], None]
     """`on_message(kind, status)` is called after each frame except keepalives."""
+    has_failed: Callable[[JobId], bool] = lambda _job_id: False
+    """Returns whether a job has failed."""
     memberships: MembershipCache = field(default_factory=MembershipCache, init=False)
     opened: set[Stream] = field(default_factory=set, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
@@ -250,6 +252,7 @@ class Streams:
             generation=self.state.published(job_id),
             full_heartbeat_seconds=self.state.full_heartbeat_seconds(job_id),
             time=time.time(),
+            job_failed=self.has_failed(job_id),
         )
 
     def _find_job(self, caller: Caller, message: RegisterRequest | HeartbeatRequest) -> JobId:

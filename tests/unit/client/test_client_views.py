@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import re
+import textwrap
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import Members, build_members, build_rank_rows, count_workers, parse_pod_table
 from trainium_contract.wire.recorded_membership import MAX_RECORD_BYTES, parse_members, parse_membership
 from trainium_operator.plan.fleet.memory import MachineState
+from trainium_operator.plan.model.text import format_sentence
 
 
 def job_view(name: str = "job", **changes: Any) -> JobView:
@@ -322,12 +324,21 @@ def test_why_shows_the_whole_verdict_before_the_log() -> None:
     assert VERDICT in output
 
 
+def test_why_shows_a_traceback_in_lines_with_the_error_first() -> None:
+    frames = 'Traceback (most recent call last):\n  File "/src/train.py", line 3, in <module>\n    import missing'
+    error = "ModuleNotFoundError: No module named 'missing'"
+    message = format_sentence(f"Rank 0 of pod llama-w-0, exit code 1: {error}\n{frames}\nCorrect the program.")
+    seen = report_of(message, rung="Stop", log="").partition("Seen")[2].partition("Response")[0].splitlines()
+    assert textwrap.dedent("\n".join(seen[1:])).splitlines() == [*frames.split("\n"), "Correct the program."]
+    assert seen[0].endswith(error)
+
+
 def test_why_cuts_long_messages_at_words_and_drops_step_lines() -> None:
     steps = " | ".join(
         f"23:12:{step} rank 0 INFO step {step}/900: loss 5.1400, 1593 tokens/s" for step in range(10, 40)
     )
     output = report_of(f"rank 0 crashed; killed by signal 9 | {steps}", rung="InPlace", log=recorded_log())
-    assert "rank 0 crashed; killed by signal 9 | …\n" in output
+    assert "rank 0 crashed; killed by signal 9\n           …\n" in output
     words = " ".join(f"word{number}" for number in range(100))
     seen = report_of(words, rung="InPlace", log=recorded_log()).partition("Seen")[2].partition("Response")[0].split()
     assert seen[-1] == "…"

@@ -14,9 +14,9 @@ from typing import Any
 from tests.testing.operator.wire_messages import member, registration
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
-from trainium_contract.faults.classify import stops_job
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.spec.precompile import CompiledSize
+from trainium_contract.status.conditions import Phase
 from trainium_contract.status.results import ArtifactReport
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
@@ -203,9 +203,9 @@ class FakeDataPlane:
                 pod.agent = None
 
     def _exit_code(self, agent: Agent) -> int:
-        """Return the exit code with which an agent ends its pod once the coordinator has it; 0 while it runs."""
+        """Return the exit code with which an agent ends its pod once it knows that the job failed; 0 while it runs."""
         verdict = agent.verdict
-        if verdict is None or agent.phase is not WorkerPhase.FAILED or not stops_job(verdict.exit_code):
+        if verdict is None or agent.phase is not WorkerPhase.FAILED or self.status.phase is not Phase.FAILED:
             return 0
         return verdict.exit_code if self.operator_up and self.now >= verdict.at + VERDICT_SECONDS else 0
 

@@ -9,6 +9,8 @@ import time
 import trustme
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.faults.classify import classify_exit_code
+from trainium_contract.faults.responses import Response
 from trainium_contract.wire import messages as m
 from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, encode_frame, parse_frame_header
 
@@ -41,6 +43,8 @@ class CoordinatorState:
         self.refused: list[tuple[str, int]] = []
         self.changed = asyncio.Condition()
         self.token = "token-1"
+        self.failed = False
+        """Whether the job has failed, whatever its agents report."""
         self.deleted = False
         """Whether the job is deleted; its pods still run."""
 
@@ -171,7 +175,12 @@ class CoordinatorReplica:
                 send(writer, FrameKind.ERROR, refusal)
                 return
             state.heartbeats.setdefault(heartbeat.pod_name, []).append(heartbeat)
-            response = m.HeartbeatResponse(generation=current, full_heartbeat_seconds=0.0, time=time.time())
+            verdict = heartbeat.verdict
+            # As the operator decides; the test decides about the other codes.
+            failed = verdict is not None and classify_exit_code(verdict.exit_code).response is Response.STOP
+            response = m.HeartbeatResponse(
+                generation=current, full_heartbeat_seconds=0.0, time=time.time(), job_failed=failed or state.failed
+            )
             send(writer, FrameKind.HEARTBEAT_ACK, response)
 
     async def _send_memberships(self, writer: asyncio.StreamWriter, after: int) -> None:

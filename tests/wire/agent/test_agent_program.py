@@ -92,6 +92,9 @@ async def test_repeated_failures_are_a_verdict_with_the_last_line(job: AgentJob)
     assert verdict.exit_code == 3
     assert "the fault is in line 7" in verdict.message
     assert job.last_heartbeat("a").attempt > 0
+    job.coordinator.failed = True  # the pod ends by itself, so that its log stays
+    await job.until_ended("a")
+    assert job.agents["a"].code == 3
 
 
 @pytest.mark.parametrize(

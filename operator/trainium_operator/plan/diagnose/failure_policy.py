@@ -128,7 +128,8 @@ def _build_verdict(
     reason: Reason, cause: Cause, message: str, *, advice: str = "", pod: str = "", node: str = ""
 ) -> StopVerdict:
     """Return a verdict whose message starts with the observation and ends with the remedy, even when it is cut."""
-    text = f"{message.rstrip('. ')}. {advice or _ADVICE.get(reason, '')}".strip()
+    separator = "\n" if "\n" in message else ". "  # lines of output stay apart from the remedy
+    text = f"{message.rstrip('. ')}{separator}{advice or _ADVICE.get(reason, '')}".strip()
     return StopVerdict(
         reason=reason, cause=cause, message=format_sentence(text[0].upper() + text[1:]), pod=pod, node=node
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.faults.classify import stops_job
 from trainium_contract.job import CleanPodPolicy, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.failed_spec import FailedSpecStatus, compare_failed_spec, record_failed_spec
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 _MAX_VERDICT_PODS = 3
 """Pods of a failed job that may end by themselves."""
 _VERDICT_POD_SECONDS = 15.0
-"""Time for an agent to end with its verdict and for its kubelet to report it; older agents do not end."""
+"""Time for an agent to learn that the job has failed, to end, and for its kubelet to report that."""
 
 
 _FINALIZER_TEXTS = {
@@ -177,9 +176,7 @@ def _find_verdict_pod(status: PublicStatus) -> str:
 
 
 def _ends_by_itself(heartbeat: HeartbeatRequest | None) -> bool:
-    if heartbeat is None or heartbeat.phase is not WorkerPhase.FAILED or heartbeat.verdict is None:
-        return False
-    return stops_job(heartbeat.verdict.exit_code)
+    return heartbeat is not None and heartbeat.phase is WorkerPhase.FAILED and heartbeat.verdict is not None
 
 
 def _find_log_deadline(facts: Facts, status: PublicStatus) -> float:

@@ -6,11 +6,13 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from trainium_contract.program_output import LINE_BREAK
 from trainium_contract.redaction import redact_secrets
 
 if TYPE_CHECKING:
     from trainium_contract.status.results import EvaluationFigure
 
+_MAX_INDENTATION = 8
 SENTENCE_LIMIT = 1000
 """Longest sentence: status fields hold 1,024 characters, and an event note less."""
 
@@ -19,14 +21,19 @@ SENTENCE_LIMIT = 1000
 def format_sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
     """Return the text on one line, cut in the middle if longer than `limit`, because cause and advice are at its ends.
 
-    Lines of a program's output are joined with a separator, so that its last line stays distinguishable.
+    Lines of a program's output are joined with a separator and keep their indentation, so that a reader can restore
+    them.
     """
-    lines = (" ".join(line.split()) for line in text.splitlines())
-    line = redact_secrets(" | ".join(line for line in lines if line))
+    lines = (f"{_indentation(line)}{' '.join(line.split())}" for line in text.splitlines() if line.strip())
+    line = redact_secrets(LINE_BREAK.join(lines).strip())
     if len(line) <= limit:
         return line
     tail = limit // 2
     return f"{line[: limit - tail - 5]} ... {line[-tail:]}"
+
+
+def _indentation(line: str) -> str:
+    return " " * min(_MAX_INDENTATION, len(line) - len(line.lstrip()))
 
 
 def format_count(number: int, thing: str) -> str:

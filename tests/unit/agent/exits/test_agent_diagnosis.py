@@ -179,6 +179,48 @@ def test_a_message_has_the_error_before_later_advice() -> None:
     assert text == "EOFError\nSet A=1 for a stack trace.\nTraceback (most recent call last):\n  in load"
 
 
+CHAINED = """Traceback (most recent call last):
+  File "/venv/lib/transformers/utils/import_utils.py", line 2044, in _get_module
+    return importlib.import_module("." + module_name, self.__name__)
+ModuleNotFoundError: No module named 'opentelemetry'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+{frames}  File "/src/train.py", line 3, in <module>
+    from transformers import Trainer
+RuntimeError: Failed to import transformers.trainer because of the following error (look up to see its traceback):
+No module named 'opentelemetry'
+"""
+
+
+@pytest.mark.parametrize("frames", [0, 30])
+def test_a_message_has_all_lines_of_the_last_error_and_frames_in_their_order(frames: int) -> None:
+    extra = "".join(f'  File "/src/module_{number}.py", line 1, in <module>\n' for number in range(frames))
+    text = describe_exit(ended_rank(1, CHAINED.format(frames=extra)))
+    first, second, *others = text.split("\n")
+    assert first.startswith("RuntimeError: Failed to import transformers.trainer")
+    assert second == "No module named 'opentelemetry'"
+    printed = [line for line in CHAINED.format(frames=extra).splitlines() if line and line not in (first, second)]
+    assert others == printed[-len(others) :], "the newest lines, in order"
+    assert len(text) <= 1024
+    assert others[-1] == "    from transformers import Trainer"
+
+
+def test_the_last_error_of_an_exception_group_comes_first() -> None:
+    group = (
+        "  + Exception Group Traceback (most recent call last):\n"
+        '  |   File "/src/train.py", line 9, in <module>\n'
+        "  | ExceptionGroup: loaders (2 sub-exceptions)\n"
+        "  +-+---------------- 1 ----------------\n"
+        "    | ValueError: shard 3 is empty\n"
+        "    +---------------- 2 ----------------\n"
+        "    | KeyError: 'text'\n"
+        "    +------------------------------------\n"
+    )
+    assert describe_exit(ended_rank(1, group)).split("\n")[0] == "    | KeyError: 'text'"
+
+
 def test_a_line_of_equal_signs_is_not_an_error() -> None:
     report = "Root Cause:\n  exitcode  : -9 (pid: 15)\n  traceback : Signal 9 (SIGKILL) received by PID 15\n" + "=" * 60
     assert (

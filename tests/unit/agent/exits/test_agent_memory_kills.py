@@ -77,7 +77,9 @@ def test_counters_that_cannot_be_read_explain_nothing(tmp_path: Path, kept: str)
         if kept == "no kills":  # before Linux 4.13
             (machine.folder / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\n")
         else:
-            (tmp_path / "proc/self/mountinfo").write_text("30 23 0:26 / /sys/fs/cgroup/unified ro - cgroup2 cgroup rw\n")
+            (tmp_path / "proc/self/mountinfo").write_text(
+                "30 23 0:26 / /sys/fs/cgroup/unified ro - cgroup2 cgroup rw\n"
+            )
     events = KernelEvents(lambda: None)
     MemoryKills(events, tmp_path).observe()
     assert events.newest == ()

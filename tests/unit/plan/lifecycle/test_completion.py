@@ -72,15 +72,16 @@ def observe_later(observed: Any, status: TrainingJobStatus, seconds: float, **ch
     return replace(observed, job=replace(observed.job, status=status), now=NOW + seconds, **changes)
 
 
-def test_three_failed_pods_are_kept_for_their_logs() -> None:
-    observed = failed_job(codes={1: 64, 2: 64, 3: 64, 4: 64})
+@pytest.mark.parametrize("code", [64, 1])
+def test_three_failed_pods_are_kept_for_their_logs(code: int) -> None:
+    observed = failed_job(codes=dict.fromkeys((1, 2, 3, 4), code))
     first = make_plan(observed)
     assert first.status.phase is Phase.FAILED
     blamed = first.status.history[-1].pod
     kept = {f"demo-w-{ordinal}" for ordinal in range(6)} - set(first.deleted_pods)
     assert len(kept) == 3
     assert blamed in kept <= {f"demo-w-{ordinal}" for ordinal in (1, 2, 3, 4)}
-    kept_pods = tuple(replace(pod, phase=PodPhase.FAILED, exit_code=64) for pod in observed.pods if pod.name in kept)
+    kept_pods = tuple(replace(pod, phase=PodPhase.FAILED, exit_code=code) for pod in observed.pods if pod.name in kept)
     second = make_plan(observe_later(observed, first.status, 5, pods=kept_pods))
     assert not second.deleted_pods
     assert second.requeue_after is None, "ended pods stay until the job is deleted or runs again"
@@ -98,10 +99,9 @@ def test_pods_without_a_verdict_or_that_end_late_are_deleted() -> None:
     assert (set(over.deleted_pods), over.requeue_after) == ({"demo-w-1"}, None)
 
 
-@pytest.mark.parametrize("why", ["all go", "its code does not end a job", "its node is bad", "the clock was set back"])
+@pytest.mark.parametrize("why", ["all go", "its node is bad", "the clock was set back"])
 def test_the_failed_pod_is_deleted_too_when_it_is_not_kept_for_its_logs(why: str) -> None:
-    code = 64 if why != "its code does not end a job" else 1
-    observed = failed_job(codes={1: code}, **({"cleanPodPolicy": "All"} if why == "all go" else {}))
+    observed = failed_job(codes={1: 64}, **({"cleanPodPolicy": "All"} if why == "all go" else {}))
     if why == "its node is bad":
         nodes = dict(observed.nodes)
         nodes["node-1"] = replace(nodes["node-1"], ready=NodeReadiness.UNKNOWN, unready_since=NOW - 300)
