@@ -25,6 +25,15 @@ class ExitCode(IntEnum):
     """Exit code of a worker whose network fails the test with its peers."""
 
 
+_SIGKILL = 128 + 9
+_SIGTERM = 128 + 15
+
+
+def is_killed(code: int) -> bool:
+    """Return whether the code shows a signal that others send, as a kernel without memory does: no reason is known."""
+    return code in (_SIGKILL, _SIGTERM)
+
+
 def exit_code_from_returncode(returncode: int) -> int:
     """Convert Python's `returncode` (negative for a signal) to the exit code that a shell would show."""
     return 128 - returncode if returncode < 0 else returncode

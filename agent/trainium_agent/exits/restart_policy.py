@@ -13,6 +13,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
+from trainium_contract.exit_codes import is_killed
 from trainium_contract.faults.causes import Blame, Cause
 from trainium_contract.faults.classify import Classification, classify_exit_code
 from trainium_contract.faults.responses import Response
@@ -122,7 +123,7 @@ def decide_restart(
         backoff = min(_FIRST_BACKOFF_SECONDS * 2.0 ** (failures - 1), _MAX_BACKOFF_SECONDS)
         next_state = replace(_next_attempt(state, verdict.cause, best, None), storage_failures=failures)
         return RestartDecision(RestartAction.RESTART, state if counted else next_state, backoff)
-    early = code if verdict.cause is Cause.CRASH and best < 0 else None
+    early = code if verdict.cause is Cause.CRASH and best < 0 and not is_killed(code) else None
     if counted:
         return RestartDecision(RestartAction.RESTART, _replace_cause(state, attempt, verdict.cause, early))
     if early is not None and state.attempt > 0 and state.early_crash == code:

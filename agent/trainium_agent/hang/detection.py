@@ -35,7 +35,7 @@ _FIRST_STEP_FLOORS = 4.0
 _INIT_FLOORS = 8.0
 _MIN_RETRY_SECONDS = 0.25
 _MAX_RETRY_SECONDS = 5.0
-_STOPPED = ("T", "t")
+STOPPED = ("T", "t")
 _UNINTERRUPTIBLE = "D"
 _STAGES = {RunStage.EXPORT: "writing artifacts", RunStage.EVALUATE: "evaluating"}
 _STATES = {
@@ -64,7 +64,7 @@ def stall_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes, *,
     A stopped process neither waits for storage nor compiles, so the limit of a step applies to it.
     """
     limit = _phase_limit(phase, spec, baseline)
-    return min(limit, _phase_limit(TrainerPhase.STEP, spec, baseline)) if state in _STOPPED else limit
+    return min(limit, _phase_limit(TrainerPhase.STEP, spec, baseline)) if state in STOPPED else limit
 
 
 def _phase_limit(phase: TrainerPhase, spec: HangSpec, baseline: BaselineTimes) -> float:
@@ -124,7 +124,7 @@ class Stall:
     @property
     def stopped(self) -> bool:
         """Whether a signal or a debugger stopped the process."""
-        return self.state in _STOPPED
+        return self.state in STOPPED
 
     @property
     def is_waiting(self) -> bool | None:

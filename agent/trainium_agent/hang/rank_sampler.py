@@ -10,7 +10,15 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from trainium_agent.hang.detection import Calibration, RankSample, Stall, StallTracker, percentile, stall_limit
+from trainium_agent.hang.detection import (
+    STOPPED,
+    Calibration,
+    RankSample,
+    Stall,
+    StallTracker,
+    percentile,
+    stall_limit,
+)
 from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWaitSampler
 from trainium_contract.status.results import RunStage
@@ -110,12 +118,15 @@ class RankSampler:
         baseline = self._calibration.baseline(self._world_size, step_seconds)
         activity = (process.pid, pulse.beats)
         letter, cpu_seconds = self._read_kernel_state(process, activity, now)
+        limit = stall_limit(phase, self._spec, baseline, state=letter)
+        if letter not in STOPPED:  # a stopped process is in no save that its output does not show
+            limit = self._workload.step_limit(path, limit)
         stall = Stall(
             rank=process.rank,
             phase=phase,
             step=record.step,
             seconds=0.0,
-            limit=self._workload.step_limit(path, stall_limit(phase, self._spec, baseline, state=letter)),
+            limit=limit,
             reported_waiting=_WAITING[pulse.waiting],
             state=letter,
             stage=RunStage.parse(record.stage),
@@ -134,6 +145,8 @@ class RankSampler:
             limit = stall_limit(TrainerPhase.INIT, self._spec, baseline, state=letter)
         else:  # its state is unknown
             limit, waiting = (math.inf if counter is None else self._spec.init_seconds), None
+            if letter in STOPPED:
+                limit = stall_limit(TrainerPhase.STEP, self._spec, self._calibration.baseline(self._world_size, ()))
         stall = Stall(
             process.rank,
             TrainerPhase.INIT,
@@ -155,7 +168,12 @@ class RankSampler:
         if now - unchanged[1] < min(_ASK_KERNEL_AFTER_SECONDS, self._interval):
             return "", 0.0
         process_state = kernel.process_state(process.pid)
-        return process_state.letter, process_state.cpu_seconds
+        letter = process_state.letter
+        if self._workload.hang_detection is not None and now - unchanged[1] >= self._spec.step_floor_seconds:
+            # A program may be a shell or a launcher that waits for the process that trains.
+            letters = (kernel.process_state(pid).letter for pid in kernel.descendants(process.pid))
+            letter = next((found for found in (letter, *letters) if found in STOPPED), letter)
+        return letter, process_state.cpu_seconds
 
 
 def summarize_steps(steps: tuple[tuple[float, float], ...], cpu_wait: float | None = None) -> StepTiming | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import selectors
@@ -45,6 +46,14 @@ _LINES = 60
 _CHUNK = 1 << 16
 _MAX_LINE_BYTES = 1 << 14
 _LINE_ENDS = re.compile(rb"[\r\n]+")
+_BAR_SECONDS = 5.0
+"""Interval at which a line that a program overwrites, such as a progress bar, is logged."""
+_ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\\\)|[@-Z\\\\^_])")
+
+
+def strip_escapes(line: bytes) -> bytes:
+    """Return a line without the control sequences of terminals, such as colours."""
+    return _ESCAPES.sub(b"", line) if b"\x1b" in line else line
 
 
 class OutputTail:
@@ -62,7 +71,8 @@ class OutputTail:
         self._lock = threading.Lock()
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._runtime = RuntimeMessages()
-        self._partial = self._unfinished = b""
+        self._partial = self._unfinished = self._bar = b""
+        self._bar_at = -math.inf
         self.complete = threading.Event()
         """Set when everything that the rank wrote has been read."""
 
@@ -94,7 +104,15 @@ class OutputTail:
         if len(self._partial) > _MAX_LINE_BYTES:
             complete.append(self._partial)
             self._partial = b""
-        return b"".join(self._line(line) for line in complete)
+        return b"".join(map(self._line, complete)) + self._log_bar()
+
+    def _log_bar(self) -> bytes:
+        """Return the newest text of a line that is overwritten, at intervals."""
+        bar, now = _visible_text(self._partial), time.monotonic()
+        if b"\r" not in self._partial or now < self._bar_at + _BAR_SECONDS:
+            return b""
+        self._bar, self._bar_at = bar, now
+        return self._formatter(bar).log if bar else b""
 
     def close(self) -> bytes:
         """End the output and return the rest of it for the log."""
@@ -113,8 +131,8 @@ class OutputTail:
             self._on_line(line)
 
     def _line(self, line: bytes) -> bytes:
-        shown = self._formatter(line)
-        for sentence in shown.text.split(b"\n"):
+        shown = self._formatter(_visible_text(line))
+        for sentence in strip_escapes(shown.text).split(b"\n"):
             if sentence.strip():
                 text = sentence.decode(errors="replace").rstrip()
                 with self._lock:
@@ -122,7 +140,13 @@ class OutputTail:
                     if not is_native_frame(text):
                         self._lines.append(text)
                     self._runtime.read(sentence, time.time())
-        return shown.log
+        is_logged, self._bar = self._bar == shown.text != b"", b""
+        return b"" if is_logged else shown.log
+
+
+def _visible_text(line: bytes) -> bytes:
+    """Return what a terminal shows of a line: the text after the last carriage return."""
+    return next((text for text in reversed(line.split(b"\r")) if text.strip()), b"")
 
 
 class OutputPump:

@@ -92,6 +92,8 @@ class StandbyPlan:
     config_path: str = ""
     python: str = ""
     """Interpreter that runs the standby, whose forks run its commands; empty for the agent's interpreter."""
+    python_path: str = ""
+    """PYTHONPATH of that interpreter: a fork does not read the one of its rank. Empty for the container's."""
 
     def encode(self) -> str:
         """Return the plan as an argument."""

@@ -103,9 +103,10 @@ class Standby:
         arguments = [*_interpreter(plan), str(descriptor), str(os.getpid()), plan.encode()]
         # dup2 to the same number would leave close-on-exec set, so the source gets another number first.
         source = os.dup(standby_end.fileno()) if standby_end.fileno() == descriptor else standby_end.fileno()
+        environment = {**os.environ, "PYTHONPATH": plan.python_path} if plan.python_path else os.environ
         try:
             pid = os.posix_spawnp(
-                arguments[0], arguments, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, source, descriptor)]
+                arguments[0], arguments, environment, file_actions=[(os.POSIX_SPAWN_DUP2, source, descriptor)]
             )
         finally:
             if source != standby_end.fileno():

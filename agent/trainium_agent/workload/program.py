@@ -2,12 +2,14 @@
 
 Guarantees:
 - No variable that the image or the job sets is replaced; the agent's interpreter does not affect the program.
-- The port of an attempt stays reserved until its rank 0 listens there.
+- The port of an attempt is one that the kernel assigns to no other process.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import shutil
 import signal
 import socket
@@ -34,24 +36,43 @@ _LIBRARY = Path(worker_env.AGENT_MOUNT) / "site"
 _SHORT_SECONDS = 3.0
 """A program that trains runs longer or reports a step."""
 _INFINIBAND = Path("/dev/infiniband")
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10_000
+_FIRST_NODE_PORT = 30_000
+"""Start of the default range of NodePorts, which a node takes from its pods with hostNetwork."""
+_PORT_CANDIDATES = 64
 
 
-class ReservedPort:
-    """A free port: bound, so that no other process gets it, but not listening, so that rank 0 can bind it too.
+class FreePort:
+    """A free port that no process gets by chance: outside the range from which the kernel assigns ports.
 
-    Linux allows that while both sockets have SO_REUSEADDR, as torch's store and most servers set.
+    It is not held, because rank 0 could bind a port that is bound already only if it sets SO_REUSEADDR.
     """
 
     def __init__(self, address: str) -> None:
-        """Bind a free port of an address. Raises OSError."""
+        """Choose a port of an address. Raises OSError."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((address, 0))
-        self.port: int = self._socket.getsockname()[1]
+        candidates = random.sample(_list_unassigned_ports(), _PORT_CANDIDATES)
+        for port in (*candidates, 0):
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                try:
+                    probe.bind((address, port))
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                    continue
+                self.port: int = probe.getsockname()[1]
+                return
 
-    def __del__(self) -> None:
-        self._socket.close()
+
+def _list_unassigned_ports() -> Sequence[int]:
+    """Return the ports below the kernel's range, without those of Kubernetes' services."""
+    try:
+        first_assigned = int(_PORT_RANGE.read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        first_assigned = _FIRST_NODE_PORT
+    ports = range(_FIRST_PORT, min(first_assigned, _FIRST_NODE_PORT))
+    return ports if len(ports) >= _PORT_CANDIDATES else range(_FIRST_PORT, _FIRST_NODE_PORT)
 
 
 class Program(ProgramMonitor):
@@ -64,13 +85,13 @@ class Program(ProgramMonitor):
         self._environment = environment
         self._command = (*program.command, *program.args)
         python = (shutil.which(program.command[0]) or program.command[0]) if program.warm else ""
-        self.plan = StandbyPlan(modules=program.warm, python=python)
+        self.plan = StandbyPlan(modules=program.warm, python=python, python_path=self._python_path)
         self.agrees_on_stop = True
         self._started_at = 0.0
 
-    def reserve_port(self, address: str) -> ReservedPort:
-        """Reserve a port at which rank 0 serves the ranks' store."""
-        return ReservedPort(address)
+    def reserve_port(self, address: str) -> FreePort:
+        """Return a port at which rank 0 serves the ranks' store."""
+        return FreePort(address)
 
     def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
         """Return the request that starts a rank."""
@@ -106,6 +127,12 @@ class Program(ProgramMonitor):
             "have it stay in the foreground, because its end is taken for the end of training"
         )
 
+    @property
+    def _python_path(self) -> str:
+        """The container's PYTHONPATH with the library; empty without the library."""
+        paths = (self._environment.get("PYTHONPATH", ""), str(_LIBRARY))
+        return os.pathsep.join(filter(None, paths)) if _LIBRARY.is_dir() else ""
+
     def _rank_environment(self, layout: AttemptLayout, local_rank: int) -> dict[str, str]:
         container = self._environment
         environment = rank_environment(self._settings, layout, local_rank, agent_serves=False)
@@ -116,8 +143,8 @@ class Program(ProgramMonitor):
         defaults["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
         if layout.accumulation:
             environment[worker_env.ENV_ACCUMULATION] = str(layout.accumulation)
-        if _LIBRARY.is_dir():
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (container.get("PYTHONPATH", ""), str(_LIBRARY))))
+        if self._python_path:
+            environment["PYTHONPATH"] = self._python_path
         return {**{name: value for name, value in defaults.items() if name not in container}, **environment}
 
 

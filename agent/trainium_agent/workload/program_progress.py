@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainium_agent.linux import kernel
+from trainium_agent.ranks.output import strip_escapes
 from trainium_agent.workload.base import Workload, progress_file
 from trainium_contract.spec.program import STEP_GROUP
 from trainium_contract.wire.messages import HangDetection
@@ -63,6 +64,7 @@ _CREATED_SECONDS = 3600.0
 _MAX_ENTRIES = 20_000
 _READ_SECONDS = 0.1
 """Interval between two reads of all records, because a node may have more than a hundred ranks."""
+_NUMBER = re.compile(rb"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\b(?:nan|inf)\b", re.IGNORECASE)
 _NEURON = Path("/sys/devices/virtual/neuron_device")
 
 
@@ -225,7 +227,8 @@ class ProgramMonitor(Workload):
     def _search(self, pattern: re.Pattern[bytes], rank: _Rank, at: float, line: bytes) -> None:
         try:
             with cpu_time_limit(_SEARCH_SECONDS):
-                match = pattern.search(line)
+                plain = strip_escapes(line)
+                match = pattern.search(plain) or (pattern.search(line) if plain != line else None)
         except TimeoutError:
             self._slow += 1
             return
@@ -372,15 +375,14 @@ def _output_record_path(path: Path) -> Path:
 
 
 def _parse_step(match: re.Match[bytes] | None) -> int | None:
-    digits = match[STEP_GROUP] if match is not None else None
-    return int(digits) if digits is not None and digits.isdigit() and len(digits) <= 18 else None
+    digits = (match[STEP_GROUP] or b"").replace(b",", b"") if match is not None else b""
+    return int(digits) if digits.isdigit() and len(digits) <= 18 else None
 
 
 def _parse_number(match: re.Match[bytes], group: str) -> float:
-    try:
-        return float(match.groupdict()[group] or "nan")
-    except (KeyError, ValueError):
-        return float("nan")
+    """Return the number in a group, which often has more than the number: `2.5,`, `1,024.0`, `tensor(2.5)`."""
+    found = _NUMBER.search(match.groupdict().get(group) or b"")
+    return float(found[0].replace(b",", b"")) if found is not None else float("nan")
 
 
 @contextlib.contextmanager

@@ -250,18 +250,37 @@ async def test_ranks_that_check_for_a_stop_end_after_the_same_step(job: AgentJob
     assert job.agents["a"].code == 75
 
 
-async def test_a_stopped_program_is_hung_by_its_steps(job: AgentJob) -> None:
-    script = "n=0; while true; do n=$((n+1)); echo step $n; sleep 0.1; "
-    script += "test $n = 20 -a $TORCHELASTIC_RESTART_COUNT = 0 && kill -STOP $$; done"
-    limits = {"stepFloorSeconds": 1, "saveSeconds": 2, "initSeconds": 5}
-    extra = {worker_env.ENV_HANG_LIMITS: json.dumps(limits)}
-    await start_generation(job, "a", **shell_environment(script, progress={"pattern": r"step (?P<step>\d+)"}), **extra)
+COUNTING = "n=0; while true; do n=$((n+1)); echo step $n; sleep 0.1; "
+COUNTING += "test $n = 20 -a $TORCHELASTIC_RESTART_COUNT = 0 && kill -STOP $$; done"
+STEP_PATTERN = {"pattern": r"step (?P<step>\d+)"}
+
+
+@pytest.mark.parametrize("script", [COUNTING, f"sh -c '{COUNTING}' & wait"])
+async def test_a_stopped_program_is_hung_by_its_steps(job: AgentJob, script: str) -> None:
+    """The limit of a save does not apply to it, although its output does not show whether it saves."""
+    extra = {worker_env.ENV_HANG_LIMITS: json.dumps({"stepFloorSeconds": 1})}
+    await start_generation(job, "a", **shell_environment(script, progress=STEP_PATTERN), **extra)
     await job.until_training("a", step=10)
     await job.until_training("a", attempt=1, step=5)
     failure = job.last_heartbeat("a").failures[-1]
     assert failure.exit_code == 77
     assert "made no progress" in failure.message
     assert "stopped by a signal" in failure.message
+
+
+async def test_a_stopped_rank_that_prints_nothing_hangs_those_that_wait_for_it(job: AgentJob) -> None:
+    folder = job.folder
+    worker = f"n=0; while true; do n=$((n+1)); echo $n > {folder}/draft; mv {folder}/draft {folder}/n; sleep 0.1; "
+    worker += "test $n = 20 -a $TORCHELASTIC_RESTART_COUNT = 0 && kill -STOP $$; done"
+    printer = f'while true; do m=$(cat {folder}/n); test "$m" != "$o" && echo step $m; o=$m; sleep 0.05; done'
+    script = f"if test $RANK = 1; then {worker}; fi; rm -f {folder}/n; sleep 0.5; {printer}"
+    extra = {worker_env.ENV_HANG_LIMITS: json.dumps({"stepFloorSeconds": 1})}
+    await start_generation(job, "a", "b", **shell_environment(script, progress=STEP_PATTERN), **extra)
+    await job.until_training("a", attempt=1, step=5)
+    failure = job.last_heartbeat("b").failures[-1]
+    assert (failure.exit_code, failure.rank) == (77, 1)
+    assert "stopped by a signal" in failure.message
+    assert not job.last_heartbeat("a").failures
 
 
 async def test_an_idle_program_is_hung_by_its_output_and_processor_time(job: AgentJob) -> None:

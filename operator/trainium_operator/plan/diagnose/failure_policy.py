@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.exit_codes import is_killed
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import (
     classify_exit_code,
@@ -258,7 +259,7 @@ def _verdict_on_crashes_before_any_step(facts: Facts) -> StopVerdict | None:
     if has_progress(facts):
         return None
     for member, failure in _crashed_members(facts):
-        if failure.step > 0:
+        if failure.step > 0 or is_killed(failure.exit_code):
             continue
         description = _describe_failure(member, failure)
         message = f"The training process crashed before its first step and again after a restart: {description}"

@@ -59,6 +59,13 @@ def test_the_same_crash_twice_before_the_first_step_is_a_verdict() -> None:
     assert second.state.stopped == 1
 
 
+@pytest.mark.parametrize("code", [137, 143])
+def test_processes_killed_before_the_first_step_are_not_yet_a_verdict(code: int) -> None:
+    """The memory killer of a host sends SIGKILL, to different ranks."""
+    state = decide_restart(code, 0, -1, GenerationState(), 3).state
+    assert action_after(code, state, best=-1) is RestartAction.RESTART
+
+
 def test_a_job_that_has_completed_a_step_is_not_judged_by_two_crashes() -> None:
     first = decide_restart(1, 0, 4, GenerationState(), 3)
     assert action_after(1, first.state, best=4) is RestartAction.RESTART

@@ -112,6 +112,26 @@ def test_a_partial_line_is_held_until_it_is_complete() -> None:
     assert json.loads(tail.close())["message"] == "rest"
 
 
+def test_a_line_that_is_overwritten_is_logged_at_intervals_and_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tail = OutputTail("[rank 3] ")
+    log = tail.feed(b"start\n\r 1/900 [00:01]")
+    assert log == b"[rank 3] start\n[rank 3]  1/900 [00:01]\n"
+    assert tail.feed(b"\r 2/900 [00:02]") + tail.feed(b"\r 3/900 [00:03]") == b""
+    monkeypatch.setattr(output, "_BAR_SECONDS", 0.0)
+    assert tail.feed(b"\r 4/900 [00:04]") == b"[rank 3]  4/900 [00:04]\n"
+    assert tail.feed(b"\nnext\n") == b"[rank 3] next\n", "it is in the log"
+    monkeypatch.undo()
+    assert tail.feed(b"a\rb\rc\n") + tail.feed(b"windows\r\n\r\n") == b"[rank 3] c\n[rank 3] windows\n[rank 3] \n"
+    assert tail.feed(b"5/9\r") + tail.close() == b"[rank 3] 5/9\n"
+    assert tail.text(1000) == "start\n 4/900 [00:04]\nnext\nc\nwindows\n5/9"
+
+
+def test_a_message_has_no_colours() -> None:
+    tail = OutputTail("")
+    assert tail.feed(b"\x1b[31mValueError: \x1b[0mno\n") == b"\x1b[31mValueError: \x1b[0mno\n", "the log keeps them"
+    assert tail.text(100) == "ValueError: no"
+
+
 def test_lines_end_at_newlines_and_carriage_returns() -> None:
     lines: list[bytes] = []
     tail = OutputTail("", on_line=lines.append)

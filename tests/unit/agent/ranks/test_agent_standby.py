@@ -117,6 +117,34 @@ def test_a_standby_that_does_not_answer_is_lost(
     assert not fake.standby.warm
 
 
+WARM_RANK = """
+import os, sys
+from trainium_agent.linux import kernel
+from trainium_agent.ranks.standby import StandbyPlan, StartRequest
+from trainium_agent.ranks.standby_manager import Standby
+
+kernel.adopt_orphans()
+folder = sys.argv[1]
+plan = StandbyPlan(modules=("library_of_the_agent",), python=sys.executable, python_path=folder)
+environment = {"PYTHONPATH": folder}
+code = "import library_of_the_agent as library; print(library.__file__)"
+read_end, write_end = os.pipe()
+rank = Standby.spawn(plan).start(StartRequest([sys.executable, "-c", code], environment, "rank 0"), write_end)
+rank.run()
+os.close(write_end)
+print(os.read(read_end, 65536).decode())
+"""
+
+
+def test_a_warm_rank_finds_what_its_pythonpath_names(tmp_path: Path) -> None:
+    library = tmp_path / "library_of_the_agent.py"
+    library.touch()
+    run = subprocess.run(
+        [sys.executable, "-c", WARM_RANK, str(tmp_path)], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout.split() == [str(library)], run.stderr
+
+
 class PodWithFakeStandbys:
     """A StandbyManager with fake standbys, which runs functions of the main thread at once."""
 

@@ -15,7 +15,7 @@ from tests.unit.agent.pod_environment import environment
 from trainium_agent.settings import SettingsError, settings_from
 from trainium_agent.workload import program as program_module
 from trainium_agent.workload.base import AttemptLayout
-from trainium_agent.workload.program import Program, ReservedPort, network_environment
+from trainium_agent.workload.program import FreePort, Program, network_environment
 from trainium_contract.faults.causes import Cause
 from trainium_trainer.configuration.config import read_launch
 
@@ -58,6 +58,7 @@ def test_the_worker_library_is_appended_to_pythonpath(tmp_path: Path, monkeypatc
     assert build_program(tmp_path, {}).request(LAYOUT, 0).environment["PYTHONPATH"] == str(tmp_path)
     program = build_program(tmp_path, {"PYTHONPATH": "/app"})
     assert program.request(LAYOUT, 0).environment["PYTHONPATH"] == f"/app:{tmp_path}"
+    assert program.plan.python_path == f"/app:{tmp_path}", "a fork of the standby does not read its own PYTHONPATH"
 
 
 def test_a_rank_has_variables_of_efa_and_none_of_the_neuron_runtime(
@@ -72,16 +73,28 @@ def test_a_rank_has_variables_of_efa_and_none_of_the_neuron_runtime(
     assert not [name for name in env if name.startswith(("NEURON", "PJRT"))], "torch_xla and TorchNeuron derive them"
 
 
-def test_a_reserved_port_is_exclusive_and_can_be_listened_on_by_rank_0() -> None:
-    reserved = ReservedPort("127.0.0.1")
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.1", reserved.port))
-    for address in ("127.0.0.1", "0.0.0.0"):
-        with socket.socket() as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((address, reserved.port))
-            server.listen()
-            socket.create_connection(("127.0.0.1", reserved.port), timeout=5).close()
+def test_a_port_can_be_bound_by_rank_0_with_and_without_reuse_of_addresses() -> None:
+    for reuse in (0, 1):
+        for address in ("127.0.0.1", "0.0.0.0"):
+            free = FreePort("127.0.0.1")
+            with socket.socket() as server:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+                server.bind((address, free.port))
+                server.listen()
+                socket.create_connection(("127.0.0.1", free.port), timeout=5).close()
+
+
+def test_no_process_gets_the_port_of_rank_0_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first_assigned = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(10_000 <= FreePort("127.0.0.1").port < min(30_000, first_assigned) for _ in range(20))
+    monkeypatch.setattr(program_module, "_PORT_RANGE", tmp_path / "range")
+    (tmp_path / "range").write_text("15000\t65000\n")
+    assert all(10_000 <= FreePort("127.0.0.1").port < 15_000 for _ in range(20))
+    monkeypatch.setattr(program_module, "_list_unassigned_ports", lambda: [port] * 64)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        assert FreePort("127.0.0.1").port != port, "another one if all are taken"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"image": "i"}', '{"image": "i", "command": []}'])

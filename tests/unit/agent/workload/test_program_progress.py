@@ -83,6 +83,32 @@ def test_steps_and_losses_are_parsed_from_output(monitored_program: MonitoredPro
     assert monitored_program.monitor.problem == ""
 
 
+@pytest.mark.parametrize(
+    ("printed", "loss"),
+    [
+        ("\x1b[32mstep 7\x1b[0m loss \x1b[1;33m2.5\x1b[0m lr 0.1", 2.5),
+        ("step 7 loss 2.5\x1b[39m", 2.5),
+        ("\x1b]8;;http://x\x07step 7\x1b]8;;\x07 loss 2.5", 2.5),
+        ("step 7 loss 2.5, lr 0.1", 2.5),
+        ("step 7 loss tensor(2.5,grad_fn=<A>)", 2.5),
+        ("step 7 loss 1,024.5", 1024.5),
+        ("step 7 loss -2.5e-3;", -0.0025),
+        ("step 7 loss inf", float("inf")),
+    ],
+)
+def test_a_number_is_read_from_coloured_output_and_with_what_follows(
+    monitored_program: MonitoredProgram, printed: str, loss: float
+) -> None:
+    monitored_program.print_lines(printed)
+    assert (monitored_program.record().step, monitored_program.record().loss) == (7, loss)
+
+
+def test_a_step_has_separators_of_thousands_and_a_pattern_may_name_colours(tmp_path: Path) -> None:
+    program = MonitoredProgram(tmp_path, r"\x1b\[32m(?P<step>[\d,]+)")
+    program.print_lines("\x1b[31m7", "\x1b[32m1,024")
+    assert program.record().step == 1024
+
+
 def test_a_restart_keeps_the_productive_time_of_kept_steps(monitored_program: MonitoredProgram) -> None:
     monitored_program.print_lines("step 1")
     time.sleep(0.05)

@@ -79,6 +79,14 @@ def test_a_repeated_crash_before_the_first_step_is_a_user_error() -> None:
     assert result.status.avoided_nodes == ()
 
 
+def test_processes_killed_before_the_first_step_are_no_verdict() -> None:
+    agents = build.agents(range(4), WorkerPhase.FAILED, generation=1)
+    killed = build.failed_agent(1, 137, rank=1, step=-1, attempt=3)
+    result = make_plan(build.running_job(4, spares=1, agents={**agents, 1: killed}))
+    assert result.status.phase is not Phase.FAILED
+    assert result.newest_entry.cause is Cause.CRASH
+
+
 def test_a_crash_while_loading_is_no_verdict_after_the_first_step() -> None:
     agents = build.agents(range(4), WorkerPhase.FAILED, generation=1)
     status = {"progress": {"step": 40}}
