@@ -137,6 +137,8 @@ class GenerationRunner:
             # The last step of a program may still be in the pipe.
             self._event_loop.call_at(time.monotonic() + _POLL_SECONDS, lambda: self._handle_exit(process))
             return
+        if code == ExitCode.FINISHED:
+            self._workload.record_success(process)
         if process.exit_requested or (self._stop is not None and self._stop.attempt == process.attempt):
             self._workload.observe(fresh=True)
             code = self._workload.exit_code_after_request(code)

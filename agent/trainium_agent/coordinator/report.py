@@ -283,7 +283,7 @@ class PodReport:
         for index, restart in enumerate(self._restarts):
             if restart.resumed_at is None and self._is_of_current_generation(restart):
                 self._restarts[index] = restart.model_copy(
-                    update={"resume_step": resumed, "resumed_at": _find_resume_time(record, restart.step_before)}
+                    update={"resume_step": resumed, "resumed_at": self._find_resume_time(record, restart.step_before)}
                 )
         if record.step > 0 or record.resume_step > 0:
             self._best_step = max(self._best_step, record.step, record.resume_step)
@@ -327,6 +327,16 @@ class PodReport:
         if not self._loaded and record.phase is ProgressPhase.TRAINING:
             self._loaded = time.time()
 
+    def _find_resume_time(self, record: ProgressRecord, step_before: int) -> float | None:
+        """Return when the ranks passed the step at which the failure had stopped them; None before."""
+        if record.step > max(step_before, record.resume_step):
+            return record.updated
+        is_program = self._workload.hang_detection is not None
+        if is_program and record.step < 0 and step_before < 0 and record.phase is ProgressPhase.TRAINING:
+            return record.updated  # a program without steps runs as soon as its processes do
+        has_passed_step = RunStage.parse(record.stage) is not RunStage.TRAIN and record.step >= step_before
+        return record.stage_since if has_passed_step else None
+
     def _is_of_current_attempt(self, record: ProgressRecord) -> bool:
         return (record.generation, record.attempt) == (self.generation, self.attempt)
 
@@ -340,16 +350,6 @@ def _read_alerts(path: Path) -> tuple[Alert, ...]:
         Alert(kind=kind, step=alert["step"], message=alert["message"][:MESSAGE_CHARACTERS])
         for kind, alert in read_alerts(path).items()
     )
-
-
-def _find_resume_time(record: ProgressRecord, step_before: int) -> float | None:
-    """Return when the ranks passed the step at which the failure had stopped them; None before."""
-    if record.step > max(step_before, record.resume_step):
-        return record.updated
-    if record.step < 0 and step_before < 0 and record.phase is ProgressPhase.TRAINING:
-        return record.updated  # a program without steps trains as soon as it runs
-    has_passed_step = RunStage.parse(record.stage) is not RunStage.TRAIN and record.step >= step_before
-    return record.stage_since if has_passed_step else None
 
 
 def _finite(value: float) -> float | None:

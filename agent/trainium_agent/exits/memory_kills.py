@@ -2,7 +2,7 @@
 
 Unlike /dev/kmsg they need no privilege. cgroup v2 counts in `memory.events`, v1 in `memory.oom_control` (Linux 4.13 and
 later) and `memory.failcnt`. The kernel counts a kill in the cgroup of the killed process before it sends the signal,
-also when the node and not the cgroup ran out of memory; only the second counter tells these apart.
+also when the node and not the cgroup ran out of memory; the second counter distinguishes these.
 
 Source: the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst, and `memcg_memory_event` in its
 memcontrol.h.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainium_agent.exits.kernel_log import KernelEvents
 
 _UNLIMITED = 1 << 60
-"""v1 has no word for "no limit", only the largest multiple of a page."""
+"""v1 shows "no limit" as the largest multiple of a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class MemoryKills:
         if last is None or new is None or new.kills <= last.kills:
             return
         limit = self._read_limit()
-        # Whoever sets no limit leaves it to the node to stop a program that needs too much.
+        # Without a limit only the node stops a program that needs too much.
         if limit is None:
             text = f"{MEMORY_LIMIT_REACHED}, which is the memory of the node"
         elif new.limit_hits > last.limit_hits:

@@ -94,6 +94,9 @@ class Workload(ABC):
         """
         return ""
 
+    def record_success(self, process: RankProcess) -> None:  # noqa: B027
+        """Record that a rank has ended with code 0, in the event loop, before the agent reports it."""
+
     def observe(self, *, fresh: bool = False) -> None:  # noqa: B027
         """Read the ranks' progress, in the event loop; `fresh`: also progress that was read a moment ago."""
 

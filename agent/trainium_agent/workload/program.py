@@ -21,6 +21,8 @@ from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.workload.base import rank_environment
 from trainium_agent.workload.program_progress import ProgramMonitor
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.program_output import reports_error
+from trainium_contract.redaction import redact_secrets
 from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ _LIBRARY = Path(worker_env.AGENT_MOUNT) / "site"
 """Directory that contains only `trainium_worker`."""
 _SHORT_SECONDS = 3.0
 """A program that trains runs longer or reports a step."""
+_SHELLS = frozenset({"sh", "bash", "dash", "ash", "ksh", "zsh"})
+_END_LINES = 4
+_END_CHARACTERS = 4096
 _INFINIBAND = Path("/dev/infiniband")
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10_000
@@ -95,7 +100,7 @@ class Program(ProgramMonitor):
 
     def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
         """Return the request that starts a rank."""
-        self._started_at = time.monotonic()
+        self._started_at, self.end_problem = time.monotonic(), ""
         return StartRequest(
             self._command,
             self._rank_environment(layout, local_rank),
@@ -114,6 +119,16 @@ class Program(ProgramMonitor):
         A complete program ends at once when it starts again; an incomplete one counted as finished would lose training.
         """
         return ExitCode.YIELDING if code == ExitCode.FINISHED and not self.has_all_steps else code
+
+    def record_success(self, process: RankProcess) -> None:
+        """Record the error at the end of a shell's output: the code of a pipe or script is that of its last command."""
+        lines = process.output.text(_END_CHARACTERS).split("\n")[-_END_LINES:]
+        error = next((line for line in reversed(lines) if reports_error(line)), "")
+        if error and Path(self._command[0]).name in _SHELLS:
+            self.end_problem = (
+                f"a shell ended with code 0 although its output ends with {redact_secrets(error)!r}: start the program "
+                "with exec, or set -e and -o pipefail, so that its own code counts"
+            )
 
     def on_finish(self, processes: Sequence[RankProcess]) -> str:
         """Return an error if the program ended at once and left processes running, in the background."""

@@ -109,6 +109,8 @@ class ProgramMonitor(Workload):
         self._read_at = 0.0
         self._slow = 0
         self._backwards = ""
+        self.end_problem = ""
+        """What the output of a rank shows that ended with code 0."""
         self._checkpoints = _CheckpointFolder(program) if program.checkpoints else None
 
     def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None]:
@@ -217,7 +219,8 @@ class ProgramMonitor(Workload):
     def problem(self) -> str:
         """Why steps or checkpoints cannot be read, and the remedy; empty while they can."""
         checkpoints = self._checkpoints.problem if self._checkpoints is not None else ""
-        return self._describe_pattern_problem() or self._backwards or self._describe_different_steps() or checkpoints
+        pattern = self._describe_pattern_problem() or self._backwards
+        return self.end_problem or pattern or self._describe_different_steps() or checkpoints
 
     @property
     def durable_step(self) -> int:

@@ -60,6 +60,8 @@ def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableT
 def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
     """Render the time spent by cause, stage and size."""
     if goodput.ratio is None:
+        if goodput.wall_seconds:
+            return Text("the goodput is not known: the program has reported no step")
         return Text("nothing is counted yet: no workers have started together")
     wall = goodput.wall_seconds or 1.0
     columns = (Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))

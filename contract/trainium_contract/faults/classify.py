@@ -322,7 +322,7 @@ def _may_refine(code: int, status_cause: Cause) -> bool:
 
 def _kernel_line_explains(code: int, sign: Sign) -> bool:
     """Return whether a kernel line that is not a fault by itself explains an exit with this code."""
-    if sign.of_container:  # also for the child of a rank, whose end the rank reports with a code of its own
+    if sign.of_container:  # also for the child of a rank, whose end the rank reports with another code
         return classify_exit_code(code).cause is Cause.CRASH
     if sign.cause is Cause.MEMORY:
         return code == _KILLED

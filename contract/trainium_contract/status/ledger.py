@@ -60,14 +60,16 @@ class SizeAccount(StatusModel):
 class PublicGoodput(StatusModel):
     """Where the time went since the first generation of workers (definitions: docs/goodput.md)."""
 
-    ratio: float = 0.0
-    """Strict goodput: productive over wall time, 0 to 1."""
+    ratio: float | None = 0.0
+    """Strict goodput: productive over wall time, 0 to 1; absent for a program that has reported no step."""
     uptime_ratio: float = 0.0
     """Share of the wall time in which training ran; repeated and slow steps count as up."""
-    fleet_ratio: float = 0.0
-    """Productive node time over all node time that the job held, spares and its quarantined nodes included."""
+    fleet_ratio: float | None = 0.0
+    """Productive node time over all node time that the job held, spares and its quarantined nodes included; absent as
+    the ratio.
+    """
     productive_seconds: float = 0.0
-    """Steps in the final history, at the reference step time."""
+    """Steps in the final history, at the reference step time; without reported steps the time that was not lost."""
     wall_seconds: float = 0.0
     """Seconds since the first generation of workers, without suspensions and the stages after the last step."""
     lost_seconds: Annotated[dict[str, float], Field(max_length=32)] = {}

@@ -120,7 +120,7 @@ class JobMetrics:
         running = [each for each in statuses if each.phase is Phase.RUNNING and each.goodput.wall_seconds > 0]
         for measure, name in MEASURES.items():
             ratios = (getattr(each.goodput, name) for each in running)
-            self._goodput.labels(measure).set(min(ratios, default=1.0))
+            self._goodput.labels(measure).set(min((ratio for ratio in ratios if ratio is not None), default=1.0))
         self._durable_age.set(max(self._ages(running), default=0.0))
         self._set_gauge(
             self._workers, [item for job, status in self._seen.values() for item in count_by_state(job, status)]

@@ -110,7 +110,9 @@ class Families:
                     family.add_metric(name, speed)
         if status.goodput.wall_seconds > 0:
             for measure, field in MEASURES.items():
-                self.goodput.add_metric([*name, measure], getattr(status.goodput, field))
+                ratio = getattr(status.goodput, field)
+                if ratio is not None:
+                    self.goodput.add_metric([*name, measure], ratio)
         for cause, seconds in status.goodput.lost_seconds.items():
             self.lost.add_metric([*name, cause], seconds)
         for figure in next((each.figures for each in reversed(status.evaluations) if each.figures), ()):

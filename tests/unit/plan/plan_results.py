@@ -92,8 +92,8 @@ def check_ledger(goodput: GoodputStatus) -> None:
     seconds = (goodput.lost_seconds, goodput.lost_by_stage, goodput.stage_seconds)
     assert all(value >= 0.0 for table in seconds for value in table.values())
     for ratio in (goodput.ratio, goodput.uptime_ratio, goodput.fleet_ratio):
-        assert 0.0 <= ratio <= 1.0
-    assert goodput.ratio <= goodput.uptime_ratio + 1e-4, "productive time is uptime"
+        assert ratio is None or 0.0 <= ratio <= 1.0
+    assert (goodput.ratio or 0.0) <= goodput.uptime_ratio + 1e-4, "productive time is uptime"
     assert len(goodput.sizes) <= MAX_SIZES
     assert len(goodput.window.samples) < WINDOW_SAMPLES
 

@@ -216,7 +216,7 @@ def test_a_program_is_complete_when_it_ended_with_code_0_on_all_workers() -> Non
     done = build.agents(range(4), WorkerPhase.FINISHED, generation=1)
     result = make_plan(build.running_job(4, job_spec=build.program_spec(), agents=done))
     complete = result.condition(ConditionType.COMPLETE)
-    assert complete.message == "the program ended with code 0 on all workers"
+    assert complete.message == "the program ended with code 0 on all workers, after step 100"
 
 
 # --- recoveries in virtual time ---------------------------------------------------------------------------------------
@@ -247,7 +247,8 @@ def test_a_program_goes_through_a_crash_and_a_lost_node_and_completes(steps: boo
     assert cluster.status.phase is Phase.COMPLETED
     assert cluster.status.progress.step == (400 if steps else 0)
     check_ledger(cluster.status.goodput)
-    assert cluster.status.goodput.ratio > 0.8
+    ratio = cluster.status.goodput.ratio
+    assert ratio > 0.8 if steps else ratio is None, "it is not known how much of its time was training"
 
 
 def test_a_program_that_reports_its_first_step_late_has_started_then() -> None:

@@ -134,6 +134,15 @@ async def test_a_program_in_the_background_is_a_user_error(job: AgentJob, start:
     assert has_ended(int((job.folder / "pid").read_text()))
 
 
+@pytest.mark.parametrize("script", ["{} | cat", "{}; echo saved > /dev/null"])
+async def test_an_error_behind_the_success_of_a_shell_is_reported(job: AgentJob, script: str) -> None:
+    fails = f"{sys.executable} -c 'raise ValueError(7)' 2>&1"
+    await start_generation(job, "a", **shell_environment(script.format(fails)))
+    finished = await job.until_heartbeat("a", lambda heartbeat: heartbeat.phase == "Finished", "its end")
+    assert "although its output ends with 'ValueError: 7'" in finished.progress.problem
+    await job.until_ended("a")
+
+
 async def test_child_processes_end_with_their_program(job: AgentJob) -> None:
     script = "test $TORCHELASTIC_RESTART_COUNT = 1 && exit 0; for n in 1 2; do sh -c 'sleep 300' & "
     script += f"echo $! >> {job.folder}/pids-$GROUP_RANK; done; sleep 1; test $GROUP_RANK = 1 && exit 9; wait"

@@ -28,7 +28,7 @@ def list_events(old: PublicStatus, new: PublicStatus) -> tuple[EventIntent, ...]
         if before is None:
             events += _list_begin_events(entry)
         if entry.recovered_seconds is not None and (before is None or before.recovered_seconds is None):
-            events += _list_end_events(old, entry)
+            events += _list_end_events(old, new, entry)
     return (*events, *_list_transitions(old, new))
 
 
@@ -45,11 +45,13 @@ def _list_begin_events(entry: Interruption) -> Iterator[EventIntent]:
     )
 
 
-def _list_end_events(old: PublicStatus, entry: Interruption) -> Iterator[EventIntent]:
+def _list_end_events(old: PublicStatus, new: PublicStatus, entry: Interruption) -> Iterator[EventIntent]:
     steps_lost = "" if entry.steps_lost is None else f", {format_count(entry.steps_lost, 'step')} lost"
+    # Without a step nobody knows when a program trains.
+    subject = "Training goes on" if new.progress.step > 0 else "The processes run again"
     yield event(
         Reason.RESIZED if entry.rung in (Rung.RESIZE, Rung.GROW) else Reason.RECOVERED,
-        f"Training goes on after {entry.recovered_seconds} s ({entry.cause.value}, {entry.rung.value}{steps_lost}, "
+        f"{subject} after {entry.recovered_seconds} s ({entry.cause.value}, {entry.rung.value}{steps_lost}, "
         f"{format_count(entry.pods_replaced, 'pod')} replaced).",
     )
     durable_step = old.checkpoint.durable_step

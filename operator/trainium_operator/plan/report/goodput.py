@@ -292,14 +292,15 @@ def _with_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> Goo
     overhead = round(available - productive, 3)
     by_cause = {key: value for key, value in goodput.lost_seconds.items() if key != OVERHEAD}
     by_stage = {key: value for key, value in goodput.lost_by_stage.items() if key != OVERHEAD}
+    is_known = step_totals is not None or facts.job.spec.program is None
     down_seconds = sum(by_stage.get(stage, 0.0) for stage in _DOWN_STAGES)
     return goodput.replaced(
         productive_seconds=round(productive, 3),
         lost_seconds=_without_zeros({**by_cause, OVERHEAD: overhead}),
         lost_by_stage=_without_zeros({**by_stage, OVERHEAD: overhead}),
-        ratio=_compute_ratio(productive, wall_seconds),
+        ratio=_compute_ratio(productive, wall_seconds) if is_known else None,
         uptime_ratio=_compute_ratio(wall_seconds - down_seconds, wall_seconds),
-        fleet_ratio=_compute_ratio(node_productive, goodput.node_seconds),
+        fleet_ratio=_compute_ratio(node_productive, goodput.node_seconds) if is_known else None,
     )
 
 

@@ -65,7 +65,7 @@ def test_a_kill_is_attributed_to_the_limit_or_to_the_node(
     kills.observe()
     (event,) = events.newest
     assert event.at == pytest.approx(time.time(), abs=60)
-    for code in (137, 1, 139):  # a rank whose child was killed ends with a code of its own
+    for code in (137, 1, 139):  # a rank whose child was killed ends with another code
         assert classify_exit(code, kernel=[event.line]).cause is cause
     assert classify_exit(64, kernel=[event.line]).cause is Cause.USER_CODE
 

@@ -18,6 +18,7 @@ from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.text import SENTENCE_LIMIT, format_names, format_rfc3339, format_sentence
+from trainium_operator.plan.report.events import list_events
 from trainium_operator.plan.report.summary import SLOW_INIT_SECONDS
 
 
@@ -408,9 +409,20 @@ def test_later_and_other_alerts_are_events_and_unknown_kinds_are_not() -> None:
     assert len(result.status.alerts) == 3
 
 
+@pytest.mark.parametrize(("step", "subject"), [(0, "The processes run again"), (12, "Training goes on")])
+def test_an_event_reports_training_only_where_a_step_proves_it(step: int, subject: str) -> None:
+    entry = Interruption(generation=1, time="t", cause=Cause.CRASH, rung=Rung.IN_PLACE, recovered_seconds=0.431)
+    status = TrainingJobStatus()
+    new = status.replaced(history=(entry,), progress=status.progress.replaced(step=step))
+    notes = [each.note for each in list_events(status, new) if each.reason == "Recovered"]
+    assert [note.partition(" after")[0] for note in notes] == [subject]
+
+
 def test_lines_of_output_are_separated_in_a_message() -> None:
     output = "step 2: loss is nan: lower the rate\n\n  16:35:21 rank 0  INFO start-up: data 0.05 s\n"
-    assert format_sentence(output) == "step 2: loss is nan: lower the rate | 16:35:21 rank 0 INFO start-up: data 0.05 s"
+    assert (
+        format_sentence(output) == "step 2: loss is nan: lower the rate |   16:35:21 rank 0 INFO start-up: data 0.05 s"
+    )
 
 
 def test_a_suspended_job_shows_its_last_save() -> None:
