@@ -176,6 +176,13 @@ class GenerationRunner:
             case actions.SimpleAction.OBSERVE_PROGRESS:
                 self._workload.observe(fresh=True)
                 report.observe()
+            case actions.SimpleAction.REPORT_GRACE_EXCEEDED:
+                _log.warning(
+                    "the ranks did not end within %.0f s of the request and are killed: what they made since their "
+                    "checkpoint is lost",
+                    self._settings.grace_seconds,
+                )
+                report.record_killed(self._generation)
             case actions.ReportStuck(ranks):
                 report.set_stuck_ranks(ranks)
             case actions.ReportTiming(timing):

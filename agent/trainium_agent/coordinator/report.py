@@ -111,6 +111,9 @@ class PodReport:
         self._timed_attempt: tuple[int, int] = (0, -1)
         self._started = self._loaded = 0.0
         self._stuck: tuple[StuckRank, ...] = ()
+        self._left: tuple[int, int] | None = None
+        """Generation and attempt of ranks that may still train, although a newer generation is known."""
+        self._killed_generation = 0
         self._checks: dict[PreflightCheck, CheckResult] = {}
         self._compiled: tuple[CompiledSize, ...] = ()
         self.diagnoser = ExitDiagnoser(settings.rules_path, send_now)
@@ -146,6 +149,7 @@ class PodReport:
 
     def start_generation(self, generation: int, phase: WorkerPhase) -> None:
         """Record a newer generation; ranks of the old one may still be ending."""
+        self._left = (self.generation, self.attempt)
         self.generation = generation
         self.attempt = 0
         self._verdict = None
@@ -245,9 +249,12 @@ class PodReport:
     def observe(self) -> None:
         """Read the ranks' progress and check whether a restart has resumed."""
         newest = self._workload.newest(self.progress_files)
-        if newest is None or not self._is_of_current_attempt(newest[0]):
+        if newest is None:
             return
         record, path = newest
+        if not self._is_of_current_attempt(record):
+            self._count_last_steps(record)
+            return
         self._record_times(record)
         stage = RunStage.parse(record.stage)
         is_training = stage is RunStage.TRAIN
@@ -317,7 +324,19 @@ class PodReport:
             timing=self.timing,
             checks=tuple(self._checks.values()),
             compiled=self._compiled,
+            killed_generation=self._killed_generation,
         )
+
+    def _count_last_steps(self, record: ProgressRecord) -> None:
+        """Count the steps of ranks that train until they end or are killed: a restart repeats them."""
+        is_left = (record.generation, record.attempt) == self._left
+        if is_left and self._progress is not None and record.step > self._progress.step:
+            self._progress = self._progress.model_copy(update={"step": record.step})
+
+    def record_killed(self, generation: int) -> None:
+        """Record that the ranks of a generation were killed because they did not end when asked to."""
+        self._killed_generation = generation
+        self._send_now()
 
     def _record_times(self, record: ProgressRecord) -> None:
         """Record when the processes of this attempt started, and when they began to train."""

@@ -100,6 +100,8 @@ class SimpleAction(StrEnum):
     """Send SIGKILL to every rank that has not ended."""
     OBSERVE_PROGRESS = "ObserveProgress"
     """Read the ranks' progress once more."""
+    REPORT_GRACE_EXCEEDED = "ReportGraceExceeded"
+    """Report that ranks are killed because they have not ended in the grace period."""
 
 
 @dataclass(frozen=True, slots=True)

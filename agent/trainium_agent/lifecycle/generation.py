@@ -403,9 +403,10 @@ def _decide_saving(local: LocalGeneration, now: float) -> _StepResult | None:
             if has_failed and not local.broken_announced
             else None
         )
-    return _end_attempt(
-        local, SimpleFollowUp.LEAVE, now, actions.SimpleAction.OBSERVE_PROGRESS
-    )  # the report includes their last save
+    reports: tuple[actions.Action, ...] = (actions.SimpleAction.OBSERVE_PROGRESS,)  # includes their last save
+    if local.alive and now >= local.deadline:
+        reports = (*reports, actions.SimpleAction.REPORT_GRACE_EXCEEDED)
+    return _end_attempt(local, SimpleFollowUp.LEAVE, now, *reports)
 
 
 def _run_task(local: LocalGeneration, task: actions.Task, *reports: actions.Action) -> _StepResult:

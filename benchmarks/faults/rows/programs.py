@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.environment import STEPS
@@ -29,6 +30,12 @@ program:
 recovery: {{hang: {{saveSeconds: 5}}}}
 """
 
+_IN_OWN_SESSION = _PROGRAM.replace(
+    "exec python",
+    """setsid sh -c 'echo $$ >>$TRAINIUM_FAULTS_DIR/children-$TRAINIUM_POD_NAME; exec "$@"' child python""",
+).replace("--seconds-per-step 0.15", "--seconds-per-step 0.15; exit $?")
+"""The same behind a shell, in a separate session, as torchrun starts its workers."""
+
 
 def _signal_rank(run: Run, pod: str, signal: str, cause: str) -> RunResult:
     expected = ExpectedRecovery(
@@ -45,6 +52,17 @@ def _signal_rank(run: Run, pod: str, signal: str, cause: str) -> RunResult:
 def _kill_rank(run: Run) -> RunResult:
     run.target.wait_until_stable(3, seconds=180)
     return _signal_rank(run, run.random_member()["podName"], "KILL", "Crash")
+
+
+def _kill_leader(run: Run) -> RunResult:
+    run.target.wait_until_stable(3, seconds=180)
+    pod = run.random_member()["podName"]
+    result = _signal_rank(run, pod, "KILL", "Crash")
+    children = f"/cache/faults/{run.target.commands.name}/children-{pod}"
+    alive = run.target.shell(pod, f"for pid in $(cat {children}); do kill -0 $pid 2>/dev/null && echo $pid; done; true")
+    if len(alive.split()) == 1:
+        return result
+    return replace(result, deviations=(*result.deviations, f"not one child of two attempts is alive, but: {alive}"))
 
 
 def _stop_rank(run: Run) -> RunResult:
@@ -76,6 +94,19 @@ ROWS = (
         checked="history: cause Crash, rung InPlace, that pod; uids; steps lost at most 6",
         run_once=_kill_rank,
         spec=_PROGRAM,
+        job_per_run=True,
+        max_runs=5,
+        kubelet=False,
+    ),
+    Row(
+        number=47,
+        part="b",
+        fault="SIGKILL of a launcher, whose child has its own session",
+        injected="`kill -9` of the shell that started the DDP script of a random member in a separate session",
+        expected="the child ends before all ranks restart in place; the steps since the script's checkpoint are lost",
+        checked="history: cause Crash, rung InPlace, that pod; uids; steps lost at most 6; one child is alive",
+        run_once=_kill_leader,
+        spec=_IN_OWN_SESSION,
         job_per_run=True,
         max_runs=5,
         kubelet=False,

@@ -39,6 +39,8 @@ def interruption_page(report: InterruptionReport) -> RenderableType:
         if entry.open
         else f"after {format_duration(entry.recovered_seconds)}"
     )
+    if end.startswith("after") and entry.step_before is None and entry.resume_step is None:
+        end += ", when its processes ran again: no step is known"
     joined = [f"{pluralize(entry.pods_replaced, 'pod')} joined"] if entry.pods_replaced else []
     return vertical_group(
         Text(_format_title(report), "bold"),

@@ -361,6 +361,9 @@ class HeartbeatRequest(WireMessage):
     """Outcome of the preflight, of the pairwise test too once it ran."""
     compiled: tuple[CompiledSize, ...] = Field(max_length=MAX_COMPILED, default=())
     """Sizes for which this pod has compiled or fetched graphs as an idle spare."""
+    killed_generation: Ordinal = 0
+    """The newest generation whose ranks this agent killed, because they had not ended in the grace period; 0 for none.
+    """
 
 
 class HeartbeatResponse(WireMessage):

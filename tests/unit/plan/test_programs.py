@@ -251,6 +251,23 @@ def test_a_program_goes_through_a_crash_and_a_lost_node_and_completes(steps: boo
     assert ratio > 0.8 if steps else ratio is None, "it is not known how much of its time was training"
 
 
+def test_steps_after_an_ignored_request_to_stop_are_lost_and_explained() -> None:
+    entry = build.interruption(Rung.RESIZE, ago=70, took=None, cause=Cause.RESIZE, step_before=79)
+    status = {"membership": MembershipStatus(generation=2, size=2), "history": (entry,)}
+    observed = build.running_job(2, job_spec=build.program_spec(workers={"replicas": 2}), status=status)
+    observed = replace(observed, membership=build.membership(0, 1, generation=2), published=2)
+    left = Progress(step=279, updated=NOW - 20)
+    fields = {"generation": 2, "killed_generation": 1}
+    loading = build.agents(range(2), WorkerPhase.JOINING, progress=left, **fields)
+    during = make_plan(build.with_agents(observed, loading))
+    assert during.newest_entry.step_before == 279
+    resumed = Progress(step=280, resume_step=270, updated=NOW - 1, started=NOW - 9, loaded=NOW - 6)
+    training = build.agents(range(2), WorkerPhase.TRAINING, progress=resumed, **fields)
+    after = make_plan(build.with_status(build.with_agents(observed, training), during.status)).newest_entry
+    assert (after.step_before, after.resume_step, after.steps_lost) == (279, 270, 9)
+    assert after.message.count("did not end in the grace period after SIGTERM and were killed") == 1
+
+
 def test_a_program_that_reports_its_first_step_late_has_started_then() -> None:
     cluster = start_job(steps=False)
     cluster.run(90)

@@ -223,6 +223,21 @@ async def test_a_program_that_ignores_sigterm_is_killed_after_its_grace(job: Age
     assert has_ended(int((job.folder / "pid").read_text()))
 
 
+async def test_steps_after_an_ignored_request_to_stop_are_reported_to_the_operator(job: AgentJob) -> None:
+    """A restart repeats them, so they must not vanish with the generation that made them."""
+    script = f'trap "" TERM; test $TRAINIUM_GENERATION = 1 && n=0 || n={10**6}; '
+    script += "while true; do n=$((n+1)); echo step $n; sleep 0.05; done"
+    await start_generation(job, "a", **shell_environment(script, progress=STEP_PATTERN), TRAINIUM_GRACE_SECONDS="2")
+    await job.until_training("a", step=5)
+    before = job.last_heartbeat("a").progress.step
+    await job.coordinator.publish(["a"], Transition.GRACEFUL)
+    await job.until_training("a", generation=2, step=10**6)
+    left = [each for each in job.coordinator.heartbeats["a"] if each.generation == 2 and each.phase != "Training"]
+    assert max(each.progress.step for each in left) >= before + 20
+    assert left[-1].killed_generation == 1
+    assert "the ranks did not end within 2 s of the request" in job.agents["a"].log
+
+
 async def test_a_program_saves_within_its_grace_after_sigterm(job: AgentJob) -> None:
     script = f'trap "echo saved > {job.folder}/saved; exit 0" TERM; echo up; while true; do sleep 0.1; done'
     await start_generation(job, "a", **shell_environment(script))

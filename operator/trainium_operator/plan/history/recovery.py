@@ -15,6 +15,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
 from trainium_operator.plan.history.interruptions import replace_entry
+from trainium_operator.plan.model.text import format_sentence
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
 from trainium_operator.plan.view.progress import (
     find_last_step,
@@ -49,7 +50,10 @@ def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
         if not entry.is_open:
             continue
         if facts.job.spec.program is not None:
-            entry = entry.replaced(step_before=max([entry.step_before, *_steps_before(facts, entry)]))  # noqa: PLW2901
+            entry = entry.replaced(  # noqa: PLW2901
+                step_before=max([entry.step_before, *_steps_before(facts, entry)]),
+                message=_describe_kill(facts, entry),
+            )
             status = replace_entry(status, index, entry)
             if _awaits_first_step(facts, entry):
                 continue
@@ -62,6 +66,20 @@ def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
             continue
         status = replace_entry(status, index, _close_entry(entry, resumption, facts.now))
     return status
+
+
+_KILLED = (
+    "processes did not end in the grace period after SIGTERM and were killed, and what they made meanwhile is computed "
+    "again: have the program handle SIGTERM, or call should_stop()"
+)
+
+
+def _describe_kill(facts: Facts, entry: Interruption) -> str:
+    """Return the message of an interruption, with what its planned change cost if ranks ignored the request to stop."""
+    was_killed = any(heartbeat.killed_generation == entry.generation > 0 for _, heartbeat in facts.heartbeats)
+    if not was_killed or _KILLED in entry.message:
+        return entry.message
+    return format_sentence(f"{entry.message}; {_KILLED}")
 
 
 def _awaits_first_step(facts: Facts, entry: Interruption) -> bool:
@@ -85,7 +103,7 @@ def _steps_before(facts: Facts, entry: Interruption) -> list[int]:
         if heartbeat.progress is not None
         and (
             (heartbeat.generation, heartbeat.attempt) <= (entry.generation, entry.attempt)
-            or heartbeat.phase is WorkerPhase.LOADING
+            or heartbeat.phase in (WorkerPhase.JOINING, WorkerPhase.LOADING)
         )
     ]
 

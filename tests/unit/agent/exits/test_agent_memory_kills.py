@@ -98,5 +98,5 @@ def test_a_kill_of_the_container_explains_more_than_a_line_of_the_whole_node(tmp
 def test_a_pod_that_outlived_a_kill_for_memory_ends_for_its_own_reason() -> None:
     """Containerd keeps the reason of a container in which any process was killed."""
     assert classify_failed_pod(reason="OOMKilled", code=137, disrupted=False) is Cause.MEMORY
-    assert classify_failed_pod(reason="OOMKilled", code=75, disrupted=False) is Cause.YIELDED
+    assert classify_failed_pod(reason="OOMKilled", code=75, disrupted=False) is Cause.POD_LOST
     assert classify_failed_pod(reason="OOMKilled", code=80, disrupted=False) is Cause.DEVICE
