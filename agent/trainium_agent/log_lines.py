@@ -23,7 +23,7 @@ from trainium_contract.wire.log_line import EXIT_LOGGER, LogFormat, LogLevel, Lo
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-TERMINATION_LOG = Path("/dev/termination-log")
+TERMINATION_LOG = Path(os.environ.get(worker_env.ENV_TERMINATION_LOG) or "/dev/termination-log")
 _TERMINATION_LIMIT = 4096
 _AGENT_TEXT = "%(asctime)s %(levelname)s agent %(message)s"
 _NAME_FIELDS = {

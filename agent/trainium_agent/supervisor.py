@@ -60,6 +60,7 @@ _SLACK_SECONDS = 5.0
 _FLUSH_SECONDS = 2.0
 """Time for the last heartbeat, which reports the last save; part of the margin between grace period and kill."""
 _INTERNAL_ERROR = 70
+_ASKED_TO_END = "the pod was asked to end (SIGTERM) before its ranks had finished; its events say by whom"
 
 
 class AgentSupervisor:
@@ -131,6 +132,10 @@ class AgentSupervisor:
             self._give_up(failure.code or ExitCode.USER_ERROR, failure.sentence)
         try:
             code = await self._exit
+            if code == ExitCode.FINISHED:
+                log_lines.write_termination_message(encode_completion(self._report.heartbeat()))
+            elif code == ExitCode.YIELDING and self._pod.terminating:
+                log_lines.write_termination_message(_ASKED_TO_END)
             if self._pod.terminating:
                 await self._client.flush(_FLUSH_SECONDS)
             return code
@@ -274,8 +279,6 @@ class AgentSupervisor:
             case pod.ReportGeneration(generation):
                 self._report.set_generation(generation)
             case pod.ExitPod(code):
-                if code == ExitCode.FINISHED:
-                    log_lines.write_termination_message(encode_completion(self._report.heartbeat()))
                 self._exit_with((self._report.verdict_code or ExitCode.YIELDING) if code is None else code)
 
     @property

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -267,15 +268,15 @@ class FaultEnvironment:
             raise RowSkippedError("needs the development cluster")
         return self.cluster.devcluster.faults
 
-    def kill_agent(self, namespace: str, pod: str, node: str) -> None:
-        """Send SIGKILL to the main process of a worker, from outside its container."""
+    def kill_agent(self, namespace: str, pod: str, node: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the main process of a worker, from outside its container."""
         if self.cluster.devcluster is not None:
-            self.cluster.devcluster.faults.kill_container(namespace, pod)
+            self.cluster.devcluster.faults.kill_container(namespace, pod, signal=number)
             return
         shell = self.cluster.settings.get("nodeShell")
         if not shell:
             raise RowSkippedError("the cluster's settings have no nodeShell command")
-        command = f"{shell.format(node=node)} pkill -9 -o -f trainium-agent"
+        command = f"{shell.format(node=node)} pkill -{number.value} -o -f trainium-agent"
         subprocess.run(command, shell=True, check=True, timeout=timeouts.scaled(60))
 
     def require_name_servers(self) -> None:

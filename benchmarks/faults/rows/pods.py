@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,27 @@ def _kill_agent(run: Run) -> RunResult:
     pod, node = member["podName"], member["nodeName"]
     expected = ExpectedRecovery(causes=frozenset({"PodLost"}), rungs=SPARE_OR_REPLACE, pod=pod, pods_joined=1)
     return run.measure_recovery(lambda: run.env.kill_agent(run.target.job.namespace, pod, node), expected, note=pod)
+
+
+def terminate_agents(run: Run, expected: ExpectedRecovery) -> RunResult:
+    """Send SIGTERM to one agent or to all, whose pods nobody deletes."""
+    seconds_apart = run.rng.choice((None, 0.0, 1.6))
+    members = [run.random_member()] if seconds_apart is None else run.target.members()
+
+    def terminate() -> None:
+        for member in members:
+            run.env.kill_agent(run.target.job.namespace, member["podName"], member["nodeName"], signal.SIGTERM)
+            time.sleep(seconds_apart or 0.0)
+
+    note = f"one of them, {members[0]['podName']}" if seconds_apart is None else f"all, {seconds_apart:g} s apart"
+    return run.measure_recovery(terminate, expected, note=note, pause=5.0)
+
+
+def _terminate_trainers(run: Run) -> RunResult:
+    expected = ExpectedRecovery(
+        causes=frozenset({"PodLost"}), rungs=SPARE_OR_REPLACE, suspect="", max_interruptions=4, timeout_seconds=120
+    )
+    return terminate_agents(run, expected)
 
 
 def _announce_termination(run: Run) -> RunResult:
@@ -100,6 +122,16 @@ ROWS = (
         run_once=_kill_agent,
         spares=2,
         max_runs=5,
+    ),
+    Row(
+        number=4,
+        part="c",
+        fault="agents asked to end, their pods not deleted",
+        injected="SIGTERM to the main process of one worker, of all at once, or of all 1.6 s apart (random)",
+        expected="the ranks save, the pods fail with 75 and are replaced; the job never counts as complete",
+        checked="history: PodLost, Spare or Replace, no node suspected; at most 1 step lost; curve",
+        run_once=_terminate_trainers,
+        max_runs=6,
     ),
     Row(
         number=18,

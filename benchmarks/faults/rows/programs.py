@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.environment import STEPS
-from benchmarks.faults.recovery import ExpectedRecovery, Run, expect_node_lost
+from benchmarks.faults.recovery import SPARE_OR_REPLACE, ExpectedRecovery, Run, expect_node_lost
 from benchmarks.faults.row import Row
+from benchmarks.faults.rows.pods import terminate_agents
 
 if TYPE_CHECKING:
     from benchmarks.faults.record import RunResult
@@ -70,6 +71,19 @@ def _stop_rank(run: Run) -> RunResult:
     return _signal_rank(run, run.target.members()[0]["podName"], "STOP", "Hang")
 
 
+def _terminate_agents(run: Run) -> RunResult:
+    run.target.wait_until_stable(3, seconds=180)
+    expected = ExpectedRecovery(
+        causes=frozenset({"PodLost"}),
+        rungs=SPARE_OR_REPLACE,
+        suspect="",
+        max_steps_lost=_MAX_STEPS_LOST,
+        max_interruptions=6,
+        timeout_seconds=180,
+    )
+    return terminate_agents(run, expected)
+
+
 def _fail_node(run: Run) -> RunResult:
     run.target.wait_until_stable(3, seconds=180)
     member, env = run.random_member(), run.env
@@ -109,6 +123,19 @@ ROWS = (
         spec=_IN_OWN_SESSION,
         job_per_run=True,
         max_runs=5,
+        kubelet=False,
+    ),
+    Row(
+        number=47,
+        part="c",
+        fault="agents of a program asked to end, their pods not deleted",
+        injected="SIGTERM to the main process of one worker, of all at once, or of all 1.6 s apart (random)",
+        expected="the pods fail with 75 and are replaced; the script resumes, and the job never counts as complete",
+        checked="history: PodLost, Spare or Replace, no node suspected; steps lost at most 6",
+        run_once=_terminate_agents,
+        spec=_PROGRAM,
+        job_per_run=True,
+        max_runs=6,
         kubelet=False,
     ),
     Row(

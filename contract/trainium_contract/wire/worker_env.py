@@ -80,6 +80,8 @@ ENV_KERNEL_LOG = "TRAINIUM_KERNEL_LOG"
 """File, FIFO or device with the kernel's lines; unset: /dev/kmsg, which most pods may not read."""
 ENV_HANG_LIMITS = "TRAINIUM_HANG_LIMITS"
 """`spec.recovery.hang` as JSON: when a process without progress counts as hung. Unset: the defaults."""
+ENV_TERMINATION_LOG = "TRAINIUM_TERMINATION_LOG"
+"""`terminationMessagePath` of the worker container, if its template sets one. Unset: /dev/termination-log."""
 ENV_LOG_FORMAT = "TRAINIUM_LOG_FORMAT"
 """`json` or `text` (`log_line.LogFormat`): what agent and training processes write into the pod's log. Unset: text."""
 

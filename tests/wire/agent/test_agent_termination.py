@@ -38,7 +38,7 @@ async def end(job: AgentJob, *names: str, seconds_apart: float = 0.0) -> None:
         await asyncio.sleep(seconds_apart)
     await job.until_ended(*names)
     assert {job.agents[name].code for name in names} == {75}
-    assert not [name for name in names if parse_completion(job.agents[name].termination_message, f"uid-{name}")]
+    assert all("asked to end" in job.agents[name].termination_message for name in names)
 
 
 @pytest.mark.parametrize("ending", ["no handler", "0", "75", "ignores"])

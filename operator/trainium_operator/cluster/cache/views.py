@@ -144,14 +144,14 @@ def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
     terminated = as_mapping(worker.get("terminated"))
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
     reason, message = _reason_and_message(status, scheduled, worker, init)
-    uid, termination_message = metadata["uid"], as_text(terminated.get("message"))
-    completion = parse_completion(termination_message, uid) if terminated.get("exitCode") == 0 else None
+    exit_code, termination_message = as_integer(terminated.get("exitCode")), as_text(terminated.get("message"))
+    completion = parse_completion(termination_message, metadata["uid"]) if exit_code == 0 else None
     if completion is not None and message == termination_message:
         message = ""  # it is no text for people
     phase, node = as_text(status.get("phase")), as_name(spec.get("nodeName"))
     return observed.PodView(
         name=metadata["name"],
-        uid=uid,
+        uid=metadata["uid"],
         ordinal=ordinal,
         phase=_PHASES.get(phase, observed.PodPhase.UNKNOWN if phase else observed.PodPhase.PENDING),
         ip=as_text(status.get("podIP")),
@@ -159,7 +159,7 @@ def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
         ready=conditions.get("Ready", {}).get("status") == "True",
         reason=reason[:MAX_POD_REASON_CHARACTERS],
         message=format_log_text(message[:LINE_BYTES])[:MAX_TERMINATION_MESSAGE_CHARACTERS],
-        exit_code=as_integer(terminated.get("exitCode")),
+        exit_code=exit_code,
         deleting="deletionTimestamp" in metadata,
         disrupted=disruption.get("status") == "True",
         disruption=as_text(disruption.get("reason"))[:MAX_REASON_CHARACTERS],

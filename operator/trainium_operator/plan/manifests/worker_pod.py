@@ -196,8 +196,20 @@ def _with_fixed_fields(job: JobView, metadata: Json, spec: Json) -> Json:
         }
     return {
         "metadata": {"labels": labels, "annotations": dict(metadata.get("annotations") or {})},
-        "spec": {**spec, "restartPolicy": "Never"},
+        "spec": {
+            **spec,
+            "restartPolicy": "Never",
+            "containers": [*map(_with_termination_log, spec.get("containers") or [])],
+        },
     }
+
+
+def _with_termination_log(container: Json) -> Json:
+    """Return the container with the path of its termination message for its agent, if its template sets one."""
+    path = container.get("terminationMessagePath")
+    if container.get("name") != WORKER_CONTAINER or not path:
+        return container
+    return {**container, "env": [*(container.get("env") or []), {"name": env.ENV_TERMINATION_LOG, "value": path}]}
 
 
 def compute_template_hash(job: JobView, settings: PlanSettings) -> str:

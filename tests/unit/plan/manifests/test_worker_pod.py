@@ -221,6 +221,16 @@ def test_the_template_of_the_job_is_merged_by_name() -> None:
     assert volumes["checkpoints"] == {"name": "checkpoints", "nfs": {"server": "s", "path": "/"}}
 
 
+def test_the_agent_gets_another_path_of_the_termination_message() -> None:
+    """It writes there that its ranks have finished, and the operator believes nothing else after its end."""
+    worker = {"name": "worker", "terminationMessagePath": "/tmp/last-words"}
+    template = {"spec": {"containers": [worker, {"name": "aside", "terminationMessagePath": "/aside"}]}}
+    manifest = build_pod(workers={"template": template})
+    assert environment(manifest)[env.ENV_TERMINATION_LOG] == "/tmp/last-words"
+    assert env.ENV_TERMINATION_LOG not in environment(build_pod())
+    assert "env" not in manifest["spec"]["containers"][1]
+
+
 def test_a_single_container_without_a_name_is_the_workers() -> None:
     manifest = build_pod(workers={"template": {"spec": {"containers": [{"image": "mine:2"}]}}})
     assert [(container["name"], container["image"]) for container in manifest["spec"]["containers"]] == [

@@ -1,0 +1,141 @@
+"""SIGTERM to agents whose pods nobody deletes, and jobs that end while no operator runs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.cluster.training.test_program import ProgramJob, step_of
+from tests.testing.cluster.installed import NAMESPACE, RELEASE
+from tests.testing.suite.timeouts import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.testing.cluster.jobs import Job
+    from tests.testing.cluster.shared_cluster import SharedCluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+STEPS = 300
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+folder, ending, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+if ending == "ignores":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+elif ending != "no handler":
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(int(ending)))
+step = max((int(path.name.removeprefix("done-")) for path in folder.glob("done-*")), default=0)
+while step < last:
+    time.sleep(0.1)
+    step += 1
+    print(f"step: {step} loss: 0.{step}", flush=True)
+    if os.environ["RANK"] == "0" and step % 5 == 0:
+        (folder / f"done-{step}").touch()
+"""
+
+
+def terminate(job: Job, *pods: str, seconds_apart: float = 0.0) -> None:
+    """Send SIGTERM to the agents, as a kubelet does for a failed liveness probe."""
+    for pod in pods:
+        if job.cluster.devcluster is not None:
+            job.cluster.devcluster.faults.kill_container(job.namespace, pod, signal=signal.SIGTERM)
+        else:
+            job.exec_in_pod(pod, "sh", "-c", "kill -TERM 1")
+        time.sleep(seconds_apart)
+
+
+def members(job: Job) -> list[str]:
+    return [member["podName"] for member in job.members()]
+
+
+def until_new_steps(job: Job, entries: int) -> dict[str, Any]:
+    """Return the status once the job has recovered and made steps."""
+    job.until_recovered(entries, 180)
+    reached = step_of(job.status())
+    return job.until("new steps", lambda status: step_of(status) > reached + 2 or step_of(status) == STEPS, 120)
+
+
+@pytest.mark.parametrize("ending", ["no handler", "0", "75", "ignores"])
+def test_a_program_trains_on_after_its_agents_were_asked_to_end(
+    operator: SharedCluster, namespace: str, ending: str
+) -> None:
+    job = ProgramJob(operator, namespace, "program")
+    folder = f"/checkpoints/{namespace}/{job.name}"
+    program = {
+        "command": ["python", "-c", PROGRAM, folder, ending, str(STEPS)],
+        "checkpoints": {"path": folder, "committed": "done-{step}"},
+    }
+    change = {"workers": {"spares": 1}, "program": program, "recovery": {"gracePeriodSeconds": 2}}
+    job.change = json.dumps(change)
+    job.apply()
+    job.until("steps and a spare", lambda status: step_of(status) >= 10 and status.get("spares") == 1)
+
+    terminate(job, members(job)[1])
+    status = until_new_steps(job, 1)
+    assert (status["phase"], status["history"][0]["cause"]) == ("Running", "PodLost")
+    terminate(job, *members(job))
+    status = until_new_steps(job, 2)
+    entries = len(status["history"])
+    terminate(job, *members(job), seconds_apart=1.6)
+    until_new_steps(job, entries + 1)
+
+    status = job.until_phase("Completed", seconds=240)
+    assert status["progress"]["step"] == STEPS
+    assert {entry["cause"] for entry in status["history"]} <= {"PodLost", "PeerLost", "Crash"}
+    assert status["goodput"]["lostSeconds"].get("PodLost", 0) > 0, "the time without training is the interruption's"
+
+
+@pytest.mark.parametrize("all_at_once", [False, True])
+def test_a_trainer_trains_on_after_its_agents_were_asked_to_end_while_it_loads(
+    new_job: Callable[..., Job], all_at_once: bool
+) -> None:
+    job = new_job(change="workers: {spares: 1}\nrecovery: {gracePeriodSeconds: 1}")
+    # A stopped rank answers no signal, as one that compiles for longer than the grace period.
+    job.until("the ranks load", lambda status: bool(status.get("membership", {}).get("size")))
+    until(lambda: _stop_ranks(job), "the ranks are stopped", pause=0.1)
+    pods = members(job)
+    terminate(job, *(pods if all_at_once else pods[:1]))
+    job.until_recovered(1, 180)
+    status = job.until_phase("Completed", seconds=240)
+    assert status["progress"]["step"] == 60
+    assert status["history"][0]["cause"] == "PodLost"
+
+
+def _stop_ranks(job: Job) -> bool:
+    """Stop the first rank of each member; return whether all had started."""
+    for rank, _ in enumerate(job.members()):
+        job.kill_rank(rank, "STOP")
+    return True
+
+
+def test_a_job_that_ends_without_an_operator_shows_its_final_figures(
+    operator: SharedCluster, new_job: Callable[..., Job]
+) -> None:
+    job = new_job()
+    job.until_step(10)
+    replicas = operator.get("deployment", RELEASE, "-n", NAMESPACE)["spec"]["replicas"]
+    operator.kubectl("scale", "deployment", RELEASE, "-n", NAMESPACE, "--replicas=0")
+    try:
+        job.kill_rank(0)
+        until(
+            lambda: all(pod["status"]["phase"] == "Succeeded" for pod in job.pods()),
+            lambda: f"the pods end: {job.describe(job.status())}",
+            180,
+        )
+        before = job.status()
+        assert before["phase"] == "Running"
+    finally:
+        operator.kubectl("scale", "deployment", RELEASE, "-n", NAMESPACE, f"--replicas={replicas}")
+    status = job.until_phase("Completed", seconds=180)
+    assert status["progress"]["step"] == 60
+    assert status["checkpoint"]["durableStep"] == 60
+    assert [(entry["rung"], entry["cause"]) for entry in status["history"]] == [("InPlace", "Crash")]
+    assert status["restarts"]["total"] == 1
+    assert status["goodput"]["wallSeconds"] > before["goodput"]["wallSeconds"]
+    assert status["goodput"]["productiveSeconds"] > before["goodput"]["productiveSeconds"]
