@@ -78,12 +78,13 @@ class FaultyDataPlane(FakeDataPlane):
         )
         return True
 
-    def kill_pod(self, name: str) -> bool:
-        """Kill the agent and so end the pod."""
+    def kill_pod(self, name: str, phase: PodPhase = PodPhase.FAILED, code: int = 137) -> bool:
+        """End the agent and so the pod, whose ranks have not finished, whatever its phase."""
         pod = self.pods.get(name)
         if pod is None or pod.agent is None:
             return False
-        pod.view = replace(pod.view, phase=PodPhase.FAILED, reason="Error", exit_code=137, finished=self.now)
+        reason = "Completed" if code == 0 else "Error"
+        pod.view = replace(pod.view, phase=phase, reason=reason, exit_code=code, finished=self.now)
         pod.agent = None
         return True
 

@@ -16,7 +16,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import classify_exit_code
 from trainium_contract.status.conditions import Phase
 from trainium_operator.plan.model.conditions import is_terminal
-from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, Taint
+from trainium_operator.plan.model.observed import FleetView, NodeCondition, NodeReadiness, PodPhase, Taint
 
 NODES = 6
 BOUND_SECONDS = 420
@@ -32,6 +32,8 @@ RANKS = st.integers(0, 5)
 SPOT = "aws-node-termination-handler/spot-itn"
 KARPENTER = "karpenter.sh/disrupted"
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
+ENDS = [(PodPhase.FAILED, 75), (PodPhase.SUCCEEDED, 0), (PodPhase.RUNNING, 0)]
+"""Phase and exit code of a pod that was asked to end; with a sidecar it runs on."""
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -60,6 +62,11 @@ class AnyHistory(RuleBasedStateMachine):
     def a_pod_is_killed(self, pick: int) -> None:
         if self.cluster.pods:
             self.cluster.kill_pod(sorted(self.cluster.pods)[pick % len(self.cluster.pods)])
+
+    @rule(first=st.integers(0, 5), count=st.integers(1, 6), end=st.sampled_from(ENDS))
+    def pods_are_asked_to_end(self, first: int, count: int, end: tuple[PodPhase, int]) -> None:
+        for name in sorted(self.cluster.pods)[first : first + count]:
+            self.cluster.kill_pod(name, *end)
 
     @rule(pick=st.integers(0, 9), grace=st.sampled_from([None, 0]))
     def a_pod_is_deleted(self, pick: int, grace: int | None) -> None:
@@ -170,6 +177,10 @@ class AnyHistory(RuleBasedStateMachine):
             moved = {uid for uid, rank in ranks.items() if self.ranks.get(uid, rank) != rank}
             assert not moved
         self.ranks, self.seen_generation = ranks, membership.generation
+
+    @invariant()
+    def a_job_whose_last_step_is_far_is_not_complete(self) -> None:
+        assert not hasattr(self, "cluster") or self.cluster.status.phase is not Phase.COMPLETED
 
     @invariant()
     def the_status_is_bounded_and_the_ledger_adds_up(self) -> None:

@@ -73,8 +73,9 @@ def test_a_pod_that_ended_without_proof_is_a_failed_member(
     assert pods_ready.message.startswith(f"{3 - len(who)} of 3 workers are registered")
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", [way for way in WAYS if way != "finished another generation"])
 def test_a_spare_that_ended_is_replaced(how: str) -> None:
+    """One that finished a generation that the operator does not know shows that the cluster's state was restored."""
     observed = build.running_job(3, spares=1)
     result = make_plan(build.with_pod(observed, ended(3, how)))
     assert (result.status.phase, result.status.history) == (Phase.RUNNING, ())
@@ -133,6 +134,15 @@ def test_a_finished_member_beside_training_ones_is_no_failure(operator: str) -> 
         observed = replace(observed, agents={uid: agent for uid, agent in observed.agents.items() if uid != "uid-0"})
     result = make_plan(observed)
     assert (result.status.history, result.deleted_pods) == ((), {})
+
+
+def test_a_member_that_reported_to_have_finished_may_be_asked_to_end_then() -> None:
+    agents = {0: build.agent(0, WorkerPhase.FINISHED, generation=1)}
+    observed = build.with_pod(build.running_job(2, agents=agents), ended(0, "asked to end"))
+    result = make_plan(observed)
+    assert (result.status.history, result.deleted_pods) == ((), {})
+    others = build.with_agents(observed, build.agents((1,), WorkerPhase.FINISHED, generation=1))
+    assert make_plan(others).status.phase is Phase.COMPLETED
 
 
 @pytest.mark.parametrize(
