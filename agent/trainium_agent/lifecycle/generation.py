@@ -37,6 +37,8 @@ _POLL_SECONDS = 0.1
 """Seconds between two reads of the store's counters."""
 _RECONNECT_SECONDS = 0.2
 _YIELD_TIMEOUT_SECONDS = 5.0
+_SETTLE_SECONDS = 1.0
+"""A signal to every process of a container may end the ranks with 0 just before the agent receives its own."""
 KILL_SECONDS = 30.0
 _REPORT_STUCK_SECONDS = 2.5
 """A reported stall is kept until a heartbeat has carried it."""
@@ -212,7 +214,8 @@ def _decide_running(local: LocalGeneration, now: float) -> _StepResult | None:
 def _decide_waiting(local: LocalGeneration, now: float) -> _StepResult | None:
     """Wait for the other pods: all local ranks have ended without a failure."""
     is_finished = local.stage is Stage.FINISHED
-    if not local.entered_barrier:
+    is_settled = not is_finished or now >= local.deadline
+    if not local.entered_barrier and is_settled:
         phase = WorkerPhase.FINISHED if is_finished else WorkerPhase.YIELDED
         return _run_task(replace(local, entered_barrier=True), actions.EnterExitBarrier(phase))
     if now < local.deadline:
@@ -230,9 +233,9 @@ def _handle_exit(local: LocalGeneration, end: events.RankExited, now: float) -> 
     if local.alive or _select_failed_exits(local):
         return None  # the ends of the other ranks, or a failure among them, decide
     all_finished = all(ended.code == ExitCode.FINISHED and not ended.requested for ended in local.exits)
-    stage, deadline = (Stage.FINISHED, now) if all_finished else (Stage.YIELDED, now + _YIELD_TIMEOUT_SECONDS)
+    stage, seconds = (Stage.FINISHED, _SETTLE_SECONDS) if all_finished else (Stage.YIELDED, _YIELD_TIMEOUT_SECONDS)
     # The phase is reported when the exit barrier is entered, because the workload may not accept the end.
-    return replace(local, stage=stage, deadline=deadline), (
+    return replace(local, stage=stage, deadline=now + seconds), (
         actions.SimpleAction.OBSERVE_PROGRESS,
         actions.ReportTiming(None),
     )

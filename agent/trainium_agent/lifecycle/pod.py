@@ -188,7 +188,7 @@ def _record(pod: Pod, event: Event, now: float) -> _StepResult:
         case SimpleEvent.TERMINATE | SimpleEvent.JOB_DELETED:
             terminated = replace(pod, terminating=True)
             if not pod.running:
-                return replace(terminated, has_exited=True), (ExitPod(None),)
+                return terminated, ()
             order = Order.TERMINATE if event is SimpleEvent.TERMINATE else Order.IMMEDIATE
             return terminated, (LeaveGeneration(order),)
         case SimpleEvent.TICK:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 OUTAGE_SECONDS = 20.0
+LAST_STEP = 100
+_MISSING_SECONDS = 5.0
+"""Allowed difference between the time of the run and its goodput's, because a status is some seconds old."""
 TAKE_OVER_SECONDS = 20.0
 """Goal of the time until a second replica leads after the first one stops."""
 NODE_LOST_SECONDS = 10.0
@@ -51,6 +54,30 @@ def _kill_rank_without_operator(run: Run) -> RunResult:
         run.env.operator.scale(1)
     result = run.follow_recovery(fault, expect_in_place("Crash", pod), note=pod)
     return replace(result, recovery_seconds=round(recovered_at - fault.injected_at, 3))
+
+
+def _end_without_operator(run: Run) -> RunResult:
+    target = run.target
+    target.wait_until_stable(3, seconds=120)
+    seconds_before, taken_at = target.status()["goodput"]["wallSeconds"], time.time()
+    run.env.operator.scale(0)
+    try:
+        target.signal(run.random_member()["podName"], "KILL")
+        target.wait_until(lambda: {pod["status"]["phase"] for pod in target.pods()} == {"Succeeded"}, "end", 180)
+    finally:
+        run.env.operator.scale(1)
+    started_at = time.time()
+    target.wait_until(lambda: target.status()["phase"] == "Completed", "completion", 60)
+    detection_seconds = round(time.time() - started_at, 3)
+    status, ended_at = target.status(), target.records()[LAST_STEP]["time"]
+    missing_seconds = seconds_before + ended_at - taken_at - status["goodput"]["wallSeconds"]
+    figures = (status["progress"]["step"], status["checkpoint"].get("durableStep"), status["restarts"]["total"])
+    interruptions = [(entry["rung"], entry["cause"]) for entry in status["history"]]
+    findings = Findings()
+    findings.expect(figures == (LAST_STEP, LAST_STEP, 1), f"step, checkpoint and restarts are {figures}")
+    findings.expect(interruptions == [("InPlace", "Crash")], f"the history is {interruptions}")
+    findings.expect(abs(missing_seconds) < _MISSING_SECONDS, f"{missing_seconds:.1f} s are missing in the goodput")
+    return run.result(findings, detection_seconds=detection_seconds, steps_lost=0)
 
 
 def _stop_api_server(run: Run) -> RunResult:
@@ -191,6 +218,19 @@ ROWS = (
         expected="training continues, the agents restart in place; the operator reports it later",
         checked="first new step without the operator; afterwards as row 1",
         run_once=_kill_rank_without_operator,
+        max_runs=5,
+    ),
+    Row(
+        number=26,
+        part="b",
+        fault="no operator until the job has ended",
+        injected="the operator scaled to 0; SIGKILL of a rank; the operator scaled to 1 after the last step",
+        expected="Completed, with the final step, checkpoint, goodput and the restart, from the termination messages",
+        checked="status: phase, step, checkpoint, wall time, history. Time counts from when the operator runs",
+        run_once=_end_without_operator,
+        spares=0,
+        spec=f"trainer: {{steps: {LAST_STEP}}}",
+        job_per_run=True,
         max_runs=5,
     ),
     Row(

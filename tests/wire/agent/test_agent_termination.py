@@ -1,15 +1,18 @@
 """SIGTERM to agents in every state of their pods: only ranks that ended by themselves with 0 end a pod with 0."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from tests.testing.suite.processes import has_ended
 from tests.testing.suite.timeouts import scaled
 from tests.wire.agent.agent_job import AgentJob
 from tests.wire.agent.test_agent_program import program_environment, start_generation
+from trainium_agent.linux.kernel import descendants
 from trainium_contract.wire.completion import parse_completion
 from trainium_contract.wire.messages import WorkerPhase
 
@@ -50,6 +53,18 @@ async def test_a_training_program_that_is_asked_to_end_has_not_finished(
     await job.until(lambda: all("up" in job.agents[name].log for name in "ab"), "the program runs")
     await end(job, *names, seconds_apart=seconds_apart)
     assert all(heartbeat.phase is not WorkerPhase.FINISHED for heartbeat in job.coordinator.heartbeats["b"])
+
+
+@pytest.mark.parametrize("ending", ["no handler", "0"])
+async def test_a_signal_to_every_process_of_a_pod_finishes_nothing(job: AgentJob, ending: str) -> None:
+    """So systemd stops a container when the node shuts down; the ranks may end first, with 0."""
+    await start_generation(job, "a", **program(PROGRAM, ending))
+    await job.until(lambda: "up" in job.agents["a"].log, "the program runs")
+    children = descendants(job.agents["a"].pid)
+    for child in children:
+        os.kill(child, signal.SIGTERM)
+    await job.until(lambda: all(map(has_ended, children)), "the ranks have ended")
+    await end(job, "a")
 
 
 async def test_a_program_that_is_still_importing_has_not_finished(job: AgentJob) -> None:

@@ -156,6 +156,26 @@ def test_a_pod_exits_after_its_verdict_is_acknowledged_unless_a_generation_follo
     assert pod.step(superseded, pod.VerdictAcknowledged(1), 11.5)[0] == superseded, "a late reply"
 
 
+@pytest.mark.parametrize(
+    ("outcome", "newest", "code"),
+    [
+        (GenerationOutcome.FINISHED, 1, ExitCode.FINISHED),
+        (GenerationOutcome.FINISHED, 2, None),
+        (GenerationOutcome.LEFT, 1, None),
+    ],
+)
+def test_a_pod_that_is_asked_to_end_has_finished_only_if_nobody_needs_it_again(
+    outcome: GenerationOutcome, newest: int, code: int | None
+) -> None:
+    checked = replace(pod.Pod(check_seconds=5.0), checked=True)
+    launched, _ = pod.step(checked, pod.MembershipReceived(1, member=True), 0.0)
+    received, _ = pod.step(launched, pod.MembershipReceived(newest, member=False), 1.0)
+    terminated, _ = pod.step(received, pod.SimpleEvent.TERMINATE, 2.0)
+    assert pod.step(terminated, pod.GenerationEnded(outcome), 3.0)[1] == (pod.ExitPod(code),)
+    waiting, _ = pod.step(received, pod.GenerationEnded(outcome), 2.0)
+    assert pod.step(waiting, pod.SimpleEvent.TERMINATE, 3.0)[1] == (pod.ExitPod(code),)
+
+
 def test_a_hang_report_is_cleared_before_the_next_attempt_joins() -> None:
     limits = GenerationLimits(1, grace_seconds=10.0, sample_seconds=0.5)
     local = LocalGeneration(
