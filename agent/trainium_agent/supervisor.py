@@ -291,6 +291,7 @@ class AgentSupervisor:
         node_rank = membership.find_node_rank(self._settings.pod_uid)
         assert node_rank is not None, "only a member takes part"
         self._report.start_generation(membership.generation, WorkerPhase.JOINING)
+        self._report.record_generation_start(membership.cause)
         self._report.progress_files = _prepare_progress_files(self._settings, membership)
         self._runner = GenerationRunner(self._services, membership, node_rank, self._on_end)
         self._runner.start()

@@ -44,8 +44,8 @@ class OperatorPods:
         timeouts.until(is_scaled, f"the operator has {replicas} replicas", pause=0.2)
 
     @contextlib.contextmanager
-    def on_nodes(self, nodes: list[str]) -> Iterator[None]:
-        """Run two replicas on two of these nodes, with all agents connected; afterwards one, on its previous node."""
+    def on_nodes(self, nodes: list[str], replicas: int = 2) -> Iterator[None]:
+        """Run replicas on as many of these nodes, with all agents connected; afterwards one, on its previous node."""
         previous_selector = self._api.get(_DEPLOYMENT)["spec"]["template"]["spec"].get("nodeSelector")
         rule = "requiredDuringSchedulingIgnoredDuringExecution"
         node_term = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": nodes}]}
@@ -55,7 +55,7 @@ class OperatorPods:
             self._api.patch(_DEPLOYMENT, {"spec": {"replicas": replicas, "template": {"spec": pod}}})
             self._wait_for_rollout(120)
 
-        place(2, None, {"nodeSelectorTerms": [node_term]})
+        place(replicas, None, {"nodeSelectorTerms": [node_term]})
         try:
             self._wait_for_agents()
             yield

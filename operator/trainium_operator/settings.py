@@ -65,10 +65,10 @@ class Settings:
     )
     lease_name: str = _setting("trainium-operator", "name of the Lease that the acting replica holds")
     lease_duration: int = _setting(
-        15, "seconds after the last renewal that was seen in which no other replica takes the Lease"
+        4, "seconds after the last renewal that was seen in which no other replica takes the Lease"
     )
-    lease_renew_deadline: float = _setting(10.0, "seconds without a renewal after which the holder stops acting")
-    lease_retry: float = _setting(2.0, "seconds between two renewals")
+    lease_renew_deadline: float = _setting(3.0, "seconds without a renewal after which the holder stops acting")
+    lease_retry: float = _setting(1.0, "seconds between two renewals")
     coordinator_service: str = _setting(
         "trainium-operator-coordinator", "name of the headless Service by which workers find the coordinator"
     )

@@ -243,7 +243,12 @@ class CoordinatorClient:
         now = time.monotonic()
         if now - self._logged.get(sentence, -_LOG_INTERVAL_SECONDS) >= _LOG_INTERVAL_SECONDS:
             self._logged = {sentence: now, **{k: v for k, v in self._logged.items() if now - v < _LOG_INTERVAL_SECONDS}}
-            _log.warning("no coordinator: %s; training continues, retrying", sentence)
+            _log.warning(
+                "no operator has answered for %.0f s (%s): until one does, ranks restart in place only, and no lost "
+                "worker is replaced; retrying",
+                now - self.answered_at,
+                sentence,
+            )
 
 
 async def _run_until_one_ends(*coroutines: Coroutine[None, None, None]) -> None:

@@ -149,6 +149,7 @@ class PodReport:
 
     def start_generation(self, generation: int, phase: WorkerPhase) -> None:
         """Record a newer generation; ranks of the old one may still be ending."""
+        self._observe_last_step()
         self._left = (self.generation, self.attempt)
         self.generation = generation
         self.attempt = 0
@@ -160,6 +161,23 @@ class PodReport:
                 update={"resume_step": None, "productive_seconds": 0.0, "started": 0.0, "loaded": 0.0}
             )
         self.set_phase(phase)
+
+    def record_generation_start(self, cause: Cause) -> None:
+        """Record that this pod, which has trained before, starts in a newer generation; no rank is alive."""
+        stopped_at = self._observe_last_step()
+        if self._best_step >= 0:
+            self._add_restart(self.generation, 0, cause, stopped_at or time.time())
+
+    def _observe_last_step(self) -> float:
+        """Read the last step of the ranks, whichever attempt they are of; return when it ended, or 0 for none."""
+        newest = self._workload.newest(self.progress_files)
+        if newest is None:
+            return 0.0
+        record = newest[0]
+        if record.step > 0 or record.resume_step > 0:
+            self._best_step = max(self._best_step, record.step, record.resume_step)
+        has_trained = RunStage.parse(record.stage) is RunStage.TRAIN and record.step > max(record.resume_step, 0)
+        return max(_finite(record.updated) or 0.0, 0.0) if has_trained else 0.0
 
     def set_generation(self, generation: int) -> None:
         """Record a newer generation in which this pod cannot take part."""
@@ -230,6 +248,13 @@ class PodReport:
 
     def record_restart(self, generation: int, attempt: int, cause: Cause, failed_at: float) -> None:
         """Record that a restart in place starts."""
+        self._observe_last_step()
+        self._add_restart(generation, attempt, cause, failed_at)
+        if self._progress is not None:
+            self._progress = self._progress.model_copy(update={"started": 0.0, "loaded": 0.0})
+        self.set_phase(WorkerPhase.JOINING, generation=generation, attempt=attempt)
+
+    def _add_restart(self, generation: int, attempt: int, cause: Cause, failed_at: float) -> None:
         self._restarts.append(
             RestartRecord(
                 sequence=self._next_restart,
@@ -242,9 +267,6 @@ class PodReport:
             )
         )
         self._next_restart += 1
-        if self._progress is not None:
-            self._progress = self._progress.model_copy(update={"started": 0.0, "loaded": 0.0})
-        self.set_phase(WorkerPhase.JOINING, generation=generation, attempt=attempt)
 
     def observe(self) -> None:
         """Read the ranks' progress and check whether a restart has resumed."""

@@ -285,15 +285,15 @@ class CheckResult(WireMessage):
 
 
 class RestartRecord(WireMessage):
-    """One restart of the ranks in place, by the agent's own clock."""
+    """One restart of the ranks, in place or in a newer generation, by the agent's own clock."""
 
     sequence: int = Field(ge=0, le=_MAX_SAFE_INTEGER)
     generation: Ordinal
     attempt: Ordinal
-    """The attempt that the restart began."""
+    """The attempt that the restart began; 0 if it began the generation."""
     cause: Cause
     failed_at: Seconds
-    """When the process ended, or the peer's failure was reported."""
+    """When the process ended, or the peer's failure was reported; for attempt 0 the end of the last step."""
     detected_at: Seconds
     resumed_at: Seconds | None = None
     """When the first step that was not completed before the failure ended."""

@@ -45,19 +45,19 @@ class LeaseTimes:
     The settings check both.
     """
 
-    duration: float = 15.0
-    renew_deadline: float = 10.0
-    retry: float = 2.0
+    duration: float = 4.0
+    renew_deadline: float = 3.0
+    retry: float = 1.0
     """Interval of renewals."""
-    renew_timeout: float = 3.0
+    renew_timeout: float = 1.0
     """Time-out of one renewal, so that a hanging one leaves time for others."""
-    acquire_timeout: float = 10.0
+    acquire_timeout: float = 3.0
     """Time-out of one attempt to acquire."""
     release_timeout: float = 2.0
     """Time-out of the one attempt to release."""
     retry_pause: float = 0.5
     """Pause after a failed attempt."""
-    poll: float = 1.0
+    poll: float = 0.5
     """Interval of reads by a replica that does not lead."""
     fast_poll: float = 0.2
     """The same after `read_soon`: a released Lease is acquired within this time."""
@@ -69,7 +69,7 @@ class LeaseTimes:
             duration=duration,
             renew_deadline=renew_deadline,
             retry=retry,
-            renew_timeout=min(0.3 * renew_deadline, 10.0),
+            renew_timeout=min(renew_deadline / 3, 10.0),
             acquire_timeout=min(renew_deadline, 10.0),
             retry_pause=min(0.5, retry),
         )

@@ -292,9 +292,9 @@ def test_the_operator_accepts_the_arguments_of_the_chart(api: Api, settings: str
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     parsed = parse_settings(container["args"], {"POD_NAMESPACE": "system"})
     assert parsed.lease_name == NAME
-    assert parsed.lease_duration == (6 if settings == EVERYTHING else 15)
-    assert parsed.lease_renew_deadline == (4 if settings == EVERYTHING else 10)
-    assert parsed.lease_retry == (1 if settings == EVERYTHING else 2)
+    assert parsed.lease_duration == (6 if settings == EVERYTHING else 4)
+    assert parsed.lease_renew_deadline == (4 if settings == EVERYTHING else 3)
+    assert parsed.lease_retry == 1
     assert parsed.coordinator_service == f"{NAME}-coordinator"
     assert parsed.secret_name == f"{NAME}-coordinator-tls"
     assert parsed.memory_name == f"{NAME}-quarantine"
@@ -407,10 +407,10 @@ def test_the_definition_is_kept_and_can_be_left_out(api: Api) -> None:
         ("commonLabels.cost=a b", "does not match pattern"),
         ("lease.durationSeconds=2", "minimum: got 2, want 3"),
         ("quarantine.taintNodes=true,watchNodes=false", "quarantine.taintNodes needs watchNodes"),
-        ("lease.durationSeconds=12", "lease.renewDeadlineSeconds must be at most four fifths of lease.durationSeconds"),
+        ("lease.durationSeconds=3", "lease.renewDeadlineSeconds must be at most four fifths of lease.durationSeconds"),
         (
             "lease.retrySeconds=6",
-            "lease.retrySeconds must be at most half of lease.renewDeadlineSeconds (5), not 6",
+            "lease.retrySeconds must be at most half of lease.renewDeadlineSeconds (1.5), not 6",
         ),
         (r"commonLabels.app\.kubernetes\.io/name=mine", "invalid propertyName 'app.kubernetes.io/name'"),
     ],

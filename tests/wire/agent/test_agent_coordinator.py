@@ -91,3 +91,11 @@ async def test_a_terminated_agent_reports_the_last_save(job: AgentJob) -> None:
     await job.until_ended("a")
     progress = job.last_heartbeat("a").progress
     assert progress.durable_step == progress.step > 3
+
+
+async def test_an_agent_that_reaches_no_operator_reports_what_that_costs(job: AgentJob) -> None:
+    job.start("a")
+    await job.until_ready("a")
+    await job.coordinators[0].stop()
+    await job.until(lambda: "no operator has answered for" in job.agents["a"].log, "it is in the log")
+    assert "no lost worker is replaced" in job.agents["a"].log

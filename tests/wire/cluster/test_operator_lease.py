@@ -99,7 +99,7 @@ async def test_a_candidate_waits_for_the_whole_lease_after_a_crash() -> None:
     await second.wait_until_leading()
     await second.crash()
     assert cluster.get(LEASES, "ns", "lease")["spec"]["leaseTransitions"] == 1
-    assert 12 < ((second.led_at or 0) - crashed) < 20
+    assert 3 <= ((second.led_at or 0) - crashed) < 5
 
 
 @pytest.mark.parametrize(("duration", "deadline", "retry"), [(3, 2.4, 0.2), (6, 4.5, 0.5), (15, 10, 2), (60, 48, 24)])
@@ -148,7 +148,7 @@ async def test_a_candidate_is_pending_after_a_missed_renewal() -> None:
     assert first.elector.is_pending()
     assert not second.elector.is_pending()
     await first.crash()
-    await asyncio.sleep(6)
+    await asyncio.sleep(3)
     assert second.elector.is_pending()
     assert second.led_at is None
 
@@ -191,7 +191,7 @@ async def test_nudges_cause_at_most_five_checks_a_second() -> None:
         await asyncio.sleep(0.01)
     await first.crash()
     await second.crash()
-    assert (len(cluster.requests) - before) <= 60
+    assert (len(cluster.requests) - before) <= 65, "with the leader's renewals"
 
 
 @in_virtual_time

@@ -140,7 +140,9 @@ class Observer:
         return Observed(
             job=job,
             pods=pods,
-            nodes=self._nodes({pod.node for pod in pods if pod.node} | set(job.status.avoided_nodes)),
+            nodes=self._nodes(
+                {pod.node for pod in pods if pod.node} | _member_nodes(membership) | set(job.status.avoided_nodes)
+            ),
             agents=dict(self.agents.agents(job.id)),
             membership=membership.membership if membership else None,
             published=self.agents.published(job.id),
@@ -187,6 +189,11 @@ class Observer:
         store = self.caches.nodes.store
         found = ((name, store.get(("", name))) for name in wanted)
         return {name: view for name, view in found if view is not None}
+
+
+def _member_nodes(record: ChildRecord | None) -> set[str]:
+    membership = record.membership if record is not None else None
+    return set() if membership is None else {member.node_name for member in membership.members}
 
 
 def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLimiter) -> None:

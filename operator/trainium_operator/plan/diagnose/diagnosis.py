@@ -40,6 +40,7 @@ from trainium_operator.plan.diagnose.silence import (
     next_silence_check_at,
 )
 from trainium_operator.plan.diagnose.stragglers import find_straggler_handover
+from trainium_operator.plan.model.observed import NodeReadiness
 from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
@@ -126,7 +127,11 @@ def _detect_loss(
         agent = facts.observed.agents.get(member.pod_uid)
         since = agent.last_seen if agent is not None else find_failure_time(facts, None)
         message = f"pod {member.pod_name} on node {member.node_name} no longer exists"
-        return Loss(member=member, worker=None, cause=Cause.POD_LOST, failed_at=since, message=message)
+        node = facts.observed.nodes.get(member.node_name)
+        if node is None or node.ready is NodeReadiness.TRUE:
+            return Loss(member=member, worker=None, cause=Cause.POD_LOST, failed_at=since, message=message)
+        message += ", and its node does not report"
+        return Loss(member=member, worker=None, cause=Cause.NODE_LOST, failed_at=since, message=message)
     if worker.finished:
         return None
     return (

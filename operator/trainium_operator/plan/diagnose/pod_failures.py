@@ -42,7 +42,7 @@ def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> Loss | Non
     return Loss(
         member=member,
         worker=worker,
-        cause=find_leaving_cause(pod) if was_deleted else verdict.cause,
+        cause=_find_cause_of_leaving(worker) if was_deleted else verdict.cause,
         blames_node=blames_node,
         failed_at=pod.finished or facts.now,
         message=f"pod {pod.name} on node {pod.node} ended ({description or 'no reason given'})",
@@ -54,9 +54,11 @@ def detect_leaving_pod(facts: Facts, member: Member, worker: Worker) -> Loss | N
     """Return the loss of a member whose pod is being deleted or evicted; it saves if its agent still answers."""
     if not worker.pod.deleting and not worker.pod.disrupted:
         return None
-    cause, problem = find_leaving_cause(worker.pod), facts.node_problems.get(worker.pod.uid)
+    cause, problem = _find_cause_of_leaving(worker), facts.node_problems.get(worker.pod.uid)
     seen = f": {problem}" if problem is not None and problem.cause is cause else ""
-    if find_eviction_cause(worker.pod) is not None:
+    if cause is Cause.NODE_LOST:
+        seen = f", because its node does not report{seen}"
+    elif find_eviction_cause(worker.pod) is not None:
         seen = f": {worker.pod.message}"
     return Loss(
         member=member,
@@ -79,6 +81,13 @@ def classify_ended_pod(pod: PodView, rules: Sequence[RecoveryRule]) -> Classific
         message=pod.message,
         rules=rules,
     )
+
+
+def _find_cause_of_leaving(worker: Worker) -> Cause:
+    """Return why a worker leaves: its node, if neither the node nor the agent reports and no container has ended."""
+    if worker.node_bad and not worker.is_responsive and worker.pod.exit_code is None:
+        return Cause.NODE_LOST
+    return find_leaving_cause(worker.pod)
 
 
 def find_leaving_cause(pod: PodView) -> Cause:

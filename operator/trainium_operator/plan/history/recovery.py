@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
 
+_UNSEEN_SECONDS = 10.0
+"""The time of a fault is corrected only by this much or more, as after a time without an operator."""
 _UNREPORTED_SECONDS = 60.0
 """Steps of this time may be missing in the last heartbeats before a fault."""
 
@@ -141,16 +143,31 @@ def close_abandoned(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
 
 
 def _close_entry(entry: Interruption, resumed: _Resumption, now: float) -> Interruption:
+    entry = _redate(entry, resumed, now)
     failed_at = entry.failed_at if entry.failed_at is not None else now
-    failed_at = max(failed_at, min(resumed.stopped_at, resumed.at, now))
-    step_before = max(entry.step_before, resumed.step_before)
-    steps_lost = None if resumed.resume_step is None else max(0, step_before - resumed.resume_step)
+    # Where nobody reports the last step, the ranks had at least made the one that they resume from.
+    step_before = max(entry.step_before, resumed.step_before, resumed.resume_step or 0)
+    steps_lost = None if resumed.resume_step is None else step_before - resumed.resume_step
     return entry.replaced(
-        failed_at=entry.failed_at if entry.failed_at is None else failed_at,
         recovered_seconds=round(min(max(0.0, resumed.at - failed_at), max(0.0, now - failed_at)), 3),
         step_before=step_before,
         resume_step=resumed.resume_step,
         steps_lost=steps_lost,
+    )
+
+
+def _redate(entry: Interruption, resumed: _Resumption, now: float) -> Interruption:
+    """Date the failure to when the ranks stopped, if they trained on, or stopped long before it was noticed."""
+    if entry.failed_at is None or not resumed.stopped_at:
+        return entry
+    stopped_at = min(resumed.stopped_at, resumed.at, now)
+    trained_on = stopped_at > entry.failed_at and _is_planned(entry)
+    if not trained_on and abs(stopped_at - entry.failed_at) < _UNSEEN_SECONDS:
+        return entry
+    unseen_seconds = max(0.0, entry.failed_at - stopped_at)
+    return entry.replaced(
+        failed_at=stopped_at,
+        detected_seconds=None if entry.detected_seconds is None else round(entry.detected_seconds + unseen_seconds, 3),
     )
 
 
@@ -168,6 +185,7 @@ def _find_recorded_resumption(facts: Facts, entry: Interruption) -> _Resumption 
         at=last.resumed_at or 0.0,
         resume_step=min(steps, default=None),
         step_before=max(record.step_before for record in records),
+        stopped_at=last.failed_at if last.attempt == 0 else 0.0,
     )
 
 
@@ -252,10 +270,13 @@ def _find_stop_time(facts: Facts, entry: Interruption, progress: Progress) -> fl
     steps_made = (progress.resume_step or 0) - entry.step_before
     if entry.failed_at is None or entry.step_before < 0 or steps_made <= 0 or not step_seconds:
         return 0.0
-    planned = entry.rung in (Rung.RESIZE, Rung.GROW) or entry.cause in (Cause.PREEMPTED, Cause.STRAGGLER)
-    if not planned and steps_made * step_seconds < _UNREPORTED_SECONDS:
+    if not _is_planned(entry) and steps_made * step_seconds < _UNREPORTED_SECONDS:
         return 0.0
     return min(entry.failed_at + steps_made * step_seconds, progress.started or progress.updated)
+
+
+def _is_planned(entry: Interruption) -> bool:
+    return entry.rung in (Rung.RESIZE, Rung.GROW) or entry.cause in (Cause.PREEMPTED, Cause.STRAGGLER)
 
 
 def _are_ranks_past_steps(facts: Facts) -> bool:

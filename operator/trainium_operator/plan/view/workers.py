@@ -196,18 +196,23 @@ def build_workers(observed: Observed) -> dict[str, Worker]:
     """Return every worker by pod uid, in the order of their ordinals."""
     timeout = observed.job.spec.recovery.heartbeat_timeout_seconds
     expected_since, finished = _expected_since(observed), _find_finished(observed)
+    has_witness = _has_witness(observed)
     workers: dict[str, Worker] = {}
     for pod in sorted(observed.pods, key=lambda view: view.ordinal):
         agent = observed.agents.get(pod.uid)
         seen_at = (
             agent.last_seen if agent is not None and agent.last_seen >= observed.coordinator_since else expected_since
         )
+        node = observed.nodes.get(pod.node)
+        if agent is None and has_witness and node is not None and node.ready is not NodeReadiness.TRUE:
+            # Before this operator led, its node had stopped to report, and so had its agent.
+            seen_at = min(seen_at, node.unready_since or seen_at)
         workers[pod.uid] = Worker(
             pod=_with_worker_phase(pod),
             holds_node=pod.phase not in _ENDED,
             finished=pod.uid in finished,
             agent=agent,
-            node=observed.nodes.get(pod.node),
+            node=node,
             silent_seconds=max(0.0, observed.now - seen_at),
             timeout=timeout,
         )
@@ -261,6 +266,13 @@ def _has_last_step(observed: Observed, heartbeat: HeartbeatRequest) -> bool:
         return False
     total = progress.total_steps or (0 if trainer.epochs or trainer.batch.tolerance else trainer.steps)
     return max(progress.step, progress.resume_step or 0) >= total
+
+
+def _has_witness(observed: Observed) -> bool:
+    """Return whether a member reports to this operator, so that the others could too."""
+    members = observed.membership.members if observed.membership is not None else ()
+    agents = (observed.agents.get(member.pod_uid) for member in members)
+    return any(agent is not None and agent.registration is not None and agent.heartbeat is not None for agent in agents)
 
 
 def _with_worker_phase(pod: PodView) -> PodView:

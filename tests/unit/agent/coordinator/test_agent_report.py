@@ -273,3 +273,35 @@ def test_a_new_generation_waits_for_no_peers_of_the_old_one(report: PodReport) -
     report.set_waiting_for((0, 4))
     report.start_generation(2, WorkerPhase.JOINING)
     assert report.heartbeat().waiting_for == ()
+
+
+def test_the_start_of_a_newer_generation_has_the_last_step_that_no_heartbeat_reported(
+    report: PodReport, ranks: FakeWorkload
+) -> None:
+    ranks.set_progress(28)
+    report.heartbeat()
+    ranks.set_progress(35)
+    report.start_generation(2, WorkerPhase.JOINING)
+    ranks.set_progress(41)  # the ranks end later than the report of the newer generation begins
+    report.start_generation(2, WorkerPhase.JOINING)
+    report.record_generation_start(Cause.NODE_LOST)
+
+    record = report.heartbeat().restarts[-1]
+    assert (record.generation, record.attempt, record.step_before, record.failed_at) == (2, 0, 41, 1041.0)
+    assert record.resumed_at is None
+
+
+def test_a_restart_in_place_has_the_last_step_that_no_heartbeat_reported(
+    report: PodReport, ranks: FakeWorkload
+) -> None:
+    ranks.set_progress(10)
+    report.heartbeat()
+    ranks.set_progress(17)
+    report.record_restart(1, 1, Cause.CRASH, 999.0)
+    assert report.heartbeat().restarts[0].step_before == 17
+
+
+def test_a_pod_that_has_never_trained_records_no_start(report: PodReport) -> None:
+    report.start_generation(2, WorkerPhase.JOINING)
+    report.record_generation_start(Cause.NODE_LOST)
+    assert report.heartbeat().restarts == ()

@@ -10,7 +10,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Progress, Transition, WorkerPhase
-from trainium_operator.plan.model.observed import AgentView, FleetView, NodeReadiness, PodPhase
+from trainium_operator.plan.model.observed import AgentView, FleetView, NodeReadiness, Observed, PodPhase
 
 LOST = build.pod(1).name
 
@@ -322,3 +322,53 @@ def test_disabled_hang_detection_ignores_waiting_members() -> None:
 def test_a_member_that_waits_for_itself_is_kept() -> None:
     agents = {1: joining_agent(1, waiting_for=(1,), joining_since=NOW - 5000)}
     assert make_plan(build.running_job(4, agents=agents)).status.history == ()
+
+
+# --- an operator that starts after the loss ------------------------------------------------------------------------
+
+
+def lost_before_the_start(*ordinals: int, **changes: Any) -> Observed:
+    """Return a job whose members are lost with their nodes, as an operator finds it that has led for a second."""
+    observed = build.running_job(4, spares=1)
+    for ordinal in ordinals:
+        dead = replace(build.node(f"node-{ordinal}", NodeReadiness.UNKNOWN), unready_since=NOW - 40)
+        observed = build.with_node(build.with_pod(observed, build.pod(ordinal, **changes)), dead)
+    lost = {f"uid-{ordinal}" for ordinal in ordinals}
+    agents = {uid: agent for uid, agent in observed.agents.items() if uid not in lost}
+    return replace(observed, agents=agents, published=0, coordinator_since=NOW - 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="its pod is bound to the node"),
+        pytest.param({"deleting": True}, id="its pod is being deleted"),
+        pytest.param({"disrupted": True, "disruption": "DeletionByTaintManager", "deleting": True}, id="it is evicted"),
+    ],
+)
+def test_a_new_leader_replaces_at_once_a_member_whose_node_had_failed_before(changes: dict[str, Any]) -> None:
+    result = make_plan(lost_before_the_start(1, **changes))
+    entry = result.newest_entry
+    assert (entry.cause, entry.node, entry.pod) == (Cause.NODE_LOST, "node-1", "demo-w-1")
+    assert entry.failed_at is not None
+    assert entry.failed_at <= NOW - 0.5, "the others made their last step then"
+    assert result.status.failures[-1].node == "node-1"
+    assert "demo-w-4" in result.published_members
+
+
+def test_without_another_member_that_reports_a_new_leader_waits_for_agents() -> None:
+    """After an outage of the API server no node is ready, and agents need a moment to find the operator."""
+    result = make_plan(lost_before_the_start(0, 1, 2, 3))
+    assert result.published_membership.generation == 1
+    assert result.status.history == ()
+
+
+def test_a_pod_deleted_by_a_user_on_a_node_that_reports_is_preempted() -> None:
+    observed = build.with_pod(build.running_job(4, spares=1), build.pod(1, deleting=True))
+    assert make_plan(observed).newest_entry.cause is Cause.PREEMPTED
+
+
+def test_a_missing_pod_of_a_node_that_does_not_report_is_lost_with_the_node() -> None:
+    observed = build.without_pods(lost_before_the_start(1), 1)
+    entry = make_plan(observed).newest_entry
+    assert (entry.cause, entry.node) == (Cause.NODE_LOST, "node-1")

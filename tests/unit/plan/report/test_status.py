@@ -456,3 +456,25 @@ def test_a_long_text_is_cut_in_the_middle_to_its_limit(limit: int) -> None:
 def test_long_lists_name_the_first_and_count_the_rest() -> None:
     assert format_names(("a", "b", "c")) == "a, b, c"
     assert format_names(("a", "b", "c", "d", "e")) == "a, b, c and 2 more"
+
+
+def test_steps_lost_are_those_that_the_agents_made_not_those_that_the_operator_received() -> None:
+    entry = make_plan(resumed_at_step(13, step_before=41)).newest_entry
+    assert (entry.step_before, entry.resume_step, entry.steps_lost) == (41, 13, 28)
+
+
+def test_a_resumption_above_the_last_received_step_lost_none_and_shows_it() -> None:
+    """All members are new, so nobody knows the last step."""
+    progress = Progress(step=31, resume_step=30, updated=NOW - 1)
+    entry = make_plan(build.with_heartbeats(second_generation(31), progress=progress)).newest_entry
+    assert (entry.step_before, entry.resume_step, entry.steps_lost) == (30, 30, 0)
+
+
+def test_a_failure_that_an_operator_learned_of_late_is_dated_to_the_last_step() -> None:
+    record = build.restart_record(
+        0, Cause.NODE_LOST, generation=2, resumed_at=NOW - 2, step_before=41, resume_step=30, failed_at=NOW - 90
+    )
+    entry = make_plan(second_generation(42, restarts=(record,))).newest_entry
+    assert entry.failed_at == pytest.approx(NOW - 90)
+    assert entry.recovered_seconds == pytest.approx(88.0)
+    assert entry.detected_seconds == pytest.approx(86.0)
