@@ -38,6 +38,8 @@ class Family:
     """Defaults of `transformers` for omitted fields; has all fields that not every family has."""
     traits: Callable[[Config], dict[str, Any]] = _none
     """Convert a `config.json` to the fields of ModelShape that differ from Llama's."""
+    has_windowed_rope: bool = False
+    """Whether layers with a window have a rotary embedding of their own."""
     fields: Callable[[ModelShape], dict[str, Any]] = _none
     """Convert a shape to the fields of `config.json` that not all families have."""
     presets: Mapping[str, ModelShape]

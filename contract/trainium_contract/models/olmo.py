@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.models.family import Family, bias_traits, window_fields, window_traits
-from trainium_contract.models.shape import ModelShape, QueryKeyNorm, RopeScalingKind, RopeStretch
+from trainium_contract.models.shape import ModelShape, QueryKeyNorm, RopeScalingKind, RopeStretch, WindowedRope
 
 if TYPE_CHECKING:
     from trainium_contract.models.family import Config
@@ -50,7 +50,7 @@ def _olmo3(shape: ModelShape) -> ModelShape:
         max_positions=65_536,
         sliding_window=4096,
         windowed=_PATTERN,
-        stretch_windowed=False,
+        windowed_rope=WindowedRope(),
         rope_stretch=RopeStretch(
             kind=RopeScalingKind.YARN,
             factor=8.0,
@@ -65,7 +65,7 @@ def _olmo3(shape: ModelShape) -> ModelShape:
 def _olmo3_traits(config: Config) -> dict[str, Any]:
     layers = range(config["num_hidden_layers"])
     windows = window_traits(config, [_PATTERN[number % len(_PATTERN)] for number in layers])
-    return _TRAITS | bias_traits(config) | windows | {"stretch_windowed": False}
+    return _TRAITS | bias_traits(config) | windows
 
 
 OLMO2 = Family(
@@ -100,6 +100,7 @@ OLMO3 = Family(
     architecture="Olmo3ForCausalLM",
     defaults=_DEFAULTS | {"sliding_window": 4096, "layer_types": None, "rope_theta": 500_000.0},
     traits=_olmo3_traits,
+    has_windowed_rope=True,
     fields=lambda shape: {"attention_bias": shape.attention_bias} | window_fields(shape),
     presets={"OLMo3-7B": _olmo3(_OLMO2_7B), "OLMo3-32B": _olmo3(_OLMO2_32B)},
 )

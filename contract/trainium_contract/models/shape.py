@@ -56,6 +56,15 @@ class RopeStretch:
     """YaRN: the two limits are rounded to whole pairs."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowedRope:
+    """The rotary embedding of the layers with a window, where it differs from that of the other layers."""
+
+    theta: float | None = None
+    """None: that of the other layers."""
+    stretch: RopeStretch | None = None
+
+
 def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
     """Return the attention factor that YaRN's paper recommends (arXiv 2309.00071, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
@@ -99,8 +108,8 @@ class ModelShape:
     """Which layers have the window, repeated over the layers."""
     rotated: tuple[bool, ...] = (True,)
     """Which layers have the rotary embedding, repeated over the layers."""
-    stretch_windowed: bool = True
-    """Whether layers with the window have `rope_stretch`."""
+    windowed_rope: WindowedRope | None = None
+    """The rotary embedding of the layers with the window; None: that of the other layers."""
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     """Factor of the attention scores; None: the inverse root of `head_dim`."""
@@ -129,6 +138,9 @@ class ModelShape:
         values |= {name: list(values[name]) for name in _PATTERNS if name in values}
         if self.rope_stretch is not None:
             values["rope_stretch"] = _fields_to_write(self.rope_stretch, _ALWAYS_OF_STRETCH)
+        if (windowed := self.windowed_rope) is not None:
+            stretch = windowed.stretch and _fields_to_write(windowed.stretch, _ALWAYS_OF_STRETCH)
+            values["windowed_rope"] = {"theta": windowed.theta, "stretch": stretch}
         return values
 
     @staticmethod
@@ -136,17 +148,21 @@ class ModelShape:
         """Return the reverse of `to_json`, after JSON or not. Raises TypeError or ValueError for anything else."""
         if not isinstance(values, dict):
             raise TypeError(f"{values!r} is not a model's shape")
-        stretch = values.get("rope_stretch")
-        if stretch is not None:
-            stretch = RopeStretch(**stretch | {"kind": RopeScalingKind(stretch["kind"])})
         parsed: dict[str, Any] = {name: tuple(values[name]) for name in _PATTERNS if name in values}
         if "query_key_norm" in values:
             parsed["query_key_norm"] = QueryKeyNorm(values["query_key_norm"])
-        return ModelShape(**values | parsed | {"rope_stretch": stretch})
+        if "windowed_rope" in values:
+            stretch = _parse_stretch(values["windowed_rope"]["stretch"])
+            parsed["windowed_rope"] = WindowedRope(theta=values["windowed_rope"]["theta"], stretch=stretch)
+        return ModelShape(**values | parsed | {"rope_stretch": _parse_stretch(values.get("rope_stretch"))})
 
 
 _PATTERNS = ("windowed", "rotated")
 _ALWAYS_OF_STRETCH = {"low_frequency_factor", "high_frequency_factor", "original_max_positions"}
+
+
+def _parse_stretch(values: dict[str, Any] | None) -> RopeStretch | None:
+    return None if values is None else RopeStretch(**values | {"kind": RopeScalingKind(values["kind"])})
 
 
 def _fields_to_write(instance: ModelShape | RopeStretch, always: set[str]) -> dict[str, Any]:

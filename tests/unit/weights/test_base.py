@@ -141,6 +141,11 @@ def remove_prefix_and_head(tensors: dict[str, torch.Tensor]) -> None:
     remove_prefix(tensors)
 
 
+def double_prefix(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[f"model.{name}"] = tensors.pop(name)
+
+
 def nothing(tensors: dict[str, torch.Tensor]) -> None:
     pass
 
@@ -151,6 +156,8 @@ FOREIGN_FILES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], dict[s
     "the output projection alone": (keep_head_alone, {}),
     "no prefix": (remove_prefix, {}),
     "no prefix and no output projection": (remove_prefix_and_head, {}),
+    "two prefixes": (double_prefix, {}),
+    "another class of the family": (remove_prefix_and_head, {"architectures": ["LlamaModel"]}),
     "no prefix, not tied": (remove_prefix, {"tie_word_embeddings": False}),
     "layers that the configuration no longer counts": (nothing, {"num_hidden_layers": 1}),
     "tensors of another part": (lambda t: t.update({"visual.proj.weight": torch.ones(3)}), {}),

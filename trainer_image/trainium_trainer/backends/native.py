@@ -246,12 +246,13 @@ class NativeBackend:
     @property
     def _takes_any_length(self) -> bool:
         """Return whether no compiled program, shape agreement or rotary embedding depends on the length."""
-        stretch = self._shape.rope_stretch
+        windowed = self._shape.windowed_rope
+        stretches = (self._shape.rope_stretch, windowed and windowed.stretch)
         return (
             self._device.type in ("cpu", "cuda")
             and self._config.torch_compile is TorchCompile.NONE
             and self._pipeline is None
-            and (stretch is None or stretch.kind is not RopeScalingKind.DYNAMIC)
+            and not any(stretch and stretch.kind is RopeScalingKind.DYNAMIC for stretch in stretches)
         )
 
     def accumulate(self, batch: MicroBatch, *, last: bool) -> None:

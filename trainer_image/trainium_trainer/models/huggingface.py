@@ -1,7 +1,7 @@
 """Read and write Hugging Face's `config.json`; the names of parameters are Hugging Face's.
 
-Reads files of any version of `transformers`: `rope_scaling` with `type` or `rope_type` and `rope_theta` beside it (to
-4.x), or `rope_parameters` with both inside (from 5). What differs between families is in
+Reads files of any version of `transformers`, as version 5: `rope_scaling` with `type` or `rope_type` and `rope_theta`
+beside it (to 4.x), or `rope_parameters` with both inside (from 5). What differs between families is in
 `trainium_contract.models.families`.
 
 Guarantees:
@@ -11,13 +11,20 @@ Guarantees:
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainium_contract.models.families import FAMILIES
 from trainium_contract.models.family import FULL, SLIDING
-from trainium_contract.models.shape import ModelShape, RopeScalingKind, RopeStretch, yarn_attention_factor
+from trainium_contract.models.shape import (
+    ModelShape,
+    RopeScalingKind,
+    RopeStretch,
+    WindowedRope,
+    yarn_attention_factor,
+)
 from trainium_trainer.exits import UserError
 from trainium_trainer.validation_errors import explain
 
@@ -26,7 +33,9 @@ if TYPE_CHECKING:
 
     from trainium_contract.models.family import Family
 
+_log = logging.getLogger("trainium.train")
 CONFIG_NAME = "config.json"
+_DEFAULT_THETA = 10_000.0
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _Positive = Annotated[float, Field(gt=0)]
 
@@ -78,8 +87,8 @@ class _Config(BaseModel):
     rope_theta: _Positive | None = None
     rope_scaling: _Rope | None = None
     rope_parameters: _Rope | None = None
-    sliding_rope_parameters: _Rope | None = None
-    """Key of the layers with a window within `rope_parameters`."""
+    windowed_rope_parameters: _Rope | None = None
+    """Those of the layers with a window, if the family has them apart."""
     attention_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     partial_rotary_factor: _Positive = 1.0
     # Fields that only some families have:
@@ -133,18 +142,18 @@ def shape_of_document(document: Any, where: str) -> ModelShape:
     family = _find_family(where, document)
     _refuse_foreign_fields(where, document, family)
     try:
-        config = _Config.model_validate(dict(family.defaults) | _with_separate_ropes(document))
+        config = _Config.model_validate(dict(family.defaults) | _with_separate_ropes(where, document, family))
     except ValidationError as error:
         raise UserError(f"{where}: {explain(error, _Config)}") from error
     _refuse_other_arithmetic(where, config)
-    rope = config.rope_parameters or config.rope_scaling
+    rope = config.rope_scaling or config.rope_parameters or _Rope()
+    theta = rope.rope_theta or config.rope_theta or _DEFAULT_THETA
     traits = family.traits(config.model_dump())
-    if config.sliding_rope_parameters is not None:
-        _refuse_other_rope(where, config.sliding_rope_parameters, rope)
-        if traits.get("stretch_windowed", True):
-            raise UserError(
-                f"{where}: rope_parameters differ by layer, which {family.architecture} has not: correct it"
-            )
+    if (windowed := config.windowed_rope_parameters) is not None:
+        # transformers takes `rope_theta` beside the parameters for the layers without a window only.
+        other = windowed.rope_theta or family.defaults.get("rope_theta", _DEFAULT_THETA)
+        stretch = _stretch(where, f"rope_parameters.{SLIDING}", windowed, config)
+        traits["windowed_rope"] = WindowedRope(theta=None if other == theta else other, stretch=stretch)
     return ModelShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -153,8 +162,8 @@ def shape_of_document(document: Any, where: str) -> ModelShape:
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
         head_dim=config.head_dim or _head_dim(where, config),
-        rope_theta=(rope and rope.rope_theta) or config.rope_theta or 10_000.0,
-        rope_stretch=None if rope is None else _stretch(where, rope, config),
+        rope_theta=theta,
+        rope_stretch=_stretch(where, "rope_scaling" if config.rope_scaling else "rope_parameters", rope, config),
         max_positions=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
         tie_embeddings=config.tie_word_embeddings,
@@ -166,20 +175,20 @@ def shape_of_document(document: Any, where: str) -> ModelShape:
 
 def _find_family(where: str, document: dict[str, Any]) -> Family:
     names, kind = document.get("architectures") or [], document.get("model_type")
-    families = [
-        family
-        for family in FAMILIES.values()
-        if kind in (None, family.model_type) and (family.architecture in names or (kind is not None and not names))
-    ]
-    if not families:
-        described = ", ".join(map(str, names)) or "no architecture"
-        described += f" (model_type {kind!r})" if kind else ""
-        known = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
-        raise UserError(
-            f"{where}: describes {described}, but only {known} can be trained: use a model of one of them; "
-            "see docs/models.md to add a family"
-        )
-    return families[0]
+    for family in FAMILIES.values():
+        if kind is None and family.architecture in names:
+            return family
+        # transformers goes by model_type; another class of the family, as LlamaModel, has the same layers.
+        stem = family.architecture.removesuffix("ForCausalLM")
+        if kind == family.model_type and (not names or any(str(name).startswith(stem) for name in names)):
+            return family
+    described = ", ".join(map(str, names)) or "no architecture"
+    described += f" (model_type {kind!r})" if kind else ""
+    known = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
+    raise UserError(
+        f"{where}: describes {described}, but only {known} can be trained: use a model of one of them; "
+        "see docs/models.md to add a family"
+    )
 
 
 def _refuse_foreign_fields(where: str, document: dict[str, Any], family: Family) -> None:
@@ -222,25 +231,34 @@ def _head_dim(where: str, config: _Config) -> int:
     return config.hidden_size // config.num_attention_heads
 
 
-def _with_separate_ropes(document: dict[str, Any]) -> dict[str, Any]:
-    """Split a `rope_parameters` that differs by layer type into `rope_parameters` and `sliding_rope_parameters`."""
-    ropes = document.get("rope_parameters")
-    if not isinstance(ropes, dict) or FULL not in ropes:
-        return document
-    return document | {"rope_parameters": ropes[FULL], "sliding_rope_parameters": ropes.get(SLIDING) or {}}
+def _with_separate_ropes(where: str, document: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields with the rotary embeddings apart: of layers without and with a window, if the family has both.
+
+    Raises UserError if `rope_parameters` differ by layer in a family without.
+    """
+    scaling, ropes = document.get("rope_scaling") or None, document.get("rope_parameters") or {}
+    by_layer = isinstance(ropes, dict) and (FULL in ropes or SLIDING in ropes)
+    if not family.has_windowed_rope:
+        if by_layer:
+            raise UserError(
+                f"{where}: rope_parameters differ by layer, which {family.architecture} has not: correct it"
+            )
+        return document | {"rope_scaling": scaling, "rope_parameters": ropes or None}
+    if ropes and not by_layer:
+        _log.warning("%s: rope_parameters have no effect without %s and %s, as in transformers", where, FULL, SLIDING)
+        ropes = {}
+    full = ropes.get(FULL) or {}
+    if isinstance(full, dict) and isinstance(scaling, dict):
+        full, scaling = full | scaling, None
+    return document | {
+        "rope_scaling": scaling,
+        "rope_parameters": full,
+        "windowed_rope_parameters": ropes.get(SLIDING) or {},
+    }
 
 
-def _refuse_other_rope(where: str, windowed: _Rope, full: _Rope | None) -> None:
-    """Raise UserError if layers with a window have another rotary base or a scaled rotary embedding."""
-    if windowed.kind != "default" or (full is not None and windowed.rope_theta not in (None, full.rope_theta)):
-        raise UserError(
-            f"{where}: rope_parameters.{SLIDING} is scaled or has another rope_theta, but this trainer scales layers "
-            "without a window only: use another model"
-        )
-
-
-def _stretch(where: str, rope: _Rope, config: _Config) -> RopeStretch | None:
-    field = "rope_parameters" if config.rope_parameters else "rope_scaling"
+def _stretch(where: str, field: str, rope: _Rope, config: _Config) -> RopeStretch | None:
+    """Return the scaling that a field describes; None if there is none. Raises UserError."""
     kinds = {"linear": RopeScalingKind.LINEAR, "llama3": RopeScalingKind.LLAMA3}
     kinds |= {"dynamic": RopeScalingKind.DYNAMIC, "yarn": RopeScalingKind.YARN}
     if rope.kind == "default":
@@ -306,9 +324,9 @@ def to_config(shape: ModelShape) -> dict[str, Any]:
     """Return the contents of a `config.json` for a shape, readable by `transformers` 4 and 5."""
     family, rope = FAMILIES[shape.family], _to_rope(shape.rope_stretch)
     parameters: dict[str, Any] = {"rope_theta": shape.rope_theta, **rope}
-    if not shape.stretch_windowed:
-        plain = {"rope_theta": shape.rope_theta, "rope_type": "default"}
-        parameters = {FULL: parameters, SLIDING: plain}
+    if (windowed := shape.windowed_rope) is not None:
+        other = {"rope_theta": windowed.theta or shape.rope_theta, **_to_rope(windowed.stretch)}
+        parameters = {FULL: parameters, SLIDING: other}
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,

@@ -59,7 +59,10 @@ def build_context(shape: ModelShape, length: int, device: torch.device, *, masks
     window = shape.sliding_window
     if window is None:
         return table
-    windowed = table if shape.stretch_windowed else _build_table(replace(shape, rope_stretch=None), length, device)
+    windowed = table
+    if (rope := shape.windowed_rope) is not None:
+        other = replace(shape, rope_theta=rope.theta or shape.rope_theta, rope_stretch=rope.stretch)
+        windowed = _build_table(other, length, device)
     if masks and window < length:
         token_positions = torch.arange(length, device=device)
         distance = token_positions.unsqueeze(-1) - token_positions

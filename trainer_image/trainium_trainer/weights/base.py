@@ -152,8 +152,11 @@ def _refuse_misfits(folder: ModelFolder) -> None:
     where, tensors = folder.source.where, folder.tensors
     sizes = parameter_sizes(folder.shape)
     if missing := [name for name in sizes if name not in tensors]:
-        fused = explain_fused(tensors)
-        advice = f"{fused}: save the model with separate projections" if fused else "copy or fetch the folder again"
+        advice = "copy or fetch the folder again"
+        if fused := explain_fused(tensors):
+            advice = f"{fused}: save the model with separate projections"
+        elif missing == [HEAD]:
+            advice = "save the model with it, as AutoModelForCausalLM does, or set tie_word_embeddings in config.json"
         raise UserError(f"{where}: the files lack {listed(missing)}: {advice}")
     known = sizes.keys() | {HEAD}
     strange = [name for name in tensors if name not in known and not name.endswith(_BUFFERS)]
@@ -165,7 +168,7 @@ def _refuse_misfits(folder: ModelFolder) -> None:
             "use the folder as transformers saved it"
         )
     if strange:
-        _log.warning("%s: %s are no part of the model that config.json describes: left out", where, listed(strange))
+        _log.warning("%s: no part of the model that config.json describes, so left out: %s", where, listed(strange))
     for name in [*sizes, *({HEAD} & tensors.keys() - sizes.keys())]:
         expected = sizes.get(name, sizes[EMBEDDING])
         stored = tensors[name]

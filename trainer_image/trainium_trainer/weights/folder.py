@@ -32,7 +32,7 @@ SETTING = "model.weights"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_NAMES = 3
 _BASE_PREFIX = "model."
-"""The prefix of all parameters but the output projection; folders of `AutoModel` have names without it."""
+"""The prefix of all parameters but the output projection; as transformers, names with one less or more are read."""
 _FUSED = re.compile(r"\b(?P<parts>gate_up_proj|qkv_proj|query_key_value|W_pack|c_attn)\b")
 _WRAPPERS = re.compile(r"^module\.|\b_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 """Parts of names that torch adds to those of a compiled, divided or recomputed module."""
@@ -71,8 +71,8 @@ class ModelFolder:
         tensors = {}
         for name, stored in _all_tensors(source, sizes).items():
             bare = without_wrappers(name)
-            prefixed = f"{_BASE_PREFIX}{bare}"
-            tensors[prefixed if bare not in places and prefixed in places else bare] = stored
+            forms = (bare, f"{_BASE_PREFIX}{bare}", bare.removeprefix(_BASE_PREFIX))
+            tensors[next((form for form in forms if form in places), bare)] = stored
         if shape.tie_embeddings and HEAD in tensors:
             # The file holds one tensor under either name, or both.
             embedding = tensors.setdefault(EMBEDDING, tensors[HEAD])

@@ -134,7 +134,10 @@ def test_a_shape_written_as_a_file_is_read_back(tmp_path: Path, preset: ModelPre
             {"rope_scaling": {"type": "longrope", "factor": 2.0}},
             "rope_scaling has the type 'longrope', but this trainer",
         ),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters of type 'dynamic' lacks factor"),
+        (
+            {"rope_scaling": "absent", "rope_parameters": {"rope_type": "dynamic"}},
+            "rope_parameters of type 'dynamic' lacks factor",
+        ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings",
