@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_agent import log_lines
 from trainium_agent.checks.preflight import check_results, preflight
 from trainium_agent.linux import kernel
-from trainium_agent.ranks.standby import fork
+from trainium_agent.ranks.standby import StandbyPlan, fork
 from trainium_agent.ranks.standby_manager import Standby
 from trainium_agent.settings import TRAINER_WORKLOAD, AgentSettings, SettingsError, settings_from
 from trainium_contract.exit_codes import ExitCode
@@ -52,16 +52,23 @@ def start(forked: tuple[int, socket.socket] | None = None) -> int:
             logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence
         )
     workload = _workload(settings)
-    try:
-        if workload.plan.python:
-            standby = Standby.spawn(workload.plan)
-            if forked is not None:
-                _end_standby(*forked)
-        else:
-            standby = Standby(*forked or fork(workload.plan))
-    except OSError as error:
-        return _report_refusal(f"program.warm needs {workload.plan.python}, which cannot be started ({error.strerror})")
+    standby = _spawn_warm(workload)
+    if standby is not None and forked is not None:
+        _end_standby(*forked)
+    standby = standby or Standby(*forked or fork(workload.plan))
     return asyncio.run(_supervise(settings, workload, standby, findings, checked))
+
+
+def _spawn_warm(workload: Workload) -> Standby | None:
+    """Start a standby in the interpreter of the program, if it has one that can be started."""
+    try:
+        return Standby.spawn(workload.plan) if workload.plan.python else None
+    except OSError as error:
+        logging.getLogger(__name__).warning(
+            "%s cannot be started (%s), so nothing is imported ahead", workload.plan.python, error.strerror
+        )
+        workload.plan = StandbyPlan()
+        return None
 
 
 def _end_standby(pid: int, channel: socket.socket) -> None:

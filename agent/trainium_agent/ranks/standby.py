@@ -2,12 +2,13 @@
 
 The standby forks twice to start a rank. The intermediate process ends at once, so the agent (a child subreaper) becomes
 the rank's parent and collects its exit code; the standby can end without harming a rank. A rank waits until the agent
-has received its pid, then calls a function or executes a command. A command that starts Python may run in the fork,
-with the modules that the standby has imported. The module also runs in the interpreter of a program's image, so it
-imports only the standard library and `linux`, and needs Python 3.10.
+has received its pid, then calls a function or executes a command. A command that starts Python runs in the fork, with
+the modules that the standby has imported. The module also runs in the interpreter of a program's image, so it imports
+only the standard library, `linux` and its neighbours, and needs Python 3.10.
 
 Guarantees:
-- The standby has one thread when it forks; the thread that imports at a low priority has ended by then.
+- The standby has one thread when it forks; the thread that imports at a low priority has ended by then. If an import
+  has left another thread, it reports that and its ranks start elsewhere.
 - It never uses an accelerator, and it ends with the agent.
 - A rank whose pid the agent has not received runs nothing, so a start that the agent repeats runs once.
 
@@ -25,7 +26,6 @@ import importlib
 import json
 import logging
 import os
-import runpy
 import select
 import signal
 import socket
@@ -33,11 +33,13 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainium_agent.linux import kernel, stacks
+from trainium_agent.ranks import python_imports
+from trainium_agent.ranks.python_command import exit_with_error, find_python, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,9 +48,8 @@ PACKET_BYTES = 1 << 18
 ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
 ENV_PROGRAM = "TRAINIUM_PROGRAM"
 """Names of `worker_env`."""
-_USER_ERROR = 64
-"""A value of `ExitCode`."""
-_VALUED_OPTIONS = ("-X", "-W")
+_RECORD_SECONDS = 5.0
+"""Time between two looks for modules that ranks have imported and the standby has not."""
 _THREAD_POLL_SECONDS = 0.0002
 _THREAD_END_SECONDS = 1.0
 # jemalloc stops this thread itself around a fork.
@@ -92,8 +93,14 @@ class StandbyPlan:
     config_path: str = ""
     python: str = ""
     """Interpreter that runs the standby, whose forks run its commands; empty for the agent's interpreter."""
-    python_path: str = ""
-    """PYTHONPATH of that interpreter: a fork does not read the one of its rank. Empty for the container's."""
+    command: tuple[str, ...] = ()
+    """Command whose Python program is imported for, beside `modules`; empty for none."""
+    directory: str = ""
+    """Working directory of the command; empty for the current one."""
+    record: str = ""
+    """File of the modules that the ranks import; empty for none."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of all ranks, which libraries read while they are imported."""
 
     def encode(self) -> str:
         """Return the plan as an argument."""
@@ -103,7 +110,7 @@ class StandbyPlan:
     def decode(text: str) -> StandbyPlan:
         """Return the plan of an argument."""
         body = json.loads(text)
-        return StandbyPlan(**{**body, "modules": tuple(body["modules"])})
+        return StandbyPlan(**{**body, "modules": tuple(body["modules"]), "command": tuple(body["command"])})
 
 
 def fork(plan: StandbyPlan) -> tuple[int, socket.socket]:
@@ -129,13 +136,16 @@ def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:
     os.setsid()
     kernel.set_process_title("trainium-standby")
     _default_signals()
-    gc.disable()  # a tenth of the import time is garbage collection without effect; a rank enables it again
-    _warm_up(channel, plan)
-    foreign = _foreign_threads()
-    gc.collect()
-    gc.freeze()  # keeps the collector from writing to, and thus copying, the pages that ranks share
-    _send(channel, {"ready": True, "threads": foreign})
+    python = find_python(plan.command) if plan.command else None
+    program = python_imports.ProgramImports(python.arguments, plan.directory, plan.record) if python else None
+    _warm_up(channel, plan, program)
+    _send(channel, {"ready": True, "threads": _foreign_threads(), "module": program.suspect if program else ""})
     while True:
+        while program and not is_readable(channel, _RECORD_SECONDS):
+            if program.has_new:
+                _warm_up(channel, StandbyPlan(), program)
+            if program.suspect and _foreign_threads():
+                os._exit(0)  # the next standby reports them
         packet, descriptors = receive(channel)
         if not packet:
             os._exit(0)
@@ -178,15 +188,24 @@ def _send(channel: socket.socket, body: Mapping[str, Any]) -> None:
 def _foreign_threads() -> list[str]:
     """Return the threads that a fork would lose; the kernel still lists a joined thread for a moment."""
     deadline = time.monotonic() + _THREAD_END_SECONDS
+    forked = False
     while True:
         threads = [name for name in kernel.thread_names() if name not in _HARMLESS_THREADS]
-        if not threads or time.monotonic() > deadline:
+        if threads and not forked:  # libraries such as OpenBLAS end their threads before a fork
+            forked = True
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            os.waitpid(pid, 0)
+        elif not threads or time.monotonic() > deadline:
             return threads
-        time.sleep(_THREAD_POLL_SECONDS)
+        else:
+            time.sleep(_THREAD_POLL_SECONDS)
 
 
-def _warm_up(channel: socket.socket, plan: StandbyPlan) -> None:
-    thread = threading.Thread(target=_import_modules, args=(plan,), name="warm-up")
+def _warm_up(channel: socket.socket, plan: StandbyPlan, program: python_imports.ProgramImports | None) -> None:
+    gc.disable()  # a tenth of the import time is garbage collection without effect; a rank enables it again
+    thread = threading.Thread(target=_import_modules, args=(plan, program), name="warm-up")
     thread.start()
     while thread.is_alive():
         if is_readable(channel, 0.02):  # a rank is needed now: this is no longer background work
@@ -194,9 +213,11 @@ def _warm_up(channel: socket.socket, plan: StandbyPlan) -> None:
                 kernel.raise_thread_priority(thread.native_id)
             thread.join()
     thread.join()
+    gc.collect()
+    gc.freeze()  # keeps the collector from writing to, and thus copying, the pages that ranks share
 
 
-def _import_modules(plan: StandbyPlan) -> None:
+def _import_modules(plan: StandbyPlan, program: python_imports.ProgramImports | None) -> None:
     kernel.lower_thread_priority()
     try:
         for name in plan.modules:
@@ -205,6 +226,8 @@ def _import_modules(plan: StandbyPlan) -> None:
             importlib.import_module(plan.warm).warm(plan.config_path)
         if plan.entry:
             importlib.import_module(plan.entry.partition(":")[0])
+        if program:
+            program.import_new()
     except Exception:  # noqa: BLE001 - the rank meets the same error and reports it with the right exit code
         _log("trainium-standby: warming up failed; ranks will start cold", traceback.format_exc())
     except SystemExit as leave:
@@ -273,7 +296,10 @@ def _run_rank(request: StartRequest, output: int, permission: int, agent_pid: in
         stacks.dump_on_signal(Path(progress))
     gc.enable()
     if not entry:
-        _run_python([*request.argv[1:]])
+        python_imports.prepare_fork()
+        if plan.record and request.environment.get("LOCAL_RANK") == "0":
+            sys.meta_path.insert(0, python_imports.ImportRecorder(plan.record))
+        run_command(request.argv)
         return 0
     sys.argv = ["trainium-trainer", *request.argv]
     module, _, function = entry.partition(":")
@@ -284,7 +310,7 @@ def _change_directory(directory: str) -> None:
     try:
         os.chdir(directory)
     except OSError as error:
-        _exit_with_error(f"program.workingDirectory {directory} cannot be entered ({error.strerror}): correct it")
+        exit_with_error(f"program.workingDirectory {directory} cannot be entered ({error.strerror}): correct it")
 
 
 def _execute(request: StartRequest) -> NoReturn:
@@ -296,38 +322,11 @@ def _execute(request: StartRequest) -> NoReturn:
         os.execvp(command, [*request.argv])  # noqa: S606 - the job's command, without a shell
     except FileNotFoundError:
         if "/" in command:
-            _exit_with_error(f"program.command {command} does not exist in the file system {where}: correct it")
-        _exit_with_error(f"program.command {command} is not in PATH={os.environ.get('PATH', '')} {where}: correct it")
+            exit_with_error(f"program.command {command} does not exist in the file system {where}: correct it")
+        exit_with_error(f"program.command {command} is not in PATH={os.environ.get('PATH', '')} {where}: correct it")
     except OSError as error:
         hint = "it has no #! line and is no executable" if error.errno == errno.ENOEXEC else str(error.strerror)
-        _exit_with_error(f"program.command {command} {where} cannot be executed ({hint}): correct it")
-
-
-def _exit_with_error(sentence: str) -> NoReturn:
-    sys.stderr.write(f"{sentence}\n")
-    sys.stderr.flush()
-    os._exit(_USER_ERROR)
-
-
-def _run_python(arguments: list[str]) -> None:
-    """Run `python ARGUMENTS` in this process; options of the interpreter have no effect."""
-    while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c", "-"):
-        del arguments[: 2 if arguments[0] in _VALUED_OPTIONS else 1]
-    if not arguments:
-        _exit_with_error("program.command starts python without a script: add a script, or -m and a module")
-    first, *rest = arguments
-    if first == "-m" and rest:
-        sys.path.insert(0, str(Path.cwd()))
-        sys.argv = rest
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif first == "-c" and rest:
-        sys.path.insert(0, "")
-        sys.argv = ["-c", *rest[1:]]
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102 - the user's command
-    else:
-        sys.path.insert(0, str(Path(first).resolve().parent))
-        sys.argv = arguments
-        runpy.run_path(first, run_name="__main__")
+        exit_with_error(f"program.command {command} {where} cannot be executed ({hint}): correct it")
 
 
 def _default_signals() -> None:

@@ -3,6 +3,8 @@
 Guarantees:
 - Only the main thread creates a standby, because the kernel ends it with the thread that created it.
 - A failed standby is replaced; a start waits until the new one is warm, which is a cold start.
+- If the modules of a program cannot be imported ahead (a thread is left, the import fails or takes too long), the log
+  gives the reason, and the program's own command is executed at each start.
 - No exit is missed, whichever threads start processes.
 - A start that is repeated on a new standby runs once: what the lost standby had forked ends before it runs.
 """
@@ -57,8 +59,14 @@ def _interpreter(plan: StandbyPlan) -> list[str]:
     if plan.python:
         # Only for these imports: the agent's packages must not shadow the image's.
         folder = str(Path(standby.__file__).parents[2])
-        program = f"import sys; sys.path.insert(0, {folder!r}); from trainium_agent.ranks import standby; "
-        return [plan.python, "-c", f"{program}del sys.path[0]; standby.main()"]
+        program = f"""import sys
+if sys.version_info < (3, 10):
+    sys.exit("trainium-standby: importing modules ahead needs Python 3.10 or newer")
+sys.path = [{folder!r}, *filter(None, sys.path)]
+from trainium_agent.ranks import standby
+del sys.path[0]
+standby.main()"""
+        return [plan.python, "-c", program]
     started = Path("/proc/self/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")
     # Through the loader that was copied into the container, if any: it precedes the interpreter.
     prefix = started[: started.index("-m")] if "-m" in started else [sys.executable]
@@ -94,6 +102,10 @@ class Standby:
         self._ending = threading.Lock()
         self._ended = False
         self._lost = threading.Event()
+        self.spawned_at = time.monotonic()
+        """Seconds of the monotonic clock."""
+        self.refusal = ""
+        """Why ranks must not be forked from it; empty if they may."""
 
     @classmethod
     def spawn(cls, plan: StandbyPlan) -> Standby:
@@ -103,8 +115,8 @@ class Standby:
         arguments = [*_interpreter(plan), str(descriptor), str(os.getpid()), plan.encode()]
         # dup2 to the same number would leave close-on-exec set, so the source gets another number first.
         source = os.dup(standby_end.fileno()) if standby_end.fileno() == descriptor else standby_end.fileno()
-        environment = {**os.environ, "PYTHONPATH": plan.python_path} if plan.python_path else os.environ
         try:
+            environment = {**os.environ, **plan.environment}
             pid = os.posix_spawnp(
                 arguments[0], arguments, environment, file_actions=[(os.POSIX_SPAWN_DUP2, source, descriptor)]
             )
@@ -113,6 +125,11 @@ class Standby:
                 os.close(source)
             standby_end.close()
         return cls(pid, agent_end)
+
+    @property
+    def became_warm(self) -> bool:
+        """Whether its imports were complete at any time."""
+        return self._warm.is_set()
 
     @property
     def warm(self) -> bool:
@@ -163,7 +180,12 @@ class Standby:
     def _await_ready(self, seconds: float) -> None:
         if self._warm.is_set():
             return
-        threads = self._receive(seconds)["threads"]
+        report = self._receive(seconds)
+        threads = report["threads"]
+        if threads and report.get("module"):
+            self.refusal = f"module {report['module']} left threads {', '.join(threads)}, which a fork would lose"
+            self._lost.set()
+            raise StandbyLostError(self.refusal)
         self._warm.set()
         if threads:
             _log.warning("the standby was left with threads %s; a rank forked from it may hang", ", ".join(threads))
@@ -207,8 +229,13 @@ class StandbyManager:
 
     @property
     def warm(self) -> bool:
-        """Whether a rank can be started without importing anything."""
-        return self._current().warm
+        """Whether a rank can be started without importing anything that can be imported ahead."""
+        current = self._current()
+        is_warm = current.warm
+        too_late = self._plan.python and time.monotonic() > current.spawned_at + _WARM_UP_SECONDS
+        if current.refusal or (too_late and not current.became_warm):
+            current.kill()
+        return is_warm
 
     def start(
         self,
@@ -294,8 +321,14 @@ class StandbyManager:
 
         def ended(code: int) -> None:
             fresh.ended()
-            if not self._closed.is_set():
+            if self._closed.is_set():
+                return
+            if self._plan.python and not fresh.became_warm:
+                reason = fresh.refusal or f"the process that imports them ended with code {code}"
+                _log.warning("the program's modules cannot be imported ahead (%s); its ranks start cold", reason)
+                self._plan = standby.StandbyPlan()
+            else:
                 _log.warning("the standby process ended with code %d; starting another", code)
-                self._run_in_main_thread(self._replace_standby)
+            self._run_in_main_thread(self._replace_standby)
 
         self._reaper.watch(fresh.pid, ended)

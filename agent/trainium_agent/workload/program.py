@@ -10,19 +10,20 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import signal
 import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainium_agent.ranks.python_command import SHELLS, find_python
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.workload.base import rank_environment
 from trainium_agent.workload.program_progress import ProgramMonitor
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.program_output import reports_error
 from trainium_contract.redaction import redact_secrets
+from trainium_contract.spec.program import ProgramWarm
 from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
     from trainium_agent.workload.base import AttemptLayout
     from trainium_contract.spec.program import ProgramSpec
 
+_RECORD = "imports"
+"""File in the memory directory: the modules that the ranks of this pod have imported."""
 _LIBRARY = Path(worker_env.AGENT_MOUNT) / "site"
 """Directory that contains only `trainium_worker`."""
 _SHORT_SECONDS = 3.0
 """A program that trains runs longer or reports a step."""
-_SHELLS = frozenset({"sh", "bash", "dash", "ash", "ksh", "zsh"})
 _END_LINES = 4
 _END_CHARACTERS = 4096
 _INFINIBAND = Path("/dev/infiniband")
@@ -89,8 +91,16 @@ class Program(ProgramMonitor):
         self._program = program
         self._environment = environment
         self._command = (*program.command, *program.args)
-        python = (shutil.which(program.command[0]) or program.command[0]) if program.warm else ""
-        self.plan = StandbyPlan(modules=program.warm, python=python, python_path=self._python_path)
+        python = find_python(self._command) if program.warm is ProgramWarm.AUTO else None
+        self.plan = StandbyPlan()
+        if python is not None:
+            self.plan = StandbyPlan(
+                python=python.interpreter,
+                command=self._command,
+                directory=program.working_directory or "",
+                record=str(settings.memory_directory / _RECORD),
+                environment=self._common_environment(settings.processes_per_node),
+            )
         self.agrees_on_stop = True
         self._started_at = 0.0
 
@@ -124,7 +134,7 @@ class Program(ProgramMonitor):
         """Record the error at the end of a shell's output: the code of a pipe or script is that of its last command."""
         lines = process.output.text(_END_CHARACTERS).split("\n")[-_END_LINES:]
         error = next((line for line in reversed(lines) if reports_error(line)), "")
-        if error and Path(self._command[0]).name in _SHELLS:
+        if error and Path(self._command[0]).name in SHELLS:
             self.end_problem = (
                 f"a shell ended with code 0 although its output ends with {redact_secrets(error)!r}: start the program "
                 "with exec, or set -e and -o pipefail, so that its own code counts"
@@ -142,25 +152,24 @@ class Program(ProgramMonitor):
             "have it stay in the foreground, because its end is taken for the end of training"
         )
 
-    @property
-    def _python_path(self) -> str:
-        """The container's PYTHONPATH with the library; empty without the library."""
-        paths = (self._environment.get("PYTHONPATH", ""), str(_LIBRARY))
-        return os.pathsep.join(filter(None, paths)) if _LIBRARY.is_dir() else ""
-
     def _rank_environment(self, layout: AttemptLayout, local_rank: int) -> dict[str, str]:
-        container = self._environment
         environment = rank_environment(self._settings, layout, local_rank, agent_serves=False)
+        if layout.accumulation:
+            environment[worker_env.ENV_ACCUMULATION] = str(layout.accumulation)
+        return {**self._common_environment(layout.ranks_per_node), **environment}
+
+    def _common_environment(self, ranks_per_node: int) -> dict[str, str]:
+        """Return the variables that all ranks of this node have in common."""
+        container = self._environment
         defaults = network_environment(self._settings.neuron_devices)
-        if layout.ranks_per_node > 1:
+        if ranks_per_node > 1:
             defaults["OMP_NUM_THREADS"] = "1"  # as torchrun does
         defaults["PYTHONUNBUFFERED"] = "1"  # else Python buffers its output to a pipe, and steps are found late
         defaults["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
-        if layout.accumulation:
-            environment[worker_env.ENV_ACCUMULATION] = str(layout.accumulation)
-        if self._python_path:
-            environment["PYTHONPATH"] = self._python_path
-        return {**{name: value for name, value in defaults.items() if name not in container}, **environment}
+        environment = {name: value for name, value in defaults.items() if name not in container}
+        if _LIBRARY.is_dir():
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (container.get("PYTHONPATH", ""), str(_LIBRARY))))
+        return environment
 
 
 def network_environment(devices: int) -> dict[str, str]:

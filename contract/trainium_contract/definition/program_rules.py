@@ -53,12 +53,6 @@ PROGRAM_RULES: tuple[Rule, ...] = (
             "self.batch.globalSize",
         ),
     ),
-    Rule(
-        "!has(self.warm) || size(self.warm) == 0 || self.command[0].matches('(^|/)python[0-9.]*$')",
-        "program.warm imports Python modules ahead, but program.command does not start with python: leave warm out, or "
-        "start the command with python",
-        ".warm",
-    ),
 )
 """Rules of `spec.program`."""
 

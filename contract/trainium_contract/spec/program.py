@@ -24,13 +24,6 @@ _Arguments = Annotated[tuple[_Argument, ...], Field(max_length=256)]
 _AbsolutePath = Annotated[
     str, Field(max_length=1024), MatchesPattern(r"/[^\x00]*", "write an absolute path, for instance /checkpoints/run")
 ]
-_Module = Annotated[
-    str,
-    Field(max_length=128),
-    MatchesPattern(
-        r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "write the name of a Python module, for instance torch.distributed"
-    ),
-]
 _Samples = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -51,6 +44,17 @@ class ProgramResize(StrEnum):
     """It starts again at the new world size and resumes from its checkpoint."""
     NEVER = "Never"
     """Its checkpoints fit one world size: the job waits for a missing worker, and the size is fixed while it runs."""
+
+
+class ProgramWarm(StrEnum):
+    """How ranks of a program start."""
+
+    AUTO = "Auto"
+    """For a command that starts Python, also with `sh -c 'exec python ...'`: a standby process of each node imports
+    what the program's source names and what its last start imported, and ranks are forked from it. Other commands,
+    and programs whose modules start threads while they are imported, are executed."""
+    NEVER = "Never"
+    """The command is executed at each start."""
 
 
 class ProgramProgress(ContractModel):
@@ -124,9 +128,8 @@ class ProgramSpec(ContractModel):
     ledger has a checkpoint."""
     resize: ProgramResize = ProgramResize.RESTART
     """Whether the program can continue at another number of nodes."""
-    warm: Annotated[tuple[_Module, ...], Field(max_length=32)] = ()
-    """Python modules that a standby process of each node imports ahead, from which the ranks of the next start are
-    forked; for a command that starts with python. Omitted: each start is the program's own."""
+    warm: ProgramWarm = ProgramWarm.AUTO
+    """Whether ranks are forked from a process of each node that has imported the program's modules ahead."""
     batch: ProgramBatch | None = None
     """The program's batch. The program then reads TRAINIUM_ACCUMULATION, and only sizes that divide the batch are
     legal. Omitted: the batch may change with the size, and the status reports that."""

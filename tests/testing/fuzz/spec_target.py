@@ -174,7 +174,7 @@ def _consistent_spec(spec: Json) -> Json:
 
 def _consistent_program(program: Json) -> Json:
     """Return a program with every field, valid together."""
-    program["command"], program["warm"] = ["python", "-m", "train"], ["torch"]
+    program["command"], program["warm"] = ["python", "-m", "train"], "Never"
     program["workingDirectory"], program["progress"]["pattern"] = "/src", r"step: (?P<step>\d+)"
     program["checkpoints"] = {"path": "/checkpoints/run", "committed": "step-{step}/.metadata"}
     program["batch"] = {"globalSize": 1024, "microSize": 1}

@@ -46,9 +46,7 @@ async def test_a_ddp_program_restarts_in_place_from_its_checkpoint(job: AgentJob
     folder.mkdir()
     checkpoints = {"path": str(folder), "committed": "step-{step}.pt"}
     command = (sys.executable, DDP, "20", str(folder), "1:8")
-    extra = program_environment(
-        *command, progress={"pattern": PATTERN}, checkpoints=checkpoints, warm=["torch", "torch._dynamo"]
-    )
+    extra = program_environment(*command, progress={"pattern": PATTERN}, checkpoints=checkpoints)
     await start_generation(job, "a", "b", **extra)
     agents = {name: agent.pid for name, agent in job.agents.items()}
 
@@ -189,9 +187,9 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("transition", [Transition.IMMEDIATE, Transition.GRACEFUL])
-@pytest.mark.parametrize("warm", [[], ["colorsys"]])
+@pytest.mark.parametrize("warm", ["Auto", "Never"])
 async def test_no_process_of_an_attempt_is_alive_when_the_next_begins(
-    job: AgentJob, tmp_path: Path, warm: list[str], transition: Transition
+    job: AgentJob, tmp_path: Path, warm: str, transition: Transition
 ) -> None:
     program = program_environment(sys.executable, "-c", LEAVING_PROGRAM, str(tmp_path), warm=warm)
     await start_generation(job, "a", **program)
@@ -340,13 +338,13 @@ async def test_a_warm_standby_forks_ranks_with_imported_modules(job: AgentJob, t
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, time\n"
-        "print('warm', 'colorsys' in sys.modules, sys.argv, __name__, os.getcwd(), flush=True)\n"
+        "warm = 'colorsys' in sys.modules\n"
+        "import colorsys\n"
+        "print('warm', warm, sys.argv, __name__, os.getcwd(), flush=True)\n"
         "time.sleep(0.5)\n"
         "sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"
     )
-    spec = program_environment(
-        sys.executable, "-u", str(script), "--x", warm=["colorsys"], workingDirectory=str(tmp_path)
-    )
+    spec = program_environment(sys.executable, "-u", str(script), "--x", workingDirectory=str(tmp_path))
     await start_generation(job, "a", **spec)
     await job.until_phase("Finished", "a")
     await job.until_ended("a")

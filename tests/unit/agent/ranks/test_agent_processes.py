@@ -16,7 +16,7 @@ from trainium_agent import background_compile
 from trainium_agent.background_compile import BackgroundCompiler
 from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess, Reaper
-from trainium_agent.ranks.standby import StartRequest
+from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.ranks.standby_manager import ForkedRank, Standby, StandbyLostError, StandbyManager
 from trainium_contract.exit_codes import exit_code_from_returncode
 
@@ -107,7 +107,7 @@ def test_a_collected_standby_is_not_signalled(
     reaper = Reaper()
     standbys = [Standby(pid, SimpleNamespace()) for pid in (101, 102)]
     for standby in standbys:
-        StandbyManager(SimpleNamespace(), standby, reaper, SimpleNamespace(), lambda _: None)
+        StandbyManager(StandbyPlan(), standby, reaper, SimpleNamespace(), lambda _: None)
     reaper._watched[101](9)  # as `reap` calls it, before the kernel may give the pid to another process
     for standby in standbys:
         standby.kill()

@@ -21,7 +21,7 @@ from trainium_agent.ranks import standby as standby_process
 from trainium_agent.ranks import standby_manager
 from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess, Reaper
-from trainium_agent.ranks.standby import StartRequest
+from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.ranks.standby_manager import Standby, StandbyLostError, StandbyManager
 from trainium_agent.settings import settings_from
 from trainium_trainer import agent_workload as trainer
@@ -125,7 +125,7 @@ from trainium_agent.ranks.standby_manager import Standby
 
 kernel.adopt_orphans()
 folder = sys.argv[1]
-plan = StandbyPlan(modules=("library_of_the_agent",), python=sys.executable, python_path=folder)
+plan = StandbyPlan(modules=("library_of_the_agent",), python=sys.executable, environment={"PYTHONPATH": folder})
 environment = {"PYTHONPATH": folder}
 code = "import library_of_the_agent as library; print(library.__file__)"
 read_end, write_end = os.pipe()
@@ -148,18 +148,20 @@ def test_a_warm_rank_finds_what_its_pythonpath_names(tmp_path: Path) -> None:
 class PodWithFakeStandbys:
     """A StandbyManager with fake standbys, which runs functions of the main thread at once."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, respawns: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, respawns: bool = True, python: str = "") -> None:
         self.reaper = Reaper()
         self.peers = [FakeStandby(101)]
         self.respawns = respawns
+        self.plans: list[StandbyPlan] = []
         monkeypatch.setattr(Standby, "spawn", self._spawn)
         monkeypatch.setattr(os, "kill", lambda pid, _: self.end(pid))
         pump = SimpleNamespace(open=lambda source, _: (os.open(os.devnull, os.O_WRONLY), OutputTail(source.prefix)))
         self.standby_manager = StandbyManager(
-            SimpleNamespace(), self.peers[0].standby, self.reaper, pump, lambda function: function()
+            StandbyPlan(python=python), self.peers[0].standby, self.reaper, pump, lambda function: function()
         )
 
-    def _spawn(self, _: Any) -> Standby:
+    def _spawn(self, plan: StandbyPlan) -> Standby:
+        self.plans.append(plan)
         self.peers.append(FakeStandby(101 + len(self.peers)))
         self.peers[-1].report(ready=True, threads=[])
         self.peers[-1].report(pid=7)
@@ -167,8 +169,9 @@ class PodWithFakeStandbys:
 
     def end(self, pid: int) -> None:
         """End a standby as the kernel does, and notify the reaper."""
-        if self.respawns:
-            threading.Thread(target=self.reaper._watched.pop(pid), args=(9,)).start()
+        on_exit = self.reaper._watched.pop(pid, None) if self.respawns else None
+        if on_exit is not None:
+            threading.Thread(target=on_exit, args=(9,)).start()
 
     def start(self) -> RankProcess:
         return self.standby_manager.start(REQUEST, local_rank=0, rank=0, attempt=0, on_exit=lambda _: None)
@@ -184,6 +187,34 @@ def test_a_lost_standby_is_replaced_before_the_start_of_a_rank(monkeypatch: pyte
     assert pod.start().pid == 7
     assert pod.standby_manager._standby.pid == 102
     assert pod.standby_manager.warm
+    pod.close()
+
+
+@pytest.mark.parametrize("report", [{"ready": True, "threads": ["pool-1"], "module": "colorsys"}, None])
+def test_ranks_start_cold_if_modules_cannot_be_imported_ahead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, report: dict[str, Any] | None
+) -> None:
+    pod = PodWithFakeStandbys(monkeypatch, python="/usr/bin/python3")
+    if report is None:
+        pod.peers[0].channel.close()
+    else:
+        pod.peers[0].report(**report)
+    assert pod.start().pid == 7
+    assert pod.plans == [StandbyPlan()], "no other one is tried"
+    reason = (
+        "the process that imports them ended with code 9" if report is None else "module colorsys left threads pool-1"
+    )
+    assert f"the program's modules cannot be imported ahead ({reason}" in caplog.text
+    pod.close()
+
+
+def test_a_program_whose_imports_take_too_long_starts_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = PodWithFakeStandbys(monkeypatch, python="/usr/bin/python3")
+    assert not pod.standby_manager.warm
+    monkeypatch.setattr(standby_manager, "_WARM_UP_SECONDS", 0)
+    assert not pod.standby_manager.warm
+    assert pod.start().pid == 7
+    assert pod.plans == [StandbyPlan()]
     pod.close()
 
 
@@ -252,7 +283,7 @@ def test_an_entry_that_cannot_be_imported_is_reported(
     (tmp_path / "leaves_when_imported.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(kernel, "lower_thread_priority", lambda: None)
-    standby_process._import_modules(standby_process.StandbyPlan(entry=entry))
+    standby_process._import_modules(standby_process.StandbyPlan(entry=entry), None)
     assert reported in capsys.readouterr().err
 
 
@@ -267,7 +298,7 @@ def test_the_standby_of_our_trainer_imports_its_modules(monkeypatch: pytest.Monk
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "trainium_trainer.warm", warm)
     monkeypatch.setattr(kernel, "lower_thread_priority", lambda: None)
-    standby_process._import_modules(plan)
+    standby_process._import_modules(plan, None)
     assert warmed == [str(tmp_path / "trainer.yaml")]
 
 

@@ -58,7 +58,9 @@ def test_the_worker_library_is_appended_to_pythonpath(tmp_path: Path, monkeypatc
     assert build_program(tmp_path, {}).request(LAYOUT, 0).environment["PYTHONPATH"] == str(tmp_path)
     program = build_program(tmp_path, {"PYTHONPATH": "/app"})
     assert program.request(LAYOUT, 0).environment["PYTHONPATH"] == f"/app:{tmp_path}"
-    assert program.plan.python_path == f"/app:{tmp_path}", "a fork of the standby does not read its own PYTHONPATH"
+    assert program.plan.environment["PYTHONPATH"] == f"/app:{tmp_path}", (
+        "a fork of the standby does not read its own PYTHONPATH"
+    )
 
 
 def test_a_rank_has_variables_of_efa_and_none_of_the_neuron_runtime(
@@ -103,7 +105,7 @@ def test_an_invalid_program_in_the_environment_is_an_error(tmp_path: Path, text:
         settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
 
 
-FORK_MAIN = "from trainium_agent.ranks.standby import _run_python; import sys; _run_python(sys.argv[1:])"
+FORK_MAIN = "from trainium_agent.ranks.python_command import run_python; import sys; run_python(sys.argv[1:])"
 
 
 @pytest.mark.parametrize(

@@ -222,9 +222,9 @@ def test_ranks_that_report_different_steps_are_a_problem(monitored_program: Moni
 
 def test_a_slow_expression_is_interrupted_and_then_disabled(tmp_path: Path) -> None:
     monitored_program = MonitoredProgram(tmp_path, pattern=r"(a+)+(?P<step>\d+)b")
-    started_at = time.monotonic()
+    started_at = time.thread_time()
     monitored_program.print_lines(*["a" * 64 + "1"] * 30)
-    assert time.monotonic() - started_at < 10
+    assert time.thread_time() - started_at < 10
     assert "takes more than 50 ms of CPU time a line and is no longer searched for" in monitored_program.monitor.problem
 
 

@@ -1,0 +1,152 @@
+"""Commands that start Python, and the modules that a standby imports for them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainium_agent.ranks.python_command import find_python
+from trainium_agent.ranks.python_imports import ImportRecorder, ProgramImports, find_imports, read_recorded
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (["python3", "-u", "train.py", "--x"], ("-u", "train.py", "--x")),
+        ([sys.executable, "-m", "pack.train"], ("-m", "pack.train")),
+        (["sh", "-c", "exec python3 train.py --x 'a b'"], ("train.py", "--x", "a b")),
+        (["bash", "-eo", "pipefail", "-c", "cd /src\nexec python3 -m train"], ("-m", "train")),
+        (["/bin/sh", "-ec", 'exec python3 train.py "$@"', "sh", "--x"], ("train.py", "$@")),
+        (["sh", "-c", "python3 train.py"], None),
+        (["sh", "-c", "python3 train.py | tee log"], None),
+        (["sh", "-c"], None),
+        (["sh", "train.sh"], None),
+        (["/bin/true"], None),
+        (["no-such-program"], None),
+    ],
+)
+def test_commands_that_start_python_are_found(command: list[str], arguments: tuple[str, ...] | None) -> None:
+    found = find_python(command)
+    assert (None if found is None else found.arguments) == arguments
+
+
+@pytest.mark.parametrize("line", [f"#!{sys.executable}", "#!/usr/bin/env python3", "#!/usr/bin/env -S python3 -u"])
+def test_a_script_that_names_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    script = tmp_path / "launch"
+    script.write_text(f"{line}\nprint(1)\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = find_python(["launch", "train.py"])
+    assert found is not None
+    assert found.arguments == (str(script), "train.py")
+    assert Path(found.interpreter).is_absolute()
+
+
+def run_command(tmp_path: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from trainium_agent.ranks.python_command import run_command; run_command(sys.argv[1:])"
+    return subprocess.run(
+        [sys.executable, "-c", code, *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+
+
+SHOW = "import json, os, sys; print(json.dumps([sys.argv, os.getcwd(), os.getenv('NEW'), os.getenv('OLD')]))"
+
+
+def test_a_shell_is_run_up_to_the_line_that_starts_python(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/show.py").write_text(SHOW)
+    text = 'echo first; export NEW=$(echo "a b"); unset OLD; cd sub; exec python -u show.py "$NEW" "$@"'
+    done = run_command(tmp_path, "sh", "-c", text, "sh", "--last", OLD="1")
+    first, shown = done.stdout.splitlines()
+    assert (first, done.stderr) == ("first", "")
+    assert json.loads(shown) == [["show.py", "a b", "--last"], str(tmp_path / "sub"), "a b", None]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "output"),
+    [
+        ("echo x; exit 3; exec python show.py", 3, "x"),
+        ("kill -9 $$; exec python show.py", 137, ""),
+        ("(exec python -c 'print(1)'); exec python -c 'print(2)'", 0, "1\n2"),
+        ("exec python -c 'raise SystemExit(5)'", 5, ""),
+    ],
+)
+def test_a_shell_that_ends_otherwise_keeps_its_code_and_its_output(
+    tmp_path: Path, text: str, code: int, output: str
+) -> None:
+    done = run_command(tmp_path, "sh", "-c", text)
+    assert (done.returncode, done.stdout.strip()) == (code, output)
+
+
+def test_another_python_that_the_shell_chooses_is_executed(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "other"], check=True)
+    text = ". other/bin/activate; exec python -c 'import sys; print(sys.prefix)'"
+    assert run_command(tmp_path, "sh", "-c", text).stdout.strip() == str(tmp_path / "other")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (tmp_path / "pack").mkdir()
+    files = {
+        "train.py": "import helper, colorsys as c, torch_xla\nfrom pack.parts import *\nimport no_such\n",
+        "helper.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import wave\nelse:\n    import bdb\n",
+        "pack/__init__.py": "raise RuntimeError('a program is read, not executed')",
+        "pack/parts.py": "from . import deep\ndef later():\n    from xml.dom import minidom\n",
+        "pack/deep.py": "this is no Python",
+        "pack/__main__.py": "from .parts import later\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_modules_are_read_from_the_source_of_the_program(program: Path) -> None:
+    names = [module for module, _ in find_imports(["-u", "train.py"], str(program))]
+    assert {"colorsys", "bdb", "xml.dom", "no_such", "torch_xla"} <= {*names}
+    assert not {"helper", "pack", "pack.parts", "pack.deep", "wave"} & {*names}
+    assert ("xml.dom", "minidom") in find_imports(["-m", "pack"], str(program))
+    assert find_imports(["-c", "import colorsys"], str(program)) == []
+    assert find_imports(["nowhere.py"], str(program)) == []
+
+
+def test_what_the_last_start_imported_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "imports"
+    recorder = ImportRecorder(str(record))
+    for name in ("colorsys", "bdb", "bdb", "jax", "no_such_module"):
+        recorder.find_spec(name)
+    assert read_recorded(str(record)) == ["colorsys", "bdb", "no_such_module"]
+    for name in ("colorsys", "bdb"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    program = ProgramImports(["train.py"], str(tmp_path), str(record))
+    assert program.has_new
+    program.import_new()
+    assert {"colorsys", "bdb"} <= {*sys.modules}
+    assert (program.has_new, program.suspect) == (False, "")
+    recorder.find_spec("wave")
+    assert program.has_new
+
+
+def test_a_module_that_leaves_a_thread_is_named(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = program / "site-packages"
+    site.mkdir()
+    code = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    (site / "threaded.py").write_text(code)
+    (program / "train.py").write_text("import colorsys, threaded\n")
+    code = "import sys; from trainium_agent.ranks.python_imports import ProgramImports\n"
+    code += "program = ProgramImports(['train.py'], sys.argv[1], ''); program.import_new(); print(program.suspect)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, program],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "threaded\n"
