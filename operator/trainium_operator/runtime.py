@@ -20,9 +20,16 @@ from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler, releases
 from trainium_operator.cluster.api import client, errors, resources
 from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
-from trainium_operator.cluster.execute import events, executor, optional_writes, status_writes
+from trainium_operator.cluster.execute import events, executor, status_writes
 from trainium_operator.cluster.fleet import fleet_reconciler
-from trainium_operator.cluster.queue import creation_backoff, observe, pod_warnings, waiting_gangs, work_queue
+from trainium_operator.cluster.queue import (
+    creation_backoff,
+    observe,
+    pod_warnings,
+    waiting_gangs,
+    work_queue,
+    write_outcomes,
+)
 from trainium_operator.coordinator import authentication, certificate_keeper, certificates, probe, server, state
 from trainium_operator.endpoints import access, servers
 from trainium_operator.http import tls
@@ -69,7 +76,7 @@ class Runtime:
         """Set while jobs are planned: everything else is known too."""
         self.metrics = metrics.Metrics(named_jobs=settings.named_jobs)
         self.api_last_seen = 0.0
-        self.api = client.Api(transport, on_request=self._on_request)
+        self.api = client.Api(transport, on_request=self._on_request, labels=settings.labels)
         self.queue: work_queue.WorkQueue[store.Key] = work_queue.WorkQueue(most_slow=max(1, settings.workers // 2))
         self.plan_rate_limiter = work_queue.PlanRateLimiter(self.queue)
         clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
@@ -77,7 +84,7 @@ class Runtime:
         self.state = state.CoordinatorState(clock)
         self._stopped = False
         self.recorder = events.EventRecorder(self.api, identity, wall_clock=wall_clock)
-        lease_api = client.Api(lease_transport or transport, on_request=self._on_request)
+        lease_api = client.Api(lease_transport or transport, on_request=self._on_request, labels=settings.labels)
         times = lease.LeaseTimes.of(
             duration=settings.lease_duration, renew_deadline=settings.lease_renew_deadline, retry=settings.lease_retry
         )
@@ -103,6 +110,7 @@ class Runtime:
             transport,
             on_request=self._on_request,
             may_write=lambda: self.elector.may_act() and self.releases.may_write(),
+            labels=settings.labels,
         )
         self.owner_references = owner_references.OwnerReferenceReconciler(
             self.acting,
@@ -182,7 +190,7 @@ class Runtime:
             on_change=self.enqueue_all,
             owners=lambda: self.owner_references.list_owners(resources.CONFIG_MAPS),
         )
-        backoff, optional = creation_backoff.CreationBackoff(clock), optional_writes.OptionalWrites(clock)
+        backoff, outcomes = creation_backoff.CreationBackoff(clock), write_outcomes.WriteOutcomes(clock)
         warnings = pod_warnings.PodWarnings(self.api, self.caches.pods, clock)
         statuses = status_writes.StatusWrites(
             self.acting, self.caches, self.recorder, clock, on_refused=self.metrics.refused_statuses.inc
@@ -193,7 +201,7 @@ class Runtime:
             ca_bundle=lambda: self.certificate_keeper.ca_bundle,
             creation_backoff=backoff,
             warnings=warnings,
-            refusal=optional.refusal,
+            outcomes=outcomes,
             wall_clock=clock,
             fleet=self.fleet.current,
             gangs=waiting_gangs.WaitingGangs(self.caches.jobs, self.caches.pods, wake=self.plan_rate_limiter.put),
@@ -210,7 +218,7 @@ class Runtime:
                 self.recorder,
                 self.state,
                 backoff,
-                optional,
+                outcomes,
                 statuses,
                 clock,
             ),
@@ -412,7 +420,15 @@ def make_caches(
     labels = f"{LABEL_ROLE}={ROLE_WORKER}"
     return observe.Caches(
         jobs=jobs(api, resources.JOBS, views.job_record, namespaces=states),
-        pods=reflector.Reflector(api, resources.PODS, views.pod_view, namespaces=states, labels=labels, of_jobs=True),
+        pods=reflector.Reflector(
+            api,
+            resources.PODS,
+            views.pod_view,
+            namespaces=states,
+            labels=labels,
+            of_jobs=True,
+            find_stray=views.find_stray,
+        ),
         config_maps=_children(api, resources.CONFIG_MAPS, states),
         nodes=reflector.Reflector(api, resources.NODES, views.node_view) if settings.watch_nodes else None,
         disruption_budgets=_children(api, resources.DISRUPTION_BUDGETS, states),

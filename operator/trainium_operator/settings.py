@@ -106,6 +106,9 @@ class Settings:
         "",
         "labels of this operator's own pods (key=value, separated by commas), which --job-network-policy admits",
     )
+    object_labels: str = _setting(
+        "", "labels (key=value, separated by commas) of every object that the operator creates"
+    )
     job_ingress: str = _setting(
         "", "further ingress rules of the workers' NetworkPolicies, as a JSON list of objects with `from` and `ports`"
     )
@@ -146,6 +149,11 @@ class Settings:
             return None
         labels = _labels(self.operator_labels)
         return WorkerIngress(operator_namespace=namespace, operator_labels=labels, rules=_rules(self.job_ingress))
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return the labels of every object that the operator creates. Raises ValueError if they are invalid."""
+        return _labels(self.object_labels)
 
     @property
     def secret_name(self) -> str:
@@ -203,6 +211,7 @@ class Settings:
                 _is_read(_labels, self.operator_labels) and bool(self.operator_labels or not self.job_network_policy),
                 "key=value, separated by commas, and given with --job-network-policy",
             ),
+            ("--object-labels", self.object_labels, _is_read(_labels, self.object_labels), "key=value, with commas"),
             (
                 "--job-ingress",
                 self.job_ingress,

@@ -43,6 +43,8 @@ class ConditionType(StrEnum):
     DISRUPTION_ALLOWED = "DisruptionAllowed"
     NETWORK_POLICY_APPLIED = "NetworkPolicyApplied"
     """Only of a job whose NetworkPolicy could not be written at some time."""
+    RECONCILED = "Reconciled"
+    """Only of a job for which it was False at some time: whether the cluster holds what the operator requested."""
     ADMITTED = "Admitted"
     SUSPENDED = "Suspended"
     COMPLETE = "Complete"

@@ -488,7 +488,14 @@ def _problems(view: JobView) -> list[str]:
     if not view.ended and admitted is not None and admitted.status == "False" and view.phase == "Pending":
         # One refusal is the reason of both conditions.
         problems += [] if any(admitted.message in problem for problem in problems) else [admitted.message]
-    for kind in ("SizeLegal", "ProgressReported", "CheckpointHealthy", "NodesHealthy"):
+    for kind in (
+        "SizeLegal",
+        "ProgressReported",
+        "CheckpointHealthy",
+        "NodesHealthy",
+        "Reconciled",
+        "NetworkPolicyApplied",
+    ):
         if kind in conditions and conditions[kind].status == "False":
             # The store's own error is more specific than "nothing was committed in time".
             notice = view.checkpoints.notice if kind == "CheckpointHealthy" else ""

@@ -24,7 +24,7 @@ from trainium_operator.plan.model.actions import Plan, PolicyResult
 from trainium_operator.plan.model.feature import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods import disruption_budget, gang_policy, refused_pods, replicas
-from trainium_operator.plan.report import events, summary, write_throttle
+from trainium_operator.plan.report import events, reconciled, summary, write_throttle
 from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.facts import Facts, build_facts, pin_running_image
 from trainium_operator.plan.view.size import decide_size, find_size_within_quota
@@ -192,6 +192,8 @@ def _finalize(facts: Facts, result: PolicyResult) -> Plan:
     result = result.then(disruption_budget.limit_disruptions(facts, result.status))
     for feature in facts.settings.features:
         result = result.then(feature.finalize(facts, result.status))
+    if not conditions.is_terminal(facts.job.status):
+        result = result.then(reconciled.report_differences(facts, result.status))
     if conditions.is_terminal(result.status):
         result = result.then(completion.delete_after_ttl(facts, result.status))
     old, status = facts.job.status, result.status

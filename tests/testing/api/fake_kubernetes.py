@@ -63,6 +63,8 @@ class FakeCluster:
         self.after_write: Callable[[Write], None] = lambda _: None
         self.tokens: dict[str, Json] = {}
         """The user of each valid token."""
+        self.mutate: Callable[[Resource, Json], None] = lambda _resource, _raw: None
+        """A mutating admission policy for creations and merge patches."""
         self.may: Callable[[Json], bool] = lambda _spec: False
         """The authorizer, by the spec of a SubjectAccessReview."""
         self._clock = clock
@@ -253,7 +255,8 @@ class FakeCluster:
         if method == "PUT":
             body["metadata"] = {**body["metadata"], "uid": current["metadata"]["uid"]}
             return _respond(self._store("MODIFIED", resource, body))
-        result = _merge(current, body)
+        result = _merge(_copy_json(current), body)
+        self.mutate(resource, result)
         return _respond(current if result == current else self._store("MODIFIED", resource, result))
 
     def _discovery(self, path: str) -> HttpResponse:
@@ -275,6 +278,7 @@ class FakeCluster:
             return http_error(409, "AlreadyExists", f"{resource.plural} {name!r} already exists")
         body["metadata"].update(namespace=namespace, uid=f"uid-{next(self._uids)}", creationTimestamp=self.now)
         body.update(apiVersion=resource.api_version, kind=resource.kind)
+        self.mutate(resource, body)
         if resource.plural == "pods":
             body["status"] = {"phase": "Pending"}
         return _respond(self._store("ADDED", resource, body))
@@ -362,6 +366,11 @@ class FakeCluster:
             raw["metadata"]["generation"] = old["metadata"].get("generation", 1) + 1
         self.objects[key] = raw
         self._notify(kind, resource, raw)
+        for watch in self._watches:
+            # An object that leaves a watch by its labels is deleted for it, in its last state there.
+            if old is not None and watch.resource is resource and not _matches(raw, watch.labels):
+                last = {**old, "metadata": {**old["metadata"], "resourceVersion": str(self.version)}}
+                self._send_event(watch, "DELETED", last)
         stored: Json = _copy_json(raw)
         return stored
 

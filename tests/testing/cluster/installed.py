@@ -4,8 +4,9 @@ Rings share an existing cluster. Tests of the definition write the status themse
 training need the operator of the chart. Each ring installs its parts, whichever ran before.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -65,6 +66,23 @@ def install_operator(access: Access, values: Mapping[str, Any] | None = None, *o
         pods = access.run("kubectl", "get", "pods", "-n", NAMESPACE).stdout
         log = access.run("kubectl", "logs", "-n", NAMESPACE, f"deployment/{RELEASE}", "--tail=25").stdout
         raise CommandError(f"{error}\n{pods}\n{log}") from error
+
+
+@contextlib.contextmanager
+def second_release(access: Access) -> Iterator[str]:
+    """Install a second release of the chart for the same namespaces until the block ends; yield its namespace/name."""
+    name = namespace = "second-release"
+    make_namespace(access, namespace)
+    first = json.loads(access.helm("get", "values", RELEASE, "-n", NAMESPACE, "-o", "json"))
+    file = access.shared / f"{name}.json"
+    file.write_text(json.dumps({**first, "fullnameOverride": name, "crds": {"install": False}, "replicas": 1}))
+    wait = ("--wait", f"--timeout={scaled(120):.0f}s")
+    try:
+        access.helm("install", name, str(CHART), "-n", namespace, "-f", str(file), *wait)
+        yield f"{namespace}/{name}"
+    finally:
+        access.helm("uninstall", name, "-n", namespace, "--ignore-not-found", "--wait")
+        access.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
 def uninstall_operator(access: Access) -> None:

@@ -2,8 +2,11 @@
 
 import contextlib
 import json
+import os
 import random
 import string
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +15,7 @@ from typing import Any, Self
 
 import yaml
 
+from tests.testing.cluster.policies import apply_objects, build_mutation, build_refusal, build_rule
 from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import Deadline
 from trainium_contract.wire.recorded_membership import parse_members
@@ -80,6 +84,7 @@ class Job:
     change: str = ""
     folder_name: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
     log: StepLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +108,7 @@ class Job:
         return {
             "apiVersion": "trainium.dev/v1alpha1",
             "kind": "TrainingJob",
-            "metadata": {"name": self.name, "namespace": self.namespace},
+            "metadata": {"name": self.name, "namespace": self.namespace, "labels": self.labels},
             "spec": spec,
         }
 
@@ -145,6 +150,17 @@ class Job:
 
     def uids(self) -> set[str]:
         return {pod["metadata"]["uid"] for pod in self.pods()}
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        """Return a condition of the status; empty without one."""
+        conditions = self.status().get("conditions") or []
+        return next((condition for condition in conditions if condition["type"] == kind), {})
+
+    def why(self) -> str:
+        """Return the output of `kubectl trn why`."""
+        command = (sys.executable, "-m", "trainium_client.commands.main", "why", self.name, "-n", self.namespace)
+        variables = {**os.environ, **self.cluster.variables}
+        return subprocess.run(command, env=variables, capture_output=True, check=True, text=True).stdout
 
     def events(self) -> list[str]:
         items = self.cluster.get("events.events.k8s.io", "-n", self.namespace)["items"]
@@ -203,35 +219,30 @@ class Job:
     @contextlib.contextmanager
     def refused_statuses(self) -> Iterator[None]:
         """Let a policy refuse every status of the namespace's jobs, as one on `trainingjobs/*` of others does."""
-        rules = [{"apiGroups": ["trainium.dev"], "apiVersions": ["*"], "operations": ["UPDATE"],
-                  "resources": ["trainingjobs/*"]}]  # fmt: skip
-        policy = {
-            "failurePolicy": "Fail",
-            "matchConstraints": {
-                "resourceRules": rules,
-                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": self.namespace}},
-            },
-            "validations": [{"expression": "false", "message": STATUS_REFUSAL}],
-        }
-        name = f"status-{self.namespace}"
-        meta = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": name}}
-        binding = {"policyName": name, "validationActions": ["Deny"]}
-        objects = [
-            {**meta, "kind": "ValidatingAdmissionPolicy", "spec": policy},
-            {**meta, "kind": "ValidatingAdmissionPolicyBinding", "spec": binding},
-        ]
-        listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+        rule = build_rule("trainium.dev", "trainingjobs/*", operations=["UPDATE"])
+        policy = build_refusal(self.namespace, "false", STATUS_REFUSAL, rule)
         probe = ("patch", "trainingjob", self.name, "-n", self.namespace, "--subresource=status", "--type=merge",
                  "--dry-run=server", "-p", '{"status": {"desired": 7}}')  # fmt: skip
-        self.cluster.kubectl("apply", "-f", "-", stdin=listed)
-        try:
+        with apply_objects(self.cluster, *policy):
             deadline = Deadline(TIMEOUT_SECONDS)
             while STATUS_REFUSAL not in self.cluster.run("kubectl", *probe).stderr:
                 deadline.check(lambda: "the policy is in force")
                 time.sleep(0.2)
             yield
-        finally:
-            self.cluster.kubectl("delete", "-f", "-", stdin=listed)
+
+    def removed_annotations(self) -> contextlib.AbstractContextManager[None]:
+        """Let a policy remove the annotations of the namespace's ConfigMaps and budgets."""
+        rules = build_rule("", "configmaps"), build_rule("policy", "poddisruptionbudgets")
+        patch = 'JSONPatch{op: "remove", path: "/metadata/annotations"}'
+        condition = "has(object.metadata.annotations)"
+        return apply_objects(self.cluster, *build_mutation(self.namespace, patch, *rules, condition=condition))
+
+    def write_eviction(self, pod: str, message: str) -> None:
+        """Write what a kubelet writes when it has evicted a pod."""
+        condition = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+        status = {"phase": "Failed", "reason": "Evicted", "message": message, "conditions": [condition]}
+        patch = ("patch", "pod", pod, "-n", self.namespace, "--subresource=status", "--type=strategic")
+        self.cluster.kubectl(*patch, "-p", json.dumps({"status": status}))
 
     def members(self) -> list[dict[str, Any]]:
         return parse_members(self.cluster.get("configmap", f"{self.name}-membership", "-n", self.namespace))

@@ -24,11 +24,12 @@ from trainium_operator.cluster.queue.observe import Observer, enqueue_on_change
 from trainium_operator.cluster.queue.pod_warnings import PodWarnings
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.cluster.queue.work_queue import PlanRateLimiter, WorkQueue
+from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.model.actions import (
     Action,
     ApplyObject,
-    ApplyPolicy,
+    ApplyOptional,
     ApplyWorkload,
     CreatePod,
     DeletePod,
@@ -128,7 +129,7 @@ class OperatorHarness:
             wall_clock=self.clock,
             creation_backoff=CreationBackoff(self.clock),
             warnings=PodWarnings(api, self.caches.pods, self.clock),
-            refusal=lambda _kind, _uid: None,
+            outcomes=WriteOutcomes(self.clock),
             fleet=self.fleet.current,
             gangs=WaitingGangs(self.caches.jobs, self.caches.pods, wake=limiter.put),
             served_since=lambda: 0.0,
@@ -251,7 +252,7 @@ class OperatorHarness:
             case PublishMembership(membership, manifest):
                 self.deliver("ConfigMap", manifest)
                 self.state.publish(job.id, membership)
-            case ApplyObject(manifest) | ApplyPolicy(manifest) | ApplyWorkload(manifest):
+            case ApplyObject(manifest) | ApplyOptional(manifest) | ApplyWorkload(manifest):
                 if manifest["kind"] in self._listers:
                     self.deliver(manifest["kind"], manifest)
             case SetQuotaConditions():

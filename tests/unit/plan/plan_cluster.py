@@ -170,7 +170,7 @@ class FakeCluster(FaultyDataPlane):
             case TrainingJobStatus():
                 self._check_records(write)
                 self.status = TrainingJobStatus.model_validate_json(write.model_dump_json(by_alias=True))
-            case actions.ApplyObject(manifest) | actions.ApplyPolicy(manifest):
+            case actions.ApplyObject(manifest) | actions.ApplyOptional(manifest):
                 metadata = manifest["metadata"]
                 key = f"{manifest['kind']}/{metadata['name']}"
                 self.children[key] = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]

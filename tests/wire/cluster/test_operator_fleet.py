@@ -222,6 +222,21 @@ async def test_the_next_leader_completes_the_writes_of_a_killed_one(write: int) 
 
 
 @in_virtual_time
+async def test_a_taint_that_another_client_removes_each_time_is_written_again_with_pauses() -> None:
+    async with running_replica(taints=True) as (cluster, _):
+
+        def remove(_: object) -> None:
+            if TAINT_QUARANTINED in taints(cluster, "node-3"):
+                cluster.change(NODES, "", "node-3", lambda raw: raw["spec"].update(taints=[]))
+
+        cluster.after_write = remove
+        report_failure(cluster, "node-3")
+        await asyncio.sleep(10 * POLL_SECONDS)
+        written = [write for write in cluster.writes if write.path.endswith("/nodes/node-3")]
+        assert 5 <= len(written) <= 12
+
+
+@in_virtual_time
 async def test_a_node_is_released_by_deleting_its_entry() -> None:
     async with running_replica(taints=True) as (cluster, replica):
         report_failure(cluster, "node-3")

@@ -60,9 +60,14 @@ class Api:
         *,
         on_request: Callable[[str, int, float], None] = _ignore,
         may_write: Callable[[], bool] = lambda: True,
+        labels: Mapping[str, str] | None = None,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`on_request(verb, status, seconds)` receives every response; status 0 means none."""
+        """`on_request(verb, status, seconds)` receives every response; status 0 means none.
+
+        `labels` are added to each namespaced object that is created or applied, unless it has another value.
+        """
+        self._labels = dict(labels or {})
         self._transport = transport
         self._on_request = on_request
         self._may_write = may_write
@@ -99,6 +104,8 @@ class Api:
     async def create(self, resource: Resource, namespace: str, body: Json, *, attempts: int = ATTEMPTS) -> Json:
         """Create an object. Raises AlreadyExistsError."""
         query = {"fieldManager": FIELD_MANAGER}
+        if resource.namespaced:
+            body = add_labels(body, self._labels)
         return await self._call("POST", resource.path(namespace), query=query, body=body, attempts=attempts)
 
     async def replace(
@@ -123,6 +130,8 @@ class Api:
         full["metadata"] = {**body.get("metadata", {}), "name": name}
         if resource.namespaced:
             full["metadata"]["namespace"] = namespace
+        if not subresource:
+            full = add_labels(full, self._labels)
         path = resource.path(namespace, name, subresource)
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         return await self._call("PATCH", path, query=query, body=full, content_type=APPLY_PATCH, attempts=attempts)
@@ -237,6 +246,14 @@ class Api:
                 raise error
             await asyncio.sleep(pause)
         raise AssertionError("attempts is at least 1")
+
+
+def add_labels(body: Json, labels: Mapping[str, str]) -> Json:
+    """Return an object with these labels, except those that it has already."""
+    if not labels:
+        return body
+    metadata = body.get("metadata", {})
+    return {**body, "metadata": {**metadata, "labels": {**labels, **metadata.get("labels", {})}}}
 
 
 def _quickly(body: bytes) -> Any:

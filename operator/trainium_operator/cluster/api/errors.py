@@ -52,6 +52,10 @@ class InvalidError(ApiError):
     """400 or 422: the object is invalid; a retry is useless."""
 
 
+class ChangedError(ApiError):
+    """The API server stored another object than was requested, and the operator cannot work with it."""
+
+
 class UndeclaredFieldError(ApiError):
     """500 to a server-side apply: the object has a field that the installed definition lacks; a retry is useless."""
 
@@ -81,4 +85,5 @@ def build_error(status: int, reason: str, message: str) -> ApiError:
 
 def is_refusal(error: ApiError) -> bool:
     """Return whether an immediate retry is useless: 500 is a failing webhook, 504 one that does not answer."""
-    return isinstance(error, ForbiddenError | InvalidError | NotOursError) or error.status in (413, 500, 504)
+    refusals = ForbiddenError | InvalidError | NotOursError | ChangedError
+    return isinstance(error, refusals) or error.status in (413, 500, 504)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.plan.model.names import JobId
+    from trainium_operator.plan.model.observed import StrayPod
 
 V = TypeVar("V")
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ WATCH_SECONDS = 240
 SILENCE_SECONDS = 90.0
 """Well above the minute between bookmarks, which are late on a busy server."""
 RELIST_SECONDS = 600.0
+MAX_STRAYS = 1_000
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """Errors that reading an object of another shape may raise."""
 FIRST_BACKOFF = 0.2
@@ -75,10 +77,13 @@ class Lister(Generic[V]):
         namespaces: Namespaces | None = None,
         labels: str = "",
         of_jobs: bool = False,
+        find_stray: Callable[[Json], StrayPod | None] = lambda _raw: None,
         relist_seconds: float = RELIST_SECONDS,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`of_jobs`: keep only objects that a job controls; others cost nothing, whatever their labels.
+
+        `find_stray` returns those of the others that are kept in `strays`.
 
         `namespaces` has the served namespaces and records their states; None means all.
         """
@@ -93,6 +98,10 @@ class Lister(Generic[V]):
         self._scopes = [_Scope(name) for name in self._namespaces.names]
         self._labels = labels
         self._of_jobs = of_jobs
+        self.strays: dict[Key, StrayPod] = {}
+        """Listed pods that no job counts as its own, at most `MAX_STRAYS`."""
+        self._find_stray = find_stray
+        self._stray_listeners: list[Callable[[Key], None]] = []
         self._relist_seconds = relist_seconds
         self._jitter = jitter
 
@@ -144,13 +153,14 @@ class Lister(Generic[V]):
 
     async def _list(self, scope: _Scope) -> str:
         entries: dict[Key, Entry[V]] = {}
+        strays: set[Key] = set()
         began = asyncio.get_running_loop().time()
         token = ""
         while True:
             page = await self._api.list_page(self.resource, scope.namespace, labels=self._labels, continue_token=token)
             scope.last_seen = asyncio.get_running_loop().time()
             try:
-                self._add_page(page, entries)
+                self._add_page(page, entries, strays)
                 token = page["metadata"].get("continue", "")
                 version = str(page["metadata"]["resourceVersion"])
                 made_at = int(version)
@@ -161,14 +171,36 @@ class Lister(Generic[V]):
             if not token:
                 break
         self.store.replace(entries, made_at, scope.namespace)
+        for key in [key for key in self.strays if key not in strays and scope.namespace in ("", key[0])]:
+            self.track_stray(key, None)
         scope.listed, scope.stale, scope.refused = began, False, False
         self._mark_known(scope)
         self._namespaces.record(self.resource.plural, scope.namespace, ListState.LISTED)
         return version
 
-    def _add_page(self, page: Json, entries: dict[Key, Entry[V]]) -> None:
+    def listen_to_strays(self, listener: Callable[[Key], None]) -> None:
+        """Call `listener(job)` when a stray pod of that name of a job appears or is gone."""
+        self._stray_listeners.append(listener)
+
+    def track_stray(self, key: Key, raw: Json | None) -> None:
+        """Update whether the object is a stray pod; None: it is gone."""
+        stray, known = None if raw is None else self._find_stray(raw), self.strays.get(key)
+        if stray == known or (known is None and len(self.strays) >= MAX_STRAYS):
+            return
+        if stray is None:
+            del self.strays[key]
+        else:
+            self.strays[key] = stray
+        for each in filter(None, (known, stray)):
+            for listener in self._stray_listeners:
+                listener((key[0], each.job))
+
+    def _add_page(self, page: Json, entries: dict[Key, Entry[V]], strays: set[Key]) -> None:
         for raw in page.get("items") or ():
             key, version = _key_and_version(raw)
+            self.track_stray(key, raw)
+            if key in self.strays:
+                strays.add(key)
             known = self.store.entry(key)
             # A version identifies one state of one object, so it need not be parsed again.
             same = known is not None and known.version == version
@@ -179,6 +211,7 @@ class Lister(Generic[V]):
     def observe(self, raw: Json, *, deleted: bool) -> None:
         """Apply an object from a watch."""
         key, version = _key_and_version(raw)
+        self.track_stray(key, None if deleted else raw)
         if deleted:
             self.store.remove(key, version)
             return

@@ -5,6 +5,7 @@ Invariant: no other module reads that JSON.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from sys import intern
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
+from pydantic_core import to_json
 
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_managed_here
 from trainium_contract.wire import worker_env
@@ -22,6 +24,7 @@ from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_operator.cluster.cache.device_views import read_claim_template, read_device_health
 from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
 from trainium_operator.cluster.cache.membership_record import MembershipRecord, membership_record
+from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_name, as_text, as_texts
 from trainium_operator.plan.faults.node_signals import bad_status
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
@@ -41,6 +44,7 @@ MAX_POD_REASON_CHARACTERS, MAX_TERMINATION_MESSAGE_CHARACTERS = 256, 8192
 left_out: Counter[str] = Counter()
 """Counts of malformed parts of pods and nodes, by the kind of part."""
 _CHANGED = "lastTransitionTime"
+_ENDED = ("Succeeded", "Failed")
 _PHASES = {phase.value: phase for phase in observed.PodPhase}
 _READINESS = {readiness.value: readiness for readiness in observed.NodeReadiness}
 
@@ -70,9 +74,12 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChildRecord:
-    """One ConfigMap or PodDisruptionBudget of a job."""
+    """One ConfigMap, PodDisruptionBudget or NetworkPolicy of a job."""
 
     content_hash: str
+    """Digest of the request, from its annotation; empty without one."""
+    stored: str = ""
+    """Digest of the stored content."""
     record: MembershipRecord | None = None
     """Not parsed yet: only the plan of its job needs the content."""
     refused_status: TrainingJobStatus | None = None
@@ -107,6 +114,9 @@ def job_record(raw: Json) -> JobRecord:
             created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
             resource_version=metadata["resourceVersion"],
             finalizers=tuple(filter(None, map(as_text, metadata.get("finalizers") or ()))),
+            labels={
+                key: value for key, value in as_texts(metadata.get("labels")).items() if names.is_inherited_label(key)
+            },
             unknown=unknown,
         )
     except ValidationError as error:
@@ -126,6 +136,23 @@ def pod_view(raw: Json) -> observed.PodView:
     if ordinal is None:
         raise ValueError(f"pod {metadata['name']} carries a worker's labels, but not a worker's name")
     return _pod_view(raw, ordinal)
+
+
+def find_stray(raw: Json) -> observed.StrayPod | None:
+    """Return the running pod if it has a worker's name and is none, because nothing controls it or a label is gone."""
+    metadata, owner = raw["metadata"], controlling_job(raw)
+    labels = as_mapping(metadata.get("labels"))
+    job = as_text(labels.get(worker_env.LABEL_JOB)) if owner is None else owner.name
+    if names.parse_ordinal(job, metadata["name"]) is None:
+        return None
+    if as_mapping(raw.get("status")).get("phase") in _ENDED:
+        return None
+    expected = names.selector_labels(job)
+    missing = next((key for key, value in expected.items() if labels.get(key) != value), "")
+    if owner is not None and not missing:
+        return None
+    node = as_name(as_mapping(raw.get("spec")).get("nodeName"))
+    return observed.StrayPod(job, metadata["name"], metadata["uid"], node, "" if owner is None else missing)
 
 
 def evaluation_view(raw: Json) -> observed.PodView:
@@ -161,10 +188,13 @@ def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
         message=format_log_text(message[:LINE_BYTES])[:MAX_TERMINATION_MESSAGE_CHARACTERS],
         exit_code=exit_code,
         deleting="deletionTimestamp" in metadata,
+        gone_by=_seconds_or_none(metadata, "deletionTimestamp"),
+        finalizers=tuple(filter(None, map(as_text, metadata.get("finalizers") or ()))),
         disrupted=disruption.get("status") == "True",
         disruption=as_text(disruption.get("reason"))[:MAX_REASON_CHARACTERS],
         created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
         scheduled=scheduled.get("status") == "True" or bool(node),
+        scheduler=as_name(spec.get("schedulerName")),
         unschedulable_message=as_text(scheduled.get("message"))[:MAX_TERMINATION_MESSAGE_CHARACTERS]
         if unschedulable
         else "",
@@ -273,12 +303,19 @@ def _leave_out(what: str, value: Any) -> None:
 
 
 def child_record(raw: Json) -> ChildRecord:
-    """Parse a ConfigMap or PodDisruptionBudget of a job."""
+    """Parse a ConfigMap, PodDisruptionBudget or NetworkPolicy of a job."""
     metadata = raw["metadata"]
     content_hash = as_mapping(metadata.get("annotations")).get(names.ANNOTATION_CONTENT_HASH)
     refused = parse_refused_status(raw)
     status = None if refused is None else readable_status(refused, f"{metadata['namespace']}/{metadata['name']}")
-    return ChildRecord(as_text(content_hash), membership_record(raw), status)
+    return ChildRecord(as_text(content_hash), compute_stored_digest(raw), membership_record(raw), status)
+
+
+def compute_stored_digest(raw: Json) -> str:
+    """Return a digest of what a write of ours determines; others may add labels and annotations of theirs."""
+    labels = as_mapping(as_mapping(raw.get("metadata")).get("labels"))
+    content = [raw.get("data"), raw.get("binaryData"), raw.get("spec"), labels.get(worker_env.LABEL_JOB)]
+    return hashlib.sha256(to_json(content)).hexdigest()[:16]
 
 
 def seconds(timestamp: Any) -> float | None:
@@ -329,6 +366,6 @@ def _reason_and_message(status: Json, scheduled: Json, worker: Json, init: InitS
     for state in (as_mapping(worker.get("terminated")), as_mapping(worker.get("waiting"))):
         if reason := as_text(state.get("reason")):
             return reason, as_text(state.get("message"))
-    if scheduled.get("status") == "False" and scheduled.get("reason") == "SchedulingGated":
-        return "SchedulingGated", as_text(scheduled.get("message"))
+    if scheduled.get("status") == "False" and (reason := as_text(scheduled.get("reason"))) != "Unschedulable":
+        return reason, as_text(scheduled.get("message"))  # SchedulingGated, SchedulerError
     return "", ""

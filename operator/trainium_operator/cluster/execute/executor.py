@@ -13,18 +13,21 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trainium_operator.cluster.api import errors
+from trainium_operator.cluster.api.client import add_labels
 from trainium_operator.cluster.api.resources import (
     CONFIG_MAPS,
+    DISRUPTION_BUDGETS,
     JOBS,
     NETWORK_POLICIES,
     PODS,
+    TEMPLATES,
     WORKLOADS,
     find_resource,
 )
@@ -35,10 +38,11 @@ from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter,
 from trainium_operator.cluster.execute.events import EventRecorder, event_of_intent, write_failed_event
 from trainium_operator.cluster.execute.membership_writes import MembershipWrites
 from trainium_operator.cluster.execute.merge_patch import replace_content
+from trainium_operator.cluster.queue.write_outcomes import check_identity, format_refusal
 from trainium_operator.plan.model.actions import (
     ApplyGroup,
     ApplyObject,
-    ApplyPolicy,
+    ApplyOptional,
     ApplyWorkload,
     CreateEvaluation,
     CreatePod,
@@ -47,9 +51,11 @@ from trainium_operator.plan.model.actions import (
     DeletePod,
     DeleteTemplate,
     DeleteWorkload,
+    ManifestAction,
     PublishMembership,
     SetQuotaConditions,
 )
+from trainium_operator.plan.model.names import evaluation_name
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -58,21 +64,19 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import IndexedCache
-    from trainium_operator.cluster.execute.optional_writes import OptionalWrites
     from trainium_operator.cluster.execute.status_writes import StatusWrites
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
     from trainium_operator.cluster.queue.observe import Caches
+    from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
     from trainium_operator.coordinator.state import CoordinatorState
-    from trainium_operator.plan.model.actions import Action, DeletionAction, ManifestAction, Plan
+    from trainium_operator.plan.model.actions import Action, DeletionAction, Plan
     from trainium_operator.plan.model.observed import JobView, PodView
 
 MIN_REPORTED_PAUSE_SECONDS = 2.0
 """Pause in seconds from which refused creations show as an event."""
 MAX_DELETIONS_DURING_START = 8
 """Concurrent deletions of ended pods behind creations, so that they do not delay the binding and start of new pods."""
-MAX_REFUSAL_CHARACTERS = 1024
-_FORBIDDEN = re.compile(r'^(?:[A-Z]+ \S+: HTTP \d+: )?(?:\w+ "[^"]*" is (?:forbidden|invalid): )?')
-"""The request and the object, which precede the reason itself."""
+_OPTIONAL = (NETWORK_POLICIES, DISRUPTION_BUDGETS)
 
 
 class Executor:
@@ -88,13 +92,13 @@ class Executor:
         recorder: EventRecorder,
         publisher: CoordinatorState,
         creation_backoff: CreationBackoff,
-        optional: OptionalWrites,
+        outcomes: WriteOutcomes,
         statuses: StatusWrites,
         clock: Callable[[], float],
     ) -> None:
         self._statuses = statuses
         self._force_deletions = ForceDeleteLimiter(clock)
-        self._optional = optional
+        self._outcomes = outcomes
         self._creation_backoff = creation_backoff
         self._api = api
         self._caches = caches
@@ -110,22 +114,25 @@ class Executor:
         await self._statuses.write(job, plan.status)
         for intent in plan.events:
             self._recorder.record(event_of_intent(job, intent))
-        held: ForceDeleteLimitError | None = None
+        held: errors.ApiError | None = None
         refused: errors.ApiError | None = None
         started = False
         for kind, group in groupby(plan.actions, type):
-            actions: Sequence[Any] = tuple(group)
+            actions: Sequence[Any] = tuple(_add_job_labels(job, action) for action in group)
             if kind is DeletePod:
                 try:
                     await self._delete_pods(job, actions, MAX_DELETIONS_DURING_START if started else MAX_WRITES_PER_JOB)
-                except ForceDeleteLimitError as error:
+                except errors.ApiError as error:
+                    if not isinstance(error, ForceDeleteLimitError) and not errors.is_refusal(error):
+                        raise
                     held = error  # lost pods are replaced even if they may not be deleted
-            elif kind is ApplyPolicy:
+            elif kind is ApplyOptional:
                 for action in actions:
-                    await self._optional.write("NetworkPolicy", job.uid, self._apply(job, action.manifest))
+                    await self._outcomes.write(_format_target(action), job.uid, self._apply(job, action.manifest))
             elif kind in (CreateEvaluation, DeleteEvaluation):
+                place = f"{PODS.kind}/{evaluation_name(job.name)}"
                 for action in actions:
-                    await self._optional.write(PODS.kind, job.uid, self._evaluation(job, action))
+                    await self._outcomes.write(place, job.uid, self._evaluation(job, action))
             elif refused is not None:
                 break
             elif kind is CreatePod:
@@ -158,7 +165,7 @@ class Executor:
                 await work
             except errors.ApiError as error:
                 if errors.is_refusal(error):
-                    refusal = format_refusal(job, str(error))
+                    refusal = format_refusal(job.name, place, str(error))
                     pauses.append(self._creation_backoff.record_refusal(job.uid, place, refusal))
                 raise
             self._creation_backoff.record_success(job.uid, place)
@@ -180,7 +187,9 @@ class Executor:
             await self._api.apply(find_resource(manifest), job.namespace, manifest["metadata"]["name"], manifest)
         elif isinstance(action, ApplyWorkload):
             workloads = self._caches.kueue.workloads
-            workloads.write_through(await self._create_or_replace(job, WORKLOADS, action.manifest, workloads.store))
+            stored = await self._create_or_replace(job, WORKLOADS, action.manifest, workloads.store)
+            check_identity(action.manifest, stored)
+            workloads.write_through(stored)
         elif isinstance(action, SetQuotaConditions):
             await self._set_quota_conditions(job, action)
         elif isinstance(action, DeleteWorkload):
@@ -196,7 +205,11 @@ class Executor:
             caches.config_maps, caches.disruption_budgets, caches.dra.templates, caches.network_policies,
         )  # fmt: skip
         lister = next(each for each in listers if each is not None and each.resource.kind == manifest["kind"])
-        lister.write_through(await self._create_or_replace(job, lister.resource, manifest, lister.store))
+        before = lister.store.get((job.namespace, manifest["metadata"]["name"]))
+        stored = await self._create_or_replace(job, lister.resource, manifest, lister.store)
+        lister.write_through(stored)
+        if lister.resource != TEMPLATES:  # named after its content
+            self._outcomes.record_applied(job.uid, manifest, before, stored)
 
     async def _create_or_replace(
         self, job: JobView, resource: Resource, manifest: Json, store: IndexedCache[Any]
@@ -239,7 +252,7 @@ class Executor:
             f"{resource.kind} {name} exists and does not belong to this job; it is left alone: delete it, or give the "
             "job another name"
         )
-        if resource not in (PODS, NETWORK_POLICIES):  # a new attempt renames the pod; a policy is optional
+        if resource not in (PODS, *_OPTIONAL):  # a new attempt renames the pod
             self._creation_backoff.record_name_conflict(job.uid, place, sentence)
         raise errors.NotOursError(sentence, status=409)
 
@@ -313,14 +326,26 @@ class Executor:
             except errors.AlreadyExistsError:
                 raw = await self._api.get(PODS, job.namespace, name)
                 self._check_ours(job, PODS, raw)
+            try:
+                check_identity(action.manifest, raw)
+            except errors.ChangedError:
+                await self._api.delete(PODS, job.namespace, name, uid=raw["metadata"]["uid"])
+                raise
         pods.write_through(raw)
 
     async def _delete_pods(self, job: JobView, actions: Sequence[DeletePod], max_concurrency: int) -> None:
         turns = asyncio.Semaphore(max_concurrency)
 
         async def delete(action: DeletePod) -> None:
+            place = f"{PODS.kind}/{action.name}"
             async with turns:
-                await self._delete_pod(job, action)
+                try:
+                    await self._delete_pod(job, action)
+                except errors.ApiError as error:
+                    if errors.is_refusal(error):
+                        self._outcomes.record_refusal(place, job.uid, f"{action.name} is not deleted: {error}")
+                    raise
+            self._outcomes.clear_refusal(place, job.uid)
 
         await run_all(delete(action) for action in actions)
 
@@ -353,13 +378,14 @@ class Executor:
         return bool(raw["metadata"]["uid"] == action.uid)
 
 
+def _add_job_labels(job: JobView, action: Action) -> Action:
+    """Return the action with the job's own labels on the object that it writes."""
+    if not job.labels or not isinstance(action, ManifestAction | PublishMembership):
+        return action
+    return cast("Action", replace(action, manifest=add_labels(action.manifest, job.labels)))
+
+
 def _format_target(action: Action) -> str:
     """Return where the action writes: `Kind/name` of its object, else what it does."""
     manifest: Json | None = getattr(action, "manifest", None)
     return type(action).__name__ if manifest is None else f"{manifest['kind']}/{manifest['metadata']['name']}"
-
-
-def format_refusal(job: JobView, text: str) -> str:
-    """Return why the API server refused, without names of single pods: attempts give the same sentence."""
-    text = _FORBIDDEN.sub("", text)
-    return re.sub(rf"\b{re.escape(job.name)}-w-\d+\b", f"{job.name}-w-N", text)[:MAX_REFUSAL_CHARACTERS]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.wire.recorded_membership import REFUSAL_KEY, STATUS_KEY
 from trainium_operator.cluster.api import errors
+from trainium_operator.cluster.api.client import add_labels
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS
 from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.events import EventRecorder, write_failed_event
@@ -128,7 +129,7 @@ class StatusWrites:
     async def _keep(self, job: JobView, data: dict[str, str | None]) -> None:
         """Merge the data into the ConfigMap of the membership, which the first refusal may precede."""
         name = names.membership_name(job.name)
-        manifest = build_owned_object(job, "v1", CONFIG_MAPS.kind, name, {}, "membership")
+        manifest = add_labels(build_owned_object(job, "v1", CONFIG_MAPS.kind, name, {}, "membership"), job.labels)
         try:
             current = await self._api.get(CONFIG_MAPS, job.namespace, name)
         except errors.NotFoundError:

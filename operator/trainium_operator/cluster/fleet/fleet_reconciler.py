@@ -15,6 +15,7 @@ import logging
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
+from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, NODES
 from trainium_operator.cluster.fleet import fleet_record
@@ -69,8 +70,11 @@ class FleetReconciler:
     _memory: Memory | None = field(default=None, init=False)
     _written: bool = field(default=False, init=False)
     """The ConfigMap existed when this process last read or wrote it."""
+    _tainted: BoundedDict[str, tuple[TaintNode, float]] = field(init=False)
+    """The last write to each node and its time: a client that reverts it causes one write in `POLL_SECONDS`."""
 
     def __post_init__(self) -> None:
+        self._tainted = BoundedDict(MAX_DELETED)
         if self.caches.nodes is not None:
             self.caches.nodes.store.listen(self._node_changed)
         self.caches.jobs.store.listen(self._job_changed)
@@ -203,6 +207,9 @@ class FleetReconciler:
 
     async def _taint(self, write: TaintNode) -> None:
         """Compare and swap the taints, because the list can only be written as a whole."""
+        last, at = self._tainted.get(write.node, (None, 0.0))
+        if last == write and self.wall_clock() < at + POLL_SECONDS:
+            return
         try:
             raw = await self.api.get(NODES, "", write.node)
             others = [
@@ -214,6 +221,7 @@ class FleetReconciler:
             await self.api.merge(NODES, "", write.node, {"metadata": version, "spec": {"taints": [*others, *added]}})
         except (ConflictError, NotFoundError):
             return  # the next reconcile reads the current state
+        self._tainted[write.node] = (write, self.wall_clock())
         done = "taint taken off" if ours is None else f"tainted ({ours.value})"
         logger.warning("node %s: %s", write.node, done, extra={"node": write.node})
 

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.queue.pod_warnings import PodWarnings
     from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
     from trainium_operator.cluster.queue.work_queue import PlanRateLimiter, WorkQueue
+    from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
     from trainium_operator.coordinator.state import CoordinatorState
-    from trainium_operator.plan.model.observed import JobView, PodView, WriteRefusal
+    from trainium_operator.plan.model.observed import JobView, PodView
 
 
 Watching: TypeAlias = "Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView] | Reflector[JobRecord]"
@@ -111,8 +112,7 @@ class Observer:
     wall_clock: Callable[[], float]
     creation_backoff: CreationBackoff
     warnings: PodWarnings
-    refusal: Callable[[str, str], WriteRefusal | None]
-    """Refusal of an optional write, by kind and uid of its job."""
+    outcomes: WriteOutcomes
     fleet: Callable[[], FleetView]
     gangs: WaitingGangs
     served_since: Callable[[], float]
@@ -126,7 +126,7 @@ class Observer:
         caches = self.caches
         pods = tuple(sorted(caches.pods.store.owned_by(job.id).values(), key=lambda pod: pod.ordinal))
         children = {
-            f"{kind}/{name}": record.content_hash
+            f"{kind}/{name}": self.outcomes.find_requested(job, f"{kind}/{name}", record)
             for kind, lister in (
                 ("ConfigMap", caches.config_maps),
                 ("PodDisruptionBudget", caches.disruption_budgets),
@@ -155,7 +155,12 @@ class Observer:
             creation_refusal=self.creation_backoff.refusal(job.uid),
             name_conflicts=self.creation_backoff.name_conflicts(job.uid),
             policies_listed=caches.network_policies is not None and caches.network_policies.answered,
-            policy_refusal=self.refusal("NetworkPolicy", job.uid),
+            refusals=self.outcomes.refusals(job.uid),
+            strays=tuple(
+                stray
+                for (namespace, _), stray in sorted(caches.pods.strays.items())
+                if (namespace, stray.job) == (job.namespace, job.name)
+            ),
             evaluation=self._evaluation(job),
             fleet=self.fleet().for_namespace(job.namespace),
             quota=caches.kueue.quota(job),
@@ -168,7 +173,8 @@ class Observer:
         if not self.caches.evaluations.answered:
             return None
         pods = self.caches.evaluations.store.owned_by(job.id).values()
-        return EvaluationView(next(iter(pods), None), self.refusal("Pod", job.uid))
+        refusal = self.outcomes.refusals(job.uid).get(f"Pod/{names.evaluation_name(job.name)}")
+        return EvaluationView(next(iter(pods), None), refusal)
 
     def _usable(self, job: JobView) -> Callable[[str], bool]:
         """Return a check whether a worker of the job could run on a node: ready, not cordoned, of the job's type."""
@@ -245,6 +251,7 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLi
                 limiter.put(job)
 
     caches.jobs.store.listen(job_changed)
+    caches.pods.listen_to_strays(limiter.put)
     caches.pods.store.listen(pod_moved)
     caches.pods.store.listen(pod_changed)
     caches.config_maps.store.listen(child_changed)

@@ -11,22 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.faults.causes import Cause
+from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.log_line import format_log_text
 from trainium_operator.bounded_dict import BoundedDict
-from trainium_operator.cluster.api.errors import ApiError
-from trainium_operator.cluster.api.resources import EVENTS
+from trainium_operator.cluster.api.errors import ApiError, NotFoundError
+from trainium_operator.cluster.api.resources import EVENTS, PODS
 from trainium_operator.cluster.cache.parts import as_mapping, as_mappings, as_text
 from trainium_operator.cluster.cache.views import seconds
+from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, JobView, PodPhase, PodView
+from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.cache.reflector import Reflector
+    from trainium_operator.cluster.cache.store import Key
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +42,9 @@ FRESH_SECONDS = 180.0
 TIMEOUT_SECONDS = 3.0
 REMEMBERED = 1024
 MAX_MESSAGE_CHARACTERS = 1024
+VANISHED_SECONDS = 600.0
+"""Time in which the pod of a member that vanished is read; until it is gone if the condition Reconciled names pods."""
+MAX_VANISHED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +64,13 @@ class PodWarnings:
         self._pods = pods
         self._clock = clock
         self._read: BoundedDict[str, tuple[float, _Warning]] = BoundedDict(REMEMBERED)
+        self._read_again_at: BoundedDict[Key, float] = BoundedDict(REMEMBERED)
+        """When a pod that left the watch is read again."""
 
     async def refresh(self, job: JobView) -> None:
-        """Read the newest warning about the first pod of the job that starts slowly."""
+        """Read the newest warning about the first pod of the job that starts slowly, and pods that left the watch."""
         now = self._clock()
+        await self._find_strays(job, now)
         slow = [pod for pod in self._starting(job) if now >= pod.created + SLOW_SECONDS]
         if not slow:
             self._read.pop(job.uid, None)
@@ -67,6 +79,31 @@ class PodWarnings:
             return
         pod = min(slow, key=lambda pod: pod.ordinal)
         self._read[job.uid] = (now, await self._warning_about(job.namespace, pod, now))
+
+    async def _find_strays(self, job: JobView, now: float) -> None:
+        """Read the pods of members that vanished: one whose role was removed is not watched any more."""
+        reconciled = find_condition(job.status, ConditionType.RECONCILED)
+        are_named = reconciled is not None and reconciled.reason == Reason.STRAY_PODS
+        vanished = [
+            entry.pod
+            for entry in job.status.history
+            if entry.cause is Cause.POD_LOST and (are_named or now < (entry.failed_at or 0.0) + VANISHED_SECONDS)
+        ]
+        strays = self._pods.strays
+        known = [key[1] for key, stray in strays.items() if (key[0], stray.job) == (job.namespace, job.name)]
+        for name in {*vanished[-MAX_VANISHED:], *known} - {""}:
+            key = (job.namespace, name)
+            if self._pods.store.entry(key) is not None or now < self._read_again_at.get(key, 0.0):
+                continue
+            self._read_again_at[key] = now + PAUSE_SECONDS
+            try:
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    self._pods.track_stray(key, await self._api.get(PODS, *key, attempts=1))
+            except NotFoundError:
+                self._read_again_at[key] = math.inf  # no later pod has its name
+                self._pods.track_stray(key, None)
+            except (ApiError, TimeoutError) as error:
+                logger.info("pod %s is not read: %s", name, error or "no answer")
 
     def seconds_until_refresh(self, job: JobView) -> float | None:
         """Return the seconds until the next `refresh`; None if no pod is starting."""

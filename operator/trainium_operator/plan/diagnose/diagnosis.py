@@ -126,7 +126,9 @@ def _detect_loss(
     if worker is None:
         agent = facts.observed.agents.get(member.pod_uid)
         since = agent.last_seen if agent is not None else find_failure_time(facts, None)
-        message = f"pod {member.pod_name} on node {member.node_name} no longer exists"
+        is_stray = any(stray.uid == member.pod_uid for stray in facts.observed.strays)
+        state = "lost the labels of a worker" if is_stray else "no longer exists as a worker"
+        message = f"pod {member.pod_name} on node {member.node_name} {state}"
         node = facts.observed.nodes.get(member.node_name)
         if node is None or node.ready is NodeReadiness.TRUE:
             return Loss(member=member, worker=None, cause=Cause.POD_LOST, failed_at=since, message=message)

@@ -32,7 +32,7 @@ class ManifestAction:
 
 
 class ApplyObject(ManifestAction):
-    """Server-side apply of a complete manifest (ConfigMap, PodDisruptionBudget or ResourceClaimTemplate)."""
+    """Create or update an object (ConfigMap or ResourceClaimTemplate) that pods need."""
 
 
 class ApplyGroup(ManifestAction):
@@ -42,8 +42,8 @@ class ApplyGroup(ManifestAction):
     """
 
 
-class ApplyPolicy(ManifestAction):
-    """Create or update the job's NetworkPolicy. Nothing waits for it, and a refusal stops no other write."""
+class ApplyOptional(ManifestAction):
+    """Create or update a NetworkPolicy or PodDisruptionBudget. Nothing waits for it; a refusal stops no other write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ QuotaAction = ApplyWorkload | SetQuotaConditions | DeleteWorkload
 Action = (
     ApplyObject
     | ApplyGroup
-    | ApplyPolicy
+    | ApplyOptional
     | PublishMembership
     | CreatePod
     | DeletePod

@@ -88,6 +88,15 @@ def object_labels(job: str, component: str) -> dict[str, str]:
     }
 
 
+_DOMAINS_OF_CONTROLLERS = (GROUP, "kubernetes.io", "k8s.io", "helm.sh", "argoproj.io", "fluxcd.io")
+
+
+def is_inherited_label(key: str) -> bool:
+    """Return whether the objects of a job get this label of it too: not those that other controllers act on."""
+    domain = key.rpartition("/")[0]
+    return domain == "app.kubernetes.io" or not domain.endswith(_DOMAINS_OF_CONTROLLERS)
+
+
 LABEL_INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 LABEL_HOST = "kubernetes.io/hostname"
 LABEL_ZONE = "topology.kubernetes.io/zone"

@@ -14,7 +14,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.log_line import LogFormat
-from trainium_operator.plan.model.names import JobId
+from trainium_operator.plan.model.names import ANNOTATION_CONTENT_HASH, JobId
+from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,6 +90,8 @@ class JobView:
     resource_version: str = ""
     finalizers: tuple[str, ...] = ()
     """Finalizers that a job waits for while it is being deleted."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the job that its objects get too (`names.is_inherited_label`)."""
     unknown: tuple[str, ...] = ()
     """Places in the spec from a newer version that this one left out; running pods are not changed to match."""
 
@@ -133,12 +136,17 @@ class PodView:
     exit_code: int | None = None
     """Exit code of the worker container, once it has terminated."""
     deleting: bool = False
+    gone_by: float | None = None
+    """When its grace period ends or ended, once it is being deleted (Unix seconds)."""
+    finalizers: tuple[str, ...] = ()
     disrupted: bool = False
     """The pod carries the condition DisruptionTarget: evicted, preempted or drained."""
     disruption: str = ""
     """Reason of that condition."""
     created: float = 0.0
     scheduled: bool = False
+    scheduler: str = ""
+    """`spec.schedulerName`."""
     unschedulable_message: str = ""
     """Message of the condition PodScheduled=False, reason Unschedulable."""
     finished: float | None = None
@@ -173,6 +181,19 @@ class PodView:
     """Its terminationGracePeriodSeconds as stored, which admission may have changed."""
     limits: tuple[tuple[str, str], ...] = ()
     """Limits of the worker container for CPU, memory and ephemeral storage, as stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrayPod:
+    """A running pod with the name of a worker that is none: it was orphaned, or its labels were removed."""
+
+    job: str
+    """Name of the job that it was created for."""
+    name: str
+    uid: str
+    node: str
+    missing_label: str
+    """The label by which it would be found; empty if no job controls it."""
 
 
 class NodeReadiness(StrEnum):
@@ -300,13 +321,22 @@ class WorkerIngress:
 
 @dataclass(frozen=True, slots=True)
 class WriteRefusal:
-    """Why an optional object could not be written."""
+    """Why an object is not as requested: its write was refused, or another client changes it."""
 
     sentence: str
     name_in_use: bool
     """Whether another owner's object has its name."""
     retry_at: float
-    """When it may be tried again (Unix seconds)."""
+    """When it may be written again (Unix seconds)."""
+    requested: str = ""
+    """Digest of the request that is stored other than requested; empty if the write was refused."""
+
+    @property
+    def reason(self) -> Reason:
+        """Reason of the condition that reports it."""
+        if self.name_in_use:
+            return Reason.NAME_TAKEN
+        return Reason.OBJECT_CHANGED if self.requested else Reason.WRITE_FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +406,7 @@ class Observed:
     published: int
     """Generation that the coordinator serves for this job now; 0 for none, as after a restart."""
     children: Mapping[str, str]
-    """`Kind/name` -> value of `names.ANNOTATION_CONTENT_HASH`, of each ConfigMap, budget and NetworkPolicy."""
+    """`Kind/name` -> digest of the request that led to it, of each ConfigMap, budget and NetworkPolicy."""
     ca_bundle: str
     """PEM of the certificate authorities that agents must trust."""
     coordinator_since: float
@@ -390,9 +420,12 @@ class Observed:
     """Other owners' objects with a name that the job needs: `Kind/name` -> a sentence."""
     policies_listed: bool = False
     """Whether the NetworkPolicies were read, or may not be read: then one that is not in `children` is missing."""
-    policy_refusal: WriteRefusal | None = None
+    refusals: Mapping[str, WriteRefusal] = field(default_factory=dict)
+    """`Kind/name` -> why an object is not as requested: optional ones, and those that others change."""
     evaluation: EvaluationView | None = None
     """None while it is not known whether the pod exists."""
+    strays: tuple[StrayPod, ...] = ()
+    """Pods with names of this job's workers that are none."""
     fleet: FleetView = FleetView()
     quota: QuotaView | None = None
     """The job's quota in Kueue; None if it cannot be read."""
@@ -402,3 +435,14 @@ class Observed:
     """Claimed devices; None for a job without any, and if they cannot be read."""
     status_written: float = 0.0
     """When this process last wrote the job's status; 0 when it has not."""
+
+    def next_write_at(self, manifest: Mapping[str, Any]) -> float | None:
+        """Return when a child must be written (Unix seconds, `now` for at once); None if it is as requested."""
+        place = f"{manifest['kind']}/{manifest['metadata']['name']}"
+        digest, refusal = manifest["metadata"]["annotations"][ANNOTATION_CONTENT_HASH], self.refusals.get(place)
+        is_changed = refusal is not None and refusal.requested == digest
+        if self.children.get(place) == digest and not is_changed:
+            return None
+        if refusal is None or (refusal.requested and not is_changed):
+            return self.now
+        return max(self.now, refusal.retry_at)

@@ -105,5 +105,9 @@ class Reason(StrEnum):
     # WorkloadConditionView by the operator about itself
     NAME_TAKEN = "NameTaken"
     WRITE_FAILED = "WriteFailed"
+    OBJECT_CHANGED = "ObjectChanged"
+    STRAY_PODS = "StrayPods"
+    DELETION_PENDING = "DeletionPending"
+    RECONCILED = "Reconciled"
     UNREADABLE = "Unreadable"
     SERVED_ELSEWHERE = "ServedElsewhere"

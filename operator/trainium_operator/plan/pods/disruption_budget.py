@@ -19,7 +19,7 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyObject, PolicyResult
+from trainium_operator.plan.model.actions import ApplyOptional, PolicyResult
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_rfc3339, parse_rfc3339
@@ -61,25 +61,25 @@ def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     applied = facts.observed.children.get(f"{KIND}/{facts.job.name}")
     if applied is None and (ended or not status.start_time):
         return PolicyResult(status=status)
-    min_available, requeue_at = 0, tuple[float, ...]()
+    kind, min_available, requeue_at = ConditionType.DISRUPTION_ALLOWED, 0, tuple[float, ...]()
     if not ended:
         decision = _decide_disruption(facts, status)
         min_available, requeue_at = _count_min_available(facts, status, decision), decision.requeue_at
         reason = Reason.DISRUPTION_ALLOWED if decision.is_allowed else Reason.DISRUPTION_REFUSED
-        kind = ConditionType.DISRUPTION_ALLOWED
         status = with_condition(status, kind, decision.is_allowed, reason, decision.reason, now=facts.now)
     if facts.job.spec.suspend and not ended:
         return PolicyResult(status=status, requeue_at=requeue_at)
-    name_conflict = facts.observed.name_conflicts.get(f"{KIND}/{facts.job.name}")
-    if name_conflict is not None and not ended:
-        kind = ConditionType.DISRUPTION_ALLOWED
-        status = with_condition(status, kind, None, Reason.NAME_TAKEN, name_conflict, now=facts.now)
-    if name_conflict is not None and facts.now < facts.observed.create_after:
-        return PolicyResult(status=status, requeue_at=(*requeue_at, facts.observed.create_after))
     manifest = build_budget(facts.job, min_available)
-    if applied == manifest["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]:
+    write_at = facts.observed.next_write_at(manifest)
+    if write_at is None:
         return PolicyResult(status=status, requeue_at=requeue_at)
-    return PolicyResult(status=status, actions=(ApplyObject(manifest),), requeue_at=requeue_at)
+    refusal = facts.observed.refusals.get(f"{KIND}/{facts.job.name}")
+    if refusal is not None and not ended:
+        text = f"a drain may evict workers at any time: {refusal.sentence}"
+        status = with_condition(status, kind, None, refusal.reason, text, now=facts.now)
+    if facts.now < write_at:
+        return PolicyResult(status=status, requeue_at=(*requeue_at, write_at))
+    return PolicyResult(status=status, actions=(ApplyOptional(manifest),), requeue_at=requeue_at)
 
 
 def _count_min_available(facts: Facts, status: PublicStatus, decision: _Decision) -> int:

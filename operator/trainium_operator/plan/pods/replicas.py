@@ -70,11 +70,12 @@ def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyRe
     if facts.size.shape is None:
         return PolicyResult(status=status)
     manifest = build_config_map(facts.job, facts.observed.ca_bundle)
-    metadata = manifest["metadata"]
-    desired_hash = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
-    current_hash = facts.observed.children.get(f"{manifest['kind']}/{metadata['name']}")
-    if current_hash == desired_hash or (current_hash is not None and facts.job.unknown):
+    write_at = facts.observed.next_write_at(manifest)
+    exists = f"{manifest['kind']}/{manifest['metadata']['name']}" in facts.observed.children
+    if write_at is None or (exists and facts.job.unknown):
         return PolicyResult(status=status)
+    if facts.now < write_at:
+        return PolicyResult(status=status, requeue_at=(write_at,))
     return PolicyResult(status=status, actions=(ApplyObject(manifest),))
 
 

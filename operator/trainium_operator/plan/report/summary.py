@@ -29,7 +29,6 @@ from trainium_operator.plan.model.conditions import StatusT, find_condition, is_
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_count, format_names, format_rfc3339
-from trainium_operator.plan.pods.disruption_budget import KIND as BUDGET
 from trainium_operator.plan.pods.gang_policy import set_admitted
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health
@@ -192,6 +191,10 @@ SLOW_INIT_SECONDS = 120.0
 """A user's init container that runs for longer is reported as the reason why the worker does not start."""
 
 
+UNANSWERED_SECONDS = 30.0
+"""A pod that neither a scheduler nor a kubelet has reported for longer is named."""
+
+
 def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Compute the status; call after the policies."""
     if not _all_members_reported(facts):
@@ -207,14 +210,16 @@ def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     steady_from = find_steady_time(facts)
     if steady_from is not None and not status.start_time:
         requeue_at = (*requeue_at, steady_from)
-    requeue_at = (*requeue_at, *_find_slow_init_times(facts))
+    requeue_at = (*requeue_at, *_find_slow_start_times(facts))
     return PolicyResult(status=status.replaced(phase=_derive_phase(facts, status)), requeue_at=requeue_at)
 
 
-def _find_slow_init_times(facts: Facts) -> tuple[float, ...]:
-    """Return when the running init containers will have run for too long."""
-    starts = (worker.pod.init_since for worker in facts.workers.values())
-    return tuple(at + SLOW_INIT_SECONDS for at in starts if at is not None and at + SLOW_INIT_SECONDS > facts.now)
+def _find_slow_start_times(facts: Facts) -> tuple[float, ...]:
+    """Return when init containers will have run, or pods will have waited for a report, for too long."""
+    pods = [worker.pod for worker in facts.workers.values()]
+    due = [pod.init_since + SLOW_INIT_SECONDS for pod in pods if pod.init_since is not None]
+    due += [pod.created + UNANSWERED_SECONDS for pod in pods if _has_no_report(pod)]
+    return tuple(at for at in due if at > facts.now)
 
 
 def _all_members_reported(facts: Facts) -> bool:
@@ -345,10 +350,8 @@ def _set_pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
 
 
 def _explain_missing_workers(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
-    conflicts = sorted(facts.observed.name_conflicts.items())
-    conflict_messages = [text for place, text in conflicts if not place.startswith(f"{BUDGET}/")]
-    if conflict_messages:
-        return Reason.NAME_TAKEN, conflict_messages[0]
+    if conflicts := sorted(facts.observed.name_conflicts.items()):
+        return Reason.NAME_TAKEN, conflicts[0][1]
     if (refusal := describe_creation_refusal(facts)) is not None:
         return refusal
     if (blocker := find_creation_blocker(facts)) is not None:
@@ -369,9 +372,35 @@ def _explain_missing_workers(facts: Facts, status: TrainingJobStatus) -> tuple[R
     if blocked_pods:
         pod = blocked_pods[-1]
         return Reason.WORKER_NOT_STARTING, f"{_pod_location(pod)}: {pod.reason} {pod.message}"
+    if (unanswered := _explain_unanswered_pods(facts)) is not None:
+        return unanswered
     if (start_failures := describe_start_failures(status, facts.now)) is not None:
         return Reason.WORKER_NOT_STARTING, start_failures
     return _explain_init_containers(facts) or (Reason.WAITING_FOR_WORKERS, "")
+
+
+def _explain_unanswered_pods(facts: Facts) -> tuple[Reason, str] | None:
+    """Return which pods no scheduler has looked at, or which kubelet has not reported a pod."""
+    silent = [
+        worker.pod
+        for worker in facts.workers.values()
+        if _has_no_report(worker.pod) and facts.now >= worker.pod.created + UNANSWERED_SECONDS
+    ]
+    if not silent:
+        return None
+    pod = silent[0]
+    names_text = format_names(tuple(each.name for each in silent if each.scheduled == pod.scheduled))
+    if not pod.scheduled:
+        return Reason.UNSCHEDULABLE, (
+            f"no scheduler has looked at {names_text} for {UNANSWERED_SECONDS:.0f} s or more: does the scheduler "
+            f"{pod.scheduler or 'default-scheduler'} (schedulerName of the pod) run in this cluster?"
+        )
+    return Reason.WORKER_NOT_STARTING, f"the kubelet of node {pod.node} has not reported {names_text}: does it run?"
+
+
+def _has_no_report(pod: PodView) -> bool:
+    waits = pod.phase is PodPhase.PENDING and not pod.deleting
+    return waits and not (pod.reason or pod.unschedulable_message or pod.init_container)
 
 
 def _pod_location(pod: PodView) -> str:

@@ -88,7 +88,7 @@ def test_false_end_conditions_are_dropped() -> None:
     others = [{**COMPLETE, "type": kind.value, "status": "False"} for kind in ConditionType]
     status = readable_status({"conditions": others[:16]}, "team/llama")
     assert not {ConditionType.COMPLETE, ConditionType.FAILED} & {condition.type for condition in status.conditions}
-    assert len({*(condition.type for condition in status.conditions), *ConditionType}) - 2 <= 16
+    assert len({*(condition.type for condition in status.conditions), *ConditionType}) - 2 <= 20
 
 
 def test_duplicate_conditions_count_once() -> None:

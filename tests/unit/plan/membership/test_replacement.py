@@ -57,7 +57,7 @@ def test_the_membership_is_published_first_and_ended_pods_deleted_last() -> None
     observed = build.with_pod(
         build.running_job(4, spares=1), build.pod(1, phase=PodPhase.FAILED, reason="Error", exit_code=137)
     )
-    assert make_plan(observed).action_kinds == ["PublishMembership", "CreatePod", "DeletePod", "ApplyObject"]
+    assert make_plan(observed).action_kinds == ["PublishMembership", "CreatePod", "DeletePod", "ApplyOptional"]
 
 
 def test_a_loss_is_recorded_and_counted_once_while_a_replacement_is_pending() -> None:

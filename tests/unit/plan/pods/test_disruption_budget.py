@@ -12,7 +12,7 @@ from tests.unit.plan.plan_results import make_plan
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.wire.messages import Progress
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyObject
+from trainium_operator.plan.model.actions import ApplyOptional
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.text import format_rfc3339
 from trainium_operator.plan.pods import disruption_budget
@@ -41,7 +41,7 @@ def job_with_age_limit(
 
 def min_available(result: Any) -> int | None:
     """Return the `minAvailable` that the plan writes; None without a write."""
-    manifests = [action.manifest for action in result.actions_of_type(ApplyObject)]
+    manifests = [action.manifest for action in result.actions_of_type(ApplyOptional)]
     budgets = [manifest for manifest in manifests if manifest["kind"] == "PodDisruptionBudget"]
     assert len(budgets) <= 1
     return budgets[0]["spec"]["minAvailable"] if budgets else None
@@ -173,7 +173,7 @@ def test_the_budget_is_written_only_when_its_value_changes() -> None:
 
     class BudgetRecorder(FakeCluster):
         def _write(self, write: Any) -> None:
-            if isinstance(write, ApplyObject) and write.manifest["kind"] == "PodDisruptionBudget":
+            if isinstance(write, ApplyOptional) and write.manifest["kind"] == "PodDisruptionBudget":
                 written.append(write.manifest["spec"]["minAvailable"])
             super()._write(write)
 

@@ -13,7 +13,7 @@ from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUA
 from trainium_operator.plan.features.network_policy.policy import KIND, build_network_policy
 from trainium_operator.plan.manifests.worker_pod import build_pod_template
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyPolicy
+from trainium_operator.plan.model.actions import ApplyOptional
 from trainium_operator.plan.model.conditions import find_condition, with_condition
 from trainium_operator.plan.model.observed import Observed, WorkerIngress, WriteRefusal
 from trainium_operator.plan.model.reasons import Reason
@@ -47,26 +47,30 @@ def with_status_of(observed: Observed, result: PlanResult, **changes: Any) -> Ob
 def test_the_network_policy_is_written_last_and_once_pods_exist() -> None:
     first = plan_policy(build.observation(build.job(), policies_listed=True))
     assert len(first.created_pods) == 4
-    assert first.actions_of_type(ApplyPolicy) == []
+    assert first.actions_of_type(ApplyOptional) == []
     then = plan_policy(build.observation(build.job(), (build.pod(0),), policies_listed=True))
     assert len(then.created_pods) > 0
-    assert isinstance(then.actions[-1], ApplyPolicy)
+    assert isinstance(then.actions[-1], ApplyOptional)
     assert policy_condition(then) is None
 
 
 def test_an_unchanged_policy_is_not_written_again_and_a_different_one_is() -> None:
-    assert plan_policy(with_policy(running_job())).actions_of_type(ApplyPolicy) == []
+    assert plan_policy(with_policy(running_job())).actions_of_type(ApplyOptional) == []
     moved = replace(INGRESS, operator_namespace="elsewhere")
-    (action,) = plan_policy(with_policy(running_job()), moved).actions_of_type(ApplyPolicy)
+    (action,) = plan_policy(with_policy(running_job()), moved).actions_of_type(ApplyOptional)
     assert action.manifest["spec"]["ingress"][1]["from"][0]["namespaceSelector"]["matchLabels"] == {
         "kubernetes.io/metadata.name": "elsewhere"
     }
 
 
+def refuse(*arguments: Any, **changes: Any) -> dict[str, WriteRefusal]:
+    return {PLACE: WriteRefusal(*arguments, **changes)}
+
+
 @pytest.mark.parametrize("ingress", [None, INGRESS])
 def test_without_the_setting_or_before_the_policies_were_read_none_is_written(ingress: WorkerIngress | None) -> None:
     result = plan_policy(replace(running_job(), policies_listed=ingress is None), ingress)
-    assert result.actions_of_type(ApplyPolicy) == []
+    assert result.actions_of_type(ApplyOptional) == []
     assert (result.requeue_after is not None and result.requeue_after <= 5.0) or ingress is None
 
 
@@ -76,9 +80,9 @@ def test_without_the_setting_or_before_the_policies_were_read_none_is_written(in
 def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_continues(
     taken: bool, state: str, reason: str
 ) -> None:
-    observed = running_job(policy_refusal=WriteRefusal("may not create it", taken, NOW + 30))
+    observed = running_job(refusals=refuse("may not create it", taken, NOW + 30))
     result = plan_policy(observed)
-    assert result.actions_of_type(ApplyPolicy) == []
+    assert result.actions_of_type(ApplyOptional) == []
     problem = policy_condition(result)
     assert problem is not None
     assert problem[:2] == (state, reason)
@@ -94,19 +98,19 @@ def test_a_refusal_is_reported_once_and_retried_after_its_pause_while_the_job_co
     assert again.requeue_after is not None
     assert again.requeue_after <= 30
     late = plan_policy(with_status_of(observed, result, now=NOW + 31))
-    assert len(late.actions_of_type(ApplyPolicy)) == 1
+    assert len(late.actions_of_type(ApplyOptional)) == 1
 
 
 def test_a_refused_network_policy_does_not_block_replacement() -> None:
-    observed = running_job(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW + 30))
+    observed = running_job(refusals=refuse("no", name_in_use=False, retry_at=NOW + 30))
     fewer = replace(observed, pods=observed.pods[1:])
     assert plan_policy(fewer).created_pods == plan_policy(fewer, None).created_pods != []
 
 
 def test_the_policy_condition_follows_the_setting() -> None:
-    observed = running_job(policy_refusal=WriteRefusal("no", name_in_use=False, retry_at=NOW))
+    observed = running_job(refusals=refuse("no", name_in_use=False, retry_at=NOW))
     result = plan_policy(observed)
-    done = plan_policy(with_policy(with_status_of(observed, result, policy_refusal=None)))
+    done = plan_policy(with_policy(with_status_of(observed, result, refusals={})))
     assert policy_condition(done) == ("True", "PolicyApplied", "")
     assert policy_condition(plan_policy(with_status_of(observed, result), None)) is None
 
@@ -114,9 +118,9 @@ def test_the_policy_condition_follows_the_setting() -> None:
 def test_host_network_jobs_get_no_policy_and_open_an_existing_one() -> None:
     hosts = build.spec(workers={"template": {"spec": {"hostNetwork": True}}})
     observed = running_job(job_spec=hosts)
-    assert plan_policy(observed).actions_of_type(ApplyPolicy) == []
+    assert plan_policy(observed).actions_of_type(ApplyOptional) == []
     (action,) = plan_policy(replace(observed, children={**observed.children, PLACE: "of-before"})).actions_of_type(
-        ApplyPolicy
+        ApplyOptional
     )
     assert action.manifest["spec"]["ingress"] == [{}]
 
@@ -124,8 +128,8 @@ def test_host_network_jobs_get_no_policy_and_open_an_existing_one() -> None:
 def test_an_ended_job_gets_no_network_policy() -> None:
     observed = running_job()
     ended = with_condition(observed.job.status, ConditionType.COMPLETE, True, Reason.COMPLETED, "", now=NOW)
-    assert plan_policy(observed).actions_of_type(ApplyPolicy)
-    assert plan_policy(build.with_status(observed, ended)).actions_of_type(ApplyPolicy) == []
+    assert plan_policy(observed).actions_of_type(ApplyOptional)
+    assert plan_policy(build.with_status(observed, ended)).actions_of_type(ApplyOptional) == []
 
 
 OPERATOR = {"app.kubernetes.io/name": "trainium-operator", "app.kubernetes.io/instance": "prod"}

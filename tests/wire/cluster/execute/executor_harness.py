@@ -11,9 +11,9 @@ from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
-from trainium_operator.cluster.execute.optional_writes import OptionalWrites
 from trainium_operator.cluster.execute.status_writes import StatusWrites
 from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
+from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
 from trainium_operator.coordinator.state import CoordinatorState
 from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.model import names
@@ -40,13 +40,14 @@ class ExecutorHarness:
         self.published: list[int] = []
         self.now = 1000.0
         self.creation_backoff = CreationBackoff(lambda: self.now)
+        self.outcomes = WriteOutcomes(lambda: self.now)
         self.executor = Executor(
             api,
             self.caches,
             self.recorder,
             cast("CoordinatorState", self),
             self.creation_backoff,
-            OptionalWrites(lambda: self.now),
+            self.outcomes,
             StatusWrites(api, self.caches, self.recorder, lambda: self.now, on_refused=lambda: None),
             lambda: self.now,
         )
@@ -72,7 +73,11 @@ class ExecutorHarness:
             "controller": True,
         }
         labels = {**names.object_labels("j", "worker"), **names.selector_labels("j")}
-        return {"metadata": {"name": name, "labels": labels, "ownerReferences": [owner]}, **more}
+        annotations = {names.ANNOTATION_CONTENT_HASH: "digest"}
+        return {
+            "metadata": {"name": name, "labels": labels, "annotations": annotations, "ownerReferences": [owner]},
+            **more,
+        }
 
     def pod_creations(self, count: int) -> tuple[CreatePod, ...]:
         spec = {"containers": [{"name": "worker"}]}

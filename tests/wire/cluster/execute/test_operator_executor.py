@@ -24,7 +24,7 @@ from trainium_operator.plan.features.network_policy.policy import build_network_
 from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.model.actions import (
     ApplyObject,
-    ApplyPolicy,
+    ApplyOptional,
     CreatePod,
     DeletePod,
     EventIntent,
@@ -195,7 +195,7 @@ async def test_an_exceeded_quota_is_one_event_for_all_pod_names(harness: Executo
     await run_pending_tasks()
     (event,) = harness.events()
     assert "exceeded quota: team" in event["message"]
-    assert harness.creation_backoff.refusal(harness.job.uid) == "exceeded quota: team, used: cpu=11; j-w-N"
+    assert harness.creation_backoff.refusal(harness.job.uid) == "Pod j-w-N: exceeded quota: team, used: cpu=11; j-w-N"
     harness.cluster.faults.clear()
     await harness.execute(*harness.pod_creations(2))
     assert harness.creation_backoff.refusal(harness.job.uid) == ""
@@ -217,7 +217,7 @@ async def test_an_applied_object_reverts_nested_edits(harness: ExecutorHarness) 
         edited["spec"]["maxUnavailable"] = 1
         harness.cluster.add(resource, edited)
     await harness.execute(
-        ApplyObject(desired[resources.DISRUPTION_BUDGETS]), ApplyPolicy(desired[resources.NETWORK_POLICIES])
+        ApplyObject(desired[resources.DISRUPTION_BUDGETS]), ApplyOptional(desired[resources.NETWORK_POLICIES])
     )
     for resource, manifest in desired.items():
         name = manifest["metadata"]["name"]

@@ -66,7 +66,7 @@ def test_a_refusal_is_reported_with_its_reason_and_a_way_out() -> None:
 
     run_virtual(scenario())
 
-    note = harness.events()[0]["note"]
+    note = harness.events()[0]["message"]
     assert "ConfigMap j-membership" in note
     assert "Exempt trainingjobs/status" in note
     assert "a TrainingJob needs the label cost-center" in note

@@ -26,7 +26,7 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE
 from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyPolicy, PolicyResult, event
+from trainium_operator.plan.model.actions import ApplyOptional, PolicyResult, event
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 
@@ -53,27 +53,28 @@ def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyR
         return PolicyResult(status=_without_condition(status))
     if is_terminal(status) or not observed.pods:
         return PolicyResult(status=status)
-    applied_hash = observed.children.get(f"{KIND}/{names.network_policy_name(facts.job.name)}")
-    if applied_hash is None and is_on_host_network(facts.job):
+    place = f"{KIND}/{names.network_policy_name(facts.job.name)}"
+    if place not in observed.children and is_on_host_network(facts.job):
         return PolicyResult(status=_without_condition(status))
     manifest = build_network_policy(facts.job, ingress)
-    if applied_hash == manifest["metadata"]["annotations"][names.ANNOTATION_CONTENT_HASH]:
+    write_at = observed.next_write_at(manifest)
+    if write_at is None:
         if find_condition(status, _CONDITION) is not None:
             status = with_condition(status, _CONDITION, True, Reason.POLICY_APPLIED, "", now=facts.now)
         return PolicyResult(status=status)
     if not observed.policies_listed:
         return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,))
-    result = PolicyResult(status=status)
-    if observed.policy_refusal is not None:
-        result = _report_refusal(facts, status, observed.policy_refusal)
-        if facts.now < observed.policy_refusal.retry_at:
-            return result.then(PolicyResult(status=result.status, requeue_at=(observed.policy_refusal.retry_at,)))
-    return result.then(PolicyResult(status=result.status, actions=(ApplyPolicy(manifest),)))
+    result, refusal = PolicyResult(status=status), observed.refusals.get(place)
+    if refusal is not None:
+        result = _report_refusal(facts, status, refusal)
+    if facts.now < write_at:
+        return result.then(PolicyResult(status=result.status, requeue_at=(write_at,)))
+    return result.then(PolicyResult(status=result.status, actions=(ApplyOptional(manifest),)))
 
 
 def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: WriteRefusal) -> PolicyResult:
     """Set the condition, and add an event when it is new."""
-    reason = Reason.NAME_TAKEN if refusal.name_in_use else Reason.WRITE_FAILED
+    reason = refusal.reason
     text = f"others can reach the workers' ports: {refusal.sentence}"
     # False because a name is taken would make the job stalled, but it trains.
     status = with_condition(status, _CONDITION, None if refusal.name_in_use else False, reason, text, now=facts.now)

@@ -6,7 +6,9 @@ import pytest
 
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, ForbiddenError, UnavailableError
-from trainium_operator.cluster.execute.optional_writes import MAX_PAUSE_SECONDS, SECONDS, OptionalWrites
+from trainium_operator.cluster.queue.write_outcomes import MAX_PAUSE_SECONDS, SECONDS, WriteOutcomes
+
+PLACE = "NetworkPolicy/llama-workers"
 
 
 async def fail_with(error: ApiError) -> None:
@@ -16,29 +18,29 @@ async def fail_with(error: ApiError) -> None:
 @in_virtual_time
 async def test_a_write_behind_a_hanging_webhook_times_out() -> None:
     loop = asyncio.get_running_loop()
-    writes = OptionalWrites(loop.time)
+    writes = WriteOutcomes(loop.time)
     started_at = loop.time()
-    await writes.write("NetworkPolicy", "a", asyncio.sleep(30))
+    await writes.write(PLACE, "a", asyncio.sleep(30))
     assert loop.time() - started_at == pytest.approx(SECONDS)
-    refusal = writes.refusal("NetworkPolicy", "a")
+    refusal = writes.refusals("a").get(PLACE)
     assert refusal is not None
     assert "did not take the NetworkPolicy within 10 s" in refusal.sentence
-    assert writes.refusal("NetworkPolicy", "b") is None
+    assert writes.refusals("b").get(PLACE) is None
 
 
 @in_virtual_time
 async def test_pauses_grow_to_a_maximum_and_end_with_a_success() -> None:
-    writes = OptionalWrites(lambda: 1000.0)
+    writes = WriteOutcomes(lambda: 1000.0)
     pauses = []
     for _ in range(12):
-        await writes.write("NetworkPolicy", "a", fail_with(ForbiddenError("no", status=403)))
-        refusal = writes.refusal("NetworkPolicy", "a")
+        await writes.write(PLACE, "a", fail_with(ForbiddenError("no", status=403)))
+        refusal = writes.refusals("a").get(PLACE)
         assert refusal is not None
         pauses.append(refusal.retry_at - 1000.0)
     assert pauses[:4] == [2.0, 4.0, 8.0, 16.0]
     assert pauses[-1] == MAX_PAUSE_SECONDS
-    await writes.write("NetworkPolicy", "a", asyncio.sleep(0))
-    assert writes.refusal("NetworkPolicy", "a") is None
+    await writes.write(PLACE, "a", asyncio.sleep(0))
+    assert writes.refusals("a").get(PLACE) is None
 
 
 @pytest.mark.parametrize(
@@ -46,16 +48,16 @@ async def test_pauses_grow_to_a_maximum_and_end_with_a_success() -> None:
 )
 @in_virtual_time
 async def test_a_conflict_or_outage_is_raised(error: ApiError) -> None:
-    writes = OptionalWrites(lambda: 0.0)
+    writes = WriteOutcomes(lambda: 0.0)
     with pytest.raises(type(error)):
-        await writes.write("NetworkPolicy", "a", fail_with(error))
-    assert writes.refusal("NetworkPolicy", "a") is None
+        await writes.write(PLACE, "a", fail_with(error))
+    assert writes.refusals("a").get(PLACE) is None
 
 
 @in_virtual_time
 async def test_a_timeout_of_the_caller_is_raised() -> None:
-    writes = OptionalWrites(lambda: 0.0)
+    writes = WriteOutcomes(lambda: 0.0)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
-            await writes.write("NetworkPolicy", "a", asyncio.sleep(30))
-    assert writes.refusal("NetworkPolicy", "a") is None
+            await writes.write(PLACE, "a", asyncio.sleep(30))
+    assert writes.refusals("a").get(PLACE) is None

@@ -1,0 +1,79 @@
+"""Report what the cluster holds other than requested, and what nobody else would name.
+
+Guarantee: the condition Reconciled exists only from the first difference on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainium_contract.status.conditions import ConditionType
+from trainium_operator.plan.model.actions import PolicyResult, event
+from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
+from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.facts import describe_creation_refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.model.observed import PodView, StrayPod
+    from trainium_operator.plan.view.facts import Facts
+
+_CONDITION = ConditionType.RECONCILED
+_OWN_CONDITION = ("NetworkPolicy",)
+"""Kinds with a condition of their own."""
+_MAX_SHOWN = 3
+DELETION_SECONDS = 60.0
+"""A pod that still exists for longer after its grace period is named."""
+
+
+def report_differences(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+    """Set the condition, and add an event when its reason is new."""
+    differences = tuple(_list_differences(facts, status))
+    ends = (pod.gone_by + DELETION_SECONDS for pod in facts.observed.pods if pod.gone_by is not None)
+    requeue_at = tuple(at for at in ends if at > facts.now)
+    old = find_condition(facts.job.status, _CONDITION)
+    if not differences:
+        if old is not None:
+            status = with_condition(status, _CONDITION, True, Reason.RECONCILED, "", now=facts.now)
+        return PolicyResult(status=status, requeue_at=requeue_at)
+    more = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
+    reason, text = differences[0][0], "; ".join(sentence for _, sentence in differences[:_MAX_SHOWN]) + more
+    status = with_condition(status, _CONDITION, False, reason, text, now=facts.now)
+    is_new = old is None or old.reason != reason
+    events = (event(reason, text, warning=True),) if is_new else ()
+    return PolicyResult(status=status, events=events, requeue_at=requeue_at)
+
+
+def _list_differences(facts: Facts, status: TrainingJobStatus) -> Iterator[tuple[Reason, str]]:
+    """Yield each difference with its reason, as a sentence without a full stop."""
+    if is_true(status, ConditionType.PODS_READY):  # otherwise that condition has it
+        creation_refusal = describe_creation_refusal(facts)
+        yield from () if creation_refusal is None else (creation_refusal,)
+    for stray in facts.observed.strays:
+        yield Reason.STRAY_PODS, _describe_stray(stray, facts.job.namespace)
+    for pod in facts.observed.pods:
+        if pod.gone_by is not None and facts.now >= pod.gone_by + DELETION_SECONDS:
+            yield Reason.DELETION_PENDING, _describe_pending_deletion(pod)
+    pods = {pod.name for pod in facts.observed.pods}
+    for place, refusal in sorted(facts.observed.refusals.items()):
+        kind, _, name = place.partition("/")
+        if kind in _OWN_CONDITION or (kind == "Pod" and name not in pods):
+            continue
+        yield refusal.reason, refusal.sentence.rstrip(". ")
+
+
+def _describe_pending_deletion(pod: PodView) -> str:
+    if pod.finalizers:
+        return f"pod {pod.name} was deleted and waits for its finalizers: {', '.join(pod.finalizers[:_MAX_SHOWN])}"
+    return f"pod {pod.name} was deleted, but the kubelet of node {pod.node} has not reported its end: does it run?"
+
+
+def _describe_stray(stray: StrayPod, namespace: str) -> str:
+    why = f"its label {stray.missing_label} was removed" if stray.missing_label else "no TrainingJob controls it"
+    place = f"keeps node {stray.node}" if stray.node else "waits for a node"
+    return (
+        f"pod {stray.name} is not a worker of this job, because {why}, and {place}: "
+        f"kubectl delete pod {stray.name} -n {namespace}"
+    )

@@ -1,0 +1,90 @@
+"""Pods with the names of workers that are none: orphaned, or without the labels by which the operator finds them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.testing.suite.virtual_time import in_virtual_time
+from tests.testing.virtual.operator_process import training_job, until
+from tests.testing.virtual.replicas import Scenario
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE
+from trainium_operator.cluster.api.resources import JOBS, PODS
+from trainium_operator.cluster.cache.views import find_stray
+
+OWNER = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "name": "llama", "uid": "u", "controller": True}
+
+
+def worker(**metadata: Any) -> dict[str, Any]:
+    labels = {LABEL_JOB: "llama", LABEL_ROLE: "worker"}
+    return {
+        "metadata": {
+            "namespace": "default", "name": "llama-w-3", "uid": "p", "labels": labels, "ownerReferences": [OWNER],
+            **metadata,
+        },
+        "spec": {"nodeName": "node-3"},
+        "status": {"phase": "Running"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pod", "missing"),
+    [
+        (worker(), None),
+        (worker(ownerReferences=[]), ""),
+        (worker(ownerReferences=None, labels=None), None),
+        (worker(labels={LABEL_ROLE: "worker"}), LABEL_JOB),
+        (worker(labels={LABEL_JOB: "llama"}), LABEL_ROLE),
+        (worker(labels=None), LABEL_JOB),
+        (worker(name="llama-evaluation"), None),
+        ({**worker(ownerReferences=[]), "status": {"phase": "Failed"}}, None),
+    ],
+)
+def test_a_stray_pod_is_recognized_by_its_name_and_what_is_missing(pod: dict[str, Any], missing: str | None) -> None:
+    stray = find_stray(pod)
+    assert (None if stray is None else stray.missing_label) == missing
+    assert stray is None or (stray.job, stray.name, stray.node) == ("llama", "llama-w-3", "node-3")
+
+
+def message(scenario: Scenario) -> str:
+    condition = scenario.condition("Reconciled")
+    return condition["message"] if condition.get("reason") == "StrayPods" else ""
+
+
+@in_virtual_time
+async def test_orphans_of_an_earlier_job_are_named_with_their_nodes_until_they_are_gone() -> None:
+    async with Scenario(training_job(), nodes=6) as scenario:
+        await scenario.wait_for_steps()
+        orphans = scenario.cluster.names(PODS)
+        for name in orphans:
+            scenario.cluster.change(PODS, "default", name, lambda raw: raw["metadata"].pop("ownerReferences"))
+        scenario.cluster.remove(JOBS, "default", "llama")
+        scenario.cluster.add(JOBS, training_job())
+        await until(lambda: bool(message(scenario)), 60, "the condition")
+        for name in orphans:
+            node = scenario.cluster.get(PODS, "default", name)["spec"]["nodeName"]
+            assert (
+                f"pod {name} is not a worker of this job, because no TrainingJob controls it, and keeps node {node}"
+                in (message(scenario))
+            )
+        for name in orphans:
+            scenario.cluster.remove(PODS, "default", name)
+        await until(lambda: scenario.condition("Reconciled").get("status") == "True", 60, "they are gone")
+
+
+@pytest.mark.parametrize("label", [LABEL_JOB, LABEL_ROLE])
+@in_virtual_time
+async def test_a_worker_whose_label_is_removed_is_replaced_and_named_with_its_node(label: str) -> None:
+    async with Scenario(training_job(spares=1), nodes=6) as scenario:
+        await scenario.wait_for_steps()
+        name = scenario.cluster.names(PODS)[0]
+        node = scenario.cluster.get(PODS, "default", name)["spec"]["nodeName"]
+        scenario.cluster.change(PODS, "default", name, lambda raw: raw["metadata"]["labels"].pop(label))
+        await until(lambda: bool(message(scenario)), 60, "the condition")
+        assert f"its label {label} was removed, and keeps node {node}" in message(scenario)
+        await until(lambda: scenario.status()["phase"] == "Running", 60, "another worker trains")
+        assert name in scenario.cluster.names(PODS), "it is left alone"
+        await asyncio.sleep(120)
+        assert message(scenario)
+        scenario.cluster.remove(PODS, "default", name)
+        await until(lambda: scenario.condition("Reconciled").get("status") == "True", 120, "it is gone")
