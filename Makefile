@@ -7,6 +7,7 @@ MUTANTS_VENV ?= .venv-mutants
 COVERAGE_VENV ?= .venv-coverage
 FUZZ_VENV ?= .venv-fuzz
 TRACKERS_VENV ?= .venv-trackers
+TRL_VENV ?= .venv-trl
 TASKS_VENV ?= .venv-tasks
 BIN := $(VENV)/bin
 CLUSTER ?= local
@@ -26,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 # Keep compiled code, in any environment: otherwise each lane would compile the 350 files of tests, for nine seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd test-trackers test-tasks check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
+.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd test-trackers test-trl test-tasks check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -72,6 +73,10 @@ test-trackers: binaries  ## Runs in MLflow (its server, with a database; also a 
 	@$(BIN)/trainium-devcluster binaries --helm >/dev/null
 	@scripts/tool_venv.sh $(TRACKERS_VENV) $(abspath $(BIN))/python scripts/trackers_requirements.txt
 	@$(TRACKERS_VENV)/bin/python -m pytest tests/unit/trainer/trackers tests/cluster/training/test_trackers.py $(ARGS)
+
+test-trl: setup  ## Elastic trainers of TRL: SFT, DPO, GRPO and reward models on real processes (docs/program-library.md)
+	@scripts/tool_venv.sh $(TRL_VENV) $(abspath $(BIN))/python scripts/trl_requirements.txt
+	@$(TRL_VENV)/bin/python -m pytest tests/unit/worker/test_elastic_trl.py $(ARGS)
 
 test-tasks: binaries  ## Models measured by lm-eval, also at milestones of a job; answers of a real server (docs/evaluate.md)
 	@$(BIN)/trainium-devcluster binaries --helm >/dev/null
@@ -139,7 +144,7 @@ proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/re
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
-	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) $(TRACKERS_VENV) $(TASKS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) $(TRACKERS_VENV) $(TRL_VENV) $(TASKS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Programs of the cluster that are prepared during the installation of packages: `with-binaries` and options of
 # `trainium-devcluster binaries`, for the targets below and their prerequisites.

@@ -193,6 +193,7 @@ class BlockingTasks:
             master_ip=members[0].pod_ip,
             master_port=start.port,
             accumulation=self._membership.accumulation,
+            requested_nodes=self._membership.requested_nodes,
             cause="" if generation == 1 and attempt == 0 else self._cause,
         )
         ranks = tuple(self._start_rank(layout, local_rank) for local_rank in range(layout.ranks_per_node))

@@ -121,6 +121,7 @@ class AttemptLayout:
     master_ip: str
     master_port: int
     accumulation: int = 0
+    requested_nodes: int = 0
     cause: str = ""
     """Cause of the interruption before the attempt, or Resize; empty for the first attempt of a job."""
 

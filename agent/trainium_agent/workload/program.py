@@ -156,6 +156,10 @@ class Program(ProgramMonitor):
         environment = rank_environment(self._settings, layout, local_rank, agent_serves=False)
         if layout.accumulation:
             environment[worker_env.ENV_ACCUMULATION] = str(layout.accumulation)
+        if self._program.batch is not None:
+            environment[worker_env.ENV_GLOBAL_BATCH] = str(self._program.batch.global_size)
+        if layout.requested_nodes:
+            environment[worker_env.ENV_REQUESTED_WORLD_SIZE] = str(layout.requested_nodes * layout.ranks_per_node)
         return {**self._common_environment(layout.ranks_per_node), **environment}
 
     def _common_environment(self, ranks_per_node: int) -> dict[str, str]:

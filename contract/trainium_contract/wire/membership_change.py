@@ -45,6 +45,7 @@ class MembershipChange(WireMessage):
     cause: KnownCause
     processes_per_node: int = Field(ge=1)
     accumulation: int = Field(ge=0, default=0)
+    requested_nodes: int = Field(ge=0, default=0)
     size: int = Field(ge=1)
     """Number of members; members of `since` with a higher node rank have left."""
     members: tuple[Member, ...] = ()
@@ -66,6 +67,7 @@ def diff_memberships(old: Membership, new: Membership) -> MembershipChange | Non
         cause=new.cause,
         processes_per_node=new.processes_per_node,
         accumulation=new.accumulation,
+        requested_nodes=new.requested_nodes,
         size=len(new.members),
         members=changed,
         digest=digest_members(new.members),
@@ -89,6 +91,7 @@ def apply_change(change: MembershipChange, known: Membership | None) -> Membersh
         members=members,
         processes_per_node=change.processes_per_node,
         accumulation=change.accumulation,
+        requested_nodes=change.requested_nodes,
     )
 
 

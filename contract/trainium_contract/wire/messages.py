@@ -111,6 +111,8 @@ class Membership(WireMessage):
     processes_per_node: int = Field(ge=1)
     accumulation: int = Field(ge=0, le=_MAX_INT32, default=0)
     """Micro-batches of a step on each data-parallel rank, for a program with a declared batch; 0 for any other job."""
+    requested_nodes: int = Field(ge=0, le=_MAX_INT32, default=0)
+    """`workers.replicas`, by which a program knows its batch where none is declared; 0 if unknown."""
 
     def find_grace_seconds(self, pod_uid: str) -> float | None:
         """Return the grace of a pod's ranks where it is shorter than in the environment of its agent."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tests.testing.suite.trials import trials
 from tests.testing.trainer.data_files import TokenRange, data_config, json_lines, read_batch
-from trainium_trainer.data.batches.order import WINDOW, Mixture, Permutation
+from trainium_trainer.data.batches.order import WINDOW, Mixture
 from trainium_trainer.data.batches.samples import (
     RankSamples,
     SampleRules,
@@ -23,6 +23,7 @@ from trainium_trainer.data.batches.samples import (
 from trainium_trainer.data.dataset import open_data
 from trainium_trainer.data.loader import Loader, validation_batches
 from trainium_trainer.exits import UserError
+from trainium_worker.data import Permutation
 
 RULES = SampleRules(sequence_length=8, vocabulary=2**16)
 

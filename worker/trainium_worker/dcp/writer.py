@@ -60,6 +60,15 @@ class MemoryWriter(StorageWriter, AsyncStager):
         self.step = step
         self._session = open_session(directory)
 
+    @property
+    def is_enabled(self) -> bool:
+        """Whether saves are kept, which is the same on all ranks."""
+        return self._session.is_enabled
+
+    def agree(self, condition: bool) -> bool:
+        """Return whether a condition holds on all ranks. Collective."""
+        return bool(min(self._session.all_gather_integers(int(condition))))
+
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state, so that training can change it."""
         session = self._session

@@ -16,7 +16,14 @@ from transformers import TrainerCallback
 import trainium_worker
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+
+def elastic(trainer: Trainer) -> Trainer:
+    """Make a trainer and its run elastic (`trainium_worker.hooks.elastic`): call it on all ranks, before `train`."""
+    from trainium_worker.hooks.elastic import elastic as make_elastic  # noqa: PLC0415 - needs transformers 5
+
+    return make_elastic(trainer)
 
 
 class ReportToAgent(TrainerCallback):

@@ -62,6 +62,7 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
         members=members,
         processes_per_node=facts.job.spec.processes_per_node,
         accumulation=facts.size.micro_batches(size) if program is not None and program.batch is not None else 0,
+        requested_nodes=facts.job.spec.workers.replicas,
     )
     status = status.replaced(
         membership=MembershipStatus(

@@ -15,38 +15,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainium_worker.data import Permutation
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-_ROUNDS = 6
 WINDOW = 10_000
 """The number of samples over which the shares of a mixture are exact."""
-
-
-class Permutation:
-    """A pseudo-random permutation of range(size) without memory: a Feistel network with cycle walking."""
-
-    def __init__(self, size: int, seed: int, epoch: int) -> None:
-        self.size = size
-        self._half_bits = max(1, -(-max(1, (size - 1).bit_length()) // 2))
-        self._mask = (1 << self._half_bits) - 1
-        self._keys = [f"{seed}:{epoch}:{number}".encode() for number in range(_ROUNDS)]
-
-    def __getitem__(self, index: int) -> int:
-        """Return the image of `index`; values outside the range are mapped on until they fall inside."""
-        value = self._encrypt(index)
-        while value >= self.size:
-            value = self._encrypt(value)
-        return value
-
-    def _encrypt(self, value: int) -> int:
-        left, right = value >> self._half_bits, value & self._mask
-        for key in self._keys:
-            digest = hashlib.blake2b(right.to_bytes(8, "little"), key=key, digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & self._mask)
-        return left << self._half_bits | right
 
 
 def shuffled(number: int, size: int, seed: int) -> int:

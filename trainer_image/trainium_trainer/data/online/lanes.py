@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainium_trainer.data.batches.order import Mixture, Permutation, shuffled
+from trainium_trainer.data.batches.order import Mixture, shuffled
 from trainium_trainer.data.prepared.reader import PreparedData, divide_file_checks
 from trainium_trainer.data.sources.documents import DocumentSource, FileBlock, SkippedRecord
 from trainium_trainer.data.tokens.encoding import DocumentEncoder, held_back_mask
 from trainium_trainer.data.tokens.tokenizer import NO_BOS_PREFIX, BosPrefix
 from trainium_trainer.exits import UserError
+from trainium_worker.data import Permutation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

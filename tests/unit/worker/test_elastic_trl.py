@@ -1,0 +1,61 @@
+"""Elastic trainers of TRL on real torch processes; `make test-trl` has TRL."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.worker.elastic_run import Run, start_server
+
+pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
+pytestmark = pytest.mark.xdist_group("elastic-trl")
+PROMPTS = {"trl": "grpo", "rows": 12}
+KINDS: dict[str, dict[str, Any]] = {
+    "sft": {"trl": "sft"},
+    "sft-packed-lora": {"trl": "sft", "packing": True, "lora": True},
+    "dpo": {"trl": "dpo"},
+    "dpo-lora": {"trl": "dpo", "lora": True},
+    "reward": {"trl": "reward", "learning_rate": 1e-3},
+    "grpo": PROMPTS,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator["subprocess.Popen[str]"]:
+    with start_server() as process:
+        yield process
+
+
+@pytest.fixture
+def run(server: "subprocess.Popen[str]", tmp_path: Path) -> Run:
+    return Run(server, tmp_path)
+
+
+def read_ledger(run: Run) -> dict[int, list[int]]:
+    """Return the samples of each step; a rank without one computes one of the step again, which does not count."""
+    return {step: sorted(set(numbers)) for step, numbers in run.ledger.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_of_trl_goes_on_with_the_same_samples_and_losses(run: Run, tmp_path: Path, kind: str) -> None:
+    options = KINDS[kind]
+    assert run.start([0, 1], arguments={"output_dir": str(tmp_path / "whole")}, **options) == [0, 0], run.errors
+    losses, ledger = run.losses, read_ledger(run)
+    half = len(ledger) // 2
+    for epoch in (range(1, half + 1), range(half + 1, 2 * half + 1)):
+        samples = [number for step in epoch for number in ledger[step]]
+        assert sorted(samples) == list(range(options.get("rows", 26)))
+
+    assert -9 in run.start([0, 1], agent=True, kill=[1, half + 2], **options)
+    assert run.start([0, 1], agent=True, **options) == [0, 0], run.errors
+    assert min(run.ledger) in {half + 2, half + 3}, run.errors
+    assert read_ledger(run) == {step: ledger[step] for step in run.ledger}
+    assert run.losses == losses, "bitwise equal"
+
+    assert run.start([0], arguments={"output_dir": str(tmp_path / "one")}, **options) == [0], run.errors
+    assert read_ledger(run) == ledger
+    if kind != "grpo" and "lora" not in options:  # its answers, and dropout, depend on the rank
+        assert run.losses == pytest.approx(losses, rel=1e-6)
+    assert run.losses.keys() == losses.keys()
