@@ -9,6 +9,7 @@ Guarantees:
   removed, never moved, so a release keeps what it serves as long as it renews its entry.
 - Others remove an entry that they have not seen renewed for its duration, by their monotonic clocks. Its release stops
   writing before, after `renew_deadline`, and registers again behind the others.
+- Of the releases that are to taint nodes only the first one does, because one would remove the taints of another.
 - The entry belongs to the release and not to one process, so it outlives a rolling update.
 - Without the right to write the Lease, or without kube-system, a release serves its namespaces and logs that it cannot
   notice others.
@@ -64,6 +65,8 @@ class Registration:
     """Time of the last renewal; other releases see only that it changes."""
     seconds: int
     """Seconds after the last renewal in which the entry counts."""
+    taints_nodes: bool = False
+    """Whether it may taint nodes."""
 
     def serves(self, namespace: str) -> bool:
         """Return whether the namespace is one of those that it serves."""
@@ -83,7 +86,8 @@ def decode_registrations(text: str) -> tuple[Registration, ...]:
         if not release or not isinstance(given, list) or (given and not names):
             continue
         seconds = min(SECONDS[1], max(SECONDS[0], as_integer(entry.get("seconds")) or 0))
-        found.setdefault(release, Registration(release, names, as_text(entry.get("renewed"))[:64], seconds))
+        renewed, taints = as_text(entry.get("renewed"))[:64], entry.get("taintsNodes") is True
+        found.setdefault(release, Registration(release, names, renewed, seconds, taints))
     return tuple(found.values())
 
 
@@ -96,6 +100,7 @@ def encode_registrations(entries: Sequence[Registration]) -> str:
                 "namespaces": list(entry.namespaces),
                 "renewed": entry.renewed,
                 "seconds": entry.seconds,
+                "taintsNodes": entry.taints_nodes,
             }
             for entry in entries
         ]
@@ -124,14 +129,9 @@ class RegistrationTimes:
 
     @classmethod
     def of(cls, lease_duration: int) -> RegistrationTimes:
-        """Return times that outlast a takeover between two replicas."""
-        return cls(
-            duration=4 * lease_duration,
-            renew_deadline=8 * lease_duration / 3,
-            renew=2 * lease_duration / 3,
-            retry=min(1.0, lease_duration / 15),
-            renew_timeout=min(5.0, lease_duration / 3),
-        )
+        """Return times that outlast a takeover between two replicas, and a restart of the only one."""
+        seconds = max(15, lease_duration)
+        return cls(duration=4 * seconds, renew_deadline=8 * seconds / 3, renew=2 * seconds / 3)
 
 
 @dataclass(eq=False)
@@ -143,6 +143,8 @@ class Releases:
     namespaces: tuple[str, ...]
     """The namespaces that this release is to serve; empty for all."""
     _: KW_ONLY
+    taints_nodes: bool = False
+    """Whether this release is to taint nodes in quarantine."""
     wall_clock: Callable[[], float]
     plan_clock: Callable[[], float]
     times: RegistrationTimes = RegistrationTimes()
@@ -162,6 +164,11 @@ class Releases:
     def find_server(self, namespace: str) -> str:
         """Return the other release that serves a namespace; empty if this one does."""
         return find_server(self._entries, self.release, namespace)
+
+    def may_taint(self) -> bool:
+        """Return whether this release taints nodes: the first of those that are to do so."""
+        first = next((entry.release for entry in self._entries if entry.taints_nodes), self.release)
+        return self.taints_nodes and first == self.release
 
     @property
     def changed_at(self) -> float:
@@ -230,7 +237,7 @@ class Releases:
     def _with_entry(self, entries: tuple[Registration, ...]) -> tuple[Registration, ...]:
         """Return the entries with this release's, renewed; a new one, or one of other namespaces, is the last."""
         renewed = datetime.fromtimestamp(self.wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        own = Registration(self.release, self.namespaces, renewed, self.times.duration)
+        own = Registration(self.release, self.namespaces, renewed, self.times.duration, self.taints_nodes)
         known = next((entry for entry in entries if entry.release == self.release), None)
         if known is None and self._renewed_at is not None and not self._refusal:
             raise LeaseLostError(f"the registration in lease {NAMESPACE}/{NAME} was removed")

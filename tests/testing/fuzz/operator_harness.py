@@ -118,7 +118,7 @@ class OperatorHarness:
             asyncio.Event(),
             namespace=OPERATOR_NAMESPACE,
             name="memory",
-            taints_nodes=True,
+            may_taint=lambda: True,
             wall_clock=self.clock,
             on_change=lambda: None,
         )

@@ -39,7 +39,7 @@ class FleetReplica:
             self.leading,
             namespace="system",
             name=MEMORY,
-            taints_nodes=taints,
+            may_taint=lambda: taints,
             wall_clock=wall_clock,
             on_change=self._count_change,
         )

@@ -15,7 +15,7 @@ from trainium_operator.cluster import releases
 from trainium_operator.cluster.api.resources import JOBS, LEASES
 from trainium_operator.settings import Settings
 
-EXPIRY_SECONDS = releases.RegistrationTimes.of(15).duration
+EXPIRY_SECONDS = releases.RegistrationTimes().duration
 
 
 class TwoReleases(Scenario):
@@ -79,6 +79,18 @@ async def test_a_release_for_all_namespaces_serves_what_no_earlier_one_does() ->
         _, everywhere = scenario.others
         assert everywhere.runtime.releases.find_server("default") == ""
         assert everywhere.runtime.releases.find_server("research") == "research/trainium-operator"
+
+
+@in_virtual_time
+async def test_only_the_first_release_that_is_to_taint_nodes_does() -> None:
+    async with TwoReleases() as scenario:
+        first = await scenario.start_release("red", watch_namespaces="red", taint_nodes=True)
+        second = await scenario.start_release("blue", watch_namespaces="blue", taint_nodes=True)
+        assert (first.runtime.releases.may_taint(), second.runtime.releases.may_taint()) == (True, False)
+        assert not scenario.process.runtime.releases.may_taint(), "it is not to"
+        await first.kill()
+        await asyncio.sleep(EXPIRY_SECONDS + 15)
+        assert second.runtime.releases.may_taint()
 
 
 @in_virtual_time

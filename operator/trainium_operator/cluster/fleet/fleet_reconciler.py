@@ -54,7 +54,7 @@ class FleetReconciler:
     _: KW_ONLY
     namespace: str
     name: str
-    taints_nodes: bool
+    may_taint: Callable[[], bool]
     wall_clock: Callable[[], float]
     on_change: Callable[[], None]
     """Called when the view has changed, so that every job is planned."""
@@ -176,7 +176,7 @@ class FleetReconciler:
                 memory=memory,
                 now=self.wall_clock(),
                 deleted_provider_ids=self._deleted_provider_ids,
-                taints_nodes=self.taints_nodes and self.caches.nodes is not None,
+                taints_nodes=self.may_taint() and self.caches.nodes is not None,
             )
         )
 

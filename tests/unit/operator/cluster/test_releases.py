@@ -15,7 +15,7 @@ from trainium_operator.cluster.releases import (
 
 
 def register(release: str, *namespaces: str) -> Registration:
-    return Registration(release, namespaces, "2026-01-01T00:00:00.000000Z", 60)
+    return Registration(release, namespaces, "2026-01-01T00:00:00.000000Z", 60, taints_nodes=release == "b/red")
 
 
 ALL, RED, BLUE = register("a/all"), register("b/red", "red"), register("c/blue", "blue", "red")
