@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from trainium_agent.ranks.python_command import SHELLS, find_python
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.workload.base import rank_environment
+from trainium_agent.workload.posted_progress import ENV_URL
 from trainium_agent.workload.program_progress import ProgramMonitor
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.program_output import reports_error
@@ -154,6 +155,8 @@ class Program(ProgramMonitor):
 
     def _rank_environment(self, layout: AttemptLayout, local_rank: int) -> dict[str, str]:
         environment = rank_environment(self._settings, layout, local_rank, agent_serves=False)
+        if layout.rank(local_rank) == 0 and ENV_URL not in self._environment:
+            environment |= self.accept_posts(layout, local_rank)
         if layout.accumulation:
             environment[worker_env.ENV_ACCUMULATION] = str(layout.accumulation)
         if self._program.batch is not None:

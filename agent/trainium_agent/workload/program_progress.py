@@ -1,7 +1,8 @@
 """Follow a program from outside: steps in its output, signs of activity, checkpoints in its folder.
 
-A step that is found in output is written to a progress record beside the record of the library `trainium_worker`, so
-that readers treat both alike. The library's record takes precedence once it has a step.
+A step that is found in output, or that transformers posts where no pattern is given, is written to a progress record
+beside the record of the library `trainium_worker`, so that readers treat both alike. The library's record takes
+precedence once it has a step.
 
 Guarantees:
 - Only the newest lines are searched, each cut to `_LINE_BYTES`, and a search ends after `_SEARCH_SECONDS`; a pattern
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import re
 import signal
 import threading
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.output import strip_escapes
 from trainium_agent.workload.base import Workload, progress_file
+from trainium_agent.workload.posted_progress import PostedProgressServer
 from trainium_contract.spec.program import STEP_GROUP
 from trainium_contract.wire.messages import HangDetection
 from trainium_worker.progress_record import (
@@ -43,7 +46,10 @@ if TYPE_CHECKING:
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import AttemptLayout
+    from trainium_agent.workload.posted_progress import PostedProgress
     from trainium_contract.spec.program import ProgramSpec
+
+_log = logging.getLogger(__name__)
 
 _LINE_BYTES = 2048
 _LINES = 256
@@ -80,6 +86,7 @@ class _Rank:
     started: float = field(default_factory=time.time)
     """Unix seconds."""
     lines: deque[tuple[float, bytes]] = field(default_factory=lambda: deque(maxlen=_LINES))
+    posts: deque[PostedProgress] = field(default_factory=lambda: deque(maxlen=_LINES))
     written: int = 0
     """Number of lines so far."""
     first_at: float = 0.0
@@ -112,6 +119,7 @@ class ProgramMonitor(Workload):
         self.end_problem = ""
         """What the output of a rank shows that ended with code 0."""
         self._checkpoints = _CheckpointFolder(program) if program.checkpoints else None
+        self._server: PostedProgressServer | None = None
 
     def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None]:
         """Start to follow a rank; return the callback for each line of its output."""
@@ -130,6 +138,23 @@ class ProgramMonitor(Workload):
 
         return append_line
 
+    def accept_posts(self, layout: AttemptLayout, local_rank: int) -> dict[str, str]:
+        """Accept the progress that transformers posts from a rank of the next start; return the rank's environment."""
+        if self._server is None:
+            try:
+                self._server = PostedProgressServer(self._settings.progress_directory)
+            except OSError as error:
+                _log.warning("progress that transformers posts is not received: %s", error)
+                return {}
+        start = f"{layout.generation}-{layout.attempt}-{local_rank}"
+
+        def append_post(post: PostedProgress) -> None:
+            rank = self._ranks.get(local_rank)
+            if rank is not None and (rank.generation, rank.attempt) == (layout.generation, layout.attempt):
+                rank.posts.append(post)
+
+        return self._server.add_receiver(start, append_post)
+
     def observe(self, *, fresh: bool = False) -> None:
         """Search the lines that have arrived since the last call; in the main thread."""
         for rank in self._ranks.values():
@@ -137,6 +162,10 @@ class ProgramMonitor(Workload):
                 at, line = rank.lines.popleft()
                 if self._pattern is not None and self._slow < _SLOW_SEARCHES:
                     self._search(self._pattern, rank, at, line)
+            while rank.posts:
+                post = rank.posts.popleft()
+                if self._pattern is None:
+                    self._record_step(rank, post.step, post.at, total_steps=post.total_steps, **post.figures)
         now = time.monotonic()
         if fresh or now >= self._read_at + _READ_SECONDS:
             self._read_at = now
@@ -236,9 +265,14 @@ class ProgramMonitor(Workload):
             self._slow += 1
             return
         step = _parse_step(match)
+        if match is not None and step is not None:
+            figures = {name: _parse_number(match, name) for name in ("loss", "tokens_per_second", "samples_per_second")}
+            self._record_step(rank, step, at, **figures)
+
+    def _record_step(self, rank: _Rank, step: int, at: float, **figures: float) -> None:
         # A program that starts its own ranks, or that prints within a step, prints a step more than once. A
         # progress bar starts at 0, wherever the program resumes.
-        if match is None or not step or step == rank.step:
+        if not step or step == rank.step:
             return
         if step < rank.step:
             self._backwards = (
@@ -250,10 +284,8 @@ class ProgramMonitor(Workload):
         seconds = (at - rank.step_at) if rank.step_at else 0.0
         step_seconds = seconds / max(1, step - rank.step)
         rank.writer.publish(
+            **figures,
             step=step,
-            loss=_parse_number(match, "loss"),
-            tokens_per_second=_parse_number(match, "tokens_per_second"),
-            samples_per_second=_parse_number(match, "samples_per_second"),
             updated=time.time() - (time.monotonic() - at),
             updated_monotonic=at,
             step_seconds=step_seconds,

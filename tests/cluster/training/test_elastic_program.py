@@ -62,6 +62,7 @@ arguments = TrainingArguments(
 )
 elastic(LedgerTrainer(model, arguments, train_dataset=Rows())).train()
 """
+UNCHANGED = "LedgerTrainer(model, arguments, train_dataset=Rows())"
 
 
 class ElasticJob(ProgramJob):
@@ -73,10 +74,12 @@ class ElasticJob(ProgramJob):
         folder = f"/checkpoints/{self.namespace}/{self.name}"
         manifest["spec"]["program"] = {
             "image": manifest["spec"]["program"]["image"],
-            "command": ["python", "-c", PROGRAM, folder],
+            "command": ["python", "-c", self.source, folder],
             "checkpoints": {"path": f"{folder}/run", "committed": "checkpoint-{step}/trainer_state.json"},
         }
         return manifest
+
+    source = PROGRAM
 
     def kill_process(self, node_rank: int) -> None:
         """Send SIGKILL to the newest process of a member, which names its ledger by its process ID."""
@@ -143,3 +146,20 @@ def test_an_elastic_trainer_keeps_its_samples_and_its_curve(operator: SharedClus
         assert sorted(number for step in steps for number in samples[step]) == list(range(ROWS))
     assert job.losses_by_step() == pytest.approx(undisturbed.losses_by_step(), rel=1e-6)
     assert all(entry.get("stepsLost", 0) <= 1 for entry in status["history"]), status["history"]
+
+
+class UnchangedJob(ElasticJob):
+    """The same script without the line."""
+
+    source = PROGRAM.replace("elastic(LedgerTrainer(model, arguments, train_dataset=Rows()))", UNCHANGED)
+
+
+def test_an_unchanged_script_of_transformers_has_steps_and_hang_detection(
+    operator: SharedCluster, namespace: str
+) -> None:
+    job = UnchangedJob(operator, namespace, "unchanged", "{workers: {spares: 0}, program: {}}")
+    job.apply()
+    status = job.until("steps", lambda status: step_of(status) >= 10, seconds=scaled(180))
+    assert status["hangDetection"] == "Steps"
+    assert status["progress"]["totalSteps"] == STEPS
+    job.until("a loss", lambda status: status["progress"].get("loss"), seconds=scaled(60))
