@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from trainium_contract.pages.facts import format_goodput
+from trainium_contract.pages.formatting import format_duration
 from trainium_devcluster.demos.curves import Curves, fault_table, plot_curves
 from trainium_devcluster.demos.jobs import WAIT_SECONDS, Demo, Run
 from trainium_devcluster.demos.metrics import every_sample_once
@@ -70,17 +72,17 @@ def _compare(session: DemoSession) -> Outcome:
     curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults))
     completed = run.status.get("phase") == "Completed" and run.log.newest == run.steps
     once = every_sample_once(run.folder, run.steps, run.global_batch)
-    goodput = (run.status.get("goodput") or {}).get("ratio", 0.0)
     report = {"completed": completed, **curves.to_json(), "everySampleSeenOnce": once}
-    report |= {"goodput": goodput, "seconds": seconds}
+    report |= {"goodput": run.goodput.ratio, "wallSeconds": run.goodput.wall_seconds, "seconds": seconds}
     (session.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     _picture(curves, session.out / "loss.png")
     text = (
         f"loss after {curves.steps} steps: {curves.loss[curves.steps]:.6f} with faults, "
         f"{curves.reference[curves.steps]:.6f} undisturbed; largest relative difference {curves.max_difference:.1e}"
         f"{', none before the first resize' if curves.is_identical_before_resize else ''}\n"
-        f"every sample seen once: {'yes' if once else 'NO'}; goodput {goodput:.1%} of a "
-        f"{seconds:.0f} s run with {len(curves.faults)} faults\n"
+        f"every sample seen once: {'yes' if once else 'NO'}\n"
+        f"goodput of the run with {len(curves.faults)} faults: {format_goodput(run.goodput)}\n"
+        f"both runs and the installation took {format_duration(seconds)}\n"
         f"picture: {session.out / 'loss.png'}   report: {session.out / 'report.json'}"
     )
     problems = {

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from trainium_contract.pages.facts import format_goodput
+from trainium_contract.pages.formatting import format_duration
 from trainium_devcluster.demos.curves import Curves, fault_table
 from trainium_devcluster.demos.jobs import NAMESPACE, WAIT_SECONDS, Demo, Run
 from trainium_devcluster.demos.session import REPOSITORY, DemoSession, Keep, Name, Out, Outcome
@@ -83,14 +85,16 @@ def _compare(session: DemoSession) -> Outcome:
         reference = demo.run_undisturbed(3, WAIT_SECONDS * 2)
     curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults))
     completed = run.status.get("phase") == "Completed"
-    goodput, seconds = (run.status.get("goodput") or {}).get("ratio", 0.0), round(time.monotonic() - started, 1)
-    report = {"completed": completed, **curves.to_json(), "goodput": goodput, "seconds": seconds}
+    seconds = round(time.monotonic() - started, 1)
+    report = {"completed": completed, **curves.to_json(), "goodput": run.goodput.ratio}
+    report |= {"wallSeconds": run.goodput.wall_seconds, "seconds": seconds}
     (session.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     text = (
         f"loss after {curves.steps} steps: {curves.loss[curves.steps]:.6f} with faults, "
         f"{curves.reference[curves.steps]:.6f} undisturbed; largest relative difference {curves.max_difference:.1e}"
         f"{', none before the resize' if curves.is_identical_before_resize else ''}\n"
-        f"goodput {goodput:.1%}; {seconds:.0f} s in all   report: {session.out / 'report.json'}"
+        f"goodput of the run with {len(curves.faults)} faults: {format_goodput(run.goodput)}\n"
+        f"both runs and the installation took {format_duration(seconds)}   report: {session.out / 'report.json'}"
     )
     problems = {
         "The job did not complete.": not completed,

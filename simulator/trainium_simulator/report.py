@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from trainium_contract.status.ledger import OVERHEAD
-from trainium_contract.views.interruptions import describe_stage
+from trainium_contract.views.interruptions import describe_loss
 from trainium_simulator.errors import InputError
 from trainium_simulator.interval import (
     USUAL_INTERVALS,
@@ -58,9 +58,9 @@ def describe_goals(results: Sequence[Result], goal: float | None) -> Iterator[st
         if result.strict_goodput.mean >= goal:
             yield f"{text}: reached."
         elif stage == OVERHEAD:
-            yield f"{text}: missed; most is lost to slow steps (Overhead), {share}."
+            yield f"{text}: missed; most is lost to {describe_loss(stage)}, {share}."
         else:
-            yield f"{text}: missed; most is lost in {describe_stage(stage)}, {share}: shorten that first."
+            yield f"{text}: missed; most is lost in {describe_loss(stage)}, {share}: shorten that first."
 
 
 def _goodput_table(results: Sequence[Result]) -> Table:

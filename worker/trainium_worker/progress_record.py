@@ -93,7 +93,7 @@ class ProgressRecord:
     """Norm of all parameters after the newest measurement."""
     utilisation: float = math.nan
     """Model FLOPs utilisation (MFU), 0 to 1; NaN where the device's peak is not known."""
-    goodput: float = math.nan
+    time_in_steps: float = math.nan
     """The fraction of the time since the first step spent in steps of the history, 0 to 1; set by rank 0."""
     stage_progress: float = 0.0
     """The completed fraction of the stage, 0 to 1; 0 in `Train`, which counts steps."""

@@ -9,7 +9,7 @@ from rich.text import Text
 from trainium_client.render.page import bullet_list, heading, label_grid, vertical_group
 from trainium_contract.pages.formatting import format_duration, format_utc, pluralize, shorten
 from trainium_contract.program_output import LINE_BREAK, drop_noise
-from trainium_contract.views.interruptions import describe_stage
+from trainium_contract.views.interruptions import describe_loss
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,7 +30,7 @@ def interruption_page(report: InterruptionReport) -> RenderableType:
         state = f"{report.namespace}/{report.name} is {report.phase or 'without a status'}: {sentence}"
         return vertical_group(Text(state), bullet_list(report.advice))
     seconds = {name: value for name, value in entry.stages.items() if value}
-    stages = ", ".join(f"{describe_stage(name)} {format_duration(value)}" for name, value in seconds.items())
+    stages = ", ".join(f"{describe_loss(name)} {format_duration(value)}" for name, value in seconds.items())
     steps = _format_steps(entry.step_before, entry.resume_step, entry.steps_lost)
     end = (
         ""

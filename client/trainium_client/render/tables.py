@@ -18,7 +18,7 @@ from trainium_contract.pages.formatting import (
     shorten,
 )
 from trainium_contract.program_output import drop_noise
-from trainium_contract.views.interruptions import describe_stage
+from trainium_contract.views.interruptions import describe_loss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,10 +63,10 @@ def goodput_page(goodput: GoodputView, width: int) -> RenderableType:
         if goodput.wall_seconds:
             return Text("the goodput is not known: the program has reported no step")
         return Text("nothing is counted yet: no workers have started together")
-    wall = goodput.wall_seconds or 1.0
-    columns = (Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
+    columns = (Column("SECONDS", 8, right=True), Column("OF LOST", 7, right=True), Column("", 1))
+    lost = sum(goodput.lost_by_stage.values()) or 1.0
     stages = [
-        (describe_stage(name), f"{seconds:.1f}", format_percent(seconds / wall), format_bar(seconds / wall, _BAR_WIDTH))
+        (describe_loss(name), f"{seconds:.1f}", format_percent(seconds / lost), format_bar(seconds / lost, _BAR_WIDTH))
         for name, seconds in sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])
     ]
     by_size = (Column("NODES", 9, right=True), Column("STEPS", 8, right=True), Column("STEP TIME", 7, right=True))
@@ -105,7 +105,7 @@ def _cause_table(goodput: GoodputView, width: int) -> RenderableType:
     seconds = {"productive": goodput.productive_seconds, **goodput.lost_seconds}
     columns = (Column("CAUSE", 9), Column("SECONDS", 8, right=True), Column("SHARE", 7, right=True), Column("", 1))
     rows = [
-        (name, f"{value:.1f}", format_percent(value / wall), format_bar(value / wall, _BAR_WIDTH))
+        (describe_loss(name), f"{value:.1f}", format_percent(value / wall), format_bar(value / wall, _BAR_WIDTH))
         for name, value in seconds.items()
     ]
     if cost is None:
@@ -175,7 +175,7 @@ def ranks_page(rows: Sequence[RankRow], width: int, *, limit: int | None) -> Ren
     """Render the ranks, the slowest first."""
     columns: list[Column] = [
         Column("RANK", 9, right=True), Column("POD", 8), Column("NODE", 6), Column("STEP", 8, right=True),
-        Column("STEP TIME", 5, right=True), Column("LAST STEP", 4, right=True), Column("PHASE", 3),
+        Column("TOOK", 5, right=True), Column("LAST STEP", 4, right=True), Column("PHASE", 3),
         Column("SLOWER", 3, right=True), Column("NOTE", 1, fold=True),
     ]  # fmt: skip
     shown = rows if limit is None else rows[:limit]

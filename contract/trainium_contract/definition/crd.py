@@ -114,7 +114,7 @@ def _printer_columns() -> list[dict[str, Any]]:
         column("Size", "integer", ".status.replicas", "Workers in the membership.", 1),
         column("DP", "integer", ".status.membership.dataParallel", "Data-parallel degree.", 1),
         column("Tokens/s", "number", ".status.progress.tokensPerSecond", "Throughput of the whole job.", 1),
-        column("Goodput", "number", ".status.goodput.ratio", "Strict goodput: productive share of the time.", 1),
+        column("Goodput", "string", ".status.goodput.percent", "Strict goodput: productive share of the time.", 1),
         column("Artifact", "string", ".status.artifacts[-1].path", "Path of the newest artifact.", 1),
     ]
 

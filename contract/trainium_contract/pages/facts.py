@@ -17,8 +17,10 @@ from trainium_contract.pages.formatting import (
     format_utc,
     pluralize,
 )
+from trainium_contract.views.interruptions import describe_loss
 
 if TYPE_CHECKING:
+    from trainium_contract.views.goodput import GoodputView
     from trainium_contract.views.job import JobView
 
 _BAR = 24
@@ -56,7 +58,7 @@ def job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tu
         Fact("Hangs", _HANG_DETECTION.get(view.status.text("hangDetection"), "")),
         Fact("Checkpoint", _checkpoint(view, ages=ages) if view.phase else ""),
         Fact("", "", notice),
-        Fact("Goodput", _goodput(view) if view.goodput.ratio is not None else ""),
+        Fact("Goodput", format_goodput(view.goodput) if view.goodput.ratio is not None else ""),
         Fact("Interrupted", _interrupted(view)),
         *(Fact("Alert", "", f"{alert.kind}: {alert.text}") for alert in view.alerts),
     )
@@ -159,10 +161,14 @@ def _checkpoint(view: JobView, *, ages: bool) -> str:
     return kept + (f"; step {memory} in memory" if memory is not None else "")
 
 
-def _goodput(view: JobView) -> str:
-    goodput = view.goodput
+def format_goodput(goodput: GoodputView) -> str:
+    """Format as `88.1 % of 2m43s; lost 19s: Crash 12s`, with the causes that lost most."""
+    if goodput.ratio is None:
+        return "not known"
     worst = [
-        f"{cause} {format_duration(seconds)}" for cause, seconds in goodput.lost_seconds.items() if seconds >= 0.5
+        f"{describe_loss(cause)} {format_duration(seconds)}"
+        for cause, seconds in goodput.lost_seconds.items()
+        if seconds >= 0.5
     ][:3]
     lost = f"; lost {format_duration(goodput.lost)}: {', '.join(worst)}" if worst else ""
     return f"{format_percent(goodput.ratio)} of {format_duration(goodput.wall_seconds)}{lost}"

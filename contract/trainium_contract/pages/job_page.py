@@ -39,7 +39,7 @@ from trainium_contract.pages.svg import (
     draw_timeline,
 )
 from trainium_contract.program_output import drop_noise
-from trainium_contract.views.interruptions import describe_stage
+from trainium_contract.views.interruptions import describe_loss
 from trainium_contract.views.timeline import WorkerState, build_timeline
 
 if TYPE_CHECKING:
@@ -158,9 +158,10 @@ def _goodput_section(report: JobReport) -> str:
     goodput = report.view.goodput
     if goodput.ratio is None:
         return ""
-    parts = [("productive", goodput.productive_seconds), *goodput.lost_seconds.items()]
+    causes = [(describe_loss(name), seconds) for name, seconds in goodput.lost_seconds.items()]
+    parts = [("productive", goodput.productive_seconds), *causes]
     by_stage = sorted(goodput.lost_by_stage.items(), key=lambda item: -item[1])
-    stages = [(describe_stage(name), seconds) for name, seconds in by_stage]
+    stages = [(describe_loss(name), seconds) for name, seconds in by_stage]
     lost = f"<h2>What was lost, by stage</h2>{draw_share_bar(stages, first=1)}" if goodput.lost else ""
     return f"<h2>Where the time went</h2>{draw_share_bar(parts)}{lost}"
 

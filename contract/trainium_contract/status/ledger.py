@@ -62,6 +62,8 @@ class PublicGoodput(StatusModel):
 
     ratio: float | None = 0.0
     """Strict goodput: productive over wall time, 0 to 1; absent for a program that has reported no step."""
+    percent: Annotated[str, Field(max_length=16)] = ""
+    """The ratio in per cent, for kubectl get."""
     uptime_ratio: float = 0.0
     """Share of the wall time in which training ran; repeated and slow steps count as up."""
     fleet_ratio: float | None = 0.0

@@ -67,7 +67,7 @@ class MonitorConfig(ContractModel):
     """A gradient norm above that mean plus this is a spike."""
     spike_event_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10
     """Steps that a spike must last before it is reported as event LossSpike, if its norms are above all before it and
-    the loss does not fall; all spikes are counted."""
+    the loss does not fall."""
     alarm_ratio: Annotated[float, Field(gt=1, le=1_000_000)] = 3.0
     """The event LossAlarm is reported if the median loss of 100 steps is above the lowest one by this many mean
     differences of successive losses; once, until the loss has recovered half of it."""

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 STAGES = ("detect", "decide", "restart", "load", "replay")
 """Stages of a recovery, in their order."""
-_STAGE_EXPLANATIONS = {"decide": "wait for a worker"}
-"""Explanations of stages whose names in the status are too short (docs/goodput.md, Lost time)."""
+_LOSS_EXPLANATIONS = {"decide": "wait for a worker", "overhead": "slower steps"}
+"""Explanations of names of lost time that are too short (docs/goodput.md, Lost time)."""
 RUNG_DESCRIPTIONS = {
     "InPlace": "processes restarted in place, pods kept",
     "Spare": "a warm spare took the rank",
@@ -75,9 +75,9 @@ def read_interruptions(status: StatusReader[PublicStatus]) -> tuple[Interruption
     return tuple(map(_entry, status.parts("history")))
 
 
-def describe_stage(name: str) -> str:
-    """Describe a stage of the ledger by its name in the status, in either case."""
-    explanation = _STAGE_EXPLANATIONS.get(name.lower())
+def describe_loss(name: str) -> str:
+    """Describe a cause or a stage of lost time by its name in the status, in either case."""
+    explanation = _LOSS_EXPLANATIONS.get(name.lower())
     return f"{name} ({explanation})" if explanation else name
 
 

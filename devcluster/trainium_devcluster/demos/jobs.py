@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from trainium_contract.views.goodput import GoodputView, build_goodput_view
+from trainium_contract.views.status_reader import public_status
 from trainium_contract.wire.recorded_membership import parse_members
 from trainium_devcluster.cluster import system_values
 from trainium_devcluster.demos.curves import Fault
@@ -55,6 +57,11 @@ class Run:
         if self.trainer.get("epochs"):
             return int((self.status.get("progress") or {}).get("totalSteps", 0))
         return int(self.trainer["steps"])
+
+    @property
+    def goodput(self) -> GoodputView:
+        """Return the ledger of the job."""
+        return build_goodput_view(public_status({"status": self.status}), time.time())
 
     def history(self) -> list[dict[str, Any]]:
         """Return the interruptions, oldest first."""

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from trainium_contract.pages.facts import format_goodput
+from trainium_contract.pages.formatting import format_duration
 from trainium_devcluster.demos.curves import fault_table
 from trainium_devcluster.demos.session import REPOSITORY, DemoSession, Keep, Name, Out, Outcome
 from trainium_devcluster.tune import report
@@ -38,8 +40,9 @@ def _compare(session: DemoSession, *, dpo: bool) -> Outcome:
     text = (
         f"largest relative difference of the loss curves: {curves.max_difference:.1e}"
         f"{', none before the resize' if curves.is_identical_before_resize else ''}\n"
-        f"every sample seen once an epoch: {'yes' if result.saw_every_sample_once else 'NO'}; goodput "
-        f"{result.goodput:.1%}; {result.seconds:.0f} s in all\n"
+        f"every sample seen once an epoch: {'yes' if result.saw_every_sample_once else 'NO'}\n"
+        f"goodput of the run with {len(curves.faults)} faults: {format_goodput(result.goodput)}\n"
+        f"both runs, the installation and the evaluation took {format_duration(result.seconds)}\n"
         f"merged model: {result.model}   adapter: {result.adapter}\n"
         f"picture: {session.out / 'tune.png'}   report: {session.out / 'report.json'}"
     )

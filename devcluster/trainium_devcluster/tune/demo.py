@@ -77,7 +77,7 @@ class TuneDemo(Demo):
             evaluation=self._rewards(run) if self.dpo else Evaluation.from_json(self._evaluation(run)),
             model=_artifact(run, "Model"),
             adapter=_artifact(run, "Adapter"),
-            goodput=(run.status.get("goodput") or {}).get("ratio", 0.0),
+            goodput=run.goodput,
             seconds=time.monotonic() - started,
         )
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
+    from trainium_contract.views.goodput import GoodputView
     from trainium_devcluster.demos.curves import Curves
 
 _FIGURE_NAMES = {"perplexity": "perplexity of the answers", "exactMatch": "exact match", "rougeL": "ROUGE-L"}
@@ -101,7 +102,7 @@ class TuneResult:
     model: Path
     """Folder of the merged model."""
     adapter: Path
-    goodput: float
+    goodput: GoodputView
     seconds: float
 
     @property
@@ -127,7 +128,8 @@ class TuneResult:
             "answers": [asdict(answer) for answer in self.evaluation.answers],
             "model": str(self.model),
             "adapter": str(self.adapter),
-            "goodput": self.goodput,
+            "goodput": self.goodput.ratio,
+            "wallSeconds": self.goodput.wall_seconds,
             "seconds": round(self.seconds, 1),
         }
 

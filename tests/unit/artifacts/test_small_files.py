@@ -282,9 +282,9 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_the_card_shows_settings_data_losses_and_goodput(tmp_path: Path) -> None:
+def test_the_card_shows_settings_data_losses_and_the_time_in_steps(tmp_path: Path) -> None:
     run = save_tuned(tmp_path, lora={"dropout": 0.1})
-    lines = [{"step": n, "loss": 4.0 / n, "goodput": 0.875, "time": 0.0} for n in range(1, 21)]
+    lines = [{"step": n, "loss": 4.0 / n, "timeInSteps": 0.875, "time": 0.0} for n in range(1, 21)]
     lines[6]["validationLoss"] = 0.75
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 21, "lo'
     (tmp_path / "run/metrics.jsonl").write_text(text)
@@ -302,7 +302,7 @@ def test_the_card_shows_settings_data_losses_and_goodput(tmp_path: Path) -> None
         "| 1 | 4.0000 |",
         "| 7 | 0.5714 |",
         "Loss on held-back data after step 7: 0.7500.",
-        "Goodput (time in steps of this history over all time): 87.5 %.",
+        "Time in steps of this history, of all time since the first step: 87.5 %.",
     ):
         assert line in card
     assert "\n| 8 | 0" not in card  # a later step is not in this artifact

@@ -150,7 +150,7 @@ def test_printer_columns_read_fields_that_exist() -> None:
     read = [column["jsonPath"].replace("[-1]", "[items]") for column in columns]
     assert [path for path in read if path not in paths] == []
     assert [column["name"] for column in columns if not column.get("priority")] == [
-        "Phase", "Stage", "Ready", "Desired", "Step", "Loss", "Ckpt", "Restarts", "Age",
+        "Phase", "Stage", "Ready", "Desired", "Step", "Loss", "Ckpt", "Restarts", "Updated", "Age",
     ]  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class Card:
         return rows + [(text, str(self.settings[name])) for name, text in names.items() if name in self.settings]
 
     def _loss_lines(self) -> list[str]:
-        """Return the losses of some steps from first to last, the goodput, and the validation loss."""
+        """Return the losses of some steps from first to last, the time in steps, and the validation loss."""
         measured = [line for line in self.history if line.get("loss") is not None and line["step"] <= self.step]
         if not measured:
             return []
@@ -113,8 +113,8 @@ class Card:
         if validation:
             newest = validation[-1]
             lines += [f"Loss on held-back data after step {newest['step']:,}: {newest['validationLoss']:.4f}.", ""]
-        if (goodput := measured[-1].get("goodput")) is not None:
-            lines += [f"Goodput (time in steps of this history over all time): {100 * goodput:.1f} %.", ""]
+        if (share := measured[-1].get("timeInSteps")) is not None:
+            lines += [f"Time in steps of this history, of all time since the first step: {100 * share:.1f} %.", ""]
         return lines
 
     def _usage(self) -> list[str]:

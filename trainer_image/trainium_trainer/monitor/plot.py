@@ -91,9 +91,12 @@ class PlottedRun:
 
     @property
     def spike_lengths(self) -> list[int]:
-        """Return the length in steps of each spike of the gradient norm that has ended."""
-        lengths = [line.get("spikeSteps", 0) for line in self.lines]
-        return [length for length, after in itertools.pairwise(lengths) if length > after]
+        """Return the length in steps of each spike of the gradient norm that has ended and was above the noise."""
+        return [
+            line["spikeSteps"]
+            for line, after in itertools.pairwise(self.lines)
+            if line.get("spikeCounted") and line["spikeSteps"] > after.get("spikeSteps", 0)
+        ]
 
 
 def read_history(run: Path, by: XAxis = XAxis.STEP) -> PlottedRun:
@@ -290,8 +293,8 @@ def _caption(runs: Sequence[PlottedRun]) -> str:
         return ""
     last = runs[0].lines[-1]
     parts = [f"step {last['step']:,}", f"{last.get('tokens', 0):,} tokens"]
-    if last.get("goodput") is not None:
-        parts.append(f"goodput {last['goodput']:.1%}")
+    if last.get("timeInSteps") is not None:
+        parts.append(f"{last['timeInSteps']:.1%} of the time in steps")
     if last.get("mfu") is not None and math.isfinite(last["mfu"]):
         parts.append(f"MFU {last['mfu']:.1%}")
     count = len(runs[0].restarts)

@@ -44,7 +44,7 @@ class ProgressWriter(progress_record.ProgressWriter):
                 "validation_loss": _or_nan(figures.validation_loss, record.validation_loss),
                 "parameter_norm": _or_nan(figures.parameter_norm, record.parameter_norm),
                 "utilisation": _or_nan(figures.utilisation),
-                "goodput": _or_nan(figures.goodput),
+                "time_in_steps": _or_nan(figures.time_in_steps),
                 "reward_margin": math.nan if figures.rewards is None else figures.rewards.margin,
                 "reward_accuracy": math.nan if figures.rewards is None else figures.rewards.accuracy,
             },

@@ -59,9 +59,9 @@ def measure_sizes(lines: Sequence[Mapping[str, Any]]) -> list[SizeSpeed]:
 
 def scaling_lines(sizes: Sequence[SizeSpeed]) -> Iterator[str]:
     """Format a table for a terminal."""
-    yield f"{'NODES':>5} {'STEPS':>8} {'STEP TIME':>10} {'SAMPLES/S':>10} {'TOKENS/S':>12} {'EFFICIENCY':>10}"
+    yield f"{'NODES':>5} {'STEPS':>8} {'MEDIAN STEP':>11} {'SAMPLES/S':>10} {'TOKENS/S':>12} {'EFFICIENCY':>10}"
     for size in sizes:
         yield (
-            f"{size.nodes:>5} {size.steps:>8,} {size.step_seconds:>8.3f} s {size.samples_per_second:>10.4g} "
+            f"{size.nodes:>5} {size.steps:>8,} {size.step_seconds:>9.3f} s {size.samples_per_second:>10.4g} "
             f"{size.tokens_per_second:>12,.0f} {size.efficiency:>10.1%}"
         )

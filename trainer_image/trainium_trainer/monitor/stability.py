@@ -1,9 +1,11 @@
 """Judge whether a run is stable: spikes of the gradient norm, and the alarm about a risen loss.
 
 A spike (HLAT, arXiv 2404.10630, section 4): the norm is above r + 0.1, where r is the mean of the 20 steps before,
-whatever they were; it lasts until the norm is at or below that bound again. At small batches ordinary noise makes many,
-so all are counted. One is reported only when, after 10 steps of it or later, each of the newest 10 norms is above each
-of the 20 before them, and the median of their losses is not below that of the 10 losses before. Of 30 norms that
+whatever they were; it lasts until the norm is at or below that bound again. At small batches ordinary noise passes this
+bound in every fifth step, so a spike is counted only when a norm of it rises above r by more than three times the
+greatest rise of the 20 steps, or when it is reported. One is reported only when, after 10 steps of it or later, each of
+the newest 10 norms is above each of the 20 before them, and the median of their losses is not below that of the 10
+losses before. Of 30 norms that
 differ by chance alone the newest 10 are the highest once in C(30, 10) = 30,045,015 times: the bound of false reports,
 per step.
 
@@ -33,6 +35,8 @@ _NOISE_STEPS = 500
 """The approximate number of steps in the mean difference of losses; all steps until there are as many."""
 _LONGEST_COMPARED = 1000
 """A spike of more steps is not noise, whatever its norms are."""
+_COUNTED_RATIO = 3.0
+"""The rise of a counted spike relative to the greatest one of the steps before it."""
 _LEAST_RISE = 0.05
 """The minimum rise relative to the lowest level, so that drifts of the data are no alarm when noise is tiny."""
 
@@ -74,9 +78,11 @@ class Stability:
     norms: tuple[float, ...] = ()
     """Gradient norms of the same steps."""
     spikes: int = 0
-    """Spikes that started since the first step of the run."""
+    """Spikes above the noise since the first step of the run."""
     spike_steps: int = 0
     """The length of the current spike; 0 without one."""
+    spike_counted: bool = False
+    """Whether the current spike has been above the noise."""
     spike_reported: bool = False
     """Whether the current spike has been reported."""
     differences: int = 0
@@ -94,6 +100,7 @@ class Stability:
 METRICS_FIELDS = {
     "spikes": "spikes",
     "spikeSteps": "spike_steps",
+    "spikeCounted": "spike_counted",
     "spikeReported": "spike_reported",
     "lossDifferences": "differences",
     "lossNoise": "noise",
@@ -126,19 +133,28 @@ def update_stability(before: Stability, rules: StabilityRules, *, loss: float, g
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
         return StabilityUpdate(after=before)
     full = len(before.norms) >= rules.window
-    bound = math.fsum(before.norms[-rules.window :]) / rules.window + rules.margin if full else math.inf
+    newest = before.norms[-rules.window :]
+    mean = math.fsum(newest) / rules.window if full else math.inf
+    bound = mean + rules.margin
     above = gradient_norm > bound
     after = replace(
         _with_noise(before, loss),
         losses=(*before.losses, loss)[-rules.kept_steps :],
         norms=(*before.norms, gradient_norm)[-rules.kept_steps :],
-        spikes=before.spikes + (above and before.spike_steps == 0),
         spike_steps=before.spike_steps + 1 if above else 0,
     )
     after, level = _with_level(after, rules.alarm_ratio)
     known = before.spike_reported and above
     is_reported = not known and after.spike_steps >= rules.reported_after and _is_outlier(after, rules)
-    after = replace(after, spike_reported=known or is_reported)
+    was_counted = before.spike_counted and above
+    rise, before_rise = gradient_norm - mean, max(newest, default=0.0) - mean
+    is_counted = was_counted or is_reported or (above and rise > _COUNTED_RATIO * before_rise)
+    after = replace(
+        after,
+        spikes=before.spikes + (is_counted and not was_counted),
+        spike_counted=is_counted,
+        spike_reported=known or is_reported,
+    )
     return StabilityUpdate(
         after=after,
         bound=bound,

@@ -87,8 +87,8 @@ class StepMetrics:
     """Whether the losses are those of pairs of answers instead of cross-entropies of tokens."""
     productive_seconds: float = 0.0
     """Time in the steps of the history up to this one."""
-    goodput: float | None = None
-    """Productive time over the time since the first step began, 0 to 1."""
+    time_in_steps: float | None = None
+    """Time in the steps of the history over the time since the first step began, 0 to 1."""
     host_bytes: int | None = None
     """Resident memory of rank 0."""
     device_bytes: int | None = None
@@ -121,7 +121,7 @@ class StepMetrics:
             "samplesPerSecond": self.samples_per_second,
             "nodes": self.nodes,
             "mfu": self.utilisation,
-            "goodput": self.goodput,
+            "timeInSteps": self.time_in_steps,
             "hostBytes": self.host_bytes,
             "deviceBytes": self.device_bytes,
             "resumed": self.resumed or None,
@@ -147,7 +147,7 @@ class StepMetrics:
             "train/tokensPerSecond": self.tokens_per_second,
             "train/samplesPerSecond": self.samples_per_second,
             "train/mfu": self.utilisation,
-            "train/goodput": self.goodput,
+            "train/timeInSteps": self.time_in_steps,
             "train/hostBytes": self.host_bytes,
             "train/deviceBytes": self.device_bytes,
         }

@@ -1,4 +1,4 @@
-"""Derive the figures of each step: stability, speed, utilisation, goodput, memory, and alerts.
+"""Derive the figures of each step: stability, speed, utilisation, time in steps, memory, and alerts.
 
 Guarantees:
 - The state between steps is in the lines of metrics.jsonl, so any process can continue after a restart.
@@ -160,7 +160,7 @@ class StepMonitor:
             measured,
             of_pairs=self._of_pairs,
             productive_seconds=self._productive,
-            goodput=min(1.0, self._productive / (now - self._began)) if now > self._began else None,
+            time_in_steps=min(1.0, self._productive / (now - self._began)) if now > self._began else None,
             stability=update.after,
         )
         if seconds is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.pages.formatting import format_percent
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
 from trainium_operator.plan.history.interruptions import entry_identity
@@ -294,11 +295,13 @@ def _with_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> Goo
     by_stage = {key: value for key, value in goodput.lost_by_stage.items() if key != OVERHEAD}
     is_known = step_totals is not None or facts.job.spec.program is None
     down_seconds = sum(by_stage.get(stage, 0.0) for stage in _DOWN_STAGES)
+    ratio = _compute_ratio(productive, wall_seconds) if is_known else None
     return goodput.replaced(
         productive_seconds=round(productive, 3),
         lost_seconds=_without_zeros({**by_cause, OVERHEAD: overhead}),
         lost_by_stage=_without_zeros({**by_stage, OVERHEAD: overhead}),
-        ratio=_compute_ratio(productive, wall_seconds) if is_known else None,
+        ratio=ratio,
+        percent="" if ratio is None else format_percent(ratio),
         uptime_ratio=_compute_ratio(wall_seconds - down_seconds, wall_seconds),
         fleet_ratio=_compute_ratio(node_productive, goodput.node_seconds) if is_known else None,
     )

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from trainium_contract.views.goodput import build_goodput_view
+from trainium_contract.views.status_reader import public_status
 from trainium_devcluster.demos.curves import Curves, Fault
 from trainium_devcluster.demos.view import View
 from trainium_devcluster.tune import report
@@ -44,7 +46,7 @@ def result(tmp_path: Path) -> TuneResult:
         evaluation=Evaluation.from_json(DOCUMENT),
         model=tmp_path / "model",
         adapter=tmp_path / "adapter",
-        goodput=0.9,
+        goodput=build_goodput_view(public_status({"status": {"goodput": {"ratio": 0.9, "wallSeconds": 91.0}}}), 0.0),
         seconds=200.0,
     )
 

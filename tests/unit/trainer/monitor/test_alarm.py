@@ -42,6 +42,13 @@ def find_spikes(curve: list[list[float]]) -> list[int]:
     return spike_steps
 
 
+def count_spikes(curve: list[list[float]]) -> int:
+    state = Stability()
+    for loss, norm in curve:
+        state = update_stability(state, RULES, loss=loss, gradient_norm=norm).after
+    return state.spikes
+
+
 def noisy_losses(level: Callable[[int], float], steps: int, *, seed: int = 1, scatter: float = 0.3) -> list[float]:
     rng = random.Random(seed)
     return [level(step) + rng.gauss(0, scatter) for step in range(1, steps + 1)]
@@ -52,6 +59,7 @@ def test_an_ordinary_run_raises_no_alarm_and_reports_no_spike(name: str) -> None
     losses, norms = zip(*CURVES[name], strict=True)
     assert find_alarms(losses, norms, StabilityRules(alarm_ratio=1.2)) == []
     assert find_spikes(CURVES[name]) == []
+    assert count_spikes(CURVES[name]) <= 0.01 * len(losses)
     assert max(norms) > 3 * min(norms), "the gradient norms vary"
 
 

@@ -37,7 +37,7 @@ def record_step(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None
         tokens_per_second=50.0,
         samples_per_second=4.0,
         utilisation=0.4,
-        goodput=0.9,
+        time_in_steps=0.9,
         parameter_norm=16.0,
         validation_loss=1.25 if step % 2 else None,
         rewards=Rewards(chosen=0.5, rejected=0.125, accuracy=0.75),

@@ -78,7 +78,7 @@ def test_judgements_over_a_restart_at_any_step_are_those_of_an_uninterrupted_run
             assert metrics.resumed == (step == cut + 1 and cut > 0)
 
 
-def test_goodput_is_the_share_of_time_in_steps_since_the_first_start(tmp_path: Path) -> None:
+def test_time_in_steps_is_a_share_of_the_time_since_the_first_start(tmp_path: Path) -> None:
     line = record_step(create_monitor(), 4)[0].to_json() | {"productiveSeconds": 60.0}
     first = line | {"step": 1, "time": line["time"] - 100.0, "seconds": 20.0}
     (tmp_path / METRICS_NAME).write_text(json.dumps(first) + "\n" + json.dumps(line) + "\n")
@@ -87,7 +87,7 @@ def test_goodput_is_the_share_of_time_in_steps_since_the_first_start(tmp_path: P
     assert past.began == pytest.approx(line["time"] - 120.0)
     metrics, _ = record_step(create_monitor(past), 5, seconds=30.0)
     assert metrics.productive_seconds == 90.0
-    assert metrics.goodput == pytest.approx(90 / 120, abs=0.02)
+    assert metrics.time_in_steps == pytest.approx(90 / 120, abs=0.02)
 
 
 def test_utilisation_uses_all_devices_of_the_job_and_is_left_out_without_a_peak() -> None:
