@@ -76,6 +76,21 @@ def write_questions(file: Path) -> Path:
     return _write(file, rows)
 
 
+def write_conversations(file: Path) -> Path:
+    """Create pairs of messages from the pairs of texts, every other one with an earlier question and answer."""
+    rows = [json.loads(line) for line in write_preferences(file).read_text().splitlines()]
+    turns = [
+        {
+            name: [{"role": "user" if name == "prompt" else "assistant", "content": text.strip()}]
+            for name, text in row.items()
+        }
+        for row in rows
+    ]
+    for number in range(1, len(turns), 2):
+        turns[number]["prompt"] = [*turns[number - 1]["prompt"], *turns[number - 1]["chosen"], *turns[number]["prompt"]]
+    return _write(file, turns)
+
+
 def write_preferences(file: Path) -> Path:
     """Create pairs with trl's columns: what a name does, and what another name of the library does."""
     entries = _documented_objects()

@@ -1,8 +1,9 @@
 """Tune a Llama on pairs with trl's DPOTrainer or ORPOTrainer, as the reference of preference tuning.
 
 Run by `benchmarks.parity` in an environment that has trl; it imports nothing from here. The task is a JSON object in
-the environment variable TASK. The losses of all steps are written to `losses.json` in the task's folder, and the
-trained parameters to `trained.safetensors`. The last line of the output has the time of each step's end, as JSON.
+the environment variable TASK. Pairs have token ids or, with a chat template, messages that trl tokenizes. The losses
+of all steps are written to `losses.json` in the task's folder, and the trained parameters to `trained.safetensors`. The
+last line of the output has the time of each step's end, as JSON.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def main() -> None:
     )
     tokenizer_class: Any = transformers.PreTrainedTokenizerFast
     tokenizer = tokenizer_class(tokenizer_file=f"{task['weights']}/tokenizer.json")
-    tokenizer.add_special_tokens({"pad_token": task["end"], "eos_token": task["end"], "bos_token": task["end"]})
+    names = {"pad_token": task["end"], "eos_token": task["end"]}
+    tokenizer.add_special_tokens(names if task["template"] else names | {"bos_token": task["end"]})
+    tokenizer.chat_template = task["template"]
     lora = peft.LoraConfig(**task["lora"], task_type="CAUSAL_LM") if task["lora"] else None
     trainer = (_dpo if task["kind"] == "DPO" else _orpo)(task, model, tokenizer, lora, _arguments(task))
     trainer.losses = []
@@ -116,17 +119,21 @@ def _dpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments:
     from trl import DPOConfig, DPOTrainer  # noqa: PLC0415 - only one of the two is needed
 
     class Trainer(RecordingTrainer, DPOTrainer):  # type: ignore[misc]
-        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+        def _prepare_dataset(self, dataset: Any, *arguments: Any, **options: Any) -> Any:
+            if task["template"]:
+                return super()._prepare_dataset(dataset, *arguments, **options)
             return dataset  # token ids already
 
-    rows = [
-        {
-            "prompt_ids": row["chosen"][: row["prompt"]],
-            "chosen_ids": row["chosen"][row["prompt"] :],
-            "rejected_ids": row["rejected"][row["prompt"] :],
-        }
-        for row in _read_pairs(task)
-    ]
+    rows = _read_pairs(task)
+    if not task["template"]:
+        rows = [
+            {
+                "prompt_ids": row["chosen"][: row["prompt"]],
+                "chosen_ids": row["chosen"][row["prompt"] :],
+                "rejected_ids": row["rejected"][row["prompt"] :],
+            }
+            for row in rows
+        ]
     reference = None if lora else transformers.LlamaForCausalLM.from_pretrained(task["weights"], dtype=torch.float32)
     return Trainer(
         model,
@@ -143,8 +150,10 @@ def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: PLC0415 - as above
 
     class Trainer(RecordingTrainer, ORPOTrainer):  # type: ignore[misc]
-        def tokenize_row(self, feature: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        def tokenize_row(self, feature: dict[str, Any], *arguments: Any, **options: Any) -> dict[str, Any]:
             """Return the token ids under the library's names."""
+            if task["template"]:
+                return super().tokenize_row(feature, *arguments, **options)  # type: ignore[no-any-return]
             row, prompt = feature["row"], feature["row"]["prompt"]
             found: dict[str, Any] = {"prompt_input_ids": row["chosen"][:prompt], "prompt_attention_mask": [1] * prompt}
             for name in ("chosen", "rejected"):
@@ -153,7 +162,9 @@ def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments
                 found[f"{name}_labels"] = [-100] * prompt + ids[prompt:]
             return found
 
-    rows = [{"prompt": "", "chosen": "", "rejected": "", "row": row} for row in _read_pairs(task)]
+    rows = _read_pairs(task)
+    if not task["template"]:
+        rows = [{"prompt": "", "chosen": "", "rejected": "", "row": row} for row in rows]
     trainer = Trainer(
         model,
         args=ORPOConfig(per_device_train_batch_size=1, gradient_accumulation_steps=task["batch"], **arguments),
@@ -166,7 +177,10 @@ def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments
 
 
 def _read_pairs(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Read the pairs: `chosen` and `rejected` token ids, and the number of tokens of the `prompt` before both."""
+    """Read the pairs: `chosen` and `rejected` token ids, and the number of tokens of the `prompt` before both.
+
+    With a chat template, the three are lists of messages.
+    """
     return [json.loads(line) for line in (Path(task["folder"]) / "pairs.jsonl").read_text().splitlines()]
 
 

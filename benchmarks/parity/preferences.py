@@ -1,7 +1,7 @@
 """Run the reference of preference tuning: trl's DPOTrainer and ORPOTrainer, by the peer's interpreter.
 
-The trainer computes nothing there. It only provides the token ids of each pair, the learning rates and the adapter's
-initial values.
+The trainer computes nothing there. It only provides the order of the pairs, the learning rates, the adapter's initial
+values, and the token ids of pairs of texts. Pairs of messages get their tokens from trl.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = Tr
     assert tuning.objective is not None
     assert config.model.weights is not None
     rows = [row for batch in micro_batches(config) for row in _rows(batch)]
+    template = config.data.examples.chat.template
+    if template is not None:
+        rows = _find_messages(config, rows)
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task: dict[str, Any] = {
         "folder": str(folder),
@@ -67,6 +70,7 @@ def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = Tr
             "fused": not deterministic,
         },
         "deterministic": deterministic,
+        "template": None if template is None else Path(template).read_text(),
         "lora": None,
     }
     if tuning.method is TuningMethod.LORA:
@@ -117,6 +121,16 @@ def _rows(batch: MicroBatch) -> Iterator[dict[str, Any]]:
         prompt = max(int(learned.int().argmax()), int(batch.pairs.answers[first])) + 1
         chosen, rejected = (_token_ids(batch, row) for row in (first, first + 1))
         yield {"chosen": chosen, "rejected": rejected, "prompt": prompt}
+
+
+def _find_messages(config: TrainingConfig, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of rows of token ids, which are found by the last question in their prompt."""
+    tokenizer = Tokenizer.from_file(f"{config.model.weights}/tokenizer.json")
+    records = [json.loads(line) for line in Path(str(config.data.source)).read_text().splitlines()]
+    by_question = {record["prompt"][-1]["content"]: record for record in records}
+    prompts = (tokenizer.decode(row["chosen"][: row["prompt"]], skip_special_tokens=False) for row in rows)
+    end = tokenizer.id_to_token(_SPECIAL_TOKEN)
+    return [by_question[prompt.rpartition("user:\n")[2].partition(end)[0]] for prompt in prompts]
 
 
 def _token_ids(batch: MicroBatch, row: int) -> list[int]:

@@ -6,6 +6,7 @@ The reference is `transformers.Trainer` with peft, or trl for pairs of answers. 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from benchmarks.parity.rows import (
@@ -128,7 +129,23 @@ ORPO_LORA = Settings(
     HLAT,
     "preferences",
 )
-PREFERENCE_SETTINGS = (DPO, DPO_LORA, ORPO, ORPO_LORA)
+_MESSAGES = {**_PAIRS, "data.examples.chat.template": str(Path(__file__).with_name("chat.jinja"))}
+DPO_MESSAGES = Settings(
+    "DPO, messages",
+    "all weights, pairs of messages that trl renders by the template and tokenizes",
+    {**_MESSAGES, "tuning.objective": _DPO},
+    HLAT,
+    "conversations",
+)
+ORPO_MESSAGES = Settings(
+    "ORPO, messages",
+    "all weights, pairs of messages as before",
+    {**_MESSAGES, "data.examples.loss": "All", "tuning.objective": _ORPO},
+    HLAT,
+    "conversations",
+)
+MESSAGES_SETTINGS = (DPO_MESSAGES, ORPO_MESSAGES)
+PREFERENCE_SETTINGS = (DPO, DPO_LORA, ORPO, ORPO_LORA, *MESSAGES_SETTINGS)
 
 _SMALL = {
     "vocab_size": 1024,
@@ -246,7 +263,8 @@ FAMILY_ROWS = tuple(
 )
 PREFERENCE_ROWS = tuple(
     Row(settings, data_parallel=data, tensor_parallel=tensor, overrides=overrides)
-    for settings in PREFERENCE_SETTINGS
+    for settings in (DPO, DPO_LORA, ORPO, ORPO_LORA)
     for data, tensor, overrides in ((1, 1, ()), (2, 1, ()), (1, 2, ()), (2, 1, (FULLY_SHARDED,)))
 )
 PREFERENCE_ROWS += (Row(DPO, pipeline_parallel=2, accumulation=4), Row(DPO_LORA, pipeline_parallel=2, accumulation=4))
+PREFERENCE_ROWS += tuple(map(Row, MESSAGES_SETTINGS))

@@ -19,6 +19,8 @@ from transformers import AutoTokenizer
 
 from tests.testing.trainer.example_files import (
     CHAT,
+    CHATML,
+    CLOSED,
     EOS,
     decode,
     encode,
@@ -444,6 +446,15 @@ LAST_SYSTEM = (
     "{{ '<|head|>' + (system + '\n' if loop.last and system is defined else '') + m.content + '<|tail|>' }}"
     "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
 )
+NO_END = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}{{ '<|head|>\n<think>' }}"
+    "{% if loop.index0 > ns.last and parts | length > 1 %}{{ parts[0][7:] | trim }}{% endif %}"
+    "{{ '</think>\n' + parts[-1] | trim }}{% else %}{{ '<|tail|>\n' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>' }}{% endif %}"
+)
+"""A template without an end of a turn, as that of GLM."""
 THOUGHTS = "<think>\nan odd rank\n</think>\n\nthe third"
 
 
@@ -459,6 +470,9 @@ THOUGHTS = "<think>\nan odd rank\n</think>\n\nthe third"
         (R1, [THOUGHTS, THOUGHTS], "\n\nthe third<|eot|>\n\nthe third<|eot|>"),
         (CHANNELS, ["rank", "token"], "<|tail|>rank<|im_end|><|tail|>token<|eot|>"),
         (LAST_SYSTEM, ["rank", "token"], f" rank{EOS} token{EOS}"),
+        (CLOSED, ["rank", "token"], "</think>rank<|im_end|></think>token<|im_end|>"),
+        (NO_END, ["rank", "token"], "\n<think></think>\nrank\n<think></think>\ntoken"),
+        (NO_END, [THOUGHTS, THOUGHTS], "\n<think></think>\nthe third\n<think>an odd rank</think>\nthe third"),
     ],
 )
 def test_answers_are_found_where_a_template_rewrites_what_comes_before_them(
@@ -477,6 +491,23 @@ def test_answers_are_found_where_a_template_rewrites_what_comes_before_them(
     assert first_example(data)[0] == ids
     dropped = {"messages[].content before </think>": 1} if template is R1 and answers[0] is THOUGHTS else {}
     assert data.report.counts.unused == dropped
+
+
+def test_an_answer_is_found_where_the_template_refuses_the_messages_up_to_it(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    asked = "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('no question') }}"
+    messages = [{"role": "assistant", "content": "Welcome"}, *ONE_TURN]
+    ((_, learned),) = decode(
+        open_encoded(chat_config(tmp_path, [{"messages": messages}], asked + "{% endif %}" + CHATML))
+    )
+    assert learned == "Welcome<|im_end|>" + ONE_TURN[1]["content"] + "<|im_end|>"
+
+
+def test_a_reasoning_that_the_template_leaves_out_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    messages = [ONE_TURN[0], {"role": "assistant", "content": THOUGHTS}]
+    open_encoded(chat_config(tmp_path, [{"messages": messages}], R1))
+    assert "the chat template leaves out the reasoning of 1 record, which is not learned: give" in caplog.text
 
 
 @pytest.mark.parametrize("template", [QWEN3, OPENED])

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.testing.trainer.example_files import CHAT as LLAMA3
 from tests.testing.trainer.example_files import (
     CHATML,
+    CLOSED,
     EOS,
     decode,
     encode,
@@ -30,6 +31,7 @@ ASK = {"role": "user", "content": "name a shard"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("a tensor", "the node"))
 TEXT = {"prompt": "name a shard:", "chosen": " a tensor", "rejected": " the node"}
 THINKING = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
+OPENED = CLOSED.replace("<think></think>", "<think>\n\n</think>\n\n")
 CHAT = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
 
 
@@ -246,7 +248,11 @@ def trl_ids(
 
 
 @pytest.mark.parametrize("kind", ["DPO", "ORPO"])
-@pytest.mark.parametrize("template", [CHATML, LLAMA3, THINKING], ids=["ChatML", "Llama 3", "opens the reasoning"])
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, LLAMA3, THINKING, CLOSED, OPENED],
+    ids=["ChatML", "Llama 3", "opens the reasoning", "closes it", "with a line break"],
+)
 def test_pairs_of_messages_have_the_tokens_and_the_answers_of_trl(tmp_path: Path, kind: str, template: str) -> None:
     file = write_tokenizer(tmp_path / "tokenizer", chat=template)
     reference = PreTrainedTokenizerFast.from_pretrained(file.parent)
@@ -256,6 +262,7 @@ def test_pairs_of_messages_have_the_tokens_and_the_answers_of_trl(tmp_path: Path
         {"prompt": turns[:3], "chosen": [GOOD], "rejected": [BAD | {"content": "a node "}]},
         {"chosen": turns, "rejected": [*turns[:3], GOOD]},
         {"chosen": turns, "rejected": [ASK, BAD, turns[2], GOOD]},
+        {"prompt": [ASK], "chosen": [GOOD | {"content": "<think>\na net</think>a tensor"}], "rejected": [BAD]},
     ]
     source = write_records(tmp_path / "d.jsonl", rows)
     data = {
@@ -270,13 +277,30 @@ def test_pairs_of_messages_have_the_tokens_and_the_answers_of_trl(tmp_path: Path
     stored = open_encoded(config.data).sources[0].stored
     prompts = [row.get("prompt", turns[: 1 if row["rejected"][1:2] == [BAD] else 3]) for row in rows]
     for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        for place, answer in enumerate((row["chosen"], row["rejected"])):
-            answer_only = answer if "prompt" in row else answer[len(prompt) :]
-            ids, start = trl_ids(reference, prompt, answer_only, orpo=kind == "ORPO")
+        answers = [row[name] if "prompt" in row else row[name][len(prompt) :] for name in ("chosen", "rejected")]
+        expected = [trl_ids(reference, prompt, answer, orpo=kind == "ORPO") for answer in answers]
+        start = min(start for _, start in expected)
+        for place, (ids, _) in enumerate(expected):
             ours, loss_mask = stored.example(2 * number + place)
             assert ours.tolist() == ids
             assert loss_mask.tolist() == [False] * start + [True] * (len(ids) - start)
     held_out = read_held_out(config.data.model_copy(update={"validation": ValidationConfig(source=str(source))}))
-    assert [example.answer for example in held_out.examples][:2] == ["a tensor", "a tensor"], (
-        "without the end of a turn"
-    )
+    for example in held_out.examples[:2]:
+        assert example.answer.removeprefix("\n").removeprefix("</think>").strip() == "a tensor", (
+            "without the end of a turn"
+        )
+
+
+def test_a_token_across_the_border_belongs_to_both_answers_as_in_trl(tmp_path: Path) -> None:
+    reference = PreTrainedTokenizerFast.from_pretrained(write_tokenizer(tmp_path / "tokenizer").parent)
+    row = {"prompt": "name a sha", "chosen": "rd token", "rejected": " node"}
+    data = encode_pairs(tmp_path, [row])
+    prompt = reference(row["prompt"])["input_ids"]
+    expected = [[*reference(row["prompt"] + row[name])["input_ids"], reference.eos_token_id] for name in list(row)[1:]]
+    start = min(next(at for at, token in enumerate(prompt) if ids[at] != token) for ids in expected[:1])
+    assert start < len(prompt), "a token of the first answer crosses the border"
+    assert expected[1][: len(prompt)] == prompt
+    for number, ids in enumerate(expected):
+        ours, loss_mask = data.sources[0].stored.example(number)
+        assert ours.tolist() == ids
+        assert loss_mask.tolist() == [False] * start + [True] * (len(ids) - start)

@@ -4,28 +4,32 @@ Guarantees:
 - The template gets the same variables and functions as from `transformers`, including tools, with the date of the
   recipe in place of a clock: an example does not depend on the day on which it is encoded.
 - Rows of JSON lines and of Parquet, which fills missing keys with null, give equal conversations.
-- The assistant's messages are found by the template's own generation markers or, without them, by rendering the
-  conversation up to each answer, or with another content in its place. The token that ends a turn belongs to the
-  answer; whitespace after it does not.
-- Every character may occur in a record.
+- The assistant's messages are found by the template's own generation markers or, without them, by what the template
+  writes without them or with another content. The token that ends a turn belongs to the answer; whitespace after it
+  does not.
 - An error of a template names the template's line.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import traceback
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainium_trainer.data.examples.conversation import (
+    END_OF_REASONING,
+    REASONING_FIELDS,
+    START_OF_REASONING,
+    Conversation,
+    Marks,
+)
 from trainium_trainer.data.examples.templates import (
     BadRecordError,
     Example,
     GuardedText,
-    Range,
     RecordFormat,
     SpecialTokenGuard,
     list_fields,
@@ -34,7 +38,7 @@ from trainium_trainer.data.examples.templates import (
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from trainium_trainer.data.sources.documents import Record
     from trainium_trainer.data.tokens.tokenizer import ChatTemplates, SpecialTokens
@@ -46,13 +50,10 @@ _WEIGHT = "weight"
 CLOCK = "strftime_now"
 """The function of a template that formats the time."""
 _MARKS = "marks"
-"""The variable of a template with the characters of `_Marks`."""
+"""The variable of a template with the characters of `Marks`."""
 _PROBE = "\U0010ffff"
 _ASTRAL = re.compile("[\U00010000-\U0010ffff]")
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""The names of a message's reasoning; templates read the first."""
-_START_OF_REASONING, _END_OF_REASONING = "<think>", "</think>"
 _FREE_CONTENT = frozenset({"tool", "ipython", "function"})
 """Roles whose content may be any value; the template formats it."""
 
@@ -134,9 +135,10 @@ class ChatFormat(RecordFormat):
 
     def _find_unused_reasoning(self, message: Mapping[str, Any], text: str) -> tuple[str, ...]:
         """Name the reasoning before an answer that the template leaves out."""
-        before, end, _ = (message["content"] or "").partition(_END_OF_REASONING)
-        left_out = bool(end) and before.removeprefix(_START_OF_REASONING).strip() not in text
-        return (f"{self.field}[].content before {_END_OF_REASONING}",) if left_out else ()
+        before, end, _ = (message["content"] or "").partition(END_OF_REASONING)
+        if end and before.rpartition(START_OF_REASONING)[2].strip() not in text:
+            return (f"{self.field}[].content before {END_OF_REASONING}",)
+        return ()
 
     def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Return the text before the last answer, or all of it without an answer."""
@@ -160,7 +162,7 @@ class ChatFormat(RecordFormat):
                 name for message in dictionaries for name, value in message.items() if value is not None
             )
             known = {"role", "content", _WEIGHT} | self._words
-            known |= set(_REASONING_FIELDS) if known.intersection(_REASONING_FIELDS) else set()
+            known |= set(REASONING_FIELDS) if known.intersection(REASONING_FIELDS) else set()
             yield from (f"{self.field}[].{name}" for name in names if name not in known)
 
     def _messages(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -180,7 +182,7 @@ class ChatFormat(RecordFormat):
     def _message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as input of the template: the content is a text or null, and no other value is null."""
         message: dict[str, Any] = without_nulls(fields) | {"role": fields["role"]}
-        reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
+        reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
         if reasoning is not None:
             message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
         content = message.get("content")
@@ -199,12 +201,12 @@ class ChatFormat(RecordFormat):
             )
         return message | {"content": content}
 
-    def _conversation(self, messages: list[dict[str, Any]], record: Mapping[str, Any]) -> _Conversation:
+    def _conversation(self, messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
         """Return messages and tools for the template. Raises BadRecordError."""
         tools = self._tools(record)
         texts = json.dumps([messages, tools], ensure_ascii=False, default=str)
-        marks = _Marks(self.guard, self._characters | set(_ASTRAL.findall(texts)))
-        return _Conversation(self.render, marks.escape(messages), marks.escape(tools), marks)
+        marks = Marks(self.guard, self._characters | set(_ASTRAL.findall(texts)))
+        return Conversation(self.render, marks.escape(messages), marks.escape(tools), marks)
 
     def _tools(self, record: Mapping[str, Any]) -> list[Any] | None:
         """Return the tools that the assistant may call. Raises BadRecordError."""
@@ -218,7 +220,7 @@ class ChatFormat(RecordFormat):
         return list(tools if isinstance(value, str) else without_nulls(tools))
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, marks: str, *, prompt: bool) -> str:
-        """Render messages; `marks` are the characters of `_Marks`. Raises BadRecordError."""
+        """Render messages; `marks` are the characters of `Marks`. Raises BadRecordError."""
         chosen = self._chosen.for_tools(tools)
         if chosen is None:
             raise BadRecordError(f"has no tools, but {self._where} is only for conversations with tools")
@@ -233,142 +235,6 @@ class ChatFormat(RecordFormat):
         except Exception as error:  # a user's template may raise anything
             raise BadRecordError(f"the chat template refuses the messages ({_reason(error, self._where)}") from error
         return text
-
-
-@dataclass(frozen=True, slots=True)
-class _Rendered:
-    """A rendered conversation."""
-
-    guarded: GuardedText
-    generated: tuple[Range, ...]
-    """The ranges of the text that `{% generation %}` encloses."""
-
-    @property
-    def text(self) -> str:
-        """The text."""
-        return self.guarded.text
-
-
-class _Marks:
-    """Characters that stand for something else while a template is applied, none of which its texts have.
-
-    The first two enclose what `{% generation %}` encloses, the third is a probe, and each of the others stands for a
-    special token of the data that is encoded as text.
-    """
-
-    def __init__(self, guard: SpecialTokenGuard, used: Container[str]) -> None:
-        """Choose characters beside the `used` ones. Raises BadRecordError if there are none."""
-        self.names = guard.names
-        self._free = (mark for mark in map(chr, range(0x10FFFF, 0xFFFF, -1)) if mark not in used)
-        self._tokens: dict[str, str] = {}
-        self.opening, self.closing, self.probe = self._take(), self._take(), self._take()
-
-    def _take(self) -> str:
-        if (mark := next(self._free, None)) is None:
-            raise BadRecordError("uses every character there is, so that no chat template can be applied: shorten it")
-        return mark
-
-    @property
-    def characters(self) -> str:
-        """All marks."""
-        return "".join((self.opening, self.closing, self.probe, *self._tokens))
-
-    def escape(self, value: Any) -> Any:
-        """Replace special tokens in the texts of a value by marks."""
-        if isinstance(value, dict):
-            return {self.escape(key): self.escape(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.escape(item) for item in value]
-        return self.names.sub(lambda match: self._mark_of(match.group()), value) if isinstance(value, str) else value
-
-    def _mark_of(self, token: str) -> str:
-        mark = next((mark for mark, known in self._tokens.items() if known == token), None) or self._take()
-        self._tokens[mark] = token
-        return mark
-
-    def resolve(self, text: str) -> _Rendered:
-        """Return the text with special tokens in place of their marks, and what the other marks enclose."""
-        parts, plain, generated, position, start = list[str](), list[Range](), list[Range](), 0, 0
-        for part in re.split(f"([{self.characters}])", text):
-            if part == self.opening:
-                start = position
-            elif part == self.closing:
-                generated.append((start, position))
-            else:
-                token = self._tokens.get(part, part)
-                if part in self._tokens:
-                    plain.append((position, position + len(token)))
-                parts.append(token)
-                position += len(token)
-        return _Rendered(GuardedText("".join(parts), tuple(plain)), tuple(generated))
-
-
-@dataclass(frozen=True, slots=True)
-class _Conversation:
-    """The messages and tools of one record, with marks for special tokens."""
-
-    apply: Callable[..., str]
-    """Applies the template."""
-    messages: list[dict[str, Any]]
-    tools: Any
-    marks: _Marks
-
-    def render(self, count: int, *, prompt: bool = False) -> _Rendered:
-        """Render the first messages, with `prompt` up to where an answer begins. Raises BadRecordError."""
-        marked = self.apply(self.messages[:count], self.tools, self.marks.characters, prompt=prompt)
-        return self.marks.resolve(marked)
-
-    def answer_range(self, number: int, text: str) -> Range:
-        """Return the range of the answer in message `number` within the whole text. Raises BadRecordError."""
-        before = self.render(number, prompt=True).text
-        start = len(before) if text.startswith(before) else self._find_start(number, text, before)
-        end = self._find_end(number, text, start)
-        if start < 0 or end < start:
-            raise BadRecordError(
-                "the chat template changes what comes before an answer once it is given, so that the answer cannot be "
-                "found: put {% generation %} and {% endgeneration %} around it in your template "
-                "(data.examples.chat.template)"
-            )
-        return start, end
-
-    def _find_start(self, number: int, text: str, before: str) -> int:
-        """Return the end of a message's header, where a prompt ends otherwise; -1 if it is unknown.
-
-        A message with another content has the same header.
-        """
-        probe = {name: value for name, value in self.messages[number].items() if name not in _REASONING_FIELDS}
-        messages = [*self.messages[:number], probe | {"content": self.marks.probe}, *self.messages[number + 1 :]]
-        marked = self.apply(messages, self.tools, self.marks.characters, prompt=False)
-        head, found, _ = self.marks.resolve(marked).text.partition(self.marks.probe)
-        equal = itertools.takewhile(lambda both: both[0] == both[1], zip(head, text, strict=False))
-        header = text[: sum(1 for _ in equal)]
-        if not before.endswith(" "):  # a blank after the header belongs to the first token of the answer
-            header = header.rstrip(" ")
-        question = self.messages[number - 1]["content"] if number else None
-        asked = not isinstance(question, str) or self.marks.resolve(question).text.strip() in header
-        return len(header) if found and asked else -1
-
-    def _find_end(self, number: int, text: str, start: int) -> int:
-        """Return the end of an answer, without whitespace after its turn; 0 if it is unknown.
-
-        A template may leave out the reasoning of earlier answers, and end the last turn by another token.
-        """
-        after = self.render(number + 1).text.rstrip()
-        if text.startswith(after):
-            return max(start, len(after))
-        if end := _find_common_end(text, start, after):
-            return end
-        last_token = [match for match in self.marks.names.finditer(after) if match.end() == len(after)]
-        end = _find_common_end(text, start, after[: last_token[0].start()].rstrip()) if last_token else 0
-        turn_end = self.marks.names.match(text, end)
-        return turn_end.end() if end and turn_end is not None else end
-
-
-def _find_common_end(text: str, start: int, ending: str) -> int:
-    """Return the last position up to which the text from `start` on is what `ending` ends with; 0 if there is none."""
-    last = min(len(text), start + len(ending))
-    ends = (end for end in range(last, start, -1) if text[end - 1] == ending[-1])
-    return next((end for end in ends if ending.endswith(text[start:end])), 0)
 
 
 def require_chat(chat: ChatFormat | None, reason: str) -> ChatFormat:

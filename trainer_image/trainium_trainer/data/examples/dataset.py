@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.trainer.data import DataConfig, Tokenization, ValidationSplit
 from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_trainer.data.batches.samples import SampleRules, Samples, ValidationSet, refuse_weights
+from trainium_trainer.data.examples.conversation import END_OF_REASONING
 from trainium_trainer.data.examples.recipe import FORMAT, Recipe, build_recipe
 from trainium_trainer.data.examples.sample_sources import ExampleSampleSource, PairSampleSource
 from trainium_trainer.data.examples.store import BLOCK_BYTES, StoredExamples, build_inputs
@@ -274,6 +276,13 @@ def _open_stored(
     if unused := stored.manifest.counts.unused:
         listed = ", ".join(f"{name} ({count:,} records)" for name, count in unused.items())
         _log.info("data.source %s: not used: %s", recipe.source, listed)
+    if reasoning := sum(count for name, count in unused.items() if name.endswith(END_OF_REASONING)):
+        _log.warning(
+            "data.source %s: the chat template leaves out the reasoning of %s, which is not learned: give "
+            "data.examples.chat.template a template that writes it",
+            recipe.source,
+            pluralize(reasoning, "record"),
+        )
     return stored
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from trainium_contract.trainer.examples import LossOn, TooLong
+from trainium_trainer.data.examples.conversation import count_common
 from trainium_trainer.data.examples.templates import (
     BadRecordError,
     Example,
@@ -164,7 +165,9 @@ class TextEncoder:
 
     def _encode_pair(self, example: Example, prompt_ids: list[int], text_ids: list[int]) -> EncodedExample:
         """Return the tokens of a prompt and its answer; `text_ids` are those of both encoded together."""
-        if text_ids[: len(prompt_ids)] != prompt_ids:  # a token crosses the border, or depends on the text after it
+        if example.encoded_whole:
+            prompt_ids = prompt_ids[: count_common(prompt_ids, text_ids)]
+        elif text_ids[: len(prompt_ids)] != prompt_ids:  # a token crosses the border, or depends on the text after it
             answer = example.guarded.part(*example.answers[-1])
             text_ids = prompt_ids + self._encode_with_spans(answer, continuing=True)[0].tolist()
         ids, prefix = self._bos_prefix.prepend_to(text_ids)
@@ -178,7 +181,9 @@ class TextEncoder:
         """Return the tokens of a text from a chat template; those of all of its answers are learned."""
         text_ids, starts, ends = self._encode_with_spans(example.guarded)
         prompt_ids, *prompt_spans = self._encode_with_spans(example.prompt)
-        if not np.array_equal(text_ids[: len(prompt_ids)], prompt_ids):  # as for a pair
+        if example.encoded_whole:
+            prompt_ids = prompt_ids[: count_common(prompt_ids.tolist(), text_ids.tolist())]
+        elif not np.array_equal(text_ids[: len(prompt_ids)], prompt_ids):  # as for a pair
             border = len(example.prompt.text)
             rest_ids, *rest_spans = self._encode_with_spans(example.guarded.part(border), continuing=True)
             text_ids = np.concatenate([prompt_ids, rest_ids])
@@ -191,9 +196,12 @@ class TextEncoder:
         loss_mask = np.zeros(len(ids), bool)
         for start, end in example.answers:
             loss_mask |= (starts < end) & (ends > start) & (ends > starts)
+        answer_start = max(0, len(prompt_ids) + shift)
+        if example.encoded_whole:
+            loss_mask[answer_start:] = True
         if example.adds_end and ids[-1] != self.end:
             ids, loss_mask = np.append(ids, self.end), np.append(loss_mask, True)
-        return EncodedExample(ids, loss_mask, max(0, len(prompt_ids) + shift), prefix)
+        return EncodedExample(ids, loss_mask, answer_start, prefix)
 
     def _ids(self, texts: Sequence[GuardedText]) -> list[list[int]]:
         if not any(text.plain for text in texts):
@@ -277,7 +285,7 @@ class ExampleEncoder:
         for batch in _batches(self._examples(list(items), block)):
             encoded = self.texts.encode([example for example, _ in batch], config.loss)
             for start in range(0, len(batch), width):
-                group = encoded[start : start + width]
+                group = _align_answers(encoded[start : start + width])
                 lengths = [len(example.ids) for example in group]
                 block.original_lengths += lengths
                 fitting = fit_together(group, self._recipe.max_tokens, config.too_long)
@@ -328,6 +336,14 @@ class ExampleEncoder:
             except BadRecordError:
                 pass  # the next call names the missing field
         return self.record_format.examples(record)
+
+
+def _align_answers(examples: list[EncodedExample]) -> list[EncodedExample]:
+    """Let the answers of a pair begin with the same token, as in trl."""
+    start = min(example.answer for example in examples)
+    for example in examples:
+        example.loss_mask[start : example.answer] = True
+    return [replace(example, answer=start) for example in examples]
 
 
 def hash_record(fields: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 Guarantees:
 - Both answers of a pair follow the same prompt, and differ. With a chat template, an answer is all that the template
   writes after the prompt, as in trl.
+- Prompt and answer are encoded together, and answers begin with the first token that is not the prompt's, as in trl.
 - Without a prompt field, the prompt is the common beginning of both answers, as in trl.
 """
 
@@ -71,10 +72,13 @@ class PreferenceFormat(RecordFormat):
             ]
         if built[0].text == built[1].text:
             raise BadRecordError("the two answers are equal, so neither is preferred: leave the record out")
-        start = built[0].answers[0][0]
-        if built[1].answers[0][0] != start or built[0].text[:start] != built[1].text[:start]:
+        start = min(example.answers[0][0] for example in built)  # a template may write a prompt in part only
+        if built[0].text[:start] != built[1].text[:start]:
             raise BadRecordError("the two answers follow different prompts: correct the record or the chat template")
-        return built[0], built[1]
+        first, second = (
+            replace(example, answers=((start, example.answers[0][1]),), encoded_whole=True) for example in built
+        )
+        return first, second
 
     def prompt(self, fields: Mapping[str, Any]) -> tuple[GuardedText, bool]:
         """Return the text or the rendered messages before both answers."""
