@@ -10,6 +10,7 @@ from tests.testing.virtual.operator_process import training_job, until
 from tests.testing.virtual.replicas import Scenario
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE
 from trainium_operator.cluster.api.resources import JOBS, PODS
+from trainium_operator.cluster.cache.reflector import RELIST_SECONDS
 from trainium_operator.cluster.cache.views import find_stray
 
 OWNER = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "name": "llama", "uid": "u", "controller": True}
@@ -81,10 +82,25 @@ async def test_a_worker_whose_label_is_removed_is_replaced_and_named_with_its_no
         node = scenario.cluster.get(PODS, "default", name)["spec"]["nodeName"]
         scenario.cluster.change(PODS, "default", name, lambda raw: raw["metadata"]["labels"].pop(label))
         await until(lambda: bool(message(scenario)), 60, "the condition")
-        assert f"its label {label} was removed, and keeps node {node}" in message(scenario)
+        assert f"its label {label} was removed or changed, and keeps node {node}" in message(scenario)
         await until(lambda: scenario.status()["phase"] == "Running", 60, "another worker trains")
         assert name in scenario.cluster.names(PODS), "it is left alone"
         await asyncio.sleep(120)
         assert message(scenario)
         scenario.cluster.remove(PODS, "default", name)
+        await until(lambda: scenario.condition("Reconciled").get("status") == "True", 120, "it is gone")
+
+
+@in_virtual_time
+async def test_a_spare_whose_role_is_removed_is_named_until_it_is_gone() -> None:
+    async with Scenario(training_job(spares=1), nodes=6) as scenario:
+        await scenario.wait_for_steps()
+        await until(lambda: scenario.status().get("spares") == 1, 60, "the spare is warm")
+        members = {member["podName"] for member in scenario.membership()["members"]}
+        (spare,) = set(scenario.cluster.names(PODS)) - members
+        scenario.cluster.change(PODS, "default", spare, lambda raw: raw["metadata"]["labels"].pop(LABEL_ROLE))
+        await until(lambda: f"pod {spare} is not a worker" in message(scenario), 60, "the condition")
+        await asyncio.sleep(1.2 * RELIST_SECONDS)
+        assert message(scenario), "a list does not contain it"
+        scenario.cluster.remove(PODS, "default", spare)
         await until(lambda: scenario.condition("Reconciled").get("status") == "True", 120, "it is gone")

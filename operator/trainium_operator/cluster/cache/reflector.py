@@ -20,6 +20,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.errors import ApiError, ExpiredError, ForbiddenError, UnavailableError
 from trainium_operator.cluster.cache.namespaces import ListState, Namespaces
 from trainium_operator.cluster.cache.ownership import controlling_job, is_labelled
@@ -77,7 +78,7 @@ class Lister(Generic[V]):
         namespaces: Namespaces | None = None,
         labels: str = "",
         of_jobs: bool = False,
-        find_stray: Callable[[Json], StrayPod | None] = lambda _raw: None,
+        find_stray: Callable[[Json], StrayPod | None] | None = None,
         relist_seconds: float = RELIST_SECONDS,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -99,7 +100,9 @@ class Lister(Generic[V]):
         self._labels = labels
         self._of_jobs = of_jobs
         self.strays: dict[Key, StrayPod] = {}
-        """Listed pods that no job counts as its own, at most `MAX_STRAYS`."""
+        """Pods that no job counts as its own, at most `MAX_STRAYS`."""
+        self.unwatched: BoundedDict[Key, str] = BoundedDict(MAX_STRAYS)
+        """Objects that left the watch without a deletion, because they lost its label: the names of their jobs."""
         self._find_stray = find_stray
         self._stray_listeners: list[Callable[[Key], None]] = []
         self._relist_seconds = relist_seconds
@@ -171,8 +174,10 @@ class Lister(Generic[V]):
             if not token:
                 break
         self.store.replace(entries, made_at, scope.namespace)
-        for key in [key for key in self.strays if key not in strays and scope.namespace in ("", key[0])]:
-            self.track_stray(key, None)
+        for key, stray in list(self.strays.items()):
+            is_listable = not self._labels.startswith(f"{stray.missing_label}=")
+            if is_listable and key not in strays and scope.namespace in ("", key[0]):
+                self.track_stray(key, None)
         scope.listed, scope.stale, scope.refused = began, False, False
         self._mark_known(scope)
         self._namespaces.record(self.resource.plural, scope.namespace, ListState.LISTED)
@@ -184,7 +189,8 @@ class Lister(Generic[V]):
 
     def track_stray(self, key: Key, raw: Json | None) -> None:
         """Update whether the object is a stray pod; None: it is gone."""
-        stray, known = None if raw is None else self._find_stray(raw), self.strays.get(key)
+        known = self.strays.get(key)
+        stray = None if raw is None or self._find_stray is None else self._find_stray(raw)
         if stray == known or (known is None and len(self.strays) >= MAX_STRAYS):
             return
         if stray is None:
@@ -213,6 +219,9 @@ class Lister(Generic[V]):
         key, version = _key_and_version(raw)
         self.track_stray(key, None if deleted else raw)
         if deleted:
+            entry = self.store.entry(key)
+            if self._find_stray and entry and entry.owner and "deletionTimestamp" not in raw["metadata"]:
+                self.unwatched[key] = entry.owner.name
             self.store.remove(key, version)
             return
         if self.store.has_version(key, version):

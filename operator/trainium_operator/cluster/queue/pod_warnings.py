@@ -89,8 +89,8 @@ class PodWarnings:
             for entry in job.status.history
             if entry.cause is Cause.POD_LOST and (are_named or now < (entry.failed_at or 0.0) + VANISHED_SECONDS)
         ]
-        strays = self._pods.strays
-        known = [key[1] for key, stray in strays.items() if (key[0], stray.job) == (job.namespace, job.name)]
+        jobs = {**self._pods.unwatched, **{key: stray.job for key, stray in self._pods.strays.items()}}
+        known = [key[1] for key, name in jobs.items() if (key[0], name) == (job.namespace, job.name)]
         for name in {*vanished[-MAX_VANISHED:], *known} - {""}:
             key = (job.namespace, name)
             if self._pods.store.entry(key) is not None or now < self._read_again_at.get(key, 0.0):
@@ -99,9 +99,11 @@ class PodWarnings:
             try:
                 async with asyncio.timeout(TIMEOUT_SECONDS):
                     self._pods.track_stray(key, await self._api.get(PODS, *key, attempts=1))
+                self._pods.unwatched.pop(key, None)
             except NotFoundError:
                 self._read_again_at[key] = math.inf  # no later pod has its name
                 self._pods.track_stray(key, None)
+                self._pods.unwatched.pop(key, None)
             except (ApiError, TimeoutError) as error:
                 logger.info("pod %s is not read: %s", name, error or "no answer")
 

@@ -71,7 +71,11 @@ def _describe_pending_deletion(pod: PodView) -> str:
 
 
 def _describe_stray(stray: StrayPod, namespace: str) -> str:
-    why = f"its label {stray.missing_label} was removed" if stray.missing_label else "no TrainingJob controls it"
+    why = (
+        f"its label {stray.missing_label} was removed or changed"
+        if stray.missing_label
+        else "no TrainingJob controls it"
+    )
     place = f"keeps node {stray.node}" if stray.node else "waits for a node"
     return (
         f"pod {stray.name} is not a worker of this job, because {why}, and {place}: "
