@@ -84,7 +84,6 @@ class Job:
     change: str = ""
     folder_name: str = ""
     environment: dict[str, str] = field(default_factory=dict)
-    labels: dict[str, str] = field(default_factory=dict)
     log: StepLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +107,7 @@ class Job:
         return {
             "apiVersion": "trainium.dev/v1alpha1",
             "kind": "TrainingJob",
-            "metadata": {"name": self.name, "namespace": self.namespace, "labels": self.labels},
+            "metadata": {"name": self.name, "namespace": self.namespace},
             "spec": spec,
         }
 

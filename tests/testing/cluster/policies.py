@@ -69,3 +69,11 @@ def apply_objects(access: Access, *objects: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         access.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=listed)
+
+
+def count_requests(access: Access, verb: str, resource: str) -> int:
+    """Return how many requests of a verb the API server has answered."""
+    labels = (f'verb="{verb}"', f'resource="{resource}"')
+    lines = access.kubectl("get", "--raw", "/metrics").splitlines()
+    counted = [line for line in lines if line.startswith("apiserver_request_total{") and all(x in line for x in labels)]
+    return round(sum(float(line.rpartition(" ")[2]) for line in counted))
