@@ -34,12 +34,16 @@ def test_check_names_the_stale_file_and_fails(
     assert "manifests/crd.yaml is stale" in capsys.readouterr().err
 
 
+OF_A_PARENT_CHART = {"global", "enabled"}
+"""Names without a default at the root: Helm passes the first to a dependency, and the second is in many conditions."""
+
+
 def differing_names(values: Any, schema: dict[str, Any], path: str = "") -> list[str]:
     """Return names that only one of values.yaml and values.schema.json has; skip free-form objects."""
     if not isinstance(values, dict) or "properties" not in schema:
         return []
     assert schema.get("additionalProperties") is False, f"{path or 'the root'} must refuse unknown names"
-    different = set(values) ^ (set(schema["properties"]) - {"global"})
+    different = set(values) ^ (set(schema["properties"]) - (set() if path else OF_A_PARENT_CHART))
     inside = [
         name
         for key, value in values.items()

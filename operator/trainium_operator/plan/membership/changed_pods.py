@@ -27,7 +27,7 @@ def with_shorter_grace(facts: Facts, member: Member) -> Member:
     seconds = ranks_grace(worker.pod.grace_seconds)
     if seconds >= facts.job.spec.recovery.grace_period_seconds:
         return member
-    return member.model_copy(update={"grace_seconds": seconds})
+    return member.replaced(grace_seconds=seconds)
 
 
 def report_changed_pods(facts: Facts, members: tuple[Member, ...]) -> tuple[EventIntent, ...]:
