@@ -30,6 +30,7 @@ from trainium_contract.definition.rules import (
     STORAGE_RULES,
 )
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.status.internal import INTERNAL_KEY, MAX_INTERNAL_TEXT, internal_fields
 from trainium_contract.wire.worker_env import GROUP, KIND, PLURAL, VERSION
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def _printer_columns() -> list[dict[str, Any]]:
 def object_schema() -> dict[str, Any]:
     """Return the openAPIV3Schema of a whole TrainingJob."""
     spec = model_schema(TrainingJobSpec, "spec", strict=True)
-    status = model_schema(TrainingJobStatus, "status", strict=False)
+    status = _with_internal_text(model_schema(TrainingJobStatus, "status", strict=False))
     _attach_rules(spec, SPEC_RULES)
     _attach_rules(spec["properties"]["workers"]["properties"]["accelerator"], ACCELERATOR_RULES)
     _attach_rules(spec["properties"]["program"], PROGRAM_RULES)
@@ -146,6 +147,19 @@ def object_schema() -> dict[str, Any]:
     }
     _attach_rules(root, ROOT_RULES)
     return root
+
+
+def _with_internal_text(status: dict[str, Any]) -> dict[str, Any]:
+    """Replace the operator's internal fields by the text that holds them."""
+    for path in internal_fields():
+        place, _, name = path.rpartition(".")
+        del (status["properties"][place] if place else status)["properties"][name]
+    status["properties"][INTERNAL_KEY] = {
+        "type": "string",
+        "description": "What the operator stores to continue after a restart. Do not depend on it and do not edit it.",
+        "maxLength": MAX_INTERNAL_TEXT,
+    }
+    return status
 
 
 def _attach_rules(schema: dict[str, Any], rules: tuple[Rule, ...]) -> None:

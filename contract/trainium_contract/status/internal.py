@@ -1,6 +1,7 @@
 """State of a job that the operator keeps across its restarts, and that no other program reads.
 
-On the wire its fields are among the public ones (`public.py`); `job.py` combines the two.
+`job.py` combines it with the public fields (`public.py`). The API server stores it as one text, so that what people see
+with `kubectl describe` and `kubectl get -o yaml` is the public part.
 
 Invariants: the two have no field in common. Client, pages and views read nothing here. A condition reports what people
 should know of it.
@@ -8,7 +9,8 @@ should know of it.
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -16,7 +18,15 @@ from trainium_contract.base import StatusModel
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
+from trainium_contract.stored_json import read_json
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+INTERNAL_KEY = "internal"
+"""Key of the text below `status`."""
+MAX_INTERNAL_TEXT = 1 << 17
+"""128 failures with the longest names have 90,000 characters."""
 WINDOW_SAMPLES = 15
 """Samples of the step time in one window."""
 
@@ -101,8 +111,6 @@ class InternalStatus(StatusModel):
     """Unix seconds since when the membership is smaller than desired or a member is missing."""
     leaving_since: float | None = None
     """Unix seconds since when a member's node is known to leave soon."""
-    refused_writes: Annotated[int, Field(ge=0)] = 0
-    """Number of versions of this status that the API server refused; the operator kept them beside the membership."""
     failures: Annotated[tuple[FailureRecord, ...], Field(max_length=128)] = ()
     """Counted failures within the largest budget window, oldest first."""
 
@@ -122,3 +130,37 @@ def internal_fields() -> frozenset[str]:
         for place, part in _PARTS_BY_PATH.items()
         for name, field in part.model_fields.items()
     )
+
+
+def pack_internal(status: StatusModel) -> dict[str, Any]:
+    """Return the status as the API server stores it: the public fields, and the internal ones as one text."""
+    stored = status.to_wire()
+    given = status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    internal: dict[str, Any] = {}
+    for path in sorted(internal_fields()):
+        place, _, name = path.rpartition(".")
+        (stored[place] if place else stored).pop(name, None)
+        part = given.get(place, {}) if place else given
+        if name in part:
+            (internal.setdefault(place, {}) if place else internal)[name] = part[name]
+    return {**stored, INTERNAL_KEY: json.dumps(internal, separators=(",", ":"))} if internal else stored
+
+
+def unpack_internal(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored status with its internal fields in their places. Raises ValueError if their text is invalid."""
+    status = {key: value for key, value in stored.items() if key != INTERNAL_KEY}
+    if INTERNAL_KEY not in stored:
+        return status
+    internal = read_json(str(stored[INTERNAL_KEY]).encode())
+    if not isinstance(internal, dict):
+        raise ValueError("the text is no JSON object")  # noqa: TRY004 - one kind of error for bad data
+    for path in internal_fields():
+        place, _, name = path.rpartition(".")
+        part = internal.get(place) if place else internal
+        if isinstance(part, dict) and name in part:
+            beside = status.get(place)
+            if place:
+                status[place] = {**(beside if isinstance(beside, dict) else {}), name: part[name]}
+            else:
+                status[name] = part[name]
+    return status

@@ -155,6 +155,8 @@ class PublicStatus(StatusModel):
     """Where the time went since the first generation of workers."""
     history: Annotated[tuple[Interruption, ...], Field(max_length=10)] = ()
     """The last interruptions, oldest first."""
+    refused_writes: Annotated[int, Field(ge=0)] = 0
+    """Number of versions of this status that the API server refused; the operator kept them beside the membership."""
     outdated_pods: int = 0
     """Workers with an earlier pod template; they continue unchanged."""
     avoided_nodes: Annotated[tuple[Annotated[str, Field(max_length=253)], ...], Field(max_length=32)] = ()

@@ -10,6 +10,10 @@ import pytest
 
 from tests.cluster.definition.conftest import Api
 from tests.testing.outputs.tables import table
+from trainium_contract.faults.causes import Cause
+from trainium_contract.job import GoodputStatus, TrainingJobStatus
+from trainium_contract.status.internal import FailureRecord, StepWindow, pack_internal
+from trainium_operator.cluster.cache.lenient import readable_status
 from trainium_operator.cluster.execute.events import Event, EventRecorder, job_reference
 
 pytestmark = pytest.mark.cluster
@@ -92,3 +96,21 @@ def test_kubectl_describe_shows_events_in_the_order_in_which_they_occurred(crd_a
     described = crd_api.kubectl("describe", "trn", "eventful")
     assert re.findall(r"occurrence \d", described) == texts
     crd_api.kubectl("delete", "trn", "eventful")
+
+
+def test_kubectl_describe_shows_what_the_operator_remembers_in_one_line(crd_api: Api) -> None:
+    crd_api.kubectl("apply", "-f", "-", stdin=build_job_json("failing"))
+    failures = tuple(FailureRecord(at=1.8e9, cause=Cause.CRASH, pod=f"failing-w-{number}") for number in range(99))
+    window = StepWindow(size=2, step=7, samples=(0.25,) * 15)
+    status = TrainingJobStatus(failures=failures, goodput=GoodputStatus(window=window), next_pod_ordinal=101)
+    crd_api.report_status("failing", TrainingJobStatus().to_wire())
+    empty = crd_api.kubectl("describe", "trn", "failing")
+    crd_api.report_status("failing", pack_internal(status))
+    described = crd_api.kubectl("describe", "trn", "failing")
+    (line,) = (line for line in described.splitlines() if "failing-w-98" in line)
+    assert line.strip().startswith("Internal:")
+    assert described.count("failing-w-") == len(failures)
+    assert len(described.splitlines()) < len(empty.splitlines())
+    stored = json.loads(crd_api.kubectl("get", "trn", "failing", "-o", "json"))["status"]
+    assert readable_status(stored, "failing") == status
+    crd_api.delete_job("failing")

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
+from trainium_contract.status.internal import INTERNAL_KEY, unpack_internal
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.stored_json import optional_part, remove_places
 from trainium_contract.wire.messages import MAX_GENERATION
@@ -65,8 +66,9 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
     """Return the status without its unreadable parts; `name` is the job's, for the log."""
     if not isinstance(raw, dict):
         return TrainingJobStatus()
-    beyond = _is_beyond_count(raw)
-    left = _countable(raw) if beyond else raw
+    left = _unpacked(raw, name)
+    beyond = _is_beyond_count(left)
+    left = _countable(left) if beyond else left
     for _ in range(_ROUNDS):
         try:
             found = TrainingJobStatus.model_validate(left)
@@ -80,9 +82,18 @@ def readable_status(raw: Any, name: str) -> TrainingJobStatus:
                 name,
                 ", ".join(sorted(".".join(map(str, place)) for place in places)[:3]),
             )
-            left = copy.deepcopy(left) if left is raw else left
+            left = copy.deepcopy(left)
             remove_places(left, places)
     return TrainingJobStatus()
+
+
+def _unpacked(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the status with its internal fields, or without them if their text cannot be read."""
+    try:
+        return unpack_internal(raw)
+    except ValueError:
+        logger.warning("the status of %s has been edited: %s cannot be read and is left out", name, INTERNAL_KEY)
+        return {key: value for key, value in raw.items() if key != INTERNAL_KEY}
 
 
 def _is_beyond_count(value: Any) -> bool:

@@ -15,6 +15,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING
 
+from trainium_contract.status.internal import pack_internal
 from trainium_contract.wire.recorded_membership import REFUSAL_KEY, STATUS_KEY
 from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import add_labels
@@ -90,7 +91,7 @@ class StatusWrites:
             return self._backoff.refusal(job.uid)
         try:
             async with asyncio.timeout(SECONDS) as budget:
-                raw = await self._apply(job, status.to_wire())
+                raw = await self._apply(job, pack_internal(status))
         except (errors.ConflictError, errors.NotFoundError):
             await self.refresh(job)
             raise

@@ -1,13 +1,26 @@
 """The internal and the public status have no common field, and no view reads an internal field."""
 
 import ast
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
-from trainium_contract.status.internal import InternalGoodput, InternalIdleNodes, InternalStatus, internal_fields
+from trainium_contract.status.internal import (
+    INTERNAL_KEY,
+    FailureRecord,
+    GangStatus,
+    InternalGoodput,
+    InternalIdleNodes,
+    InternalStatus,
+    StepWindow,
+    internal_fields,
+    pack_internal,
+    unpack_internal,
+)
 from trainium_contract.status.ledger import PublicGoodput
 from trainium_contract.status.public import PublicIdleNodes, PublicStatus
 
@@ -16,8 +29,7 @@ ROOT = Path(__file__).parents[4]
 
 def test_these_fields_are_internal_and_all_others_are_public() -> None:
     assert internal_fields() == {
-        "activity", "committedStep", "failures", "gang", "leavingSince", "nextPodOrdinal", "refusedWrites",
-            "startFailures",
+        "activity", "committedStep", "failures", "gang", "leavingSince", "nextPodOrdinal", "startFailures",
         "waitingSince",
         "goodput.countedStep", "goodput.earlierNodeSeconds", "goodput.earlierSeconds", "goodput.starting",
         "goodput.window",
@@ -36,6 +48,36 @@ def test_these_fields_are_internal_and_all_others_are_public() -> None:
 def test_the_parts_have_no_field_in_common_and_are_the_whole(whole: Any, public: Any, internal: Any) -> None:
     assert public.model_fields.keys() & internal.model_fields.keys() == set()
     assert public.model_fields.keys() | internal.model_fields.keys() == whole.model_fields.keys()
+
+
+def status_with_internal_state() -> TrainingJobStatus:
+    failures = tuple(FailureRecord(at=float(number), cause=Cause.CRASH, pod=f"pod-{number}") for number in range(128))
+    return TrainingJobStatus(
+        failures=failures,
+        next_pod_ordinal=7,
+        gang=GangStatus(releases=2),
+        goodput=GoodputStatus(ratio=0.5, counted_step=9, window=StepWindow(samples=(0.25,) * 15)),
+        idle_nodes=IdleNodesStatus(wanted=2, asked_at=3.5),
+    )
+
+
+def test_the_stored_status_has_the_internal_fields_in_one_text() -> None:
+    status = status_with_internal_state()
+    stored = pack_internal(status)
+    assert isinstance(stored[INTERNAL_KEY], str)
+    assert {"failures", "gang", "nextPodOrdinal"} & stored.keys() == set()
+    assert {"countedStep", "window"} & stored["goodput"].keys() == set()
+    assert (stored["goodput"]["ratio"], stored["idleNodes"]) == (0.5, {"taken": 0, "wanted": 2})
+    assert TrainingJobStatus.model_validate(unpack_internal(json.loads(json.dumps(stored)))) == status
+    assert INTERNAL_KEY not in pack_internal(TrainingJobStatus())
+
+
+def test_the_text_changes_no_public_field_and_one_that_is_no_object_is_refused() -> None:
+    edited = {"phase": "Running", INTERNAL_KEY: '{"phase": "Failed", "nextPodOrdinal": 3, "goodput": 1}'}
+    assert unpack_internal(edited) == {"phase": "Running", "nextPodOrdinal": 3}
+    for text in ("", "[]", "{"):
+        with pytest.raises(ValueError):  # noqa: PT011 - any message
+            unpack_internal({INTERNAL_KEY: text})
 
 
 def test_client_pages_and_views_read_no_internal_field() -> None:

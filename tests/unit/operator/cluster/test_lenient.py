@@ -84,6 +84,12 @@ def test_numbers_that_json_cannot_carry_are_left_out_of_a_status() -> None:
     assert (status.goodput.ratio, status.gang.holding_since, status.gang.releases) == (0.0, None, 2)
 
 
+@pytest.mark.parametrize("text", ["", "[1]", '{"failures": 3', 5])
+def test_the_public_part_is_kept_where_the_internal_text_cannot_be_read(text: Any) -> None:
+    status = readable_status({**GOOD, "internal": text}, "team/llama")
+    assert status == readable_status(GOOD, "team/llama")
+
+
 def test_false_end_conditions_are_dropped() -> None:
     others = [{**COMPLETE, "type": kind.value, "status": "False"} for kind in ConditionType]
     status = readable_status({"conditions": others[:16]}, "team/llama")
