@@ -50,8 +50,9 @@ def main(folder: Path, site: Path) -> None:
     library = folder / "lib" / stdlib.name
     ignored = shutil.ignore_patterns(*UNUSED_PARTS)
     shutil.copytree(stdlib, library, ignore=ignored)
-    shutil.copytree(site, library / "site-packages", ignore=ignored)
-    worker = library / "site-packages" / "trainium_worker"
+    # Not in a folder site-packages, which Debian's Python does not search.
+    shutil.copytree(site, library, ignore=ignored, dirs_exist_ok=True)
+    worker = library / "trainium_worker"
     if worker.exists():
         shutil.copytree(worker, folder / "site" / "trainium_worker")
     (folder / "bin").mkdir()

@@ -20,8 +20,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_YIELDING))
     from trainium_agent.linux.open_files import raise_limit  # noqa: PLC0415 - after the handler is set
     from trainium_agent.ranks import standby  # noqa: PLC0415 - as above
+    from trainium_contract.temporary_folder import set_temporary_folder  # noqa: PLC0415 - as above
 
-    raise_limit()  # the ranks inherit it
+    raise_limit()  # the ranks inherit both
+    set_temporary_folder(os.environ)
     forked = standby.fork(standby.StandbyPlan()) if standby.ENV_PROGRAM in os.environ else None
     from trainium_agent.bootstrap import start  # noqa: PLC0415 - after the fork
 

@@ -17,6 +17,7 @@ import typer
 from trainium_agent import log_lines
 from trainium_agent.linux.open_files import raise_limit
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.temporary_folder import set_temporary_folder
 from trainium_contract.wire.log_format import choose_log_format
 from trainium_trainer import exits, neuron_environment
 from trainium_trainer.backends.choose import refuse_unsupported
@@ -117,6 +118,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command line and end the process with its exit code."""
+    set_temporary_folder(os.environ)
     exits.leave(run(argv))
 
 

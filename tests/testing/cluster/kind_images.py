@@ -1,8 +1,7 @@
 """Load images into a kind cluster: archives of the settings, or images built from the Dockerfile.
 
 A node receives a packed image and unpacks it; that of workers has gigabytes. Only nodes with pods receive it, one after
-another, and each deletes the packed layers, so that an image takes its size once on each node instead of twice. The
-settings may name a base image whose torch has no CUDA (`trainerBase`): the Dockerfile keeps an installed torch.
+another, and each deletes the packed layers, so that an image takes its size once on each node instead of twice.
 """
 
 from tests.testing.cluster.access import ROOT, Access
@@ -25,10 +24,8 @@ def load_images(access: Access, cluster: str) -> None:
         _load(access, cluster, nodes, "image-archive", archive)
     if archives:
         return
-    base = access.settings.get("trainerBase")
-    arguments = ("--build-arg", f"PYTHON_IMAGE={base}") if base else ()
-    for image, target, more in ((OPERATOR, "operator", ()), (TRAINER, "trainer-cpu", arguments)):
-        access.check_output("docker", "build", "--target", target, *more, "-t", image, str(ROOT), seconds=1800)
+    for image, target in ((OPERATOR, "operator"), (TRAINER, "trainer-cpu")):
+        access.check_output("docker", "build", "--target", target, "-t", image, str(ROOT), seconds=1800)
         _load(access, cluster, nodes, "docker-image", image)
     repository, _, tag = OPERATOR.partition(":")
     values = access.settings.setdefault("chartValues", {})

@@ -1,5 +1,6 @@
 """The agent's folder, which runs in an image that has nothing else."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -28,15 +29,30 @@ def find_module_file(name: str) -> Path:
     return Path(spec.origin)
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a root folder with `trainium` and nothing else."""
+PLATFORM_PYTHON = "/usr/bin/python3"
+"""On Debian and Ubuntu it searches dist-packages instead of site-packages."""
+
+
+def has_version_of_the_tests(python: str) -> bool:
+    """Return whether compiled packages of the tests work with this interpreter."""
+    command = [python, "-c", "import sys; print(sys.implementation.cache_tag)"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() == sys.implementation.cache_tag
+    return False
+
+
+@pytest.fixture(scope="module", params=[sys.executable, PLATFORM_PYTHON], ids=["tests", "platform"])
+def image(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a root folder with `trainium`, made of one interpreter, and nothing else."""
+    if not has_version_of_the_tests(request.param):
+        pytest.skip(f"{request.param} is not the Python version of the tests")
     site, root = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("image")
     for name in PACKAGES:
         shutil.copytree(find_module_file(name).parent, site / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(find_module_file("typing_extensions"), site)
     script = ROOT / "scripts/agent_folder.py"
-    subprocess.run([sys.executable, str(script), str(root / "trainium"), str(site)], check=True)
+    subprocess.run([request.param, str(script), str(root / "trainium"), str(site)], check=True)
     return root
 
 

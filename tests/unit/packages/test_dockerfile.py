@@ -66,9 +66,15 @@ def sources() -> list[str]:
     return [source for copy in copies for source in copy[:-1]]
 
 
+def find_installation(target: str) -> str:
+    """Return the step that installs packages."""
+    (run,) = (rest for instruction, rest in stages()[target] if instruction == "RUN" and "pip install" in rest)
+    return run
+
+
 def distributions_of(target: str) -> set[str]:
     """Return the distributions whose wheels an image installs, built in the stage that fills the mounted one."""
-    (run,) = (rest for instruction, rest in stages()[target] if instruction == "RUN")
+    run = find_installation(target)
     mounted = re.search(r"--mount=from=([\w-]+)", run)
     assert mounted is not None
     (wheels,) = (rest for instruction, rest in stages()[mounted[1]] if rest.endswith("/wheels /wheels"))
@@ -98,8 +104,8 @@ def test_the_agent_image_has_only_its_folder_and_the_operators_command() -> None
 
 def test_base_images_are_arguments_with_pinned_defaults() -> None:
     defaults = dict(rest.split("=", 1) for instruction, rest in instructions() if instruction == "ARG")
-    assert set(defaults) == {"PYTHON_IMAGE", "NEURON_IMAGE"}
-    for image in defaults.values():
+    assert set(defaults) == {"PYTHON_IMAGE", "NEURON_IMAGE", "TORCH_INDEX"}
+    for image in (defaults["PYTHON_IMAGE"], defaults["NEURON_IMAGE"]):
         assert re.search(r":\d+\.\d+\.\d+", image), image
     for steps in stages().values():
         base = steps[0][1].partition(" AS ")[0]
@@ -133,12 +139,40 @@ def test_an_image_starts_our_program_as_an_unprivileged_user(target: str) -> Non
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_dependencies_are_installed_by_hash(target: str) -> None:
-    (run,) = (rest for instruction, rest in stages()[target] if instruction == "RUN")
+    run = find_installation(target)
     part = re.search(r"image_requirements\.py (\w+)", run)
     assert part is not None
     assert part[1] == target.removesuffix("-cpu")
     # Our own wheels are made in an earlier stage; all else has a hash.
-    assert run.count("pip install") == run.count("--require-hashes") + run.count("wheels/*.whl") == 2
+    assert run.count("pip install") == run.count("--require-hashes") + run.count("wheels/*.whl")
+    assert run.count("wheels/*.whl") == 1
+
+
+def test_torch_without_cuda_has_the_version_of_the_constraints() -> None:
+    def version(file: str) -> list[str]:
+        return re.findall(r"^torch==([\w.]+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+
+    assert version("scripts/torch_cpu.txt") == version("constraints.txt")
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "agent"])
+def test_the_last_step_of_an_image_starts_what_it_holds_as_its_user(target: str) -> None:
+    names = [instruction for instruction, _ in stages()[target]]
+    assert names[-2:] == ["RUN", "ENTRYPOINT"]
+    assert "USER" in names
+    starts = stages()[target][-2][1]
+    assert ("trainium-operator --help" if target == "operator" else "import ") in starts
+    assert "||" not in starts, "a failed start ends the build"
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "agent"])
+def test_an_image_has_the_labels_of_oci_and_the_version_of_its_packages(target: str) -> None:
+    (labels,) = (rest for instruction, rest in stages()[target] if instruction == "LABEL")
+    values = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', labels))
+    assert set(values) == {"title", "description", "version", "licenses"}
+    assert values["title"] == f"trainium-{target.removesuffix('-cpu')}"
+    project = tomllib.loads((ROOT / "contract/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (values["version"], values["licenses"]) == (project["version"], project["license"])
 
 
 def test_the_operator_imports_no_client_library_of_kubernetes(tmp_path: Path) -> None:
@@ -161,7 +195,7 @@ def test_an_image_contains_only_its_packages(target: str) -> None:
 def test_pages_name_existing_targets_and_arguments(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     assert set(re.findall(r"--target[ =]([\w-]+)", text)) <= set(stages())
-    assert set(re.findall(r"--build-arg (\w+)", text)) <= {"PYTHON_IMAGE", "NEURON_IMAGE"}
+    assert set(re.findall(r"--build-arg (\w+)", text)) <= {"PYTHON_IMAGE", "NEURON_IMAGE", "TORCH_INDEX"}
 
 
 ROOT = Path(__file__).parents[3]

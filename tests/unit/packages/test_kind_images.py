@@ -63,14 +63,6 @@ def test_both_images_are_built_and_loaded_onto_worker_nodes(tmp_path: Path) -> N
     assert values["trainerImage"] == "trainium-trainer:test"
 
 
-def test_trainer_base_applies_only_to_the_trainer_image(tmp_path: Path) -> None:
-    machine = FakePrograms(tmp_path, {"trainerBase": "torch-for-cpus"})
-    machine.load()
-
-    given = {call[0]: "PYTHON_IMAGE=torch-for-cpus" in call for call in machine.calls("docker", "build", "--target")}
-    assert given == {"operator": False, "trainer-cpu": True}
-
-
 def test_archives_of_the_settings_replace_the_build(tmp_path: Path) -> None:
     machine = FakePrograms(tmp_path, {"images": ["/one.tar", "/two.tar"], "chartValues": {"replicas": 1}})
     machine.load()

@@ -132,38 +132,6 @@ def test_checked_manifests_are_renderings_of_the_chart(rendered_manifests: Path)
     assert {"NetworkPolicy", "PodMonitor", "PrometheusRule", "Certificate", "ConfigMap"} <= kinds["everything"]
 
 
-def test_the_trainer_base_on_kind_is_the_dockerfiles_with_the_pinned_torch(tmp_path: Path) -> None:
-    docker = tmp_path / "docker"
-    docker.write_text('#!/bin/sh\necho "$*" >call\ncat >built\n')
-    docker.chmod(0o755)
-    for name in ("Dockerfile", "constraints.txt"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    script = steps("nightly.yaml", "kind").split("make test-cluster")[0]
-    given = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "RUNNER_TEMP": str(tmp_path),
-        "GITHUB_ENV": str(tmp_path / "variables"),
-    }
-
-    def base(index: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "-e", "-c", script]
-        return subprocess.run(
-            command, cwd=tmp_path, env=given | {"TORCH_INDEX": index}, capture_output=True, text=True, check=False
-        )
-
-    refused = base("")
-    assert (refused.returncode, refused.stderr[:20]) == (2, "TORCH_INDEX is empty")
-    made = base("https://packages.example/cpu")
-    assert (made.returncode, made.stderr) == (0, "")
-    first, second = (tmp_path / "built").read_text().splitlines()
-    assert f"ARG PYTHON_IMAGE={first.removeprefix('FROM ')}" in (ROOT / "Dockerfile").read_text().splitlines()
-    (torch,) = re.findall(r"^(torch==\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert second == f"RUN pip install --no-cache-dir --index-url https://packages.example/cpu {torch}"
-    (variable,) = (tmp_path / "variables").read_text().splitlines()
-    settings = yaml.safe_load(Path(variable.removeprefix("TRAINIUM_TEST_SITE=")).read_text())
-    assert (tmp_path / "call").read_text() == f"build -t {settings['trainerBase']} -\n"
-
-
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="needs actionlint on PATH")
 def test_workflows_pass_actionlint() -> None:
     done = subprocess.run(["actionlint", *map(str, WORKFLOWS)], capture_output=True, text=True, check=False)

@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -91,7 +92,7 @@ def check_collectives() -> tuple[bool, str]:
     program = shutil.which("nccom-test")
     if program is None:
         return True, ""
-    report = Path(f"/tmp/nccom-{os.getpid()}.json")  # noqa: S108 - named by this process, read once
+    report = Path(tempfile.gettempdir()) / f"nccom-{os.getpid()}.json"
     arguments = [program, "allr", "-r", "2", "-e", "1M", "--check", "--report-to-json-file", str(report)]
     try:
         done = subprocess.run(arguments, capture_output=True, timeout=_NCCOM_SECONDS, check=False)
