@@ -5,6 +5,7 @@ follows the job's step times. The rank to blame is determined from the reports o
 
 Guarantees:
 - Stalls add up over observations only, so an agent that was itself frozen sees no stall of its ranks.
+- The stall of a stopped rank begins when it is first seen stopped, because a silent rank may have worked until then.
 - A rank that progresses, saves, loads or compiles within its limit excuses all ranks that wait for it.
 - A rank that waits for its peers is a victim, never the culprit, unless a signal stopped it.
 """
@@ -167,6 +168,10 @@ class StallTracker:
                 state = _StallState(sample.activity)
             else:
                 state = replace(state, seconds=state.seconds + elapsed)
+            if not sample.stall.stopped:
+                state = replace(state, stopped_at=None)
+            elif state.stopped_at is None:
+                state = replace(state, stopped_at=state.seconds)
             if state.cpu_at is None and sample.stall.state:
                 state = replace(state, cpu_at=(sample.cpu_seconds, state.seconds))
             self._states[sample.stall.rank] = state
@@ -180,6 +185,8 @@ class _StallState:
     seconds: float = 0.0
     cpu_at: tuple[float, float] | None = None
     """Processor time, and the length of the stall, when /proc was first read."""
+    stopped_at: float | None = None
+    """Length of the stall when the process was first seen stopped; None while it is not."""
 
 
 def _measure_stall(sample: RankSample, state: _StallState) -> Stall:
@@ -188,7 +195,8 @@ def _measure_stall(sample: RankSample, state: _StallState) -> Stall:
         cpu, since = state.cpu_at
         busy = (sample.cpu_seconds - cpu) / (state.seconds - since) if state.seconds > since else 0.0
     limit = round(min(sample.stall.limit, 1e9), 3)
-    return replace(sample.stall, seconds=round(state.seconds, 3), limit=limit, busy=round(max(0.0, busy), 3))
+    seconds = round(state.seconds - (state.stopped_at or 0.0), 3)
+    return replace(sample.stall, seconds=seconds, limit=limit, busy=round(max(0.0, busy), 3))
 
 
 class FindingKind(StrEnum):

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _MAX_INTERVAL_SECONDS = 0.5
 _SAMPLES_PER_LIMIT = 8
 _ASK_KERNEL_AFTER_SECONDS = 0.5
+_SEARCHES_PER_LIMIT = 4
+"""Searches for a stopped descendant in the shortest limit: a node may have thousands of them."""
 _TIMED_STEPS = 20
 """Number of the newest steps in a `StepTiming`."""
 _MIN_TIMED_STEPS = 3
@@ -80,6 +82,7 @@ class RankSampler:
         self._cpu_waits = CpuWaitSampler()
         self._starting_since: dict[int, float | None] = {}
         self._unchanged_since: dict[int, tuple[tuple[int, int], float]] = {}
+        self._stopped_descendants: dict[int, tuple[float, str]] = {}
         self.timing: StepTiming | None = None
         """Step times of this pod's ranks; None until enough steps are complete."""
 
@@ -169,11 +172,18 @@ class RankSampler:
             return "", 0.0
         process_state = kernel.process_state(process.pid)
         letter = process_state.letter
-        if self._workload.hang_detection is not None and now - unchanged[1] >= self._spec.step_floor_seconds:
-            # A program may be a shell or a launcher that waits for the process that trains.
-            letters = (kernel.process_state(pid).letter for pid in kernel.descendants(process.pid))
-            letter = next((found for found in (letter, *letters) if found in STOPPED), letter)
+        if self._workload.hang_detection is not None and letter not in STOPPED:
+            letter = self._find_stopped_descendant(process.pid, now) or letter
         return letter, process_state.cpu_seconds
+
+    def _find_stopped_descendant(self, pid: int, now: float) -> str:
+        """Return the state of a stopped descendant: a program may be a shell or launcher of the process that trains."""
+        searched_at, letter = self._stopped_descendants.get(pid, (-math.inf, ""))
+        if now >= searched_at + self._spec.step_floor_seconds / _SEARCHES_PER_LIMIT:
+            letters = (kernel.process_state(descendant).letter for descendant in kernel.descendants(pid))
+            letter = next((found for found in letters if found in STOPPED), "")
+            self._stopped_descendants[pid] = (now, letter)
+        return letter
 
 
 def summarize_steps(steps: tuple[tuple[float, float], ...], cpu_wait: float | None = None) -> StepTiming | None:

@@ -135,6 +135,13 @@ def test_time_between_distant_samples_is_capped() -> None:
     assert sample(watch, 3600.0).seconds == 2.0
 
 
+def test_the_stall_of_a_stopped_process_begins_with_the_stop() -> None:
+    watch = StallTracker()
+    states = ("", "S", "T", "T", "S", "t")
+    stalls = [sample(watch, float(now), state=state).seconds for now, state in enumerate(states)]
+    assert stalls == [0.0, 1.0, 0.0, 1.0, 4.0, 0.0]
+
+
 def test_a_stall_has_the_share_of_processor_time() -> None:
     watch = StallTracker()
     sample(watch, 0.0)
