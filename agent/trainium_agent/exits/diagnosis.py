@@ -15,6 +15,7 @@ import signal
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,7 +27,7 @@ from trainium_contract.faults.causes import Blame, Cause
 from trainium_contract.faults.classify import classify_exit, classify_exit_code, select_kernel_lines
 from trainium_contract.faults.responses import Response
 from trainium_contract.faults.rules import RecoveryRule
-from trainium_contract.program_output import explains_exit, reports_error
+from trainium_contract.program_output import explains_exit, find_error, starts_report, strip_margin
 from trainium_contract.redaction import redact_secrets
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ MESSAGE_CHARACTERS = 1024
 """Longest message of a failure."""
 _RUNTIME_MESSAGE_CHARACTERS = 320
 _SIGNAL_BASE = 128
-_LINES_OF_ERROR = 3
-"""Most lines after the line of an error that are taken for the rest of its message."""
+_LINES_OF_ERROR = 8
+"""Most lines after the line of an error that are taken for the rest of its message, or advice of a framework."""
 _LINES_OF_KILLED = 3
 """No output explains a SIGKILL, but the newest lines show how far the process was."""
 
@@ -75,7 +76,8 @@ def describe_exit(process: RankProcess) -> str:
     """
     code = process.exit_code or 0
     output = redact_secrets(process.output.text(4 * MESSAGE_CHARACTERS)).split("\n")
-    reason, others = _find_reason(code, [line for line in output if explains_exit(line)] or output)
+    lines = [line for line in output if explains_exit(line)] or output
+    reason, others = _find_reason(code, [strip_margin(line) for line in lines])
     message = last_runtime_message(process)
     if message is not None and message.line not in "\n".join(reason + others)[: MESSAGE_CHARACTERS // 2]:
         reason.insert(code > _SIGNAL_BASE, redact_secrets(format_message(message))[:_RUNTIME_MESSAGE_CHARACTERS])
@@ -91,13 +93,16 @@ def _find_reason(code: int, lines: list[str]) -> tuple[list[str], list[str]]:
     if code > _SIGNAL_BASE:
         shown = lines[-_LINES_OF_KILLED:] if code == _SIGNAL_BASE + signal.SIGKILL else lines
         return [f"killed by signal {code - _SIGNAL_BASE}"], shown
-    position = next((index for index in reversed(range(len(lines))) if reports_error(lines[index])), len(lines) - 1)
-    error, after = lines[position], lines[position + 1 :]
-    others = [line for line in lines[:position] if line != error]
-    if len(after) <= _LINES_OF_ERROR:
-        return [error, *after], others
-    # Launchers and frameworks print advice after the error.
-    return [error, after[-1]], [*others, *after[:-1]]
+    position = find_error(lines)
+    if position is None:
+        position = len(lines) - 1
+    error = lines[position]
+    message = list(takewhile(lambda line: not starts_report(line), lines[position + 1 :]))
+    others = [line for line in lines[:position] if line != error] + lines[position + 1 + len(message) :]
+    if len(message) <= _LINES_OF_ERROR:
+        return [error, *message], others
+    shown = _LINES_OF_ERROR - 1
+    return [error, *message[:shown], message[-1]], [*others, *message[shown:-1]]
 
 
 def _drop_partial_line(cut: str) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from trainium_agent.ranks.runtime_status import RuntimeMessages
 from trainium_contract.faults.classify import match_output_line
-from trainium_contract.program_output import is_native_frame, reports_error
+from trainium_contract.program_output import find_error, is_native_frame
 from trainium_contract.wire.log_format import format_time
 from trainium_contract.wire.log_line import (
     LINE_BYTES,
@@ -91,9 +91,10 @@ class OutputTail:
         """Return the name of the fault table's row that the newest error matches; empty for none."""
         with self._lock:
             lines = tuple(self._lines)
-        for line in reversed(lines):
-            sign = match_output_line(line)
-            if sign is not None or reports_error(line):
+        error = find_error(lines)
+        for index in reversed(range(len(lines))):
+            sign = match_output_line(lines[index])
+            if sign is not None or index == error:
                 return sign.key if sign is not None else ""
         return ""
 

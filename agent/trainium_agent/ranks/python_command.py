@@ -30,6 +30,8 @@ _EXEC_PYTHON = re.compile(r"(?<![\w-])exec\s+(?P<python>[\w./-]*?python[0-9.]*)(
 _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
 _SHEBANG = re.compile(rb"#!\s*(?:\S*/env\s+(?:-S\s+)?)?(?P<python>\S*python[0-9.]*)\s")
 _SHEBANG_BYTES = 512
+_AGENT_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+"""Files of the frames that stand before those of the program."""
 _VALUED_OPTIONS = ("-X", "-W")
 _ENV_SHELL = "TRAINIUM_SHELL_PID"
 _REPORT_START = """\
@@ -141,7 +143,21 @@ def split_options(arguments: Sequence[str]) -> list[str]:
 
 
 def run_python(arguments: Sequence[str]) -> None:
-    """Run `python ARGUMENTS` in this process; options of the interpreter have no effect."""
+    """Run `python ARGUMENTS` in this process; options of the interpreter have no effect.
+
+    An error of the program is printed as a new interpreter prints it, without the frames of the agent.
+    """
+    try:
+        _run_program(arguments)
+    except Exception as error:  # noqa: BLE001 - whatever the program raises
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in _AGENT_FILES:
+            frames = frames.tb_next
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        sys.exit(1)
+
+
+def _run_program(arguments: Sequence[str]) -> None:
     rest = split_options(arguments)
     if not rest:
         exit_with_error("program.command starts python without a script: add a script, or -m and a module")

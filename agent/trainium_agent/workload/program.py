@@ -22,7 +22,7 @@ from trainium_agent.workload.base import rank_environment
 from trainium_agent.workload.posted_progress import ENV_URL
 from trainium_agent.workload.program_progress import ProgramMonitor
 from trainium_contract.exit_codes import ExitCode
-from trainium_contract.program_output import reports_error
+from trainium_contract.program_output import find_error, strip_margin
 from trainium_contract.redaction import redact_secrets
 from trainium_contract.spec.program import ProgramWarm
 from trainium_contract.wire import worker_env
@@ -133,8 +133,9 @@ class Program(ProgramMonitor):
 
     def record_success(self, process: RankProcess) -> None:
         """Record the error at the end of a shell's output: the code of a pipe or script is that of its last command."""
-        lines = process.output.text(_END_CHARACTERS).split("\n")[-_END_LINES:]
-        error = next((line for line in reversed(lines) if reports_error(line)), "")
+        lines = process.output.text(_END_CHARACTERS).split("\n")
+        position = find_error(lines)
+        error = "" if position is None or position < len(lines) - _END_LINES else strip_margin(lines[position])
         if error and Path(self._command[0]).name in SHELLS:
             self.end_problem = (
                 f"a shell ended with code 0 although its output ends with {redact_secrets(error)!r}: start the program "

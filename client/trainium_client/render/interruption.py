@@ -8,7 +8,7 @@ from rich.text import Text
 
 from trainium_client.render.page import bullet_list, heading, label_grid, vertical_group
 from trainium_contract.pages.formatting import format_duration, format_utc, pluralize, shorten
-from trainium_contract.program_output import LINE_BREAK, drop_noise
+from trainium_contract.program_output import drop_noise, restore_lines
 from trainium_contract.views.interruptions import describe_loss
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ def interruption_page(report: InterruptionReport) -> RenderableType:
     """Render an interruption, from its first sign to the first new step."""
     entry = report.entry
     if entry is None:
-        sentence = report.verdict or "nothing has interrupted this job"
+        sentence = restore_lines(report.verdict) or "nothing has interrupted this job"
         state = f"{report.namespace}/{report.name} is {report.phase or 'without a status'}: {sentence}"
-        return vertical_group(Text(state), bullet_list(report.advice))
+        return vertical_group(Text(state), bullet_list(map(restore_lines, report.advice)))
     seconds = {name: value for name, value in entry.stages.items() if value}
     stages = ", ".join(f"{describe_loss(name)} {format_duration(value)}" for name, value in seconds.items())
     steps = _format_steps(entry.step_before, entry.resume_step, entry.steps_lost)
@@ -76,7 +76,7 @@ def _format_evidence(report: InterruptionReport, entry: InterruptionView) -> str
     message = drop_noise(entry.message) if report.log_lines else entry.message
     if report.log_lines and not entry.stopped:
         message = shorten(message, _MAX_EVIDENCE_LENGTH)
-    return message.replace(LINE_BREAK, "\n")
+    return restore_lines(message)
 
 
 def _format_worker(entry: InterruptionView) -> str:
@@ -92,7 +92,7 @@ def _format_steps(before: int | None, resumed: int | None, lost: int | None) -> 
 
 
 def _advice_section(report: InterruptionReport) -> list[RenderableType]:
-    return [heading("What to do"), bullet_list(report.advice)] if report.advice else []
+    return [heading("What to do"), bullet_list(map(restore_lines, report.advice))] if report.advice else []
 
 
 def _log_section(report: InterruptionReport) -> list[RenderableType]:

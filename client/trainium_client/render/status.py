@@ -18,7 +18,7 @@ from trainium_contract.pages.formatting import (
     pluralize,
     shorten,
 )
-from trainium_contract.program_output import drop_noise
+from trainium_contract.program_output import drop_noise, restore_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,7 +42,7 @@ def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
     return vertical_group(
         label_grid(_fact_rows(view, now, width)),
         *_event_table(events[:_EVENT_COUNT], now, width),
-        *_section("What to do", view.advice),
+        *_section("What to do", tuple(map(restore_lines, view.advice))),
         *_section("Not shown", view.not_shown, style="dim"),
     )
 

@@ -29,7 +29,8 @@ dt{{font-weight:600}}dd{{margin:0;overflow-wrap:anywhere}}.scroll{{overflow-x:au
 table{{border-collapse:collapse;width:100%;font-size:.88rem}}th,td{{text-align:left;padding:.3rem .6rem}}
 th,td{{border-bottom:1px solid var(--line);vertical-align:top}}
 td{{overflow-wrap:anywhere}}th,td.short{{white-space:nowrap}}
-.bad{{border-left:4px solid #c2453d;padding:.6rem 1rem;background:var(--card);overflow-wrap:anywhere}}
+.bad{{border-left:4px solid #c2453d;padding:.6rem 1rem;background:var(--card);overflow-wrap:anywhere;
+white-space:pre-wrap}}
 svg{{width:100%;height:auto;display:block}}svg text{{font-size:12px;fill:var(--soft)}}.grid{{stroke:var(--line)}}
 .curve{{fill:none;stroke:#3f77c4;stroke-width:1.6}}.spread{{fill:#3f77c4;opacity:.18}}.validation{{fill:#d08a1d}}
 .mark{{stroke:#c2453d;stroke-width:1.5;stroke-dasharray:4 3}}

@@ -38,7 +38,7 @@ from trainium_contract.pages.svg import (
     draw_squares,
     draw_timeline,
 )
-from trainium_contract.program_output import drop_noise
+from trainium_contract.program_output import drop_noise, restore_lines
 from trainium_contract.views.interruptions import describe_loss
 from trainium_contract.views.timeline import WorkerState, build_timeline
 
@@ -132,7 +132,7 @@ def _render_sections(report: JobReport, now: float) -> str:
 
 def advice_html(view: JobView) -> str:
     """Render the advice; empty if there is none."""
-    return "".join(f"<p class=bad>{escape(item)}</p>" for item in view.advice)
+    return "".join(f"<p class=bad>{escape(restore_lines(item))}</p>" for item in view.advice)
 
 
 def facts_html(view: JobView) -> str:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _RULES = (
     "dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1.2rem;margin:.4rem 0}", "dt{font-weight:600}",
-    "dd{margin:0;overflow-wrap:anywhere}", ".bad{border-left:4px solid #c2453d;padding:.3rem .8rem}",
+    "dd{margin:0;overflow-wrap:anywhere}",
+    ".bad{border-left:4px solid #c2453d;padding:.3rem .8rem;white-space:pre-wrap}",
     "svg{width:100%;max-width:60rem;height:auto}", "svg text{font-size:12px;fill:#8a949e}",
     ".grid{stroke:#8a949e;opacity:.35}", ".curve{fill:none;stroke:#3f77c4;stroke-width:1.6}",
     ".spread{fill:#3f77c4;opacity:.18}", ".validation{fill:#d08a1d}",

@@ -435,7 +435,8 @@ def test_the_same_crash_on_two_nodes_fails_the_job_and_explains_torn_checkpoints
     place = " in /checkpoints/run" if checkpoints else ""
     for part in (
         "crashed alike on two nodes without a new step in between: pod demo-w-",
-        "exit code 1: boom",
+        "boom | The program crashed",
+        "exit code 1. If it cannot",
         f"If it cannot read its newest checkpoint{place}, a lost node has torn that file",
         "under a temporary name and rename it",
         "spec.program.checkpoints.committed",

@@ -19,6 +19,7 @@ from trainium_contract.faults.classify import (
     select_kernel_lines,
 )
 from trainium_contract.faults.responses import Response
+from trainium_contract.program_output import LINE_BREAK
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
 from trainium_operator.plan.diagnose.pod_failures import has_failed_by_itself
@@ -31,7 +32,7 @@ from trainium_operator.plan.faults.failure_budgets import describe_exhausted_bud
 from trainium_operator.plan.faults.node_signals import find_stopping_signal
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_sentence
+from trainium_operator.plan.model.text import SENTENCE_LIMIT, format_sentence
 from trainium_operator.plan.view.progress import has_progress
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ _CHECKPOINT_ADVICE = (
     "expects. Otherwise correct the program. Then run the job again (kubectl trn retry)."
 )
 _SIGNAL_BASE = 128
+_MIN_OUTPUT = 300
+"""Characters that a verdict shows of the output, whatever else it contains."""
 _COMPARED_CHARACTERS = 200
 """Characters of a program's error that are compared, because messages in the history are cut in the middle."""
 
@@ -126,14 +129,33 @@ def find_start_failures(facts: Facts) -> tuple[Worker, ...]:
 
 
 def _build_verdict(
-    reason: Reason, cause: Cause, message: str, *, advice: str = "", pod: str = "", node: str = ""
+    reason: Reason,
+    cause: Cause,
+    message: str,
+    *,
+    failure: ProcessFailure | None = None,
+    advice: str = "",
+    pod: str = "",
+    node: str = "",
 ) -> StopVerdict:
-    """Return a verdict whose message starts with the observation and ends with the remedy, even when it is cut."""
-    separator = "\n" if "\n" in message else ". "  # lines of output stay apart from the remedy
-    text = f"{message.rstrip('. ')}{separator}{advice or _ADVICE.get(reason, '')}".strip()
-    return StopVerdict(
-        reason=reason, cause=cause, message=format_sentence(text[0].upper() + text[1:]), pod=pod, node=node
-    )
+    """Return a verdict whose message starts with the observation and ends with the remedy, even when it is cut.
+
+    The output of a failure is the observation, because most readers see only the start.
+    """
+    text = message[:1].upper() + message[1:]
+    remedy = advice or _ADVICE.get(reason, "")
+    has_error = failure is not None and failure.message != "" and failure.exit_code <= _SIGNAL_BASE
+    if failure is not None and not has_error:
+        text = f"{text}: {failure.message or 'no output'}"
+    separator = "\n" if "\n" in text else ". "  # lines of output stay apart from the remedy
+    text = f"{text.rstrip('. ')}{separator}{remedy}".strip()
+    if failure is not None and has_error:
+        text = format_sentence(text, SENTENCE_LIMIT - _MIN_OUTPUT - len(LINE_BREAK))
+        output = format_sentence(failure.message, SENTENCE_LIMIT - len(LINE_BREAK) - len(text))
+        sentence = f"{output}{LINE_BREAK}{text}"
+    else:
+        sentence = format_sentence(text)
+    return StopVerdict(reason=reason, cause=cause, message=sentence, pod=pod, node=node)
 
 
 def _verdict_on_size(facts: Facts) -> StopVerdict | None:
@@ -215,15 +237,18 @@ def _verdict_on_failure(stopping: _StoppingFailure) -> StopVerdict:
     kernel = f"; the node's kernel said: {lines[0]}" if lines else ""
     message = (
         f"{classification.sentence}: rank {failure.rank} of pod {stopping.pod} on node {stopping.node}{after}, "
-        f"{format_signs(failure)}: {failure.message or 'no output'}{kernel}"
+        f"{format_signs(failure)}{kernel}"
     )
-    return _build_classified_verdict(classification, message, stopping.pod, stopping.node)
+    return _build_classified_verdict(classification, message, stopping.pod, stopping.node, failure)
 
 
-def _build_classified_verdict(classification: Classification, message: str, pod: str, node: str) -> StopVerdict:
+def _build_classified_verdict(
+    classification: Classification, message: str, pod: str, node: str, failure: ProcessFailure | None = None
+) -> StopVerdict:
     cause = classification.cause
     reason = _REASONS.get(cause, Reason.STOPPED_BY_RULE)
-    return _build_verdict(reason, cause, message, advice=get_cause_row(cause).advice, pod=pod, node=node)
+    advice = get_cause_row(cause).advice
+    return _build_verdict(reason, cause, message, failure=failure, advice=advice, pod=pod, node=node)
 
 
 def _verdict_on_pods(facts: Facts) -> StopVerdict | None:
@@ -261,11 +286,17 @@ def _verdict_on_crashes_before_any_step(facts: Facts) -> StopVerdict | None:
     for member, failure in _crashed_members(facts):
         if failure.step > 0 or is_killed(failure.exit_code):
             continue
-        description = _describe_failure(member, failure)
-        message = f"The training process crashed before its first step and again after a restart: {description}"
+        rank = _describe_rank(member, failure)
+        message = f"The training process crashed before its first step and again after a restart: {rank}"
         advice = get_cause_row(Cause.USER_CODE).advice
         return _build_verdict(
-            Reason.USER_ERROR, Cause.USER_CODE, message, advice=advice, pod=member.pod_name, node=member.node_name
+            Reason.USER_ERROR,
+            Cause.USER_CODE,
+            message,
+            failure=failure,
+            advice=advice,
+            pod=member.pod_name,
+            node=member.node_name,
         )
     return None
 
@@ -295,11 +326,17 @@ def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
             continue
         message = (
             f"The program crashed alike on two nodes without a new step in between: pod {earlier.pod} on node "
-            f"{earlier.node}, then {_describe_failure(member, failure)}"
+            f"{earlier.node}, then {_describe_rank(member, failure)}"
         )
         advice = _CHECKPOINT_ADVICE.format("" if program.checkpoints is None else f" in {program.checkpoints.path}")
         return _build_verdict(
-            Reason.USER_ERROR, Cause.USER_CODE, message, advice=advice, pod=member.pod_name, node=member.node_name
+            Reason.USER_ERROR,
+            Cause.USER_CODE,
+            message,
+            failure=failure,
+            advice=advice,
+            pod=member.pod_name,
+            node=member.node_name,
         )
     return None
 
@@ -314,11 +351,8 @@ def _crashed_members(facts: Facts) -> Iterator[tuple[Member, ProcessFailure]]:
             yield member, failure
 
 
-def _describe_failure(member: Member, failure: ProcessFailure) -> str:
-    return (
-        f"rank {failure.rank} of pod {member.pod_name} on node {member.node_name}, {format_signs(failure)}: "
-        f"{failure.message or 'no output'}"
-    )
+def _describe_rank(member: Member, failure: ProcessFailure) -> str:
+    return f"rank {failure.rank} of pod {member.pod_name} on node {member.node_name}, {format_signs(failure)}"
 
 
 def _verdict_on_start_failures(facts: Facts) -> StopVerdict | None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from trainium_contract.status.results import EvaluationFigure
 
 _MAX_INDENTATION = 8
+_MAX_PARTIAL_LINE = 120
+"""Longest part of a line of output that is left out with what is cut, so that only full lines remain."""
 SENTENCE_LIMIT = 1000
 """Longest sentence: status fields hold 1,024 characters, and an event note less."""
 
@@ -29,7 +31,11 @@ def format_sentence(text: str, limit: int = SENTENCE_LIMIT) -> str:
     if len(line) <= limit:
         return line
     tail = limit // 2
-    return f"{line[: limit - tail - 5]} ... {line[-tail:]}"
+    head, end = line[: limit - tail - 5], line[-tail:]
+    last_break, first_break = head.rfind(LINE_BREAK), end.find(LINE_BREAK)
+    if len(head) - last_break < _MAX_PARTIAL_LINE and 0 <= first_break < _MAX_PARTIAL_LINE:
+        return f"{head[:last_break]}{LINE_BREAK}...{end[first_break:]}"
+    return f"{head} ... {end}"
 
 
 def _indentation(line: str) -> str:

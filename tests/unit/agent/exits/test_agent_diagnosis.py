@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -218,7 +220,41 @@ def test_the_last_error_of_an_exception_group_comes_first() -> None:
         "    | KeyError: 'text'\n"
         "    +------------------------------------\n"
     )
-    assert describe_exit(ended_rank(1, group)).split("\n")[0] == "    | KeyError: 'text'"
+    assert describe_exit(ended_rank(1, group)).split("\n")[0] == "KeyError: 'text'"
+
+
+PROGRAMS = {
+    "Unsupported: no kernel": "import atexit\n"
+    "atexit.register(lambda: print('\\n'.join(f'closing {n}' for n in range(12))))\n"
+    "class Unsupported(Exception): pass\n"
+    "raise Unsupported('no kernel')",
+    "struct.error: unpack requires a buffer of 4 bytes": "import atexit, struct, warnings\n"
+    "atexit.register(lambda: warnings.warn('1 leaked semaphore'))\nstruct.unpack('i', b'1')",
+    "KeyError: 'text'": "class Loader:\n def __del__(self): self.file.close()\n"
+    "loader = Loader()\nraise KeyError('text')",
+    "ValueError: 2 keys": "raise ValueError('2 keys\\n' + '\\n'.join(f'no key {n}' for n in range(20)))",
+    "TypeError: b": "raise ExceptionGroup('loaders', [ValueError('a'), TypeError('b')])",
+}
+"""The error that explains the end, and the program that raises it."""
+
+
+@pytest.mark.parametrize("error", PROGRAMS)
+def test_the_error_of_a_program_comes_first_whatever_its_name_and_what_follows_it(error: str) -> None:
+    program = [sys.executable, "-c", PROGRAMS[error]]
+    ended = subprocess.run(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    text = describe_exit(ended_rank(ended.returncode, ended.stdout))
+    assert text.split("\n")[0] == error
+    assert "Traceback (most recent call last):" in text
+
+
+def test_names_of_ranks_are_no_part_of_an_error() -> None:
+    output = (
+        "[default1]:[rank1]: Traceback (most recent call last):\n"
+        '[default1]:[rank1]:   File "/src/train.py", line 4, in <module>\n'
+        "[default1]:[rank1]: torch._dynamo.exc.Unsupported: call x\n"
+        "[default1]:W1129 12:00:00 destroy_process_group() was not called\n"
+    )
+    assert describe_exit(ended_rank(1, output)).startswith("torch._dynamo.exc.Unsupported: call x\n")
 
 
 def test_a_line_of_equal_signs_is_not_an_error() -> None:

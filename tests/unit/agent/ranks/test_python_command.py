@@ -86,6 +86,31 @@ def test_a_shell_that_ends_otherwise_keeps_its_code_and_its_output(
     assert (done.returncode, done.stdout.strip()) == (code, output)
 
 
+FAILING = """\
+def train():
+    try:
+        {}["text"]
+    except KeyError as error:
+        raise RuntimeError("no column") from error
+"""
+
+
+@pytest.mark.parametrize("start", ["train()", "import runpy; runpy.run_path('other.py')", "for", "exit('no data')"])
+@pytest.mark.parametrize("arguments", [("train.py",), ("-m", "train")])
+def test_an_error_is_printed_as_a_new_interpreter_prints_it(
+    tmp_path: Path, arguments: tuple[str, ...], start: str
+) -> None:
+    (tmp_path / "train.py").write_text(f"{FAILING}\n{start}\n")
+    (tmp_path / "other.py").write_text(f"{FAILING}\ntrain()\n")
+    plain = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_command(tmp_path, "python", *arguments)
+    expected, shown = (each.stderr.replace(f"{tmp_path}/", "").splitlines() for each in (plain, done))
+    assert (done.returncode, shown[-1]) == (1, expected[-1])
+    assert "python_command.py" not in done.stderr
+    if arguments[0] != "-m":  # with it, an interpreter shows frames of its own
+        assert shown == expected
+
+
 def test_another_python_that_the_shell_chooses_is_executed(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "other"], check=True)
     text = ". other/bin/activate; exec python -c 'import sys; print(sys.prefix)'"

@@ -67,7 +67,7 @@ def test_a_rank_that_does_not_exist_names_no_pod() -> None:
 def test_a_long_verdict_keeps_cause_and_advice() -> None:
     result = make_plan(build.running_job(4, agents={1: build.failed_agent(1, 64, rank=1, message="x" * 1024)}))
     assert len(result.status.verdict) <= 1024
-    assert result.status.verdict.startswith("Configuration or user error")
+    assert "Configuration or user error" in result.status.verdict
     assert result.status.verdict.endswith("newest checkpoint.")
 
 
@@ -77,6 +77,18 @@ def test_a_repeated_crash_before_the_first_step_is_a_user_error() -> None:
     assert result.status.phase is Phase.FAILED
     assert "before its first step" in result.status.verdict
     assert result.status.avoided_nodes == ()
+
+
+@pytest.mark.parametrize("code", [1, 64])
+def test_a_verdict_starts_with_the_error_of_the_program(code: int) -> None:
+    agents = build.agents(range(4), WorkerPhase.FAILED, generation=1)
+    output = "config.Missing: no key\nTraceback (most recent call last):\n  File a.py"
+    crashed = build.failed_agent(1, code, rank=1, step=-1, attempt=1, message=output)
+    verdict = make_plan(build.running_job(4, agents={**agents, 1: crashed})).status.verdict
+    *lines, circumstances = verdict.split(" | ")
+    assert lines == output.split("\n")
+    assert f": rank 1 of pod demo-w-1 on node node-1, exit code {code}. Correct the configuration" in circumstances
+    assert circumstances[0].isupper()
 
 
 def test_processes_killed_before_the_first_step_are_no_verdict() -> None:

@@ -425,6 +425,14 @@ def test_lines_of_output_are_separated_in_a_message() -> None:
     )
 
 
+def test_a_long_message_is_cut_between_lines_of_output() -> None:
+    lines = [f"  line {number} of the traceback" for number in range(100)]
+    sentence = format_sentence("\n".join(("Error: no key", *lines, "Correct the program")), 300)
+    head, tail = sentence.split(" | ...")
+    assert set(head.split(" | ")[1:] + tail.split(" | ")[1:-1]) <= set(lines)
+    assert (sentence[:13], sentence[-19:], len(sentence) <= 300) == ("Error: no key", "Correct the program", True)
+
+
 def test_a_suspended_job_shows_its_last_save() -> None:
     before = Progress(step=20, loss=2.5, memory_step=20, durable_step=10, updated=NOW)
     after = Progress(step=26, loss=2.25, memory_step=26, durable_step=26, updated=NOW)
