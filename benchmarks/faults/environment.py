@@ -350,14 +350,17 @@ def compare_losses(losses: Mapping[int, float], reference: Mapping[int, float], 
 
 
 def check_batches(samples: Mapping[int, list[int]], steps: int, batch: int) -> Iterator[str]:
-    """Yield a sentence for each of the first `steps` steps without a whole batch of new samples, within an epoch."""
-    seen: set[int] = set()
-    wrong = []
+    """Yield a sentence for each of the first `steps` steps without a whole batch of samples new in the epoch."""
+    every_sample = set(range(1 + max((sample for seen in samples.values() for sample in seen), default=0)))
+    unseen, wrong = every_sample, []
     for step in range(1, steps + 1):
         batch_samples = samples.get(step, [])
-        if len(batch_samples) != batch or len(set(batch_samples) - seen) != batch:
+        distinct = set(batch_samples)
+        repeated, unseen = distinct - unseen, unseen - distinct
+        # The batch in which an epoch ends has samples of two.
+        if len(batch_samples) != batch or len(distinct) != batch or (repeated and unseen):
             wrong.append(f"step {step} saw {batch_samples}")
-        seen.update(batch_samples)
+        unseen = unseen or every_sample - repeated
     yield from wrong[:_MAX_SENTENCES]
     if len(wrong) > _MAX_SENTENCES:
         yield f"so did {len(wrong) - _MAX_SENTENCES} more steps"

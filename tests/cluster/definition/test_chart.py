@@ -337,8 +337,8 @@ def test_operator_pods_prefer_other_nodes_and_tolerate_lost_nodes_briefly(api: A
     (machines,) = pod["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     (rule,) = machines["preference"]["matchExpressions"]
     assert (rule["operator"], set(rule["values"])) == ("NotIn", set(INSTANCES))
-    (apart,) = pod["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    assert apart["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (spread,) = pod["spec"]["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     assert {toleration["key"]: toleration["tolerationSeconds"] for toleration in pod["spec"]["tolerations"]} == {
         "node.kubernetes.io/not-ready": 10,
         "node.kubernetes.io/unreachable": 10,

@@ -31,6 +31,10 @@ def test_repeated_and_missing_samples_are_reported(tmp_path: Path) -> None:
     assert len(list(check_batches(seen, 1, 4))) == 1
     assert list(check_batches({1: [1, 2], 2: [3, 4]}, 2, 2)) == []
     assert len(list(check_batches({1: [1, 2], 2: [2, 4]}, 2, 2))) == 1
+    two_epochs = {1: [3, 0], 2: [1, 4], 3: [2, 1], 4: [0, 3], 5: [2, 4]}
+    assert list(check_batches(two_epochs, 5, 2)) == []
+    assert "step 2 saw [1, 3]" in check_batches({**two_epochs, 2: [1, 3]}, 5, 2)
+    assert list(check_batches({**two_epochs, 4: [0, 1]}, 5, 2)) == ["step 4 saw [0, 1]"]
 
 
 def resource_usage(*processes: Process, at: float = 0.0, **more: Any) -> ResourceUsage:
