@@ -141,6 +141,47 @@ def test_merging_an_adapter_of_peft_gives_the_model_of_peft(tmp_path: Path, lora
     assert files[0] == files[1]
 
 
+ADAPTERS_OF_PEFT: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+    {"modules_to_save": ["embed_tokens", "lm_head"]},
+    {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    {"modules_to_save": ["embed_tokens"]},
+    {"modules_to_save": ["lm_head"]},
+    {"modules_to_save": ["embed_tokens"], "target_modules": ["q_proj", "lm_head"]},
+    {},
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # about tied weights, and about saved embeddings
+@pytest.mark.parametrize("fields", ADAPTERS_OF_PEFT, ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("added", [0, 3])
+def test_an_adapter_of_peft_with_embeddings_is_merged_as_it_was_trained(
+    tmp_path: Path, fields: dict[str, Any], added: int, *, tied: bool
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    save_base(tmp_path / "base", tie_word_embeddings=tied)
+    model = load(tmp_path / "base")  # peft compares its vocabulary with that of the folder
+    if added:
+        model.resize_token_embeddings(72 + added)
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]} | fields
+    with_peft = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for parameter in with_peft.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    with_peft.save_pretrained(tmp_path / "adapter")
+    merge(str(tmp_path / "base"), str(tmp_path / "adapter"), tmp_path / "merged", precision=FLOAT32)
+    stored = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    # Beside an adapter of the output projection, peft does not store the rows of new tokens in the embedding.
+    inputs = torch.arange(72 + added if "base_model.model.model.embed_tokens.weight" in stored else 72)[None]
+    torch.testing.assert_close(
+        logits(load(tmp_path / "merged"), inputs), logits(with_peft, inputs), rtol=1e-4, atol=1e-4
+    )
+
+
 def test_merging_into_a_file_of_half_precision_rounds_once(tmp_path: Path) -> None:
     run = save_tuned(tmp_path, base={"dtype": torch.bfloat16})
     export(run.root, tmp_path / "model", base=str(tmp_path / "base"), precision=ArtifactPrecision.BFLOAT16)

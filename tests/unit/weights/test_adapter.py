@@ -73,9 +73,9 @@ def test_adapters_of_peft_are_read_under_the_names_of_parameters(
     shape = open_shape(str(tmp_path / "base"))
     settings = lora_tuning(targets=targets, rankStabilized=stabilized)
     trainable = select_trainable(shape, settings)
-    if "lm_head" not in targets:  # peft saves also the frozen weight of a target in the head
-        assert set(adapter.names) == set(trainable.sizes)
-        adapter.check(settings, shape)
+    # peft also saves the unchanged weight below an adapter of the output projection.
+    assert set(adapter.names) == set(trainable.sizes) | ({"lm_head.weight"} if "lm_head" in targets else set())
+    adapter.check(settings, shape, BaseWeights.open(str(tmp_path / "base")))
     saved = {name.replace(".default", ""): value for name, value in model.named_parameters() if "lora_" in name}
     assert saved.keys() == {f"base_model.model.{name}" for name in trainable.sizes}
     for name, size in trainable.sizes.items():
@@ -162,10 +162,12 @@ def test_modules_that_peft_saves_whole_are_read_under_their_names(tmp_path: Path
     base = load_file(tmp_path / "base" / "model.safetensors")
     assert torch.equal(adapter.read("lm_head.weight"), base["lm_head.weight"])
     shape = open_shape(str(tmp_path / "base"))
-    with pytest.raises(
-        UserError, match=r"would not be used: add model\.embed_tokens, lm_head to tuning\.trainable|add"
-    ):
-        adapter.check(lora_tuning(), shape)
+    weights = BaseWeights.open(str(tmp_path / "base"))
+    adapter.check(lora_tuning(), shape, weights)  # the values of the base
+    file = tmp_path / "adapter" / TENSORS
+    save_file({name: 2 * value for name, value in load_file(file).items()}, file)
+    with pytest.raises(UserError, match=r"would not be used: add lm_head, model\.embed_tokens to tuning\.trainable"):
+        AdapterWeights.open(str(tmp_path / "adapter")).check(lora_tuning(), shape, weights)
     adapter.check(lora_tuning(trainable=["lm_head", "embed_tokens"]), shape)
 
 
@@ -263,16 +265,6 @@ def test_a_file_that_lacks_what_its_configuration_names_is_refused(tmp_path: Pat
             save_file(remaining, tmp_path / "adapter" / TENSORS)
             with pytest.raises(UserError, match=r"adapter_config.json names \S+, of which .* holds nothing: copy or"):
                 AdapterWeights.open(str(tmp_path / "adapter")).check_base(shape)
-
-
-def test_a_new_embedding_for_a_tied_base_must_be_tied_too(tmp_path: Path) -> None:
-    fields = {"base": {"tie_word_embeddings": True}, "modules_to_save": ["embed_tokens"]}
-    save_adapter(tmp_path / "tied", **fields, ensure_weight_tying=True)
-    shape = open_shape(str(tmp_path / "tied" / "base"))
-    AdapterWeights.open(str(tmp_path / "tied" / "adapter")).check_base(shape)
-    save_adapter(tmp_path / "untied", **fields, ensure_weight_tying=False)
-    with pytest.raises(UserError, match=r"replaces the embedding alone.*ensure_weight_tying=True"):
-        AdapterWeights.open(str(tmp_path / "untied" / "adapter")).check_base(shape)
 
 
 def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path) -> None:

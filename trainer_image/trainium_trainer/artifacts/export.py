@@ -94,13 +94,14 @@ def merge(
     store fails.
     """
     weights = BaseWeights.open(base, field="--base")
-    tuned = AdapterWeights.open(adapter, field="--adapter")
-    tuned.check_base(weights.shape, weights)
+    tuned = AdapterWeights.open(adapter, field="--adapter", tied=weights.shape.tie_embeddings)
+    shape = tuned.shape_beside(weights.shape)
+    tuned.check_base(shape, weights)
     with _open_tokenizer(tuned) as tokenizer:
-        if tokenizer is not None and count_entries(tokenizer) > weights.shape.vocab_size:
+        if tokenizer is not None and count_entries(tokenizer) > shape.vocab_size:
             raise UserError(
                 f"--adapter {adapter}: its tokenizer has {count_entries(tokenizer)} entries, but the model at --base "
-                f"has {weights.shape.vocab_size} rows, none for the new tokens: export the model of the run that made "
+                f"has {shape.vocab_size} rows, none for the new tokens: export the model of the run that made "
                 f"it, or take {TOKENIZER_FILE} out of the folder to keep the base's"
             )
         blueprint = inputs_of_adapter(tuned, weights, tokenizer).blueprint(

@@ -202,11 +202,12 @@ def inputs_of_adapter(adapter: AdapterWeights, base: BaseWeights, tokenizer: Pat
 
     `tokenizer` is the adapter's `tokenizer.json`.
     """
-    whole = [name for name in adapter.replaced_parameters if not (base.shape.tie_embeddings and name == HEAD)]
+    shape = adapter.shape_beside(base.shape)
+    whole = [name for name in adapter.replaced_parameters if not (shape.tie_embeddings and name == HEAD)]
     trainable = [name.removesuffix(".weight") for name in whole] or None
     tuning = TuningConfig.model_validate({"method": "LoRA", "lora": adapter.lora, "trainable": trainable})
     return ArtifactInputs(
-        shape=base.shape,
+        shape=shape,
         tuning=tuning,
         trained=adapter,
         names=adapter.names,

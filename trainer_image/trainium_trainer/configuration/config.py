@@ -26,7 +26,7 @@ from trainium_contract.trainer.tuning import BASE_REFERENCE, ObjectiveKind, Tuni
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
-from trainium_trainer.configuration.model_shape import check_parallelism, resolve_shape
+from trainium_trainer.configuration.model_shape import check_parallelism, initial_shape, resolve_shape
 from trainium_trainer.data.prepared.s3_copy import find_vocabulary_size, has_prepared_sources
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, explain_conversion
 from trainium_trainer.exits import UserError
@@ -209,9 +209,7 @@ def check_tuning(config: TrainingConfig, shape: ModelShape) -> TrainableParamete
             "with, or leave tuning out"
         )
     if location is not None and tuning.freezes:
-        from trainium_trainer.weights.folder import open_shape  # noqa: PLC0415 - only who begins with a model
-
-        refuse_untrained_rows(trainable, shape, location, open_shape(location).vocab_size)
+        refuse_untrained_rows(trainable, shape, location, initial_shape(location, tuning).vocab_size)
     return trainable
 
 
@@ -247,7 +245,7 @@ def resolve_settings(config: TrainingConfig, launch: Launch, *, vocabulary: int 
     Raises UserError.
     """
     known = find_vocabulary_size(config.data) if vocabulary is None else vocabulary
-    shape = resolve_shape(config.model, known, tensor=config.parallelism.tensor)
+    shape = resolve_shape(config.model, known, tensor=config.parallelism.tensor, tuning=config.tuning)
     trainable = check_tuning(config, shape)
     check_parallelism(config, shape, launch.world_size)
     return Settings(config=config, shape=shape, launch=launch, trainable=trainable)

@@ -14,21 +14,25 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.models.families import PRESETS
 from trainium_contract.trainer.model import NOT_SHAPE, ModelConfig
+from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape
     from trainium_contract.trainer.config import TrainingConfig
+    from trainium_contract.trainer.tuning import TuningConfig
 
 
-def resolve_shape(model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int = 1) -> ModelShape:
+def resolve_shape(
+    model: ModelConfig, tokenizer_vocabulary: int, *, tensor: int = 1, tuning: TuningConfig | None = None
+) -> ModelShape:
     """Return the preset or the Hugging Face configuration with the overrides, for `tensor` tensor-parallel ranks.
 
-    Raises UserError if the file is unusable, the vocabulary is smaller than the tokenizer's, or a width cannot be
-    divided into heads.
+    An initial adapter of `tuning` can change the vocabulary and untie the output projection. Raises UserError if the
+    file is unusable, the vocabulary is smaller than the tokenizer's, or a width cannot be divided into heads.
     """
     if model.weights is not None:
-        return _shape_of_weights(model, model.weights, tokenizer_vocabulary, tensor)
+        return _shape_of_weights(model, initial_shape(model.weights, tuning), tokenizer_vocabulary, tensor)
     if model.path is None:
         base = PRESETS[model.preset]
     else:
@@ -63,22 +67,31 @@ _CHANGEABLE = ("max_positions", "rope_theta", "norm_eps", "initial_std")
 _PADDED_TO = 128
 
 
-def _shape_of_weights(model: ModelConfig, location: str, tokenizer_vocabulary: int, tensor: int) -> ModelShape:
+def initial_shape(location: str, tuning: TuningConfig | None) -> ModelShape:
+    """Return the shape of the initial model with the initial adapter of `tuning`. Raises UserError, StorageError."""
+    from trainium_trainer.weights.folder import open_shape  # noqa: PLC0415 - only who begins with a model
+
+    base = open_shape(location)
+    if tuning is None or tuning.method is not TuningMethod.LORA or tuning.lora.adapter is None:
+        return base
+    from trainium_trainer.weights.adapter import AdapterWeights  # noqa: PLC0415 - as above
+
+    return AdapterWeights.open(tuning.lora.adapter, tied=base.tie_embeddings).shape_beside(base)
+
+
+def _shape_of_weights(model: ModelConfig, base: ModelShape, tokenizer_vocabulary: int, tensor: int) -> ModelShape:
     """Return the shape of the initial model, its vocabulary grown to the tokenizer's and padded for the ranks.
 
     It is padded only if the ranks cannot divide it, and then also to a multiple of 128, so that it is the same at every
     usual degree.
     """
-    from trainium_trainer.weights.folder import open_shape  # noqa: PLC0415 - only who begins with a model
-
-    base = open_shape(location)
     overrides = {name: value for name, value in model if name not in NOT_SHAPE and value is not None}
     for name, value in overrides.items():
         if name not in _CHANGEABLE and getattr(base, name) != value:
             field = ModelConfig.model_fields[name].alias
             raise UserError(
-                f"model.{field} is {value}, but the model at {location} has {getattr(base, name)}: leave model.{field} "
-                "out"
+                f"model.{field} is {value}, but the model at {model.weights} has {getattr(base, name)}: leave "
+                f"model.{field} out"
             )
     stretch = base.rope_stretch if model.rope_scaling is None else model.rope_scaling.stretch()
     known = max(base.vocab_size, tokenizer_vocabulary)

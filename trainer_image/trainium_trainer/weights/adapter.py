@@ -4,6 +4,9 @@ Names are those of the model's parameters, without peft's prefix, so that `model
 `...lora_A.weight` [rank, width] and `...lora_B.weight` [outputs, rank], and peft's modules to save have their names in
 the model.
 
+The file may also hold the embedding and the output projection, with rows of added tokens: as modules to save, as the
+layer below an adapter, or because peft found the vocabulary changed.
+
 Guarantees:
 - A setting with another meaning here than in peft is refused in one sentence.
 """
@@ -13,7 +16,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
@@ -35,9 +40,9 @@ from trainium_trainer.tuning.trainable import (
     select_trainable,
 )
 from trainium_trainer.validation_errors import explain
-from trainium_trainer.weights.folder import listed, read_document, read_tensors
+from trainium_trainer.weights.folder import explain_fused, listed, read_document, read_tensors, without_wrappers
 from trainium_trainer.weights.source import open_source
-from trainium_trainer.weights.tensors import TORCH_TYPES, check_box, copy_box
+from trainium_trainer.weights.tensors import TORCH_TYPES, are_equal, check_box, copy_box, mean_row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,6 +69,9 @@ _NO_EFFECT = frozenset(
     | {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"}
 )
 """The fields of peft's LoraConfig that do not affect what a plain adapter computes."""
+_HEAD_B = f"{parent_module(HEAD)}.{LORA_B}.weight"
+_ROWS_OF_TOKENS = (EMBEDDING, HEAD, _HEAD_B)
+"""The parameters with a row for each token."""
 
 
 class _AdapterConfig(BaseModel):
@@ -160,10 +168,11 @@ class AdapterWeights:
         self._tensors = tensors
 
     @classmethod
-    def open(cls, location: str, *, field: str = SETTING) -> AdapterWeights:
+    def open(cls, location: str, *, field: str = SETTING, tied: bool = False) -> AdapterWeights:
         """Open the folder, or s3://bucket/prefix, of the setting `field`; reads only the header.
 
-        Raises UserError for an unsupported adapter and StorageError if the store fails.
+        `tied` tells whether the output projection of its base is the embedding, of which peft then stores one. Raises
+        UserError for an unsupported adapter and StorageError if the store fails.
         """
         source = open_source(location, field)
         sizes = source.sizes()
@@ -176,7 +185,10 @@ class AdapterWeights:
         _refuse_other_kinds(source.where, config)
         metadata: dict[str, str] = {}
         tensors = read_tensors(source, TENSORS_NAME, sizes[TENSORS_NAME], metadata)
-        return cls(source, config, _check_names(source.where, tensors, config), metadata.get(BASE_DIGEST, ""))
+        by_name = _check_names(source.where, tensors, config)
+        if tied and _HEAD_B in by_name and HEAD in by_name:
+            by_name.setdefault(EMBEDDING, by_name[HEAD])
+        return cls(source, config, by_name, metadata.get(BASE_DIGEST, ""))
 
     @property
     def lora(self) -> LoraConfig:
@@ -207,6 +219,30 @@ class AdapterWeights:
             sha.update(self.read(name).reshape(-1).view(torch.uint8).numpy().data)
         return sha.hexdigest()
 
+    def shape_beside(self, base: ModelShape) -> ModelShape:
+        """Return the shape of a base with the adapter, as peft loads it.
+
+        The vocabulary is that of the adapter's embedding or output projection. The two are no longer tied if only one
+        of them is replaced or adapted, or if their values differ.
+        """
+        tied = base.tie_embeddings and not self._unties()
+        return replace(base, vocab_size=self._vocabulary or base.vocab_size, tie_embeddings=tied)
+
+    def _unties(self) -> bool:
+        if self.has(_HEAD_B) or self.has(HEAD) != self.has(EMBEDDING):
+            return True
+        return self.has(HEAD) and not self._is_equal(HEAD, self, EMBEDDING)
+
+    def _is_equal(self, name: str, other: AdapterWeights | BaseWeights, other_name: str) -> bool:
+        size = self.size(name)
+        fills = functools.partial(self.fill, name), functools.partial(other.fill, other_name)
+        return other.size(other_name) == size and are_equal(tuple(size), *fills)
+
+    @property
+    def _vocabulary(self) -> int | None:
+        """The rows of the embedding or of the output projection, None without either."""
+        return next((self._tensors[name].shape[0] for name in (EMBEDDING, HEAD) if self.has(name)), None)
+
     def has(self, name: str) -> bool:
         """Return whether the adapter has values of a parameter."""
         return name in self._tensors
@@ -224,17 +260,28 @@ class AdapterWeights:
     def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Copy the box of a parameter that begins at `offsets` and has the target's size into `target`.
 
-        Raises the errors of `BaseWeights.fill`; no parameter has more rows than the file.
+        Raises the errors of `BaseWeights.fill`. As there, rows of the vocabulary beyond those of the file get the mean
+        of its rows; those of an adapter beside the output projection change nothing.
         """
         stored = self._tensors[name]
-        check_box(name, stored.shape, offsets, tuple(target.shape))
+        rows = stored.shape[0]
+        max_rows = math.inf if name in _ROWS_OF_TOKENS else rows
+        check_box(name, (max_rows, *stored.shape[1:]), offsets, tuple(target.shape))
+        known = max(0, min(target.shape[0], rows - offsets[0]))
         try:
-            copy_box(self.source, stored, offsets, target)
+            copy_box(self.source, stored, offsets, target.narrow(0, 0, known))
+            if known < target.shape[0]:
+                beyond = target.narrow(0, known, target.shape[0] - known)
+                whole = torch.zeros(stored.shape[1]) if is_adapter(name) else mean_row(self.source, stored)
+                beyond.copy_(whole.narrow(0, offsets[1], target.shape[1]).expand_as(beyond))
         except DamagedFileError as error:
             raise UserError(f"{self.source.where}: {error}: copy or fetch the file again") from error
 
     def check(self, tuning: TuningConfig, shape: ModelShape, base: BaseWeights | None = None) -> None:
-        """Raise UserError unless a run with this tuning, model and base can start from the adapter."""
+        """Raise UserError unless a run with this tuning, model and base can start from the adapter.
+
+        The shape is that of `shape_beside`; it may have more tokens.
+        """
         where, lora = self.source.where, tuning.lora
         self.check_base(shape, base)
         for setting, ours, stored in (
@@ -260,12 +307,13 @@ class AdapterWeights:
         for name in self.targets:
             self._check_numbers(name, lora)
         trained = select_trainable(shape, tuning).weights
-        if left := [
-            name for name in self.replaced_parameters if name not in trained and not self._is_tied_copy(name, shape)
-        ]:
+        left = [name for name in self.replaced_parameters if name not in trained and name in parameter_sizes(shape)]
+        left = [name for name in left if base is None or not self._is_equal(name, base, name)]
+        if left:
             raise UserError(
-                f"{where}: holds new values of {listed(left)}, which would not be used: add "
-                f"{', '.join(dict.fromkeys(map(parent_module, left)))} to tuning.trainable"
+                f"{where}: holds other values of {listed(left)} than the base, which would not be used: add "
+                f"{', '.join(dict.fromkeys(map(parent_module, left)))} to tuning.trainable to train them on, or merge "
+                "it into its base (trainium-trainer merge) and begin with the merged model and a new adapter"
             )
 
     def _check_numbers(self, target: str, lora: LoraConfig) -> None:
@@ -288,28 +336,26 @@ class AdapterWeights:
             raise UserError(f"{where}, but tuning.lora.{setting} is {ours}: set it to {stored}")
 
     def check_base(self, shape: ModelShape, base: BaseWeights | None = None) -> None:
-        """Raise UserError if the adapter is for another base: by the digest if both are known, else by the sizes."""
+        """Raise UserError if the adapter is for another base: by the digest if both are known, else by the sizes.
+
+        The shape is that of `shape_beside`; it may have more tokens.
+        """
         where, sizes = self.source.where, parameter_sizes(shape)
         if base is not None and self.base_digest and base.digest != self.base_digest:
             raise UserError(f"{where}: was trained on another base than this one: {self._base_advice(base)}")
-        if shape.tie_embeddings and self.has(EMBEDDING) and not self.has(HEAD):
-            raise UserError(
-                f"{where}: replaces the embedding alone, but this base's output projection is its embedding (tied): "
-                "train the adapter again with ensure_weight_tying=True, so that both change"
-            )
+        known = shape.vocab_size - shape.vocab_padding if base is None else base.shape.vocab_size
         for name in self.names:
-            if self._is_tied_copy(name, shape):
-                continue
+            if name == HEAD and shape.tie_embeddings:
+                continue  # a copy of the embedding
             module = adapted_module(name) if is_adapter(name) else parent_module(name)
             owner = f"{module}.weight" if is_adapter(name) else name
             size, stored = sizes.get(owner), self._tensors[name].shape
-            if size is None and owner == HEAD:
-                raise UserError(
-                    f"{where}: has {name}, but this base's output projection is its embedding (tied), so only one of "
-                    f"the two would change: {_USE_PLAIN}"
-                )
             if size is None:
-                raise UserError(f"{where}: has {name}, for which this base has no place: {self._base_advice(base)}")
+                fused = explain_fused([name])
+                advice = f"{fused}: {_SEPARATE}" if fused else self._base_advice(base)
+                raise UserError(f"{where}: has {name}, for which this base has no place: {advice}")
+            if name in _ROWS_OF_TOKENS:
+                size = (self._vocabulary or known, *size[1:])
             if name.endswith(f"{LORA_B}.bias") and f"{module}.bias" not in sizes:
                 raise UserError(
                     f"{where}: has {name} (lora_bias), but this base's {module} has no bias that it could be merged "
@@ -352,15 +398,6 @@ class AdapterWeights:
                 "copy or fetch the folder again, or name in target_modules and modules_to_save only what it holds"
             )
 
-    def _is_tied_copy(self, name: str, shape: ModelShape) -> bool:
-        """Return whether a tensor is the second copy of a tied embedding: peft stores both."""
-        return (
-            name == HEAD
-            and shape.tie_embeddings
-            and self.has(EMBEDDING)
-            and torch.equal(self.read(HEAD), self.read(EMBEDDING))
-        )
-
 
 def _refuse_missing(where: str, sizes: dict[str, int]) -> None:
     if CONFIG_NAME in sizes and TENSORS_NAME not in sizes and PICKLE_NAME in sizes:
@@ -374,6 +411,7 @@ def _refuse_missing(where: str, sizes: dict[str, int]) -> None:
 
 
 _MERGE_WITH_PEFT = "merge it into its base with peft (merge_and_unload) and use the merged model"
+_SEPARATE = "merge it into its base with peft, and save the merged model with separate projections"
 _USE_PLAIN = "train a plain LoRA adapter instead, because peft cannot merge this kind either"
 
 
@@ -437,7 +475,8 @@ def to_tensor(name: str) -> str:
 
 def from_tensor(tensor: str) -> str:
     """Return the parameter of one of peft's tensors."""
-    name = tensor.removeprefix(PREFIX).replace(".base_layer.", ".")
+    name = without_wrappers(tensor).removeprefix(PREFIX)
+    name = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
     return f"{name}.weight" if name.endswith(f".{MAGNITUDE}") else name
 
 
@@ -445,7 +484,9 @@ def _check_names(where: str, tensors: dict[str, FileTensor], config: _AdapterCon
     """Return the tensors by the names of the model's parameters. Raises UserError for unknown tensors."""
     if not tensors:
         raise UserError(f"{where}: {TENSORS_NAME} holds nothing: copy or fetch the file again")
-    if foreign := [name for name in tensors if not name.startswith(PREFIX)]:
+    # peft also stores the values before the training of modules to save, if the vocabulary changed.
+    tensors = {name: stored for name, stored in tensors.items() if ".original_module." not in name}
+    if foreign := [name for name in tensors if not without_wrappers(name).startswith(PREFIX)]:
         raise UserError(
             f"{where}: {TENSORS_NAME} holds {listed(foreign)}, but peft's names begin with {PREFIX}: convert the "
             "adapter to peft's format with the program that made it"

@@ -26,7 +26,7 @@ from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.tuning.trainable import parent_module
 from trainium_trainer.weights.folder import SETTING, ModelFolder, explain_fused, listed
-from trainium_trainer.weights.tensors import TORCH_TYPES, check_box, copy_box, iterate_rows
+from trainium_trainer.weights.tensors import TORCH_TYPES, check_box, copy_box, mean_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,13 +129,8 @@ class BaseWeights:
         return self._tensors[EMBEDDING if name == HEAD and self.shape.tie_embeddings else name]
 
     def _mean(self, name: str) -> Tensor:
-        """Return the mean of all rows of the file in float32, over fixed chunks and so equal on every rank."""
         if name not in self._means:
-            stored = self._stored(name)
-            total = torch.zeros(stored.shape[1], dtype=torch.float64)
-            for _, chunk in iterate_rows(self.source, stored, 0, stored.shape[0]):
-                total += chunk.sum(dim=0, dtype=torch.float64)
-            self._means[name] = (total / stored.shape[0]).float()
+            self._means[name] = mean_row(self.source, self._stored(name))
         return self._means[name]
 
     def _probe(self, stored: FileTensor) -> bytes:

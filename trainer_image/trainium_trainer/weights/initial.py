@@ -39,7 +39,7 @@ class InitialWeights:
         if config.tuning.method is TuningMethod.LORA and lora.adapter is not None:
             from trainium_trainer.weights.adapter import AdapterWeights  # noqa: PLC0415 - as above
 
-            adapter = AdapterWeights.open(lora.adapter)
+            adapter = AdapterWeights.open(lora.adapter, tied=base is not None and base.shape.tie_embeddings)
             adapter.check(config.tuning, shape, base)
         return InitialWeights(base, adapter, _open_reference(config.tuning, shape, base))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -114,26 +114,32 @@ def copy_box(source: WeightsSource, stored: FileTensor, offsets: tuple[int, ...]
         target.narrow(0, at, box.shape[0]).copy_(box)
 
 
-def are_equal(source: WeightsSource, first: FileTensor, second: FileTensor) -> bool:
-    """Return whether two tensors have the same size and values; reads them up to the first difference.
+def are_equal(
+    size: tuple[int, ...],
+    fill_first: Callable[[tuple[int, ...], Tensor], None],
+    fill_second: Callable[[tuple[int, ...], Tensor], None],
+) -> bool:
+    """Return whether two tensors of one size have the same values; reads them up to the first difference.
 
-    Two tensors of an unsupported type differ. Raises the errors of `copy_box`.
+    The functions copy the box at an offset into a target, as `copy_box`. Raises their errors.
     """
-    if first == second:
-        return True
-    if first.shape != second.shape or not first.shape or {first.dtype, second.dtype} - TORCH_TYPES.keys():
-        return False
-    dtype = torch.promote_types(TORCH_TYPES[first.dtype], TORCH_TYPES[second.dtype])
-    rows = max(1, CHUNK_BYTES // max(1, math.prod(first.shape[1:]) * dtype.itemsize))
-    for start in range(0, first.shape[0], rows):
-        size = (min(rows, first.shape[0] - start), *first.shape[1:])
+    rows = max(1, CHUNK_BYTES // max(1, math.prod(size[1:]) * torch.float64.itemsize))
+    for start in range(0, size[0], rows):
         offsets = (start, *(0 for _ in size[1:]))
-        boxes = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
-        for stored, box in zip((first, second), boxes, strict=True):
-            copy_box(source, stored, offsets, box)
+        boxes = [torch.empty((min(rows, size[0] - start), *size[1:]), dtype=torch.float64) for _ in range(2)]
+        for fill, box in zip((fill_first, fill_second), boxes, strict=True):
+            fill(offsets, box)
         if not torch.equal(*boxes):
             return False
     return True
+
+
+def mean_row(source: WeightsSource, stored: FileTensor) -> Tensor:
+    """Return the mean of all rows of a matrix in float32, over fixed chunks and so equal on every rank."""
+    total = torch.zeros(stored.shape[1], dtype=torch.float64)
+    for _, chunk in iterate_rows(source, stored, 0, stored.shape[0]):
+        total += chunk.sum(dim=0, dtype=torch.float64)
+    return (total / stored.shape[0]).float()
 
 
 def check_box(name: str, whole: tuple[float, ...], offsets: tuple[int, ...], size: tuple[int, ...]) -> None:

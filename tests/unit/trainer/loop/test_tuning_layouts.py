@@ -5,15 +5,20 @@ import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.testing.trainer.base_models import save_base
 from tests.testing.trainer.layouts import CP, PP, SHARDED, SP, TP, TWO_PASSES, ZERO
-from tests.unit.trainer.conftest import Job, Launcher, ReferenceRuns
+from tests.unit.trainer.conftest import BASE_FIELDS, Job, Launcher, ReferenceRuns
+from trainium_contract.trainer.artifacts import ArtifactPrecision
+from trainium_trainer.artifacts.export import merge
 from trainium_trainer.checkpoint.root.selection import choose_checkpoint
 from trainium_trainer.storage import open_storage
 
@@ -76,23 +81,49 @@ def test_the_curve_and_the_trained_weights_do_not_depend_on_the_layout(
     torch.testing.assert_close(other.weights(), reference.weights(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses an old name of transformers
-def test_a_run_starts_from_an_adapter_of_peft(launch: Launcher, base: Path, tmp_path: Path) -> None:
-    adapted = peft.get_peft_model(
-        LlamaForCausalLM.from_pretrained(base, dtype=torch.float32),
-        peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    )
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
+BOTH = ["embed_tokens", "lm_head"]
+ADAPTERS: dict[str, tuple[bool, int, dict[str, Any], list[str] | None]] = {
+    "plain": (False, 320, {}, None),
+    "output projection": (False, 320, {"target_modules": ["q_proj", "lm_head"]}, None),
+    "output projection of a tied base": (True, 320, {"target_modules": ["q_proj", "lm_head"]}, None),
+    "one more token, tied base": (True, 321, {"modules_to_save": BOTH}, BOTH),
+    "embedding of a tied base": (True, 320, {"modules_to_save": ["embed_tokens"]}, ["embed_tokens"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # peft and transformers about each other
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_a_run_starts_from_an_adapter_of_peft_and_writes_one(
+    launch: Launcher, base: Path, tmp_path: Path, case: str
+) -> None:
+    tied, rows, fields, trainable = ADAPTERS[case]
+    folder = tmp_path / "base"
+    save_base(folder, **BASE_FIELDS | {"tie_word_embeddings": tied})
+    shutil.copy(base / "tokenizer.json", folder)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.resize_token_embeddings(rows)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | fields
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.3)
     adapted.save_pretrained(tmp_path / "adapter")
-    lora = f"{{rank: 4, alpha: 8, targets: [q_proj, v_proj], adapter: {tmp_path / 'adapter'}}}"
-    started = run(launch, base, 2, "started", [f"tuning={{method: LoRA, lora: {lora}}}", TP, TWO_PASSES])
-    merged = adapted.merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
-    shutil.copy(base / "tokenizer.json", tmp_path / "merged")
+    merge(str(folder), str(tmp_path / "adapter"), tmp_path / "merged", precision=ArtifactPrecision.FLOAT32)
+    tokens = torch.arange(24)[None]
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-4)
+
+    lora = {"rank": 4, "alpha": 8, "targets": settings["target_modules"], "adapter": str(tmp_path / "adapter")}
+    tuning = yaml.safe_dump({"method": "LoRA", "trainable": trainable, "lora": lora}, default_flow_style=True)
+    started = run(launch, folder, 2, "started", [f"tuning={tuning}", "artifacts.precision=Float32", TP, TWO_PASSES])
     reference = run(launch, tmp_path / "merged", 1, "whole", [])
     assert started.losses()[0] == pytest.approx(reference.losses()[0], rel=1e-5)
+    (artifacts,) = (started.folder / "artifacts").iterdir()
+    grown = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    grown.resize_token_embeddings(rows)
+    written = peft.PeftModel.from_pretrained(grown, str(artifacts / "adapter"))
+    expected = LlamaForCausalLM.from_pretrained(artifacts / "model")(tokens).logits
+    torch.testing.assert_close(written(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [321, 300])

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trainium_contract.models.parameters import EMBEDDING, HEAD
 from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS, ComputeDevice, ComputeType, ModelFiles
 from trainium_trainer.exits import UserError
-from trainium_trainer.weights.adapter import BASE_DIGEST
+from trainium_trainer.weights.adapter import BASE_DIGEST, to_tensor
 from trainium_trainer.weights.base import BaseWeights
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def load(
 
 def _with_adapter(network: Any, base: Path, adapter: Path) -> Any:
     """Return the model with an adapter applied, not merged."""
-    _check_sizes(network, base, adapter)
+    _resize_and_check(network, base, adapter)
     try:
         from peft import PeftModel  # noqa: PLC0415 - needed for adapters alone
     except ImportError as error:
@@ -103,19 +104,25 @@ def _with_adapter(network: Any, base: Path, adapter: Path) -> Any:
         ) from error
 
 
-def _check_sizes(network: Any, base: Path, adapter: Path) -> None:
-    """Raise UserError for an adapter of another base: its targets are missing or have other widths."""
-    widths = {
-        name: (module.in_features, module.out_features)
-        for name, module in network.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
+def _resize_and_check(network: Any, base: Path, adapter: Path) -> None:
+    """Raise UserError for an adapter of another base: its targets are missing or have other widths.
+
+    The vocabulary grows to that of the adapter.
+    """
     try:
         with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
             sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no dictionary
             made_for = (file.metadata() or {}).get(BASE_DIGEST)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{adapter / ADAPTER_WEIGHTS}: cannot be read ({error}): write the adapter again") from error
+    rows = next((sizes[name][0] for name in map(to_tensor, (EMBEDDING, HEAD)) if name in sizes), None)
+    if rows is not None and rows != network.get_input_embeddings().num_embeddings:
+        network.resize_token_embeddings(rows)
+    widths = {
+        name: (module.in_features, module.out_features)
+        for name, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     for name, size in sizes.items():
         matrix = _MATRIX.fullmatch(name)
         if matrix is None:
