@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trainium_trainer.artifacts.merged_parameters import MergedParameters
+from trainium_trainer.exits import UserError
 
 MODULES = ("q_proj", "k_proj", "v_proj")
 SIZE, RANK = 4, 2
@@ -33,6 +34,23 @@ def frequent_thread_switches() -> Iterator[None]:
     sys.setswitchinterval(1e-7)
     yield
     sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_that_the_type_cannot_hold_are_refused(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    beyond = torch.tensor([1.0, largest * 1.003]).view(1, 2)
+    for merged, name in ((False, "norm.weight"), (True, "q.weight")):
+        trained = {"norm.weight": beyond, "q.lora_A.weight": beyond, "q.lora_B.weight": torch.ones(1, 1)}
+        frozen = {"q.weight": torch.zeros(1, 2)}
+        result = MergedParameters(DictParameters(trained), trained, DictParameters(frozen), lambda _: 1.0)
+        if merged or dtype is torch.float16:
+            with pytest.raises(UserError, match=f"{name} has values up to .* {dtype} ends at .*: write bfloat16 or"):
+                result.rows(name, 0, 1, dtype)
+        assert torch.equal(result.rows(name, 0, 1, torch.float32), beyond)
+    held = DictParameters({"norm.weight": torch.tensor([[largest, float("inf")]])})
+    rows = MergedParameters(held, held.parameters, None, lambda _: 1.0).rows("norm.weight", 0, 1, dtype)
+    assert rows.tolist() == [[largest, float("inf")]], "an infinite value of the base stays"
 
 
 @pytest.mark.usefixtures("frequent_thread_switches")

@@ -170,7 +170,8 @@ def test_prompts_have_the_template_of_the_training_data(
     assert (single["prompt"], single["answer"]) == (held_out[0]["prompt"], expected)
     file = tmp_path / "prompts.jsonl"
     file.write_text(
-        json.dumps({"instruction": f"Say {expected}.", "context": None}) + "\n" + json.dumps(f"Say {expected}.")
+        json.dumps({"instruction": f"Say {expected}.", "context": None}) + "\n" + json.dumps(f"Say {expected}."),
+        encoding="utf-8-sig",
     )
     both = _generate([str(instruction.tuned), "--config", str(instruction.file), "--prompts", str(file)], capsys)
     assert [line["answer"] for line in both] == [expected, expected]
@@ -179,7 +180,7 @@ def test_prompts_have_the_template_of_the_training_data(
 def test_a_prompt_without_a_configuration_is_not_changed(
     instruction: EvaluatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "prompts.txt").write_text("gradient loss\n\nstep\n")
+    (tmp_path / "prompts.txt").write_text("gradient loss\n\nstep\n", encoding="utf-8-sig")  # as Windows writes it
     lines = _generate(
         [str(instruction.tuned), "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3"], capsys
     )

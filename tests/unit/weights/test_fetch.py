@@ -59,6 +59,28 @@ def test_only_files_that_training_needs_are_fetched(
     assert len(hub.downloaded_files()) == before
 
 
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        ("tekken.json", "; the folder has tekken.json but no tokenizer.json: convert it once with transformers"),
+        ("tokenizer.model", "; the folder has tokenizer.model but no tokenizer.json: convert it once"),
+        ("README.md", "; the folder has no tokenizer.json: name another folder with one in data.tokenizer.path\n"),
+    ],
+)
+def test_a_model_without_a_tokenizer_is_fetched_with_a_word(
+    tmp_path: Path,
+    hub: HubServer,
+    files: dict[str, bytes],
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    sentence: str,
+) -> None:
+    hub.add("owner/tiny", files | {file: b"{}"})
+    assert fetch(tmp_path / "out") == 0
+    assert sentence in capsys.readouterr().out
+    assert (tmp_path / "out" / file).exists() == (file != "README.md")
+
+
 def test_an_interrupted_download_is_continued(
     tmp_path: Path, hub: HubServer, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 Guarantees:
 - Memory holds a chunk and the two matrices of one adapter.
 - A merged weight is rounded once, from float32 to the requested type.
+- A finite value that the requested type cannot hold is refused.
 - Several threads may read rows at once.
 """
 
@@ -79,7 +80,22 @@ class MergedParameters:
                 )
 
     def rows(self, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return rows of a parameter in a type, [count, ...]. Raises the errors of the sources."""
+        """Return rows of a parameter in a type, [count, ...].
+
+        Raises UserError for values beyond the type's range, and the errors of the sources.
+        """
+        rows = self._rows(name, first, count, torch.float32 if dtype is torch.float16 else dtype)
+        converted = rows.to(dtype)
+        if converted is not rows and bool((converted.isinf() & rows.isfinite()).any()):
+            largest = float(rows[rows.isfinite()].abs().max())
+            raise UserError(
+                f"{name} has values up to {largest:,.0f}, but {dtype} ends at {torch.finfo(dtype).max:,.0f}: write "
+                "bfloat16 or float32 into another folder (--dtype, or artifacts.precision of a run)"
+            )
+        return converted
+
+    def _rows(self, name: str, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Return rows of a parameter, merged ones in float32 and others in a type."""
         trained = name in self._names
         source = self._trained if trained else self._frozen
         assert source is not None
@@ -94,7 +110,7 @@ class MergedParameters:
             rows, bias = torch.empty(size), torch.empty(size)
             source.fill(name, offsets, rows)
             self._trained.fill(added, offsets, bias)
-            return rows.add_(bias, alpha=self._scale_of(module)).to(dtype)
+            return rows.add_(bias, alpha=self._scale_of(module))
         narrow = self._matrix(f"{module}.{LORA_A}.weight")
         wide = torch.empty(count, narrow.shape[0])
         self._trained.fill(f"{module}.{LORA_B}.weight", (first, 0), wide)
@@ -106,7 +122,7 @@ class MergedParameters:
             lengths = torch.empty(count)
             self._trained.fill(magnitude, (first,), lengths)
             rows.mul_((lengths / torch.linalg.vector_norm(rows, dim=1)).unsqueeze(1))
-        return rows if dtype is torch.float32 else rows.to(dtype)
+        return rows
 
     def _matrix(self, name: str) -> Tensor:
         """Return an adapter's whole A in float32, cached because the chunks of one weight are consecutive."""

@@ -107,7 +107,7 @@ def read_prompts(file: Path) -> list[PromptInput]:
     Raises UserError, also if there are none.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"--prompts {file}: cannot be read ({error.strerror}): give an existing file") from error
     except UnicodeDecodeError as error:

@@ -124,7 +124,7 @@ def read_shape(path: Path) -> ModelShape:
     """Return the shape that a `config.json`, or a folder with one, describes. Raises UserError."""
     file = path / CONFIG_NAME if path.is_dir() else path
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(file.read_bytes())
     except OSError as error:
         raise UserError(
             f"model.path {path}: there is no {CONFIG_NAME} that can be read ({error.strerror}): correct the path, "

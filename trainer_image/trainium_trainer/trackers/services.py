@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,8 +17,11 @@ if TYPE_CHECKING:
 
     from trainium_trainer.trackers.process import TrackedRun
 
+_log = logging.getLogger("trainium.trackers")
 _RUN_TAG = "trainium.run"
 _LONGEST_VALUE = 500
+_NAME = re.compile(r"\w[\w -]{0,60}")
+"""A part of a parameter's name."""
 _MAX_PER_REQUEST = 100
 """The maximum number of parameters and tags per request to MLflow."""
 
@@ -57,6 +63,7 @@ class MLflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         from mlflow import MlflowClient  # noqa: PLC0415 - an extra
+        from mlflow.exceptions import MlflowException  # noqa: PLC0415 - as above
 
         self._client = MlflowClient()
         project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
@@ -68,7 +75,12 @@ class MLflow:
         )
         self._id = started.info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        self._add_parameters(run, started.data.params)
+        try:
+            self._add_parameters(run, started.data.params)
+        except MlflowException as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            _log.warning("MLflow: the settings of the run are not recorded (%s); its steps are", error.message)
         return int(started.data.metrics.get("step", 0))
 
     def _add_parameters(self, run: TrackedRun, known: Mapping[str, str]) -> None:
@@ -190,10 +202,15 @@ SERVICES: dict[str, Callable[[], Service]] = {
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested settings by dotted names, as short texts."""
+    """Return nested settings by dotted names, as short texts; settings by pattern stay together as JSON.
+
+    MLflow refuses names with other characters than these.
+    """
     flat: dict[str, str] = {}
     for name, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not all(_NAME.fullmatch(key) for key in value):
+            flat[f"{prefix}{name}"] = json.dumps(value)[:_LONGEST_VALUE]
+        elif isinstance(value, dict):
             flat |= _flatten(value, f"{prefix}{name}.")
         elif value is not None:
             flat[f"{prefix}{name}"] = str(value)[:_LONGEST_VALUE]

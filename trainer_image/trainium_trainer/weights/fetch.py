@@ -12,6 +12,7 @@ import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
+from trainium_trainer.data.tokens.tokenizer import OTHER_FORMATS, TOKENIZER_FILE, explain_conversion
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
 from trainium_trainer.storage.hub import Repository, api, call_hub, endpoint, token
@@ -25,14 +26,13 @@ T = TypeVar("T")
 _WANTED = (
     CONFIG_NAME,
     "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
+    TOKENIZER_FILE,
+    *OTHER_FORMATS,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
-    "vocab.json",
     "merges.txt",
 )
 
@@ -86,7 +86,11 @@ def fetch(name: str, output: Path, *, revision: str | None = None) -> str:
     for part in (output / ".cache/huggingface/download").glob("*.incomplete"):
         part.unlink(missing_ok=True)  # incomplete files of a killed process; the library restarts them
     size = sum((output / file).stat().st_size for file in files)
-    return f"{len(files)} files, {size / 1e9:.2f} GB, commit {info.sha}"
+    summary = f"{len(files)} files, {size / 1e9:.2f} GB, commit {info.sha}"
+    if TOKENIZER_FILE in files:
+        return summary
+    advice = f"has no {TOKENIZER_FILE}: name another folder with one in data.tokenizer.path"
+    return f"{summary}; the folder {explain_conversion(output) or advice}"
 
 
 def _refuse_without_weights(name: str, present: list[str], weights: str | None) -> None:

@@ -34,6 +34,9 @@ from trainium_trainer.trackers.services import Step
 RUN_ID = "0b5ae7a2-5d7f-4d53-9d0c-3f1c0f9f7a11"
 
 
+CONFIG = {"steps": 20, "batch": {"globalSize": 8}, "lora": {"rankPattern": {"model.layers.1.*": 2, "q?": 3}}}
+
+
 def needs_package(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
@@ -48,7 +51,7 @@ class SenderProcess:
     def __init__(self, root: Path, tracker: Tracker, start: str = "after step 0 on 1 node", **environment: str) -> None:
         run = {
             "trackers": [tracker], "project": "team", "name": "llama", "run_id": RUN_ID, "notice": str(root / "r0"),
-            "metrics": str(root / "metrics.jsonl"), "config": {"steps": 20, "batch": {"globalSize": 8}},
+            "metrics": str(root / "metrics.jsonl"), "config": CONFIG,
             "facts": {"data": "abc123"}, "start": start,
         }  # fmt: skip
         record_start(root, RUN_ID, start)
@@ -120,7 +123,8 @@ def test_mlflow_has_each_step_once_over_a_restart_and_shows_starts_and_artifacts
     assert [metric.value for metric in history[:8]] == [9.0 / step for step in range(1, 9)], "sent before the restart"
     assert [metric.timestamp for metric in history] == [1000 * (1000 + step) for step in range(1, 21)]
     assert run.info.status == "FINISHED"
-    assert run.data.params == {"steps": "20", "batch.globalSize": "8", "data": "abc123"}
+    pattern = {"lora.rankPattern": '{"model.layers.1.*": 2, "q?": 3}'}
+    assert run.data.params == {"steps": "20", "batch.globalSize": "8", "data": "abc123"} | pattern
     text = run.data.tags["mlflow.note.content"]
     assert "- start 1: after step 0 on 1 node\n- start 2: after step 5 on 2 nodes" in text
     assert "Model of step 20: `/models/llama` (digest `d1`)" in text

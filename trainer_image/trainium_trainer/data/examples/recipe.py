@@ -176,7 +176,7 @@ def _find_chat_templates(config: DataConfig, special: SpecialTokens) -> ChatTemp
         return special.chat_templates
     file = Path(config.examples.chat.template).expanduser()
     try:
-        return ChatTemplates(file.read_text(encoding="utf-8"))
+        return ChatTemplates(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.examples.chat.template {file}: cannot be read ({error}): correct the path") from error
 

@@ -43,7 +43,8 @@ TEMPLATE_FILES = (TEMPLATE_FILE, TOOL_TEMPLATE_FILE)
 CHAT_TEMPLATE_SETTING = "chatTemplate"
 """The setting of a run with the template of data.examples.chat.template, which its artifacts get."""
 _PROCESSOR_TEMPLATE_FILE = "chat_template.json"
-_OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tiktoken.model", "vocab.json")
+OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json", "vocab.json")
+"""The files of a tokenizer that transformers converts."""
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -91,7 +92,7 @@ def _copy_from_store(address: str) -> Path:
 
 def explain_conversion(folder: Path) -> str:
     """Return how to convert a tokenizer in another format to `tokenizer.json`; empty without such a tokenizer."""
-    other_format = next((name for name in _OTHER_FORMATS if (folder / name).is_file()), None)
+    other_format = next((name for name in OTHER_FORMATS if (folder / name).is_file()), None)
     if other_format is None:
         return ""
     return (
