@@ -35,6 +35,8 @@ class Rows(torch.utils.data.Dataset[Any]):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self.count:
+            raise IndexError(index)
         tokens = torch.randint(0, 128, (TOKENS,), generator=torch.Generator().manual_seed(index))
         labels = tokens.clone()
         labels[: index % 5] = -100

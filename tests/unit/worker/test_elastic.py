@@ -61,6 +61,21 @@ def test_a_mean_over_rows_does_not_depend_on_the_number_of_ranks(run: Run, tmp_p
     assert len(curves[0]) == STEPS
 
 
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_a_resize_of_the_job_keeps_the_batch_and_the_order(run: Run, tmp_path: Path, strategy: str) -> None:
+    arguments = {"train_sampling_strategy": strategy}
+    whole = {**arguments, "output_dir": str(tmp_path / "whole")}
+    assert run.start([0, 1], arguments=whole) == [0, 0], run.errors
+    losses, ledger = run.losses, run.ledger
+    assert -9 in run.start([0, 1], agent=True, kill=[1, 3], arguments=arguments)
+    assert -9 in run.start([0], agent=True, requested=1, kill=[0, 5], arguments=arguments), run.errors
+    assert run.ledger.items() <= ledger.items()
+    assert run.start([0, 1], agent=True, requested=2, arguments=arguments) == [0, 0], run.errors
+    assert min(run.ledger) in {5, 6}
+    assert run.ledger.items() <= ledger.items()
+    assert run.losses == pytest.approx(losses, rel=1e-6)
+
+
 @pytest.mark.parametrize(("ranks", "tolerance"), [(2, 0.0), (1, 1e-6)])
 def test_a_run_resumes_from_its_checkpoint_in_the_second_epoch(
     undisturbed: Run, run: Run, ranks: int, tolerance: float

@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -55,6 +57,18 @@ def read_identity(folder: Path) -> Identity | None:
     """Return the identity of the run of a checkpoint; None if a trainer that was not elastic wrote it."""
     record = folder / _RECORD
     return Identity.parse(json.loads(record.read_text()), str(folder)) if record.is_file() else None
+
+
+def check_version(folder: Path, place: str, saved: Identity | None) -> None:
+    """Raise ValueError if a trainer's state has fields that this version of transformers does not know."""
+    state = json.loads((folder / TRAINER_STATE_NAME).read_text())
+    unknown = sorted(state.keys() - {field.name for field in fields(TrainerState)})
+    if unknown:
+        then = f"{saved.transformers} then" if saved is not None else "unknown then"
+        raise ValueError(
+            f"{place} was saved by another version of transformers: {then}, {transformers.__version__} now, which does "
+            f"not know {', '.join(unknown)}. Start with the version that the run had, or choose another output_dir"
+        )
 
 
 @contextlib.contextmanager

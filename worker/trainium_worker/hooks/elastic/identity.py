@@ -30,6 +30,8 @@ class Identity:
     """The samples of a step on one rank, by the arguments of the script."""
     global_batch: int
     """The samples of a step over all ranks."""
+    transformers: str
+    """The version of transformers that saved the state."""
 
     @classmethod
     def parse(cls, record: dict[str, Any], place: str) -> Identity:

@@ -7,6 +7,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
@@ -15,7 +16,7 @@ import trainium_worker
 from trainium_worker import memory
 from trainium_worker.dcp import MemoryReader
 from trainium_worker.dcp.session import open_session
-from trainium_worker.hooks.elastic.checkpoints import find_checkpoint, read_identity, write_aside
+from trainium_worker.hooks.elastic.checkpoints import check_version, find_checkpoint, read_identity, write_aside
 from trainium_worker.hooks.elastic.identity import Identity, hash_samples
 from trainium_worker.hooks.elastic.memory_state import History, MemoryState, collect_values
 from trainium_worker.hooks.elastic.samples import Collate, Samples, TrainerSampler, derive_seed, seed_processor
@@ -33,19 +34,23 @@ ENV_REQUESTED_WORLD_SIZE = "TRAINIUM_REQUESTED_WORLD_SIZE"
 """The number of ranks of the job at its requested size; the agent sets it."""
 
 
+def count_replicas(trainer: Any) -> int:
+    """Return the number of ranks that compute the same samples."""
+    return int(trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size())
+
+
 class Run:
     """The state of an elastic trainer beside that of the trainer."""
 
     def __init__(self, trainer: Any) -> None:
         args = trainer.args
         self.trainer = trainer
-        self.replicas = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
-        """The ranks that compute the same samples."""
-        self.data_ranks = args.world_size // self.replicas
-        self.data_rank = args.process_index // self.replicas
+        replicas = count_replicas(trainer)
+        self.data_ranks = args.world_size // replicas
+        self.data_rank = args.process_index // replicas
         self.seed = args.seed if args.data_seed is None else args.data_seed
         self._rank_batch = args.train_batch_size * args.gradient_accumulation_steps
-        requested = int(os.environ.get(ENV_REQUESTED_WORLD_SIZE) or args.world_size) // self.replicas
+        requested = int(os.environ.get(ENV_REQUESTED_WORLD_SIZE) or args.world_size) // replicas
         self.global_batch = int(os.environ.get(ENV_GLOBAL_BATCH) or self._rank_batch * requested)
         self.sampler: TrainerSampler | None = None
         self.completed = 0
@@ -186,6 +191,8 @@ class Run:
             folder, self._history = self.memory_state.write_folder(), self.memory_state.history
         elif folder is not None:
             saved = read_identity(folder)
+        if folder is not None:
+            check_version(folder, place, saved)
         self._adopt_batch(saved)
         self._identity = self._identify(output_dir, all_gather)
         if saved is not None:
@@ -221,6 +228,7 @@ class Run:
             fingerprint=hash_samples(loader.dataset, self.sampler),
             rank_batch=self._rank_batch,
             global_batch=self.global_batch,
+            transformers=transformers.__version__,
         )
 
     def _find_memory_state(self, step: int, output_dir: str) -> MemoryState | None:

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 import trainium_worker
 from trainium_worker import memory
-from trainium_worker.hooks.elastic.run import Run
+from trainium_worker.hooks.elastic.run import Run, count_replicas
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -53,6 +53,11 @@ def _check(trainer: Trainer) -> None:
         problem = "FSDP1 hides the parameters: use FSDP2 (fsdp_config: {'fsdp_version': 2})"
     elif args.n_gpu > 1:
         problem = f"one process drives {args.n_gpu} devices: start one process for each, as torchrun does"
+    elif args.world_size % (replicas := count_replicas(trainer)):
+        problem = (
+            f"{args.world_size} ranks cannot be divided into groups of {replicas} that compute the same samples "
+            "(tensor, context and sequence parallelism): lower these degrees, or run at another size"
+        )
     elif args.auto_find_batch_size:
         problem = "auto_find_batch_size changes the batch: set per_device_train_batch_size"
     elif isinstance(trainer.train_dataset, IterableDataset) or not hasattr(trainer.train_dataset, "__len__"):
