@@ -18,6 +18,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel, IdentityKey
+from trainium_contract.effects import Requirement, Switch, find_without_effect, requirements
 from trainium_contract.requirements.worker_requests import smallest_fitting_size
 from trainium_contract.sizes import MAX_COMPILED, BatchShape, SizeRule, order_by_likelihood
 from trainium_contract.spec.elasticity import ElasticitySpec
@@ -40,6 +41,24 @@ from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT
 
 MAX_NAME = 50
 """Longest job name: `<name>-w-<ordinal>` must be a host name of at most 63 characters."""
+
+_EVALUATES = (Switch("trainer.evaluate.enabled", on=(True,)), Switch("trainer.evaluate.atMilestones", on=(True,)))
+JOB_REQUIREMENTS: tuple[Requirement, ...] = (
+    *requirements("trainer.evaluate.{samples,tasks}", *_EVALUATES),
+    *requirements("trainer.evaluate.before", _EVALUATES[0]),
+    *requirements("trainer.evaluate.generation.{maxNewTokens,temperature,stop,batchSize}", *_EVALUATES),
+    *requirements(
+        "trainer.evaluate.generation.{topP,topK}", Switch("trainer.evaluate.generation.temperature", off=(0.0,))
+    ),
+    *requirements("precompile.sizes", Switch("precompile.enabled", on=(True,))),
+    *requirements(
+        "recovery.hang.{initSeconds,compileSeconds,loadSeconds,saveSeconds,stepFloorSeconds,stepFactor}",
+        Switch("recovery.hang.enabled", on=(True,)),
+    ),
+    *requirements("health.quarantine.debounceSeconds", Switch("health.quarantine.enabled", on=(True,))),
+    *requirements("checkpoint.durable.{keepLast,failureTolerance,saveTimeoutSeconds}", Switch("program", on=(None,))),
+)
+"""Which fields of a job have an effect only with certain values of others, beside those of the trainer."""
 
 
 class CleanPodPolicy(StrEnum):
@@ -92,6 +111,8 @@ class TrainingJobSpec(ContractModel):
 
     @model_validator(mode="after")
     def _check_one_kind(self) -> Self:
+        if refusal := find_without_effect(self, JOB_REQUIREMENTS):
+            raise ValueError(refusal)
         if self.trainer is not None and self.program is not None:
             raise ValueError("trainer and program are both given: leave one of them out")
         if self.program is None:
@@ -185,7 +206,11 @@ def _training_config(key: IdentityKey[TrainingJobSpec]) -> TrainingConfig:
     if spec.trainer is None:
         raise ValueError("spec.program runs without the trainer's configuration")
     return TrainingConfig(
-        **{name: getattr(spec.trainer, name) for name in TrainerSpec.model_fields},
+        **{
+            name: getattr(spec.trainer, name)
+            for name in TrainerSpec.model_fields
+            if name in spec.trainer.model_fields_set
+        },
         parallelism=spec.parallelism,
         checkpoint=CheckpointConfig(
             path=CHECKPOINT_MOUNT,

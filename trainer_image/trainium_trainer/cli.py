@@ -74,7 +74,7 @@ def train(
         log_lines.configure_rank_logging(launch.rank)
         check.refuse_few_files(launch)
         if launch.rank == 0:
-            for warning in (*check.find_settings_without_effect(settings.config), *check.find_absent_ranks(settings)):
+            for warning in check.find_absent_ranks(settings):
                 logging.getLogger("trainium.config").warning("%s", warning)
         # Before a device library is imported.
         neuron_environment.apply(settings.config, capture=capture_folder(settings))

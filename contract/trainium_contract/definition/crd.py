@@ -267,14 +267,16 @@ class _SchemaConverter:
 def _object_default(node: dict[str, Any], children: dict[str, Any]) -> dict[str, Any]:
     """Return an empty object as default if it is complete, so that the defaults below it apply without it.
 
-    Not for an object that may be None, where leaving it out has a separate meaning.
+    Not for an object that may be None or whose default is derived, where leaving it out has a separate meaning.
     """
-    if node.get("default", children) is None:
+    if node.get("default", children) is None or node.get(DERIVED):
         return {}
     if "required" in node:
         given = {name: value for name, value in (node.get("default") or {}).items() if value is not None}
         return {"default": given} if given else {}
-    return {"default": {}} if any("default" in child for child in children.values()) else {}
+    has_defaults = any("default" in child for child in children.values())
+    has_derived = any(child.get(DERIVED) for child in node.get("properties", {}).values())
+    return {"default": {}} if has_defaults or has_derived else {}
 
 
 def _add_exclusive_bounds(node: dict[str, Any], written: dict[str, Any]) -> None:

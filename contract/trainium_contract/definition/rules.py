@@ -10,6 +10,7 @@ operator instead (docs/decisions/0084-any-size.md).
 from __future__ import annotations
 
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
+from trainium_contract.definition.effect_rules import EFFECT_RULES
 from trainium_contract.definition.program_rules import PROGRAM_SPEC_RULES
 from trainium_contract.definition.size_expressions import (
     GLOBAL_BATCH,
@@ -160,6 +161,7 @@ SPEC_RULES: tuple[Rule, ...] = (
         ".health.preflight.minimumBandwidthGbps",
     ),
     *TRAINER_RULES,
+    *EFFECT_RULES,
     *PROGRAM_SPEC_RULES,
 )
 
@@ -185,10 +187,15 @@ _NOT_WHILE_RUNNING = (
 
 
 def _immutable_while_running(field: str) -> Rule:
-    """Fix a field while the job runs; it always has a value, because the schema gives it a default."""
-    trainer = "!has(self.spec.trainer) || !has(oldSelf.spec.trainer) || " if field.startswith("spec.trainer.") else ""
+    """Fix a field while the job runs; those of the trainer may be absent, which is their default."""
+    condition = f"self.{field} == oldSelf.{field}"
+    if field == "spec.trainer.steps":
+        default = TrainerSpec.model_fields["steps"].default
+        condition = " == ".join(f"{job}.spec.trainer.?steps.orValue({default})" for job in ("self", "oldSelf"))
+    if field.startswith("spec.trainer."):
+        condition = f"!has(self.spec.trainer) || !has(oldSelf.spec.trainer) || {condition}"
     return Rule(
-        f"{_JOB_NOT_RUNNING} || {trainer}self.{field} == oldSelf.{field}",
+        f"{_JOB_NOT_RUNNING} || {condition}",
         f"{field.removeprefix('spec.')} {_NOT_WHILE_RUNNING}",
         f".{field}",
         reason=RefusalReason.FORBIDDEN,

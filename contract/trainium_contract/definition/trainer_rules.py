@@ -19,7 +19,8 @@ _STEPS_FROM_DATA = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmu
 """Start of a rule about steps that follow from the data: the trainer checks them once it has read its data."""
 _WARMUP_STEPS = "self.trainer.schedule.?warmupSteps.orValue(0)"
 """0 where it is not given: the trainer then fits it to the run."""
-_IS_LORA = "self.trainer.tuning.method == 'LoRA'"
+_IS_LORA = "self.trainer.tuning.?method.orValue(has(self.trainer.tuning.lora) ? 'LoRA' : 'Full') == 'LoRA'"
+_STEPS = "self.trainer.?steps.orValue(100)"
 _HAS_WEIGHTS = "has(self.trainer.model.weights)"
 _HAS_OBJECTIVE = "has(self.trainer.tuning.objective)"
 _EVALUATES_MILESTONES = "self.trainer.evaluate.atMilestones"
@@ -128,11 +129,6 @@ _RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "!has(self.trainer.model.path) || self.trainer.model.preset == 'Tiny'",
-        "trainer.model.preset and trainer.model.path both name a shape: leave one of them out",
-        ".trainer.model.path",
-    ),
-    Rule(
         """!has(self.trainer.model.ropeScaling) || has(self.trainer.model.ropeScaling.factor)
         || self.trainer.model.ropeScaling.kind in ['Llama3', 'Unscaled']""",
         "trainer.model.ropeScaling.factor is not given, but the kind of the scaling needs it: give the ratio of the "
@@ -155,14 +151,14 @@ _RULES: tuple[Rule, ...] = (
         ".trainer.model.hiddenSize",
     ),
     Rule(
-        f"{_STEPS_FROM_DATA} || {_WARMUP_STEPS} <= self.trainer.steps",
+        f"{_STEPS_FROM_DATA} || {_WARMUP_STEPS} <= {_STEPS}",
         "trainer.schedule.warmupSteps must not be above trainer.steps",
         ".trainer.schedule.warmupSteps",
         format_message(
             "trainer.schedule.warmupSteps %s is above trainer.steps %s: the warm-up must end within the run; lower "
             "warmupSteps or raise steps",
             _WARMUP_STEPS,
-            "self.trainer.steps",
+            _STEPS,
         ),
     ),
     Rule(
@@ -190,45 +186,25 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"""{_STEPS_FROM_DATA} || !has(self.trainer.schedule.decaySteps)
-        || {_WARMUP_STEPS} + self.trainer.schedule.decaySteps <= self.trainer.steps""",
+        || {_WARMUP_STEPS} + self.trainer.schedule.decaySteps <= {_STEPS}""",
         "trainer.schedule.warmupSteps and decaySteps must together not be above trainer.steps",
         ".trainer.schedule.decaySteps",
     ),
     Rule(
-        """!has(self.trainer.monitor.profile) || size(self.trainer.monitor.profile.steps) != 2
+        f"""!has(self.trainer.monitor.profile) || size(self.trainer.monitor.profile.steps) != 2
         || self.trainer.monitor.profile.steps[0] <= self.trainer.monitor.profile.steps[1]
         && self.trainer.monitor.profile.steps[1] < self.trainer.monitor.profile.steps[0] + 20
-        && (self.trainer.epochs > 0.0 || self.trainer.monitor.profile.steps[1] <= self.trainer.steps)""",
+        && (self.trainer.epochs > 0.0 || self.trainer.monitor.profile.steps[1] <= {_STEPS})""",
         "trainer.monitor.profile.steps must be the first and the last of at most 20 steps, both within trainer.steps",
         ".trainer.monitor.profile.steps",
     ),
     # Fine-tuning.
-    Rule(
-        f"!{_HAS_WEIGHTS} || self.trainer.model.preset == 'Tiny'",
-        "trainer.model.weights and trainer.model.preset both name a shape: leave model.preset out",
-        ".trainer.model.preset",
-        format_message(
-            "trainer.model.weights is %s and trainer.model.preset is %s: both name a shape, leave model.preset out",
-            "self.trainer.model.?weights.orValue('')",
-            "self.trainer.model.preset",
-        ),
-    ),
-    Rule(
-        f"!{_HAS_WEIGHTS} || !has(self.trainer.model.path)",
-        "trainer.model.weights and trainer.model.path both name a shape: leave model.path out",
-        ".trainer.model.path",
-    ),
     Rule(
         f"(!({_IS_LORA}) && !has(self.trainer.tuning.trainable)) || {_HAS_WEIGHTS}",
         "trainer.tuning leaves weights as they are, but there are none: give trainer.model.weights, the folder of a "
         "base model",
         ".trainer.model.weights",
         reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"{_IS_LORA} || !has(self.trainer.tuning.lora.adapter)",
-        "trainer.tuning.lora.adapter is given but trainer.tuning.method is Full: set tuning.method to LoRA",
-        ".trainer.tuning.lora.adapter",
     ),
     Rule(
         f"!({_IS_LORA}) || self.trainer.precision != 'BFloat16Stochastic'",

@@ -12,11 +12,13 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel, derived
+from trainium_contract.effects import find_without_effect
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactsConfig
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.data import MIN_VOCABULARY, DataConfig, Tokenization
+from trainium_contract.trainer.effects import TRAINER_REQUIREMENTS
 from trainium_contract.trainer.evaluate import EvaluateConfig
 from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_contract.trainer.model import ModelConfig
@@ -67,11 +69,11 @@ class TrainerSpec(ContractModel):
     """The text to train on."""
     batch: BatchConfig = BatchConfig()
     """Batch sizes, which determine the speed at each size of the job."""
-    steps: PositiveInt = 100
-    """Optimizer steps of the whole run, unless `epochs` is given."""
+    steps: int = derived(100, ge=1, le=2**31 - 1)
+    """Optimizer steps of the whole run. Omitted: 100, or those of `epochs`."""
     epochs: Annotated[float, Field(ge=0, le=10_000)] = 0.0
     """Passes over the data, from which the steps follow: each sample is seen once in each, and the last step of an
-    epoch is filled up with samples that do not count. 0: `steps` decides."""
+    epoch is filled up with samples that do not count. 0: the run has `steps`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and gradient clipping."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -102,12 +104,19 @@ class TrainerSpec(ContractModel):
     """Compiler and runtime of Neuron devices; without effect on others."""
 
     @model_validator(mode="after")
+    def _refuse_without_effect(self) -> Self:
+        if refusal := find_without_effect(self, TRAINER_REQUIREMENTS):
+            raise ValueError(refusal)
+        return self
+
+    @model_validator(mode="after")
     def _fit_defaults(self) -> Self:
         """Fit omitted values to given ones, so that no default makes a file invalid."""
         if not self.epochs and self.schedule.warmup_ratio is None:
             self.__dict__["schedule"] = self.schedule.fitted(self.steps)
         data, vocabulary, positions = self.data, self.model.vocab_size, self.model.max_positions
-        if vocabulary is not None and "vocab_size" not in data.tokenizer.model_fields_set:
+        trains_tokenizer = data.tokenizer.path is None and self.model.weights is None
+        if vocabulary is not None and trains_tokenizer and "vocab_size" not in data.tokenizer.model_fields_set:
             fitting = max(MIN_VOCABULARY, min(data.tokenizer.vocab_size, vocabulary))
             data = data.replaced(tokenizer=data.tokenizer.replaced(vocab_size=fitting))
         if positions is not None and "sequence_length" not in data.model_fields_set:

@@ -136,14 +136,14 @@ class BosToken(StrEnum):
 class DataConfig(ContractModel):
     """The text to train on, as one ordered stream of samples addressed by global position."""
 
-    source: _Path = "python-docs"
+    source: str = derived("python-docs", min_length=1, max_length=1024)
     """`python-docs` (the documentation that ships with Python); a file (.txt, .jsonl, .json, .csv, also with .gz or
     .zst, .arrow, .parquet), a folder, a glob, or `s3://bucket/prefix` of such files; or a folder that
     `trainium-trainer prepare-data` wrote."""
     hub: HubConfig | None = None
-    """A data set of the Hugging Face hub; if given, `source` is ignored."""
+    """A data set of the Hugging Face hub, in place of `source`."""
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, max_length=64)] | None = None
-    """Several weighted sources; if given, `source` is ignored."""
+    """Several weighted sources, in place of `source`."""
     text_field: _Column = "text"
     """Column or key that holds the text in JSON, CSV, Arrow, Parquet and data sets; format Text."""
     format: DataFormat = DataFormat.TEXT
@@ -182,6 +182,8 @@ class DataConfig(ContractModel):
             raise ValueError("data.hub and data.sources are both given: move data.hub into data.sources")
         if self.hub is None and self.validation is not None and self.validation.hub_split is not None:
             raise ValueError("data.validation.hubSplit is a split of data.hub, which is not given: give data.hub")
+        if self.format is not DataFormat.TEXT and any(source.text_field for source in self.sources or ()):
+            raise ValueError("data.sources[].textField has no effect unless data.format is Text: leave it out")
         return self
 
     @property

@@ -144,8 +144,8 @@ class RopeScaling(ContractModel):
 class ModelConfig(ContractModel):
     """A model; a field given here overrides that of the preset or of the file."""
 
-    preset: ModelPreset = ModelPreset.TINY
-    """The shape to start from, unless `path` is given."""
+    preset: ModelPreset = derived(ModelPreset.TINY)
+    """The shape to start from. Omitted: Tiny, unless `path` or `weights` is given."""
     path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """A Hugging Face `config.json` of a family in docs/models.md, or a folder with one, to start from in place of a
     preset. Only the shape is read; on a cluster it must be mounted in every worker."""
@@ -182,19 +182,6 @@ class ModelConfig(ContractModel):
     initial_std: Annotated[float, Field(gt=0, le=1)] | None = None
     """Standard deviation of the initial weights; projections that end a residual branch have it divided by the root of
     twice the number of layers. Omitted: 0.02, or the file's."""
-
-    @model_validator(mode="after")
-    def _check_one_start(self) -> Self:
-        if self.path is not None and self.preset is not ModelPreset.TINY:
-            msg = (
-                f"model.preset is {self.preset} and model.path is {self.path}: both name a shape, leave one of them out"
-            )
-            raise ValueError(msg)
-        if self.weights is not None and (self.path is not None or self.preset is not ModelPreset.TINY):
-            other = "model.path" if self.path is not None else "model.preset"
-            msg = f"model.weights is {self.weights} and {other} is given: both name a shape, leave {other} out"
-            raise ValueError(msg)
-        return self
 
     def overriding(self, base: ModelShape) -> ModelShape:
         """Return `base` with the numbers that are given here."""

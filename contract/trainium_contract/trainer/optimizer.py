@@ -64,7 +64,7 @@ class ScheduleKind(StrEnum):
     LINEAR = "Linear"
     """A straight line down to the floor."""
     CONSTANT = "Constant"
-    """Stays at the peak; finalRatio and decaySteps have no effect."""
+    """Stays at the peak."""
     WARMUP_STABLE_DECAY = "WarmupStableDecay"
     """Stays at the peak, then falls in a straight line to the floor during the last decaySteps."""
 
@@ -78,7 +78,7 @@ class ScheduleConfig(ContractModel):
     """Steps of linear warm-up from 0 to the peak; not above trainer.steps. Omitted: 10, or as many as the run and
     decaySteps leave."""
     warmup_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The warm-up as a share of all steps, rounded up; if given, warmupSteps is ignored."""
+    """The warm-up as a share of all steps, rounded up, in place of warmupSteps."""
     decay_steps: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Steps from the peak to the floor; with warmupSteps not above trainer.steps. `Cosine` and `Linear` start right
     after the warm-up and stay at the floor afterwards; omitted: until the last step. `WarmupStableDecay` ends with

@@ -13,9 +13,8 @@ from enum import StrEnum
 from typing import Annotated, Self, TypeVar
 
 from pydantic import Field, model_validator
-from pydantic.alias_generators import to_camel
 
-from trainium_contract.base import ContractModel
+from trainium_contract.base import ContractModel, derived
 
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 _Path = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -131,31 +130,16 @@ class ObjectiveConfig(ContractModel):
         """Return whether the loss needs log-probabilities of a reference model."""
         return self.kind is ObjectiveKind.DPO and not self.reference_free
 
-    @model_validator(mode="after")
-    def _check_fields_of_kind(self) -> Self:
-        if self.kind is ObjectiveKind.ORPO:
-            plain = ObjectiveConfig()
-            for name in ("label_smoothing", "reference", "reference_free"):
-                if getattr(self, name) != getattr(plain, name):
-                    raise ValueError(
-                        f"tuning.objective.{to_camel(name)} is given but kind is ORPO, which has none: leave it out"
-                    )
-        if self.reference_free and self.reference != BASE_REFERENCE:
-            raise ValueError(
-                f"tuning.objective.reference is {self.reference} but referenceFree is true: leave one of them out"
-            )
-        return self
-
 
 class TuningConfig(ContractModel):
     """Trained part of the model, by default all of it, and the loss."""
 
-    method: TuningMethod = TuningMethod.FULL
-    """Full, or LoRA."""
+    method: TuningMethod = derived(TuningMethod.FULL)
+    """Full, or LoRA. Omitted: LoRA if `lora` is given, else Full."""
     trainable: Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=64)] | None = None
     """Patterns of the model's own parameters that are trained. Omitted: all of them for `Full`, none for `LoRA`."""
-    lora: LoraConfig = LoraConfig()
-    """Adapters; only used by `LoRA`."""
+    lora: LoraConfig = derived(LoraConfig())
+    """Adapters of `LoRA`. Omitted: all defaults."""
     objective: ObjectiveConfig | None = None
     """Loss on pairs of answers, with data.format Preference. Omitted: cross-entropy of the next token."""
 
@@ -165,7 +149,7 @@ class TuningConfig(ContractModel):
         return self.method is TuningMethod.LORA or self.trainable is not None
 
     @model_validator(mode="after")
-    def _check_adapter(self) -> Self:
-        if self.method is TuningMethod.FULL and self.lora.adapter is not None:
-            raise ValueError("tuning.lora.adapter is given but tuning.method is Full: set tuning.method to LoRA")
+    def _imply_method(self) -> Self:
+        if "lora" in self.model_fields_set:
+            self.set_if_omitted("method", TuningMethod.LORA)
         return self

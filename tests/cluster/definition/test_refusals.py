@@ -14,6 +14,7 @@ import yaml
 
 from tests.cluster.definition.conftest import Api
 from tests.testing.cluster.jobs import merge
+from tests.testing.fields_without_effect import SPEC_CASES, TRAINER_CASES, Case, job_spec
 from trainium_contract.sizes import BatchShape, SizeRule
 
 pytestmark = pytest.mark.cluster
@@ -50,6 +51,19 @@ def test_an_invalid_job_is_refused_with_a_remedy(crd_api: Api, case: dict[str, s
     output = crd_api.refusal_of_new(build_job(case["change"], name="bad"))
     assert case["refusal"] in output
     assert "evaluating rule" not in output
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*TRAINER_CASES, *SPEC_CASES],
+    ids=[f"{case.field} {n}" for n, case in enumerate([*TRAINER_CASES, *SPEC_CASES])],
+)
+def test_a_field_without_effect_is_refused_by_name(crd_api: Api, case: Case) -> None:
+    base = PROGRAM if "program" in case.off else GOOD
+    off = crd_api.refusal_of_new(build_job(json.dumps(job_spec(case, case.off)), base=base))
+    named = case.field.rpartition(".")[0]
+    assert f"{case.field} has no effect" in off or f"{named} has no effect" in off, off
+    assert "has no effect" not in crd_api.refusal_of_new(build_job(json.dumps(job_spec(case, case.on)), base=GOOD))
 
 
 @pytest.mark.parametrize("case", CASES["refused_programs"], ids=itemgetter("change"))

@@ -15,6 +15,7 @@ DEPENDENT_FIELDS = {
     "tuning.lora.alphaPattern": "the numbers are values of a map",
     "monitor.profile": "the numbers are in lists",
     "evaluate.tasks": "there are no tasks without names",
+    "model.ropeScaling": "each kind has its own numbers",
     "tuning.objective": "a loss on pairs needs data that are pairs",
     "data.validation": "the file says twice, or not at all, where the validation data come from",
 }

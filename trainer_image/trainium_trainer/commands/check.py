@@ -18,7 +18,6 @@ from trainium_contract.models.families import PRESETS
 from trainium_contract.models.parameters import count_parameters
 from trainium_contract.requirements.descriptors import count_required_files, explain_file_limit
 from trainium_contract.sizes import INSTANCES
-from trainium_contract.trainer.optimizer import ScheduleKind, WeightDecayScope
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import BASE_REFERENCE
 from trainium_contract.wire.worker_env import KIND
@@ -129,8 +128,7 @@ def check(
         refuse_unusable(settings.config.data)
     if not elsewhere:
         refuse_few_files(launch)
-    warnings = [*([tokenizer] if tokenizer else ()), *absent, *find_settings_without_effect(settings.config)]
-    warnings += find_unread_weights(settings.config.model)
+    warnings = [*([tokenizer] if tokenizer else ()), *absent, *find_unread_weights(settings.config.model)]
     warnings += [*find_idle_ranks(settings), *find_absent_ranks(settings)]
     estimate = estimate_run_memory(settings, max(1, launch.world_size // nodes), instance_type)
     memory = memory_check.format_lines(estimate, of_node=bool(instance_type) or not elsewhere)
@@ -280,18 +278,3 @@ def find_absent_ranks(settings: Settings) -> list[str]:
     if not absent:
         return []
     return [f"monitor.profile.ranks names {', '.join(absent)}, which is not there: the ranks are 0 to {ranks - 1}"]
-
-
-def find_settings_without_effect(config: TrainingConfig) -> list[str]:
-    """Return a message for each setting without effect, with the reason."""
-    schedule, degrees = config.schedule, config.parallelism
-    warnings = []
-    if schedule.kind is ScheduleKind.CONSTANT and schedule.decay_steps is not None:
-        warnings.append("schedule.decaySteps has no effect: schedule.kind Constant does not decay")
-    if config.optimizer.weight_decay == 0 and config.optimizer.decay_scope is not WeightDecayScope.ALL:
-        warnings.append("optimizer.decayScope has no effect: optimizer.weightDecay is 0")
-    if not config.data.examples.mask_examples and not config.data.examples.packing:
-        warnings.append("data.examples.maskExamples has no effect: data.examples.packing is false")
-    if degrees.sequence and degrees.tensor == 1:
-        warnings.append("parallelism.sequence has no effect: parallelism.tensor is 1")
-    return warnings

@@ -136,11 +136,6 @@ def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int
             f"{config.parallelism.stages_per_rank} is more than the {shape.num_layers} layers of the model "
             "(model.numLayers): each stage needs one; lower them"
         )
-    if config.parallelism.pipeline == 1 and config.parallelism.stages_per_rank > 1:
-        raise UserError(
-            f"parallelism.stagesPerRank is {config.parallelism.stages_per_rank} but parallelism.pipeline is 1: only a "
-            "pipeline has stages; raise parallelism.pipeline or leave parallelism.stagesPerRank out"
-        )
     others = [name for name in ("pipeline", "context") if getattr(config.parallelism, name) > 1]
     _divides("the number of ranks", world_size, " x ".join(["parallelism.tensor", *others]), config.parallelism.group)
     if config.batch.micro_size > config.batch.global_size:

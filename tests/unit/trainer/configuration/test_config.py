@@ -70,7 +70,7 @@ def preference_config(objective: dict[str, Any], **examples: Any) -> dict[str, A
             {"model": {"ropeScaling": {"lowFrequencyFactor": 4, "highFrequencyFactor": 4}}},
             "model.ropeScaling.lowFrequencyFactor is 4.0 but highFrequencyFactor is 4.0: the low one must be",
         ),
-        ({"model": {"preset": "Llama2-7B", "path": "x"}}, "both name a shape, leave one of them out"),
+        ({"model": {"preset": "Llama2-7B", "path": "x"}}, "model.preset has no effect beside model.path: leave it out"),
         ({"model": {"path": "x" * 1025}}, "model.path has 1025 characters: use at most 1024"),
         (
             {"steps": 20, "schedule": {"warmupSteps": 10, "decaySteps": 11}},
@@ -111,15 +111,15 @@ def preference_config(objective: dict[str, Any], **examples: Any) -> dict[str, A
         (preference_config({}), "compares with the model in model.weights, which is not given: give it, or set"),
         (
             preference_config({"kind": "ORPO", "labelSmoothing": 0.1}),
-            "objective.labelSmoothing is given but kind is ORPO",
+            "objective.labelSmoothing has no effect unless tuning.objective.kind is DPO",
         ),
         (
             preference_config({"kind": "ORPO", "referenceFree": True}),
-            "objective.referenceFree is given but kind is ORPO",
+            "objective.referenceFree has no effect unless tuning.objective.kind is DPO",
         ),
         (
             preference_config({"reference": "/r", "referenceFree": True}),
-            "is /r but referenceFree is true: leave one of them",
+            "objective.reference has no effect unless tuning.objective.referenceFree is false",
         ),
         (
             preference_config({"labelSmoothing": 0.5}),
@@ -191,7 +191,6 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
             "the number of ranks is 6, which is not divisible by parallelism.tensor x pipeline 4",
         ),
         (["parallelism.pipeline=4"], 4, "is more than the 3 layers of the model (model.numLayers)"),
-        (["parallelism.stagesPerRank=2"], 1, "parallelism.pipeline is 1: only a pipeline has stages"),
         (["model.vocabSize=2049", "parallelism.tensor=2"], 2, "model.vocabSize is 2049, which is not divisible"),
         (
             ["batch={globalSize: 2, microSize: 4}"],
@@ -313,19 +312,21 @@ def test_too_little_shared_memory_on_a_node_is_reported_with_the_features_to_swi
     assert refuse_too_small(estimate, INSTANCES["trn1.32xlarge"], "") == []
 
 
-def test_settings_without_effect_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = {
-        "schedule": {"kind": "Constant", "decaySteps": 5},
-        "optimizer": {"weightDecay": 0, "decayScope": "Matrices"},
-        "parallelism": {"sequence": True},
-    }
-    assert cli.run(["check", "--config", str(write_config(tmp_path, document))]) == 0
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert [line.split()[1] for line in warnings] == [
-        "schedule.decaySteps",
-        "optimizer.decayScope",
-        "parallelism.sequence",
-    ]
+@pytest.mark.parametrize(
+    ("document", "field"),
+    [
+        ({"schedule": {"kind": "Constant", "decaySteps": 5}}, "schedule.decaySteps"),
+        ({"parallelism": {"sequence": True}}, "parallelism.sequence"),
+        ({"steps": 100, "epochs": 1}, "steps"),
+        ({"kind": "TrainingJob", "spec": {"trainer": {"epochs": 1, "steps": 5}}}, "trainer.steps"),
+        ({"kind": "TrainingJob", "spec": {"trainer": {}, "precompile": {"sizes": "All"}}}, "precompile.sizes"),
+    ],
+)
+def test_check_refuses_a_setting_without_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], document: dict[str, Any], field: str
+) -> None:
+    assert cli.run(["check", "--config", str(write_config(tmp_path, document))]) == ExitCode.USER_ERROR
+    assert f"{field.removeprefix('trainer.')} has no effect" in capsys.readouterr().err
 
 
 def test_missing_data_and_packages_are_refused_on_the_machine_of_the_run(

@@ -1,0 +1,93 @@
+"""CEL rules that refuse fields that are given and without effect, from the tables of `effects.py`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from trainium_contract.definition.cel import RefusalReason, Rule
+from trainium_contract.effects import Requirement, Switch, find_field, is_stored
+from trainium_contract.job import JOB_REQUIREMENTS, TrainingJobSpec
+from trainium_contract.trainer.effects import TRAINER_REQUIREMENTS
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+_OF_JOB = ("parallelism.", "checkpoint.")
+"""Fields of the trainer's configuration that a job has beside `trainer`."""
+_KEYWORDS = ("function",)
+"""Names of fields that are keywords of CEL."""
+
+
+def _place(path: str) -> str:
+    """Return what precedes a field of the trainer's configuration in a job."""
+    return "" if path.startswith(_OF_JOB) else "trainer."
+
+
+def _place_of_job(path: str) -> str:  # noqa: ARG001 - as `_place`
+    return ""
+
+
+def _find(path: str) -> FieldInfo:
+    info = find_field(TrainingJobSpec, path)
+    if info is None:
+        raise ValueError(f"{path} is no field of a job")
+    return info
+
+
+def _optional(path: str) -> str:
+    """Return a field as an optional, whichever of the fields above it are present."""
+    return ".?".join(["self", *(f"__{part}__" if part in _KEYWORDS else part for part in path.split("."))])
+
+
+def _literal(value: Any, info: FieldInfo) -> str:
+    if isinstance(value, str):
+        return f"'{value}'"
+    return json.dumps(float(value) if info.annotation is float else value)
+
+
+def _given(path: str) -> str:
+    """Return an expression that is true if a field is given."""
+    info, field = _find(path), _optional(path)
+    if not is_stored(info):
+        return f"{field}.hasValue()"
+    default = _literal(info.default, info)
+    return f"{field}.orValue({default}) != {default}"
+
+
+def _is_on(switch: Switch, path: str) -> str:
+    """Return an expression that is true if a switch is on; where it is omitted, its default counts."""
+    info, field = _find(path), _optional(path)
+    compare, join, absent = ("==", " || ", "!") if switch.on else ("!=", " && ", "")
+    parts = []
+    for value in switch.on or switch.off:
+        if value is None:
+            parts.append(f"{absent}{field}.hasValue()")
+        elif is_stored(info):
+            parts.append(f"{field}.orValue({_literal(info.default, info)}) {compare} {_literal(value, info)}")
+        else:
+            parts.append(f"{field}.optMap(given, given {compare} {_literal(value, info)}).orValue(true)")
+    return f"({join.join(parts)})"
+
+
+def _rule(requirement: Requirement, *, trainer: bool) -> Rule:
+    place = _place if trainer else _place_of_job
+    path = f"{place(requirement.field)}{requirement.field}"
+    needs = " || ".join(_is_on(switch, f"{place(switch.field)}{switch.field}") for switch in requirement.switches)
+    rule = f"!({_given(path)}) || {needs}"
+    return Rule(rule, requirement.describe(place), f".{path}", reason=RefusalReason.FORBIDDEN)
+
+
+EFFECT_RULES: tuple[Rule, ...] = (
+    *(_rule(requirement, trainer=True) for requirement in TRAINER_REQUIREMENTS),
+    *(_rule(requirement, trainer=False) for requirement in JOB_REQUIREMENTS),
+    # A list is in no table.
+    Rule(
+        """!has(self.trainer) || self.trainer.data.format == 'Text' || !has(self.trainer.data.sources)
+        || self.trainer.data.sources.all(one, !has(one.textField))""",
+        "trainer.data.sources[].textField has no effect unless trainer.data.format is Text: leave it out",
+        ".trainer.data.sources",
+        reason=RefusalReason.FORBIDDEN,
+    ),
+)
+"""Rules of `spec`."""
