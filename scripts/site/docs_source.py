@@ -3,8 +3,8 @@
 Usage, from the repository's root: python scripts/site/docs_source.py FOLDER
 
 Pages are written for the repository, where a link may leave docs/. On the site, README.md is the first page, the other
-pages of the root are beside docs/, and a linked file becomes a page that shows it, so no link leaves the site. Only
-targets of links change.
+pages of the root are beside docs/, and a linked file becomes a page that shows it, so no link leaves the site. Targets
+of links and the indentation of lists change; each row of the page of fields gets an anchor.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ FILES = "files"
 _LANGUAGE_BY_SUFFIX = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python", ".sh": "sh", ".toml": "toml"}
 _LINK = re.compile(r"(`+).+?\1|(?<!\\)\]\((?P<target>[^()\s]+)\)")
 """Matches inline code, which is skipped, or the second half of a link."""
+_ITEM = re.compile(r" *(?:[-*+]|\d+\.) +(?=\S)")
+_BEHIND_PAGES = "---\nsearch:\n  boost: 0.2\n---\n\n"
+"""Start of a page that a search lists after those for users: a decision, a file, the changelog."""
+FIELDS_PAGE = f"{DOCS}/job-fields.md"
 _FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
 
 
@@ -67,6 +71,38 @@ def heading_anchors(text: str) -> list[str]:
             title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", match[1].strip().rstrip("#").strip())
             anchors.append(re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-"))
     return anchors
+
+
+def indent_lists(text: str) -> str:
+    """Indent the content of list items by four spaces a level, as Python's Markdown needs and GitHub does not.
+
+    With fewer, a block of code ends the list, and the next item has number 1 again.
+    """
+    lines: list[str] = []
+    columns: list[int] = []
+    for line, is_prose in classify_lines(text):
+        indent = len(line) - len(line.lstrip(" "))
+        if line.strip():
+            while columns and indent < columns[-1]:
+                columns.pop()
+        item = _ITEM.match(line) if is_prose and indent < (columns[-1] if columns else 0) + 4 else None
+        inner = line[columns[-1] if columns else 0 :] if line.strip() else "\n"
+        lines.append(" " * 4 * len(columns) + inner if line.strip() else inner)
+        if item:
+            columns.append(len(item[0]))
+    return "".join(lines)
+
+
+def add_field_anchors(text: str) -> str:
+    """Make the first cell of each row of the page of fields a link to itself, as `#spec.workers.replicas`."""
+    section, lines = "", []
+    for line in text.splitlines(keepends=True):
+        section = line.removeprefix("## ").strip() if line.startswith("## ") else section
+        if match := re.match(r"\| `([^`]+)` \|", line):
+            anchor = f"{section}.{match[1].replace('[]', '')}"
+            line = f'| <a id="{anchor}" href="#{anchor}"><code>{match[1]}</code></a> |{line[match.end() :]}'  # noqa: PLW2901 - the row
+        lines.append(line)
+    return "".join(lines)
 
 
 def site_path(root: Path, path: str) -> str:
@@ -136,13 +172,15 @@ def write_site(root: Path, folder: Path) -> None:
     for page in (*ROOT_PAGES, *(str(file.relative_to(root)) for file in (root / DOCS).rglob("*.md"))):
         text, targets = rewrite_links(root, page, (root / page).read_text(encoding="utf-8"))
         non_page_targets |= targets
-        _write(folder / site_path(root, page), text)
-    _write(folder / "decisions/index.md", render_decisions(root))
+        text = indent_lists(add_field_anchors(text) if page == FIELDS_PAGE else text)
+        is_behind = page.startswith(f"{DECISIONS}/") or page == "CHANGELOG.md"
+        _write(folder / site_path(root, page), (_BEHIND_PAGES if is_behind else "") + text)
+    _write(folder / "decisions/index.md", _BEHIND_PAGES + render_decisions(root))
     for path in sorted(non_page_targets):
         children = sorted((root / path).iterdir()) if (root / path).is_dir() else []
         files = [f"{path}/{child.name}" for child in children if child.is_file()]
         for shown in (path, *files):
-            _write(folder / site_path(root, shown), render_file(root, shown))
+            _write(folder / site_path(root, shown), _BEHIND_PAGES + render_file(root, shown))
 
 
 def _write(path: Path, text: str) -> None:

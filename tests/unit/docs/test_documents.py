@@ -105,6 +105,44 @@ def test_anchors_are_those_of_github() -> None:
     assert source.heading_anchors("# A `b` *c*: d, e_f\n```\n# no\n```\n## [x](y) & z\n") == ["a-b-c-d-e_f", "x--z"]
 
 
+def test_lists_are_indented_as_the_site_needs_it() -> None:
+    text = "1. one\n   more\n\n   ```sh\n   - run\n     it\n   ```\n\n2. two\n   - inner\n     text\n10. ten\n\nend\n"
+    assert source.indent_lists(text) == (
+        "1. one\n    more\n\n    ```sh\n    - run\n      it\n    ```\n\n"
+        "2. two\n    - inner\n        text\n10. ten\n\nend\n"
+    )
+    plain = "text\n\n    - an output\n\n- item\n"
+    assert source.indent_lists(plain) == plain
+
+
+def test_each_field_of_a_job_has_an_anchor_on_the_site(tmp_path: Path) -> None:
+    source.write_site(ROOT, tmp_path / "site")
+    page = (tmp_path / "site/job-fields.md").read_text(encoding="utf-8")
+    anchors = re.findall(r'<a id="([^"]+)"', page)
+    assert (
+        len(anchors) == len(set(anchors)) == len(re.findall(r"^\| `", read("docs/job-fields.md"), re.MULTILINE)) > 400
+    )
+    assert {"spec.trainer.model.weights", "status.history.cause"} <= set(anchors)
+
+
+def test_the_navigation_has_no_title_twice() -> None:
+    titles = re.findall(
+        r"^ +- \"?([^\":]+)\"?: \S+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    words = [title.lower().removeprefix("run ") for title in titles]
+    assert len(words) == len(set(words)) > 40
+
+
+def test_a_search_lists_decisions_and_files_after_pages(tmp_path: Path) -> None:
+    source.write_site(ROOT, tmp_path / "site")
+    behind = {
+        path.relative_to(tmp_path / "site").parts[0]
+        for path in (tmp_path / "site").rglob("*.md")
+        if "boost: 0.2" in path.read_text()[:40]
+    }
+    assert behind == {"decisions", "files", "changelog.md"}
+
+
 def test_all_pages_are_gathered(tmp_path: Path) -> None:
     source.write_site(ROOT, tmp_path / "site")
     assert (tmp_path / "site/index.md").read_text().startswith("# trainium-operator")
