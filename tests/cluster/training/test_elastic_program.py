@@ -12,7 +12,7 @@ from tests.testing.suite.timeouts import scaled
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-ROWS, BATCH, EPOCHS = 400, 8, 3
+ROWS, BATCH, EPOCHS = 800, 8, 3
 STEPS = ROWS // BATCH * EPOCHS
 PROGRAM = f"""
 import json, os, sys, time
@@ -126,10 +126,12 @@ def test_an_elastic_trainer_keeps_its_samples_and_its_curve(operator: SharedClus
     operator.power_off(lost["nodeName"])
     try:
         job.until_recovered(2)
-        job.until_step(STEPS // EPOCHS + 5)
+        second_epoch = STEPS // EPOCHS + 5
+        job.until("the second epoch", lambda status: step_of(status) >= second_epoch, seconds=scaled(180))
         job.scale(1)
-        job.until("one node", lambda status: status["membership"]["size"] == 1)
-        job.until_step(step_of(job.status()) + 3)
+        status = job.until("one node", lambda status: status["membership"]["size"] == 1)
+        resized = step_of(status)
+        job.until("steps on one node", lambda status: step_of(status) >= resized + 5, seconds=scaled(120))
         job.scale(2)
         job.until("two nodes", lambda status: status["membership"]["size"] == 2, seconds=scaled(120))
         status = job.until_phase("Completed", seconds=scaled(180))

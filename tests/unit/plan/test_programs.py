@@ -102,7 +102,7 @@ def test_without_a_batch_every_size_of_whole_groups_is_legal() -> None:
     assert (decision.desired, decision.floor, decision.reserve) == (7, 1, 0)
     assert [decision.legal_at_most(nodes) for nodes in (1, 4, 5, 6)] == [1, 4, 5, 6]
     assert decision.message == (
-        "7 nodes: the program's batch changes with the size, because program.batch is not given"
+        "7 nodes: program.batch is not given, so the batch changes with the size unless the trainer is elastic"
     )
     grouped = decide_size(build.program_spec(workers={"replicas": 7, "minReplicas": 1}, parallelism={"tensor": 2}))
     assert (grouped.desired, grouped.reason) == (6, Reason.FLOORED)

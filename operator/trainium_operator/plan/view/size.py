@@ -109,7 +109,7 @@ def _explain_size(replicas: int, requested: int, largest: int, desired: int, sha
     speed = _describe_speed(desired, shape)
     short = shape.fill_ratio(desired) < 1 or shape.batch(desired) != shape.global_batch_size
     if not shape.global_batch_size:
-        speed = "the program's batch changes with the size, because program.batch is not given"
+        speed = "program.batch is not given, so the batch changes with the size unless the trainer is elastic"
     idle = _describe_idle_ranks(desired, shape)
     if desired == replicas:
         nodes = format_count(desired, "node")
