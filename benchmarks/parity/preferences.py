@@ -129,7 +129,7 @@ def _find_messages(config: TrainingConfig, rows: list[dict[str, Any]]) -> list[d
     records = [json.loads(line) for line in Path(str(config.data.source)).read_text().splitlines()]
     by_question = {record["prompt"][-1]["content"]: record for record in records}
     prompts = (tokenizer.decode(row["chosen"][: row["prompt"]], skip_special_tokens=False) for row in rows)
-    end = tokenizer.id_to_token(_SPECIAL_TOKEN)
+    end = str(tokenizer.id_to_token(_SPECIAL_TOKEN))
     return [by_question[prompt.rpartition("user:\n")[2].partition(end)[0]] for prompt in prompts]
 
 
