@@ -21,7 +21,7 @@ def set_temporary_folder(environment: MutableMapping[str, str]) -> None:
     if any(_is_writable(folder) for folder in usual) or not environment.get(_CACHE_VARIABLE):
         return
     folder = os.path.join(environment[_CACHE_VARIABLE], "tmp")  # noqa: PTH118 - pathlib takes the agent 3 ms to import
-    with suppress(OSError):  # whoever needs a temporary file reports that none can be written
+    with suppress(OSError):  # the user of a temporary file reports that none can be written
         os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - as above
         environment["TMPDIR"] = folder
 

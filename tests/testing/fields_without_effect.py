@@ -120,7 +120,7 @@ def read_cases(text: str) -> list[Case]:
 def _document(text: str) -> dict[str, Any]:
     """Return nested fields of `a.b: 1, c: 2`, or of a quoted document."""
     if text.startswith("'"):
-        return yaml.safe_load(text.strip("'"))
+        return dict(yaml.safe_load(text.strip("'")))
     document: dict[str, Any] = {}
     for part in filter(None, text.split(", ")):
         document = merge(document, _nested(part))
@@ -129,8 +129,9 @@ def _document(text: str) -> dict[str, Any]:
 
 def _nested(text: str) -> dict[str, Any]:
     path, _, value = text.partition(": ")
-    fields: Any = yaml.safe_load(value)
-    for name in reversed(path.split(".")):
+    *parents, last = path.split(".")
+    fields: dict[str, Any] = {last: yaml.safe_load(value)}
+    for name in reversed(parents):
         fields = {name: fields}
     return fields
 
@@ -143,5 +144,5 @@ def job_spec(case: Case, document: dict[str, Any]) -> dict[str, Any]:
     """Return the spec of a job with the fields of a case, in which some of the trainer's are beside `trainer`."""
     if case in SPEC_CASES:
         return document
-    beside = {name: document[name] for name in ("parallelism", "checkpoint") if name in document}
+    beside: dict[str, Any] = {name: document[name] for name in ("parallelism", "checkpoint") if name in document}
     return {**beside, "trainer": {name: value for name, value in document.items() if name not in beside}}

@@ -39,7 +39,7 @@ _WRAPPERS = re.compile(r"^module\.|_orig_mod\.")
 
 
 class _Saver:
-    """The saves of this process, one at a time in a thread of their own."""
+    """The saves of this process, one at a time in a separate thread."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()

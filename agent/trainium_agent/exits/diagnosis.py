@@ -101,8 +101,8 @@ def _find_reason(code: int, lines: list[str]) -> tuple[list[str], list[str]]:
     others = [line for line in lines[:position] if line != error] + lines[position + 1 + len(message) :]
     if len(message) <= _LINES_OF_ERROR:
         return [error, *message], others
-    shown = _LINES_OF_ERROR - 1
-    return [error, *message[:shown], message[-1]], [*others, *message[shown:-1]]
+    count = _LINES_OF_ERROR - 1
+    return [error, *message[:count], message[-1]], [*others, *message[count:-1]]
 
 
 def _drop_partial_line(cut: str) -> str:

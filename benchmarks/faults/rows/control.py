@@ -318,7 +318,7 @@ ROWS = (
         fault="a policy refuses every status, with a fault",
         injected="a ValidatingAdmissionPolicy on `trainingjobs/*`; a member deleted by force; the policy deleted",
         expected="the spare takes the rank while the status is refused; the status has it later; at most 1 step lost",
-        checked="first new step while the policy stands; afterwards as row 4",
+        checked="first new step while the policy exists; afterwards as row 4",
         run_once=_delete_pod_while_statuses_are_refused,
         max_runs=5,
     ),

@@ -1,4 +1,4 @@
-"""Define the rows in which others change objects of a job, or a worker exceeds a limit of its own."""
+"""Define the rows in which others change objects of a job, or a worker exceeds its own limit."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Family:
     traits: Callable[[Config], dict[str, Any]] = _none
     """Convert a `config.json` to the fields of ModelShape that differ from Llama's."""
     has_windowed_rope: bool = False
-    """Whether layers with a window have a rotary embedding of their own."""
+    """Whether layers with a window have a separate rotary embedding."""
     fields: Callable[[ModelShape], dict[str, Any]] = _none
     """Convert a shape to the fields of `config.json` that not all families have."""
     presets: Mapping[str, ModelShape]

@@ -47,7 +47,7 @@ class ProgramResize(StrEnum):
 
 
 class ProgramWarm(StrEnum):
-    """How ranks of a program start."""
+    """The way in which ranks of a program start."""
 
     AUTO = "Auto"
     """For a command that starts Python, also with `sh -c 'exec python ...'`: a standby process of each node imports

@@ -1,4 +1,4 @@
-"""What others in a cluster refuse, change or take away before a job trains, on a real API server without nodes."""
+"""Test what others in a cluster refuse, change or take away before a job trains, on a real API server without nodes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_scheduler_that_does_not_exist_is_named(served: Api) -> None:
         )
 
 
-def test_a_pod_without_its_role_and_orphans_are_named_until_they_are_gone(served: Api) -> None:
+def test_a_pod_without_its_role_and_orphans_are_named_until_they_are_deleted(served: Api) -> None:
     with PendingJob(served, "stray") as job:
         until(lambda: len(job.pods()) == 2, "its pods", 60, pause=0.3)
         name = job.pods()[0]["metadata"]["name"]

@@ -33,10 +33,10 @@ def create_node(api: Api, name: str, instance_type: str, group: str) -> None:
     api.kubectl("create", "-f", "-", stdin=json.dumps({
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels},
     }))  # fmt: skip
-    # The scheduler prefers the node with more room, which is the one without Trainium.
-    room = {"cpu": "200m", "memory": "400Mi"} if instance_type in INSTANCES else {"cpu": "8", "memory": "32Gi"}
-    room |= {"pods": "20"}
-    status = {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": room, "capacity": room}
+    # The scheduler prefers the node with more capacity, which is the one without Trainium.
+    capacity = {"cpu": "200m", "memory": "400Mi"} if instance_type in INSTANCES else {"cpu": "8", "memory": "32Gi"}
+    capacity |= {"pods": "20"}
+    status = {"conditions": [{"type": "Ready", "status": "True"}], "allocatable": capacity, "capacity": capacity}
     api.kubectl("patch", "node", name, "--subresource=status", "--patch", json.dumps({"status": status}))
 
 

@@ -1,4 +1,4 @@
-"""What an elastic trainer refuses, and what it accepts beside training: in one process, without an agent."""
+"""Test what an elastic trainer refuses, and what it accepts beside training: in one process, without an agent."""
 
 import json
 from collections.abc import Callable

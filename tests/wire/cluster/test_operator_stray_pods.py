@@ -53,7 +53,7 @@ def message(scenario: Scenario) -> str:
 
 
 @in_virtual_time
-async def test_orphans_of_an_earlier_job_are_named_with_their_nodes_until_they_are_gone() -> None:
+async def test_orphans_of_an_earlier_job_are_named_with_their_nodes_until_they_are_deleted() -> None:
     async with Scenario(training_job(), nodes=6) as scenario:
         await scenario.wait_for_steps()
         orphans = scenario.cluster.names(PODS)
@@ -92,7 +92,7 @@ async def test_a_worker_whose_label_is_removed_is_replaced_and_named_with_its_no
 
 
 @in_virtual_time
-async def test_a_spare_whose_role_is_removed_is_named_until_it_is_gone() -> None:
+async def test_a_spare_whose_role_is_removed_is_named_until_it_is_deleted() -> None:
     async with Scenario(training_job(spares=1), nodes=6) as scenario:
         await scenario.wait_for_steps()
         await until(lambda: scenario.status().get("spares") == 1, 60, "the spare is warm")

@@ -171,7 +171,7 @@ class AdapterWeights:
     def open(cls, location: str, *, field: str = SETTING, tied: bool = False) -> AdapterWeights:
         """Open the folder, or s3://bucket/prefix, of the setting `field`; reads only the header.
 
-        `tied` tells whether the output projection of its base is the embedding, of which peft then stores one. Raises
+        `tied`: whether the output projection of its base is the embedding, of which peft then stores one. Raises
         UserError for an unsupported adapter and StorageError if the store fails.
         """
         source = open_source(location, field)

@@ -188,7 +188,7 @@ def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
         message=format_log_text(message[:LINE_BYTES])[:MAX_TERMINATION_MESSAGE_CHARACTERS],
         exit_code=exit_code,
         deleting="deletionTimestamp" in metadata,
-        gone_by=_seconds_or_none(metadata, "deletionTimestamp"),
+        deletion_deadline=_seconds_or_none(metadata, "deletionTimestamp"),
         finalizers=tuple(filter(None, map(as_text, metadata.get("finalizers") or ()))),
         disrupted=disruption.get("status") == "True",
         disruption=as_text(disruption.get("reason"))[:MAX_REASON_CHARACTERS],

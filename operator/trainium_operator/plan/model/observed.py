@@ -136,7 +136,7 @@ class PodView:
     exit_code: int | None = None
     """Exit code of the worker container, once it has terminated."""
     deleting: bool = False
-    gone_by: float | None = None
+    deletion_deadline: float | None = None
     """When its grace period ends or ended, once it is being deleted (Unix seconds)."""
     finalizers: tuple[str, ...] = ()
     disrupted: bool = False

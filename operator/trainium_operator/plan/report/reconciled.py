@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _CONDITION = ConditionType.RECONCILED
 _OWN_CONDITION = ("NetworkPolicy",)
-"""Kinds with a condition of their own."""
+"""Kinds with a separate condition."""
 _MAX_SHOWN = 3
 DELETION_SECONDS = 60.0
 """A pod that still exists for longer after its grace period is named."""
@@ -31,7 +31,9 @@ DELETION_SECONDS = 60.0
 def report_differences(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Set the condition, and add an event when its reason is new."""
     differences = tuple(_list_differences(facts, status))
-    ends = (pod.gone_by + DELETION_SECONDS for pod in facts.observed.pods if pod.gone_by is not None)
+    ends = (
+        pod.deletion_deadline + DELETION_SECONDS for pod in facts.observed.pods if pod.deletion_deadline is not None
+    )
     requeue_at = tuple(at for at in ends if at > facts.now)
     old = find_condition(facts.job.status, _CONDITION)
     if not differences:
@@ -54,7 +56,7 @@ def _list_differences(facts: Facts, status: TrainingJobStatus) -> Iterator[tuple
     for stray in facts.observed.strays:
         yield Reason.STRAY_PODS, _describe_stray(stray, facts.job.namespace)
     for pod in facts.observed.pods:
-        if pod.gone_by is not None and facts.now >= pod.gone_by + DELETION_SECONDS:
+        if pod.deletion_deadline is not None and facts.now >= pod.deletion_deadline + DELETION_SECONDS:
             yield Reason.DELETION_PENDING, _describe_pending_deletion(pod)
     pods = {pod.name for pod in facts.observed.pods}
     for place, refusal in sorted(facts.observed.refusals.items()):

@@ -217,9 +217,9 @@ def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 def _find_slow_start_times(facts: Facts) -> tuple[float, ...]:
     """Return when init containers will have run, or pods will have waited for a report, for too long."""
     pods = [worker.pod for worker in facts.workers.values()]
-    due = [pod.init_since + SLOW_INIT_SECONDS for pod in pods if pod.init_since is not None]
-    due += [pod.created + UNANSWERED_SECONDS for pod in pods if _has_no_report(pod)]
-    return tuple(at for at in due if at > facts.now)
+    deadlines = [pod.init_since + SLOW_INIT_SECONDS for pod in pods if pod.init_since is not None]
+    deadlines += [pod.created + UNANSWERED_SECONDS for pod in pods if _has_no_report(pod)]
+    return tuple(at for at in deadlines if at > facts.now)
 
 
 def _all_members_reported(facts: Facts) -> bool:

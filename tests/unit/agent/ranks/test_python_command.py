@@ -107,7 +107,7 @@ def test_an_error_is_printed_as_a_new_interpreter_prints_it(
     expected, shown = (each.stderr.replace(f"{tmp_path}/", "").splitlines() for each in (plain, done))
     assert (done.returncode, shown[-1]) == (1, expected[-1])
     assert "python_command.py" not in done.stderr
-    if arguments[0] != "-m":  # with it, an interpreter shows frames of its own
+    if arguments[0] != "-m":  # with it, an interpreter shows its own frames
         assert shown == expected
 
 

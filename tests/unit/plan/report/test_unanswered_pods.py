@@ -52,10 +52,10 @@ def test_what_a_pending_pod_waits_for_is_named(changes: Any, reason: str, words:
     ],
 )
 def test_a_pod_whose_deletion_nobody_completes_is_named(changes: Any, words: str) -> None:
-    result = plan_with_pod(deleting=True, gone_by=NOW - DELETION_SECONDS - 1, **changes)
+    result = plan_with_pod(deleting=True, deletion_deadline=NOW - DELETION_SECONDS - 1, **changes)
     condition = result.condition(ConditionType.RECONCILED)
     assert (condition.reason, words in condition.message) == ("DeletionPending", True), condition.message
-    early = plan_with_pod(deleting=True, gone_by=NOW - 1, **changes)
+    early = plan_with_pod(deleting=True, deletion_deadline=NOW - 1, **changes)
     assert all(condition.type is not ConditionType.RECONCILED for condition in early.status.conditions)
     assert early.requeue_after is not None
     assert early.requeue_after <= DELETION_SECONDS

@@ -182,7 +182,7 @@ class Conversation:
         ending = alone[1].rstrip() if alone else ""
         if alone and following.startswith(ending):
             return len(ending)
-        common = count_common(following, ending)  # the last turn has an end of its own
+        common = count_common(following, ending)  # the last turn can have another end
         tokens = [match for match in self.marks.names.finditer(following) if match.end() <= common]
         token = tokens[-1] if tokens else self.marks.names.match(following)
         return token.end() if token else 0

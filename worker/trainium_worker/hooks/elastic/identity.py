@@ -1,4 +1,4 @@
-"""What is the same in each start of a run: a state of another run is refused."""
+"""Compare what must be equal in each start of a run, and refuse a state of another run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run has in each start."""
+    """The values that each start of a run has."""
 
     output_dir: str
     seed: int
