@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from tests.testing.suite.timeouts import until
 from tests.unit.agent.pod_environment import environment
@@ -101,6 +103,16 @@ def test_a_number_is_read_from_coloured_output_and_with_what_follows(
 ) -> None:
     monitored_program.print_lines(printed)
     assert (monitored_program.record().step, monitored_program.record().loss) == (7, loss)
+
+
+def test_the_pattern_of_the_page_for_a_progress_bar_reads_no_other_bar(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[4] / "docs/program.md").read_text(encoding="utf-8")
+    pattern = re.search(r"as in `([^`]+/600[^`]+)`", page)
+    assert pattern is not None
+    program = MonitoredProgram(tmp_path, pattern[1])
+    bars = (("", 30, 600), ("", 12, 12), ("Generating train split", 600, 600), ("Map", 90, 600))
+    program.print_lines(*(tqdm.format_meter(done, total, 3.0, ncols=80, prefix=title) for title, done, total in bars))
+    assert program.record().step == 30
 
 
 def test_a_step_has_separators_of_thousands_and_a_pattern_may_name_colours(tmp_path: Path) -> None:
