@@ -69,7 +69,7 @@ test-nxd:  ## The nxd backend on the real neuronx-distributed, torch and torch_x
 	@scripts/nxd_environment.sh $(NXD_VENV)
 	@NXD_SRC="$(NXD_SRC)" PJRT_DEVICE=CPU $(NXD_VENV)/bin/python -m pytest tests/nxd $(ARGS)
 
-test-trackers: binaries  ## Runs in MLflow (its server, with a database; also a job with faults), Weights & Biases and Trackio
+test-trackers: binaries  ## Runs in MLflow (its server, with a database; also a job with faults) and Weights & Biases
 	@$(BIN)/trainium-devcluster binaries --helm >/dev/null
 	@scripts/tool_venv.sh $(TRACKERS_VENV) $(abspath $(BIN))/python scripts/trackers_requirements.txt
 	@$(TRACKERS_VENV)/bin/python -m pytest tests/unit/trainer/trackers tests/cluster/training/test_trackers.py $(ARGS)

@@ -36,7 +36,7 @@ REQUIREMENTS = {
     "client": "trainium-client",
 }
 """Requirement of each part: a distribution of this repository, with extras."""
-EXTRAS_NOT_TESTED = frozenset({"mlflow", "wandb", "trackio", "tasks"})
+EXTRAS_NOT_TESTED = frozenset({"mlflow", "wandb", "tasks"})
 """Extras that are not in the environment of the tests but in a separate one (Makefile)."""
 
 

@@ -18,7 +18,6 @@ class Tracker(StrEnum):
 
     MLFLOW = "MLflow"
     WANDB = "WandB"
-    TRACKIO = "Trackio"
 
 
 MAX_PROFILED_STEPS = 20

@@ -78,9 +78,7 @@ OF_THE_PROGRAM = {"trainium-worker": {"torch", "transformers", "lightning"}}
 """Modules that a training program has, or else imports no module of ours that needs them."""
 
 
-OF_AN_EXTRA = {
-    "trainium-trainer": {"mlflow": "mlflow-skinny", "wandb": "wandb", "trackio": "trackio", "lm_eval": "lm-eval"}
-}
+OF_AN_EXTRA = {"trainium-trainer": {"mlflow": "mlflow-skinny", "wandb": "wandb", "lm_eval": "lm-eval"}}
 """Modules of extras that the environment of the tests lacks -> the distribution that is declared for each."""
 
 

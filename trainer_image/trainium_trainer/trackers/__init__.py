@@ -1,1 +1,1 @@
-"""Experiment trackers: a process of rank 0 sends metrics.jsonl to MLflow, Weights & Biases or Trackio."""
+"""Experiment trackers: a process of rank 0 sends metrics.jsonl to MLflow or Weights & Biases."""

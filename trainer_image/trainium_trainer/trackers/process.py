@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.results import ArtifactReport
     from trainium_trainer.configuration.config import Settings
 
-_MODULES = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb", Tracker.TRACKIO: "trackio"}
+_MODULES = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb"}
 STATE_NAME = "trackers.json"
 """The file with the newest sent step of each tracker, next to the metrics of the run."""
 STARTS_NAME = "starts.jsonl"

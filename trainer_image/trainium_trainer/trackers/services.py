@@ -157,48 +157,7 @@ class WandB:
         self._run.finish(exit_code=1)
 
 
-class Trackio:
-    """A run of Trackio, in the folder of the records unless its variables name a server or a space."""
-
-    def open(self, run: TrackedRun, run_id: str) -> int:
-        """See the protocol."""
-        os.environ.setdefault("TRACKIO_DIR", str(Path(run.metrics).parent / "trackio"))
-        import trackio  # noqa: PLC0415 - an extra
-
-        self._run = trackio.init(
-            run.project,
-            name=f"{run.name}-{run_id[:8]}",
-            config={**_flatten(run.config), **_flatten(run.facts)},
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-        return max(0, int(self._run._next_step) - 1)  # noqa: SLF001 - it has no public name
-
-    def send(self, steps: Sequence[Step]) -> None:
-        """See the protocol."""
-        for step in steps:
-            self._run.log(dict(step.figures), step=step.number)
-
-    def describe(self, text: str) -> None:
-        """See the protocol: a description is an alert, as runs have none."""
-        self._run.alert(title="Run", text=text)
-
-    def close(self) -> None:
-        """See the protocol."""
-        self._run.finish()
-
-    def leave(self) -> None:
-        """See the protocol."""
-        self._run.finish()
-
-
-SERVICES: dict[str, Callable[[], Service]] = {
-    Tracker.MLFLOW: MLflow,
-    Tracker.WANDB: WandB,
-    Tracker.TRACKIO: Trackio,
-}
+SERVICES: dict[str, Callable[[], Service]] = {Tracker.MLFLOW: MLflow, Tracker.WANDB: WandB}
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -260,19 +260,6 @@ class RefusingProxy:
         self._running.__exit__(None, None, None)
 
 
-@needs_package("trackio")
-def test_trackio_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "run"
-    run_with_restart(root, Tracker.TRACKIO)
-    monkeypatch.setenv("TRACKIO_DIR", str(root / "trackio"))
-    script = (
-        "import json\nfrom trackio.sqlite_storage import SQLiteStorage as S\n"
-        "(run,) = S.get_runs('team')\nprint(json.dumps([run, [line['step'] for line in S.get_logs('team', run)]]))\n"
-    )
-    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert json.loads(completed.stdout) == [f"llama-{RUN_ID[:8]}", list(range(1, 21))]
-
-
 def wandb_records(data: bytes) -> Iterator[bytes]:
     """Yield the records of an offline run: a header, then blocks of LevelDB's log format."""
     offset, record = 7, b""
@@ -323,7 +310,7 @@ def test_a_start_that_ended_before_its_tracker_process_is_shown(tmp_path: Path) 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run_starts(
     tmp_path: Path, tracker: Tracker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    package = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb", Tracker.TRACKIO: "trackio"}[tracker]
+    package = {Tracker.MLFLOW: "mlflow", Tracker.WANDB: "wandb"}[tracker]
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
     (tmp_path / "text.txt").write_text("a text\n" * 100)
