@@ -46,10 +46,8 @@ library.
 
 _PREFERENCES = """## Preference tuning
 
-The same with pairs of answers, once by trl {trl} and once in this trainer: `DPOTrainer` on the whole batch, and
-`ORPOTrainer` on one pair at a time, because its loss weighs the likelihood of longer pairs more within a batch. Rows
-have {steps} steps, and pass by the tolerances of fine-tuning. Pairs are made from the docstrings of the standard
-library.
+The same with pairs of answers, once by trl {trl} and once in this trainer: `DPOTrainer` on the whole batch. Rows have
+{steps} steps, and pass by the tolerances of fine-tuning. Pairs are made from the docstrings of the standard library.
 """
 
 _FAMILIES = """## Families

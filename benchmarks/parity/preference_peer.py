@@ -1,4 +1,4 @@
-"""Tune a Llama on pairs with trl's DPOTrainer or ORPOTrainer, as the reference of preference tuning.
+"""Tune a Llama on pairs with trl's DPOTrainer, as the reference of preference tuning.
 
 Run by `benchmarks.parity` in an environment that has trl; it imports nothing from here. The task is a JSON object in
 the environment variable TASK. Pairs have token ids or, with a chat template, messages that trl tokenizes. The losses
@@ -74,7 +74,7 @@ def main() -> None:
     tokenizer.add_special_tokens(names if task["template"] else names | {"bos_token": task["end"]})
     tokenizer.chat_template = task["template"]
     lora = peft.LoraConfig(**task["lora"], task_type="CAUSAL_LM") if task["lora"] else None
-    trainer = (_dpo if task["kind"] == "DPO" else _orpo)(task, model, tokenizer, lora, _arguments(task))
+    trainer = _dpo(task, model, tokenizer, lora, _arguments(task))
     trainer.losses = []
     if lora is not None:
         _initialize_adapter(trainer.model, safetensors.torch.load_file(task["adapter"]))
@@ -103,7 +103,7 @@ def _arguments(task: dict[str, Any]) -> dict[str, Any]:
         "max_steps": task["steps"],
         "max_grad_norm": task["clipNorm"],
         "beta": task["beta"],
-        "max_length": None if task["kind"] == "DPO" else 1 << 16,
+        "max_length": None,
         "logging_strategy": "no",
         "save_strategy": "no",
         "report_to": [],
@@ -116,7 +116,7 @@ def _arguments(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments: dict[str, Any]) -> Any:
-    from trl import DPOConfig, DPOTrainer  # noqa: PLC0415 - only one of the two is needed
+    from trl import DPOConfig, DPOTrainer  # noqa: PLC0415 - imports more than the rest
 
     class Trainer(RecordingTrainer, DPOTrainer):  # type: ignore[misc]
         def _prepare_dataset(self, dataset: Any, *arguments: Any, **options: Any) -> Any:
@@ -143,37 +143,6 @@ def _dpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments:
         processing_class=tokenizer,
         peft_config=lora,
     )
-
-
-def _orpo(task: dict[str, Any], model: Any, tokenizer: Any, lora: Any, arguments: dict[str, Any]) -> Any:
-    """Return the settings of ORPO, one pair at a time: with several the library gives longer pairs more weight."""
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer  # noqa: PLC0415 - as above
-
-    class Trainer(RecordingTrainer, ORPOTrainer):  # type: ignore[misc]
-        def tokenize_row(self, feature: dict[str, Any], *arguments: Any, **options: Any) -> dict[str, Any]:
-            """Return the token ids under the library's names."""
-            if task["template"]:
-                return super().tokenize_row(feature, *arguments, **options)  # type: ignore[no-any-return]
-            row, prompt = feature["row"], feature["row"]["prompt"]
-            found: dict[str, Any] = {"prompt_input_ids": row["chosen"][:prompt], "prompt_attention_mask": [1] * prompt}
-            for name in ("chosen", "rejected"):
-                ids = row[name]
-                found[f"{name}_input_ids"], found[f"{name}_attention_mask"] = ids, [1] * len(ids)
-                found[f"{name}_labels"] = [-100] * prompt + ids[prompt:]
-            return found
-
-    rows = _read_pairs(task)
-    if not task["template"]:
-        rows = [{"prompt": "", "chosen": "", "rejected": "", "row": row} for row in rows]
-    trainer = Trainer(
-        model,
-        args=ORPOConfig(per_device_train_batch_size=1, gradient_accumulation_steps=task["batch"], **arguments),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=lora,
-    )
-    trainer.model_accepts_loss_kwargs = False  # the loss is a mean, which must be divided by the passes of a step
-    return trainer
 
 
 def _read_pairs(task: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Run the reference of preference tuning: trl's DPOTrainer and ORPOTrainer, by the peer's interpreter.
+"""Run the reference of preference tuning: trl's DPOTrainer, by the peer's interpreter.
 
 The trainer computes nothing there. It only provides the order of the pairs, the learning rates, the adapter's initial
 values, and the token ids of pairs of texts. Pairs of messages get their tokens from trl.

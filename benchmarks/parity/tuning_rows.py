@@ -99,7 +99,6 @@ LABELS = Settings(
 )
 _PAIRS = {"data.format": "Preference", "data.sequenceLength": 128}
 _DPO = {"kind": "DPO", "beta": 0.1}
-_ORPO = {"kind": "ORPO", "beta": 0.1}
 _ADAPTER = {"method": "LoRA", "lora": {"rank": 8, "alpha": 16.0, "targets": ["*_proj"]}}
 DPO = Settings(
     "DPO",
@@ -115,20 +114,6 @@ DPO_LORA = Settings(
     HLAT,
     "preferences",
 )
-ORPO = Settings(
-    "ORPO",
-    "all weights, weight 0.1 of the odds ratio",
-    {**_PAIRS, "data.examples.loss": "All", "tuning.objective": _ORPO},
-    HLAT,
-    "preferences",
-)
-ORPO_LORA = Settings(
-    "ORPO, LoRA",
-    "rank 8 and alpha 16 on all projections, weight 0.1 of the odds ratio",
-    {**_PAIRS, **_RATE, "data.examples.loss": "All", "tuning": {**_ADAPTER, "objective": _ORPO}},
-    HLAT,
-    "preferences",
-)
 _MESSAGES = {**_PAIRS, "data.examples.chat.template": str(Path(__file__).with_name("chat.jinja"))}
 DPO_MESSAGES = Settings(
     "DPO, messages",
@@ -137,15 +122,7 @@ DPO_MESSAGES = Settings(
     HLAT,
     "conversations",
 )
-ORPO_MESSAGES = Settings(
-    "ORPO, messages",
-    "all weights, pairs of messages as before",
-    {**_MESSAGES, "data.examples.loss": "All", "tuning.objective": _ORPO},
-    HLAT,
-    "conversations",
-)
-MESSAGES_SETTINGS = (DPO_MESSAGES, ORPO_MESSAGES)
-PREFERENCE_SETTINGS = (DPO, DPO_LORA, ORPO, ORPO_LORA, *MESSAGES_SETTINGS)
+PREFERENCE_SETTINGS = (DPO, DPO_LORA, DPO_MESSAGES)
 
 _SMALL = {
     "vocab_size": 1024,
@@ -263,8 +240,8 @@ FAMILY_ROWS = tuple(
 )
 PREFERENCE_ROWS = tuple(
     Row(settings, data_parallel=data, tensor_parallel=tensor, overrides=overrides)
-    for settings in (DPO, DPO_LORA, ORPO, ORPO_LORA)
+    for settings in (DPO, DPO_LORA)
     for data, tensor, overrides in ((1, 1, ()), (2, 1, ()), (1, 2, ()), (2, 1, (FULLY_SHARDED,)))
 )
 PREFERENCE_ROWS += (Row(DPO, pipeline_parallel=2, accumulation=4), Row(DPO_LORA, pipeline_parallel=2, accumulation=4))
-PREFERENCE_ROWS += tuple(map(Row, MESSAGES_SETTINGS))
+PREFERENCE_ROWS += (Row(DPO_MESSAGES),)

@@ -26,10 +26,6 @@ model.initialStd: 0.1 | model.weights: /base |
 {ROPE}.attentionFactor: 1.5 | {ROPE}.kind: Llama3 | {ROPE}.kind: YaRN, {ROPE}.factor: 2
 tuning.lora: {{}} | tuning.method: Full, model.weights: /base | model.weights: /base
 tuning.lora.rank: 8 | tuning.method: Full, model.weights: /base | tuning.method: LoRA, model.weights: /base
-tuning.objective.labelSmoothing: 0.1 | {DPO}, tuning.objective.kind: ORPO | {DPO}
-tuning.objective.reference: /other | {DPO}, tuning.objective.kind: ORPO | {DPO}
-tuning.objective.reference: /other | {DPO}, tuning.objective.referenceFree: true | {DPO}
-tuning.objective.referenceFree: true | {DPO}, tuning.objective.kind: ORPO | {DPO}
 data.source: python-docs | data.hub.dataset: a/b |
 data.source: /data | 'data: {{sources: [{{source: /more}}]}}' |
 data.textField: body | data.format: Instruction | data.format: Text
@@ -60,8 +56,6 @@ schedule.finalRatio: 0.5 | schedule.kind: Constant | {WSD}
 optimizer.decayScope: Matrices | optimizer.weightDecay: 0 | optimizer.weightDecay: 0.1
 device: Cpu | backend: Nxd | backend: Native
 parallelism.sequence: true | parallelism.tensor: 1 | parallelism.tensor: 2
-parallelism.pipelineSchedule: GPipe | parallelism.pipeline: 1 | parallelism.pipeline: 2
-parallelism.stagesPerRank: 2 | parallelism.pipeline: 1 | parallelism.pipeline: 2
 artifacts.precision: Float16 | seed: 1 | model.weights: /base
 artifacts.precision: Float16 | artifacts.kinds: [Adapter], {{LORA}} | artifacts.kinds: [Model]
 artifacts.path: /a | seed: 1 | artifacts.kinds: [Model]

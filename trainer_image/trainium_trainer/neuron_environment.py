@@ -48,12 +48,13 @@ _FIELDS = {
     "NEURON_FUSE_SOFTMAX": "neuron.fuseSoftmax",
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": "neuron.stochasticRounding",
     "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "neuron.stochasticRoundingSeed",
-    "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "neuron.asyncExecInflightRequests",
     "NEURON_RT_EXEC_TIMEOUT": "neuron.execTimeoutSeconds",
     "MALLOC_ARENA_MAX": "neuron.mallocArenas",
     CAPTURE_ENABLED: "monitor.profile.neuron",
     _CAPTURE_FOLDER: "monitor.profile.neuron",
 }
+_INFLIGHT, _MAX_INFLIGHT = "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "3"
+"""Graphs that may wait on the device while the host continues, for NxD, whose SDKs have it."""
 _DOWNCASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 """The file with the EC2 instance type."""
@@ -93,7 +94,7 @@ def variables(config: TrainingConfig, *, nxd: bool, given: Mapping[str, str]) ->
         "NEURON_RT_EXEC_TIMEOUT": str(neuron.exec_timeout_seconds),
     }
     if nxd:
-        environment["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] = str(neuron.async_exec_inflight_requests)
+        environment[_INFLIGHT] = given.get(_INFLIGHT, _MAX_INFLIGHT)
     if neuron.malloc_arenas is not None:
         environment["MALLOC_ARENA_MAX"] = str(neuron.malloc_arenas)
     if neuron.cache_directory is not None:

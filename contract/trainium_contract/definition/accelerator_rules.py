@@ -30,7 +30,7 @@ _PHYSICAL_CORES = _value_of_instance_type(lambda each: each.cores * each.core_pa
 _CLAIMED_CORES = f"""{_value_of_instance_type(lambda each: each.cores * each.core_parts // each.devices)}
 * self.claim.?count.orValue({_value_of_instance_type(lambda each: each.devices)})
 / self.claim.?logicalNeuronCore.orValue({_value_of_instance_type(lambda each: each.core_parts)})"""
-_MAX_CORES = f"(has(self.claim) && !self.claim.ultraServerNode ? {_CLAIMED_CORES} : {_PHYSICAL_CORES})"
+_MAX_CORES = f"(has(self.claim) ? {_CLAIMED_CORES} : {_PHYSICAL_CORES})"
 
 ACCELERATOR_RULES: tuple[Rule, ...] = (
     Rule(
@@ -46,7 +46,7 @@ ACCELERATOR_RULES: tuple[Rule, ...] = (
         ".resources",
     ),
     Rule(
-        f"!has(self.claim) || has(self.claim.count) || self.claim.ultraServerNode || {_IS_KNOWN_TYPE}",
+        f"!has(self.claim) || has(self.claim.count) || {_IS_KNOWN_TYPE}",
         "give the number of devices that a worker claims: accelerator.claim.count, or a known instanceType to claim "
         "all of its devices",
         ".claim",
@@ -83,20 +83,6 @@ ACCELERATOR_RULES: tuple[Rule, ...] = (
         || (has(self.instanceType) && self.instanceType.startsWith('trn2'))""",
         "accelerator.claim.logicalNeuronCore is for trn2: elsewhere a core is what a process sees; leave it out",
         ".claim.logicalNeuronCore",
-        reason=RefusalReason.FORBIDDEN,
-    ),
-    Rule(
-        """!has(self.claim) || !self.claim.ultraServerNode || !(has(self.claim.count) || self.claim.connected
-        || has(self.claim.logicalNeuronCore))""",
-        "accelerator.claim.ultraServerNode claims the whole node as one device: leave out count, connected and "
-        "logicalNeuronCore",
-        ".claim.ultraServerNode",
-    ),
-    Rule(
-        """!has(self.claim) || !self.claim.ultraServerNode
-        || (has(self.instanceType) && self.instanceType.startsWith('trn2u'))""",
-        "accelerator.claim.ultraServerNode is for nodes of an UltraServer: set instanceType to trn2u.48xlarge",
-        ".claim.ultraServerNode",
         reason=RefusalReason.FORBIDDEN,
     ),
     Rule(

@@ -70,13 +70,12 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         """!has(self.trainer.model.numLayers)
-        || self.parallelism.pipeline * self.parallelism.stagesPerRank <= self.trainer.model.numLayers""",
-        "parallelism.pipeline x stagesPerRank must not be above trainer.model.numLayers: each stage needs a layer",
+        || self.parallelism.pipeline <= self.trainer.model.numLayers""",
+        "parallelism.pipeline must not be above trainer.model.numLayers: each stage needs a layer",
         ".parallelism.pipeline",
         format_message(
-            "parallelism.pipeline %s x stagesPerRank %s is above trainer.model.numLayers %s: each stage needs a layer",
+            "parallelism.pipeline %s is above trainer.model.numLayers %s: each stage needs a layer",
             "self.parallelism.pipeline",
-            "self.parallelism.stagesPerRank",
             "self.trainer.model.numLayers",
         ),
     ),
@@ -268,7 +267,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"!({_IS_PREFERENCE}) || {_HAS_OBJECTIVE}",
-        "trainer.data.format is Preference but trainer.tuning.objective is not given: name its kind, DPO or ORPO",
+        "trainer.data.format is Preference but trainer.tuning.objective is not given: name its kind, DPO",
         ".trainer.tuning.objective",
         reason=RefusalReason.REQUIRED,
     ),
@@ -279,10 +278,9 @@ _RULES: tuple[Rule, ...] = (
         ".trainer.data.format",
     ),
     Rule(
-        f"""!{_HAS_OBJECTIVE} || {_HAS_WEIGHTS} || self.trainer.tuning.objective.kind == 'ORPO'
-        || self.trainer.tuning.objective.referenceFree || self.trainer.tuning.objective.reference != 'Base'""",
+        f"!{_HAS_OBJECTIVE} || {_HAS_WEIGHTS} || self.trainer.tuning.objective.reference != 'Base'",
         "trainer.tuning.objective compares with the model in trainer.model.weights, which is not given: give it, or "
-        "set tuning.objective.referenceFree",
+        "set tuning.objective.reference",
         ".trainer.model.weights",
         reason=RefusalReason.REQUIRED,
     ),

@@ -32,8 +32,5 @@ class ClaimSpec(ContractModel):
     logical_neuron_core: Annotated[int, Field(ge=1, le=2)] | None = None
     """Physical cores that make one that a process sees, on trn2; omitted: as the node is set. With 1 give coresPerNode
     too, which counts the cores that processes see."""
-    ultra_server_node: bool = False
-    """Claim a node of an UltraServer (trn2u) as one device, without its links to the other nodes; not with the fields
-    above."""
     selectors: Annotated[tuple[Selector, ...], Field(max_length=8)] = ()
     """Further conditions that each device must meet, in CEL, as in a claim; for instance a version of the driver."""

@@ -51,8 +51,8 @@ class AcceleratorSpec(ContractModel):
 
     def claimed_devices(self) -> int:
         """Return the devices that a worker claims; 0 without a claim, and if the spec gives no number."""
-        if self.claim is None or self.claim.ultra_server_node:
-            return int(self.claim is not None)
+        if self.claim is None:
+            return 0
         known = self.instance()
         return self.claim.count or (known.devices if known else 0)
 

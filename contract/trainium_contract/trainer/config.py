@@ -34,7 +34,7 @@ from trainium_contract.trainer.parallelism import (
     Recompute,
     TorchCompile,
 )
-from trainium_contract.trainer.tuning import BASE_REFERENCE, ObjectiveKind, TuningConfig, TuningMethod
+from trainium_contract.trainer.tuning import BASE_REFERENCE, TuningConfig, TuningMethod
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -217,9 +217,7 @@ class TrainingConfig(TrainerSpec):
         objective, pairs = self.tuning.objective, self.data.format is DataFormat.PREFERENCE
         if objective is None:
             if pairs:
-                raise ValueError(
-                    "data.format is Preference but tuning.objective is not given: name its kind, DPO or ORPO"
-                )
+                raise ValueError("data.format is Preference but tuning.objective is not given: name its kind, DPO")
             return self
         if not pairs:
             raise ValueError(
@@ -236,14 +234,14 @@ class TrainingConfig(TrainerSpec):
                 "data.examples.packing is true but data.format is Preference, where each answer has a separate "
                 "sequence: leave it out"
             )
-        if objective.kind is ObjectiveKind.DPO and self.data.examples.loss is LossOn.ALL:
+        if self.data.examples.loss is LossOn.ALL:
             raise ValueError(
                 "data.examples.loss is All but tuning.objective is DPO, which compares answers only: leave it out"
             )
-        if objective.compares_with_reference and objective.reference == BASE_REFERENCE and self.model.weights is None:
+        if objective.reference == BASE_REFERENCE and self.model.weights is None:
             raise ValueError(
                 "tuning.objective compares with the model in model.weights, which is not given: give it, or set "
-                "tuning.objective.referenceFree"
+                "tuning.objective.reference"
             )
         return self
 

@@ -8,16 +8,14 @@ from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.examples import DataFormat
 from trainium_contract.trainer.optimizer import ScheduleKind
 from trainium_contract.trainer.parallelism import BackendChoice
-from trainium_contract.trainer.tuning import ObjectiveKind, TuningMethod
+from trainium_contract.trainer.tuning import TuningMethod
 
 _EXAMPLES = "data.examples."
 _ROPE = "model.ropeScaling."
 _ROPE_KIND = f"{_ROPE}kind"
-_OBJECTIVE = "tuning.objective."
 _NO_WEIGHTS = Switch("model.weights", on=(None,))
 _WEIGHTS = Switch("model.weights", off=(None,))
 _NO_PATH = Switch("model.path", on=(None,))
-_IS_DPO = Switch(f"{_OBJECTIVE}kind", on=(ObjectiveKind.DPO,))
 _CHANGES_RATE = Switch("schedule.kind", off=(ScheduleKind.CONSTANT,))
 _HAS_EXAMPLES = Switch("data.format", off=(DataFormat.TEXT,))
 _IS_TEXT = Switch("data.format", on=(DataFormat.TEXT,))
@@ -42,8 +40,6 @@ TRAINER_REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     *requirements(f"{_ROPE}{{fastTurns,slowTurns,attentionFactor}}", Switch(_ROPE_KIND, on=(RopeScalingKind.YARN,))),
     *requirements("tuning.lora", Switch("tuning.method", off=(TuningMethod.FULL,))),
-    *requirements(f"{_OBJECTIVE}{{labelSmoothing,reference,referenceFree}}", _IS_DPO),
-    *requirements(f"{_OBJECTIVE}reference", Switch(f"{_OBJECTIVE}referenceFree", on=(False,))),
     *requirements("data.source", Switch("data.hub", on=(None,))),
     *requirements("data.source", Switch("data.sources", on=(None,))),
     *requirements("data.{textField,maskDocuments}", _IS_TEXT),
@@ -65,7 +61,6 @@ TRAINER_REQUIREMENTS: tuple[Requirement, ...] = (
     *requirements("optimizer.decayScope", Switch("optimizer.weightDecay", off=(0.0,))),
     *requirements("device", Switch("backend", off=(BackendChoice.NXD,))),
     *requirements("parallelism.sequence", Switch("parallelism.tensor", off=(1,))),
-    *requirements("parallelism.{pipelineSchedule,stagesPerRank}", Switch("parallelism.pipeline", off=(1,))),
     *requirements("artifacts.{precision,path,atMilestones,push}", _WEIGHTS, Switch("artifacts.kinds", off=(None,))),
     *requirements("artifacts.precision", Switch("artifacts.kinds", off=((), (ArtifactKind.ADAPTER,)))),
     *requirements("artifacts.atMilestones", Switch("checkpoint.milestones.everyTokens", off=(None,))),

@@ -114,9 +114,6 @@ class PreferenceConfig(ContractModel):
     """Field of the preferred answer."""
     rejected_field: _Column = "rejected"
     """Field of the other answer."""
-    adds_end: bool | None = None
-    """Whether answers from a chat template also end with the tokenizer's EOS token; omitted: with the objective ORPO,
-    as in trl."""
 
 
 class ExamplesConfig(ContractModel):

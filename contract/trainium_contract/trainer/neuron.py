@@ -92,9 +92,6 @@ class NeuronConfig(ContractModel):
     and moments in bfloat16."""
     stochastic_rounding_seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the stochastic rounding."""
-    async_exec_inflight_requests: Annotated[int, Field(ge=0, le=64)] = 3
-    """Graphs that may wait on the device while the host continues; 0 makes execution synchronous. Backend Nxd only:
-    SDKs from 2.31 on do not support it."""
     exec_timeout_seconds: Annotated[int, Field(ge=2, le=86_400)] = 4000
     """Time-out of the runtime for one execution, which includes waiting for other ranks that still compile; the
     operator detects hangs long before."""

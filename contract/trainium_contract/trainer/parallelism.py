@@ -91,15 +91,6 @@ class TorchCompile(StrEnum):
     by the vendor's compiler, elsewhere by Inductor, which needs a C++ compiler in the image."""
 
 
-class PipelineSchedule(StrEnum):
-    """Order of the micro-batches' forward and backward passes in a pipeline."""
-
-    ONE_FORWARD_ONE_BACKWARD = "OneForwardOneBackward"
-    """Each stage holds the activations of at most as many micro-batches as there are stages after it, and its own."""
-    GPIPE = "GPipe"
-    """All forward passes, then all backward passes: holds the activations of all micro-batches."""
-
-
 class ParallelismConfig(ContractModel):
     """Degrees of model parallelism; the data-parallel degree follows from the size."""
 
@@ -107,11 +98,6 @@ class ParallelismConfig(ContractModel):
     """Tensor-parallel degree."""
     pipeline: Annotated[int, Field(ge=1, le=256)] = 1
     """Pipeline-parallel degree: the layers are cut into as many stages, at least one layer each."""
-    pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
-    """Order of the micro-batches; with fewer micro-batches than it needs, GPipe's is used."""
-    stages_per_rank: Annotated[int, Field(ge=1, le=32)] = 1
-    """Stages that each rank of the pipeline holds; more than 1 interleaves them, which shortens the pipeline's idle
-    time and needs more communication."""
     context: Annotated[int, Field(ge=1, le=128)] = 1
     """Context-parallel degree: the sequence is divided over as many ranks (backend Native); 2 x context divides
     data.sequenceLength."""

@@ -102,8 +102,6 @@ class ObjectiveKind(StrEnum):
 
     DPO = "DPO"
     """Direct preference optimization (arXiv 2305.18290)."""
-    ORPO = "ORPO"
-    """Odds ratio preference optimization (arXiv 2403.07691), which needs no reference model."""
 
 
 BASE_REFERENCE = "Base"
@@ -114,21 +112,14 @@ class ObjectiveConfig(ContractModel):
     """Loss on the pairs of data.format Preference, averaged over the pairs of the global batch."""
 
     kind: ObjectiveKind = ObjectiveKind.DPO
-    """DPO or ORPO."""
+    """DPO."""
     beta: Annotated[float, Field(gt=0, le=1000)] = 0.1
-    """DPO: factor of the log-probability ratios to the reference. ORPO: weight of the odds ratio loss (lambda)."""
+    """Factor of the log-probability ratios to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, le=0.49)] = 0.0
-    """DPO: assumed share of pairs whose answers are swapped (conservative DPO)."""
+    """Assumed share of pairs whose answers are swapped (conservative DPO)."""
     reference: _Path = BASE_REFERENCE
-    """DPO: the reference model. `Base` is model.weights as it is, without an adapter; else a folder or
-    s3://bucket/prefix with a model of the same shape."""
-    reference_free: bool = False
-    """DPO: use a reference with the same probability for each answer."""
-
-    @property
-    def compares_with_reference(self) -> bool:
-        """Return whether the loss needs log-probabilities of a reference model."""
-        return self.kind is ObjectiveKind.DPO and not self.reference_free
+    """The reference model. `Base` is model.weights as it is, without an adapter; else a folder or s3://bucket/prefix
+    with a model of the same shape."""
 
 
 class TuningConfig(ContractModel):

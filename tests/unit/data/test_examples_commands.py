@@ -129,7 +129,15 @@ def test_show_data_shows_both_answers_of_a_pair(tmp_path: Path, capsys: pytest.C
     rows = [{"prompt": "name a shard:", "chosen": " a tensor", "rejected": f" node {number}"} for number in range(8)]
     source = str(write_records(tmp_path / "pairs.jsonl", rows))
     file = write_run_file(tmp_path, source=source, format="Preference")
-    command = ["show-data", "--config", str(file), "--samples", "1", "--set", "tuning.objective={kind: ORPO}"]
+    command = [
+        "show-data",
+        "--config",
+        str(file),
+        "--samples",
+        "1",
+        "--set",
+        "tuning.objective={reference: /reference}",
+    ]
     assert run(command) == 0
     output = capsys.readouterr().out
     assert re.search(r"sample 0: 2 answers, \d+ of 192 positions used", output)

@@ -79,7 +79,7 @@ class NativeBackend:
         self._pipeline: Pipeline | None = None
         self._pipeline_batches: list[MicroBatch] = []
         self._losses: list[Tensor] = []
-        self._nonfinite = NonfiniteOrigins(self.mesh, self._config.parallelism.stages_per_rank, self._pulse)
+        self._nonfinite = NonfiniteOrigins(self.mesh, self._pulse)
         self._tokens = 0
         self._divisor = 0
         self._token_positions: Tensor | None = None
@@ -90,10 +90,10 @@ class NativeBackend:
         self._loss_sum = math.nan
 
     def build(self) -> None:
-        """Create the model or this rank's stages without values, divide them, and allocate the state. Collective."""
+        """Create the model or this rank's stage without values, divide it, and allocate the state. Collective."""
         mesh, parallelism = self._device_mesh, self._config.parallelism
         with torch.device("meta"):
-            self._stages = [] if self.mesh.pp is None else self._build_stages()
+            self._stages = [] if self.mesh.pp is None else [self._build_stage()]
             self._models: list[Llama] = [*self._stages] or [Llama(self._shape)]
         for model in self._models:
             if self._config.precision.has_bfloat16_state:
@@ -146,24 +146,18 @@ class NativeBackend:
         if self.mesh.pp is not None:
             self._pipeline = self._build_pipeline()
 
-    def _build_stages(self) -> list[LlamaStage]:
-        """Create this rank's stages: every pp_size-th stage."""
+    def _build_stage(self) -> LlamaStage:
         from trainium_trainer.models.stages import LlamaStage  # noqa: PLC0415 - only a pipeline has them
 
-        total = self._config.parallelism.stages_per_rank * self.mesh.pp_size
-        stages = {
-            number: LlamaStage(
-                self._shape,
-                stage=number,
-                num_stages=total,
-                length=self._config.data.sequence_length,
-                hidden_dtype=self._hidden_dtype(),
-            )
-            for number in range(self.mesh.pp_rank, total, self.mesh.pp_size)
-        }
-        for number, stage in stages.items():
-            self._nonfinite.watch(number, stage)
-        return list(stages.values())
+        stage = LlamaStage(
+            self._shape,
+            stage=self.mesh.pp_rank,
+            num_stages=self.mesh.pp_size,
+            length=self._config.data.sequence_length,
+            hidden_dtype=self._hidden_dtype(),
+        )
+        self._nonfinite.watch(stage)
+        return stage
 
     def _hidden_dtype(self) -> torch.dtype:
         """Return the type of the residual stream: autocast leaves it in float32."""
@@ -189,10 +183,9 @@ class NativeBackend:
             logits=torch.float32 if config.precision is Precision.FLOAT32 else torch.bfloat16,
         )
         return Pipeline(
-            self._stages,
+            self._stages[0],
             self.mesh,
             shapes,
-            schedule=config.parallelism.pipeline_schedule,
             micro_batches=self._passes,
             loss=self._loss_of_target,
             keys=self._dropout_keys,

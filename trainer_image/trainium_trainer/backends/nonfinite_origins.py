@@ -26,21 +26,19 @@ if TYPE_CHECKING:
 
 
 class NonfiniteOrigins:
-    """Sums of the activations and gradients that this rank's stages sent since the last update."""
+    """Sums of the activations and gradients that this rank's stage sent since the last update."""
 
-    def __init__(self, mesh: Mesh, stages_per_rank: int, pulse: Pulse) -> None:
+    def __init__(self, mesh: Mesh, pulse: Pulse) -> None:
         self._mesh = mesh
-        self._last_stage = stages_per_rank * mesh.pp_size - 1
         self._pulse = pulse
-        self._outputs: dict[int, list[Tensor]] = {}
-        self._gradients: dict[int, list[Tensor]] = {}
-        """The sums of gradients by stage."""
+        self._outputs: list[Tensor] = []
+        self._gradients: list[Tensor] = []
 
-    def watch(self, number: int, stage: LlamaStage) -> None:
-        """Record sums of the tensors that a stage sends forward and backward."""
+    def watch(self, stage: LlamaStage) -> None:
+        """Record sums of the tensors that the stage sends forward and backward."""
 
-        def record(sums: dict[int, list[Tensor]], value: Tensor) -> None:
-            sums.setdefault(number, []).append(to_local(value).sum(dtype=torch.float32))
+        def record(sums: list[Tensor], value: Tensor) -> None:
+            sums.append(to_local(value).sum(dtype=torch.float32))
 
         def before(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             if stage.is_first or not torch.is_grad_enabled():
@@ -63,17 +61,14 @@ class NonfiniteOrigins:
 
     def find_loss_origins(self, own_loss: float) -> tuple[int, ...]:
         """Return the ranks where the forward pass first was nonfinite; `own_loss` is this rank's loss. Collective."""
-        stages = _nonfinite_stages(self._outputs)
-        if not math.isfinite(own_loss):
-            stages.append(self._last_stage)
-        return self._agree(1 + min(stages) if stages else 0, min)
+        stage = self._mesh.pp_rank if _has_nonfinite(self._outputs) else self._mesh.pp_size - 1
+        is_origin = _has_nonfinite(self._outputs) or not math.isfinite(own_loss)
+        return self._agree(1 + stage if is_origin else 0, min)
 
     def find_gradient_origins(self, *, own_are_finite: bool) -> tuple[int, ...]:
         """Return the ranks where the backward pass first was nonfinite. Collective."""
-        stages = _nonfinite_stages(self._gradients)
-        if not own_are_finite:
-            stages.append(self._mesh.pp_rank)
-        return self._agree(1 + max(stages) if stages else 0, max)
+        is_origin = _has_nonfinite(self._gradients) or not own_are_finite
+        return self._agree(1 + self._mesh.pp_rank if is_origin else 0, max)
 
     def _agree(self, mark: int, choose: Callable[[list[tuple[int, int]]], tuple[int, int]]) -> tuple[int, ...]:
         """Return the ranks whose mark (1 plus a stage, 0 for none) is the selected one of their share of samples."""
@@ -94,5 +89,5 @@ class NonfiniteOrigins:
         )
 
 
-def _nonfinite_stages(sums: dict[int, list[Tensor]]) -> list[int]:
-    return [number for number, values in sums.items() if not torch.stack(values).isfinite().all()]
+def _has_nonfinite(sums: list[Tensor]) -> bool:
+    return bool(sums) and not bool(torch.stack(sums).isfinite().all())

@@ -1,7 +1,7 @@
-"""Pipeline parallelism by torch's own schedules: this rank's stages, and one call for all micro-batches of a step.
+"""Pipeline parallelism by torch's own schedules: this rank's stage, and one call for all micro-batches of a step.
 
-Schedules: 1F1B (PipeDream-Flush, arXiv 2006.09503), GPipe (arXiv 1811.06965), and with several stages per rank the
-interleaved forms of both (arXiv 2104.04473 and 2211.05953).
+The schedule is 1F1B (PipeDream-Flush, arXiv 2006.09503), or GPipe (arXiv 1811.06965) for fewer micro-batches than
+stages.
 
 Guarantees:
 - Shapes and types between stages are specified, not inferred, so that no pass runs twice.
@@ -13,21 +13,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
-from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 from torch.torch_version import TorchVersion
 
-from trainium_contract.trainer.parallelism import PipelineSchedule
 from trainium_trainer.checkpoint.format.live_state import to_local
 from trainium_trainer.data.loader import MicroBatch, Pairs
 from trainium_trainer.exits import UserError
@@ -77,46 +70,42 @@ class StageShapes:
 
 
 class Pipeline:
-    """The stages of this rank under one schedule."""
+    """The stage of this rank under a schedule."""
 
     def __init__(
         self,
-        stages: Sequence[LlamaStage],
+        stage: LlamaStage,
         mesh: Mesh,
         shapes: StageShapes,
         *,
-        schedule: PipelineSchedule,
         micro_batches: int,
         loss: Callable[[Tensor, Tensor], Tensor],
         keys: Callable[[MicroBatch], Tensor | None],
     ) -> None:
-        """Create the schedule of `stages` pp_rank, pp_rank + pp_size, ...; `micro_batches` is their number per step.
+        """Create the schedule of a stage; `micro_batches` is their number per step.
 
         `keys` returns the keys of samples for dropout.
         """
         self._keys = keys
-        total = len(stages) * mesh.pp_size
         self._samples = micro_batches * shapes.samples
         self._device = mesh.device
-        parts = [
-            PipelineStage(
-                stage,
-                number,
-                total,
-                mesh.device,
-                input_args=shapes.empty_input(number),
-                output_args=shapes.empty_output(last=number == total - 1),
-                group=mesh.pp,
-            )
-            for number, stage in zip(range(mesh.pp_rank, total, mesh.pp_size), stages, strict=True)
-        ]
         self._is_first = mesh.pp_rank == 0
         self._is_last = mesh.pp_rank == mesh.pp_size - 1
-        kind = schedule_kind(schedule, stages=total, ranks=mesh.pp_size, micro_batches=micro_batches)
+        part = PipelineStage(
+            stage,
+            mesh.pp_rank,
+            mesh.pp_size,
+            mesh.device,
+            input_args=shapes.empty_input(mesh.pp_rank),
+            output_args=shapes.empty_output(last=self._is_last),
+            group=mesh.pp,
+        )
+        # Elastic training changes the number of micro-batches, so too few for 1F1B are no error of the configuration.
+        kind = Schedule1F1B if micro_batches >= mesh.pp_size else ScheduleGPipe
         if mesh.rank == 0:
-            _log.info("pipeline of %d stages on %d ranks: %s", total, mesh.pp_size, kind.__name__)
+            _log.info("pipeline of %d stages: %s", mesh.pp_size, kind.__name__)
         # The loop divides the sum of losses, so gradients are not scaled.
-        self._schedule = kind(parts if len(parts) > 1 else parts[0], micro_batches, loss_fn=loss, scale_grads=False)
+        self._schedule = kind(part, micro_batches, loss_fn=loss, scale_grads=False)
 
     def run(self, batch: MicroBatch) -> list[Tensor]:
         """Run forward and backward of the joined micro-batches of a step; return their losses on the last rank.
@@ -201,19 +190,6 @@ def check_torch() -> None:
             f"parallelism.pipeline is above 1, which torch {torch.__version__} cannot do well enough: install a newer "
             "torch (2.13 is tested), or set parallelism.pipeline to 1"
         )
-
-
-def schedule_kind(schedule: PipelineSchedule, *, stages: int, ranks: int, micro_batches: int) -> Any:
-    """Return torch's class of a schedule; its GPipe form if there are too few micro-batches.
-
-    Elastic training changes the number of micro-batches per rank, so this is not an error of the configuration.
-    """
-    interleaved = stages > ranks
-    one_by_one = schedule is PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
-    if interleaved:
-        fits = micro_batches % max(1, micro_batches // ranks) == 0  # torch needs rounds of one size
-        return ScheduleInterleaved1F1B if one_by_one and fits else ScheduleLoopedBFS
-    return Schedule1F1B if one_by_one and micro_batches >= stages else ScheduleGPipe
 
 
 def sum_tied_gradient(gradient: Tensor, mesh: Mesh) -> None:

@@ -231,8 +231,6 @@ def _describe_objective(config: TrainingConfig) -> list[str]:
     if objective is None:
         return []
     line = f"objective: {objective.kind}, beta {objective.beta:g}"
-    if not objective.compares_with_reference:
-        return [line]
     if is_reference_in_model(config.tuning):
         return [f"{line}; the reference is the model without its adapters, in the same step"]
     model = config.model.weights if objective.reference == BASE_REFERENCE else objective.reference

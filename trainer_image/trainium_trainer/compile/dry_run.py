@@ -122,8 +122,7 @@ def dry_run(settings: Settings) -> None:
             )
             backend.parameter_norm()
         backend.evaluate(batches)
-        objective = settings.config.tuning.objective
-        if objective is not None and objective.compares_with_reference:
+        if settings.config.tuning.objective is not None:
             backend.reference_log_probs(batches)
     backend.close()
 

@@ -22,7 +22,7 @@ from trainium_contract.sizes import count_micro_batches, step_batch_size
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.optimizer import OptimizerKind
-from trainium_contract.trainer.tuning import BASE_REFERENCE, ObjectiveKind, TuningConfig
+from trainium_contract.trainer.tuning import BASE_REFERENCE, TuningConfig
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.checkpoint.root.owner import NOBODY, JobIdentity
@@ -163,7 +163,7 @@ def parse(document: dict[str, Any], overrides: Sequence[str], source: str) -> Tr
     """Validate fields with overrides applied; `source` is their origin, for errors. Raises UserError."""
     origins = {_apply_override(document, override): f"--set {override}" for override in overrides}
     try:
-        return _with_end_of_pairs(_with_tokenizer(TrainingConfig.model_validate(document)))
+        return _with_tokenizer(TrainingConfig.model_validate(document))
     except ValidationError as error:
         where = _find_override(first_problem(error.errors())["loc"], origins) or source
         raise UserError(f"{where}: {explain(error, TrainingConfig)}") from error
@@ -187,16 +187,6 @@ def _with_tokenizer(config: TrainingConfig) -> TrainingConfig:
         raise UserError(f"model.weights {location}: {way_out}")
     tokenizer = config.data.tokenizer.model_copy(update={"path": location if is_address(location) else str(folder)})
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
-
-
-def _with_end_of_pairs(config: TrainingConfig) -> TrainingConfig:
-    """End the answers of pairs as trl does for the objective, unless the data name another end."""
-    objective, examples = config.tuning.objective, config.data.examples
-    if examples.preference.adds_end is not None or objective is None or objective.kind is not ObjectiveKind.ORPO:
-        return config
-    preference = examples.preference.model_copy(update={"adds_end": True})
-    data = config.data.model_copy(update={"examples": examples.model_copy(update={"preference": preference})})
-    return config.model_copy(update={"data": data})
 
 
 def check_tuning(config: TrainingConfig, shape: ModelShape) -> TrainableParameters:

@@ -129,12 +129,10 @@ def check_parallelism(config: TrainingConfig, shape: ModelShape, world_size: int
     if config.parallelism.sequence:
         by = "parallelism.tensor" if context == 1 else "parallelism.tensor x context"
         _divides("data.sequenceLength", length, by, tensor * context)
-    stages = config.parallelism.pipeline * config.parallelism.stages_per_rank
-    if stages > shape.num_layers:
+    if config.parallelism.pipeline > shape.num_layers:
         raise UserError(
-            f"parallelism.pipeline {config.parallelism.pipeline} x parallelism.stagesPerRank "
-            f"{config.parallelism.stages_per_rank} is more than the {shape.num_layers} layers of the model "
-            "(model.numLayers): each stage needs one; lower them"
+            f"parallelism.pipeline {config.parallelism.pipeline} is more than the {shape.num_layers} layers of the "
+            "model (model.numLayers): each stage needs one; lower it"
         )
     others = [name for name in ("pipeline", "context") if getattr(config.parallelism, name) > 1]
     _divides("the number of ranks", world_size, " x ".join(["parallelism.tensor", *others]), config.parallelism.group)

@@ -1,4 +1,4 @@
-"""Losses on pairs of a preferred and a rejected answer: DPO (arXiv 2305.18290) and ORPO (arXiv 2403.07691).
+"""The loss on pairs of a preferred and a rejected answer: DPO (arXiv 2305.18290).
 
 Guarantees:
 - A loss is a sum over pairs, so it does not depend on the division of pairs over micro-batches and ranks.
@@ -9,16 +9,16 @@ Guarantees:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
-from trainium_contract.trainer.tuning import ObjectiveConfig, ObjectiveKind
 from trainium_trainer.models.loss import IGNORED_LABEL
 
-_LARGEST_MEAN = -1e-6
-"""The largest mean log-probability whose odds are finite in float32."""
+if TYPE_CHECKING:
+    from trainium_contract.trainer.tuning import ObjectiveConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,8 @@ def preference_loss(
     """
     of_answers = _answer_mask(labels, answers)
     log_probs = -(losses * of_answers).sum(-1)
-    lengths = of_answers.sum(-1)
-    counted = lengths.view(-1, 2)[:, 0] > 0
-    if objective.kind is ObjectiveKind.DPO:
-        losses_of_pairs, rewards = _dpo(objective, log_probs - references)
-    else:
-        learned = labels != IGNORED_LABEL
-        nll = (losses.sum(-1) / learned.sum(-1).clamp(min=1)).view(-1, 2)[:, 0]
-        odds, rewards = _odds_ratio(objective, log_probs / lengths.clamp(min=1))
-        losses_of_pairs = nll + odds
+    counted = of_answers.any(-1)[0::2]
+    losses_of_pairs, rewards = _dpo(objective, log_probs - references)
     chosen, rejected = rewards.detach().view(-1, 2).unbind(-1)
     sums = torch.stack((chosen, rejected, (chosen > rejected).float()))
     return PairLoss(torch.where(counted, losses_of_pairs, 0.0).sum(), torch.where(counted, sums, 0.0).sum(-1))
@@ -74,18 +67,6 @@ def _dpo(objective: ObjectiveConfig, ratios: Tensor) -> tuple[Tensor, Tensor]:
     margins = rewards[0::2] - rewards[1::2]
     swapped = objective.label_smoothing
     return -(1 - swapped) * F.logsigmoid(margins) - swapped * F.logsigmoid(-margins), rewards
-
-
-def _odds_ratio(objective: ObjectiveConfig, means: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the odds ratio loss of each pair, and the reward of each answer, from its tokens' mean log-probability."""
-    log_odds = means - _log1mexp(means.clamp(max=_LARGEST_MEAN))
-    return -objective.beta * F.logsigmoid(log_odds[0::2] - log_odds[1::2]), objective.beta * means
-
-
-def _log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) of negative numbers, by the numerically stable form of each range."""
-    near_zero = x > -0.6931472  # log(1/2)
-    return torch.where(near_zero, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(torch.where(near_zero, -1.0, x))))
 
 
 def _answer_mask(labels: Tensor, answers: Tensor) -> Tensor:

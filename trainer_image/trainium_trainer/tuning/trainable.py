@@ -151,7 +151,6 @@ def is_reference_in_model(tuning: TuningConfig) -> bool:
     objective = tuning.objective
     return (
         objective is not None
-        and objective.compares_with_reference
         and objective.reference == BASE_REFERENCE
         and tuning.method is TuningMethod.LORA
         and tuning.trainable is None

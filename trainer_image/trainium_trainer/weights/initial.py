@@ -62,7 +62,7 @@ class InitialWeights:
 def _open_reference(tuning: TuningConfig, shape: ModelShape, base: BaseWeights | None) -> BaseWeights | None:
     """Open the reference model whose log-probabilities are computed ahead, if there is one. Raises UserError."""
     objective = tuning.objective
-    if objective is None or not objective.compares_with_reference or is_reference_in_model(tuning):
+    if objective is None or is_reference_in_model(tuning):
         return None
     if objective.reference == BASE_REFERENCE:
         return base

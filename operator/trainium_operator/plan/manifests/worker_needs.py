@@ -38,10 +38,9 @@ def find_extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
 
 def find_expected_devices(accelerator: AcceleratorSpec) -> str | None:
     """Return the Neuron devices that a worker must find, claimed or allocated; None if the number is not known."""
-    claim, instance = accelerator.claim, accelerator.instance()
-    if claim is None:
+    if accelerator.claim is None:
         return find_extended_resources(accelerator).get("aws.amazon.com/neuron")
-    count = instance.devices if claim.ultra_server_node and instance else accelerator.claimed_devices()
+    count = accelerator.claimed_devices()
     return str(count) if count else None
 
 

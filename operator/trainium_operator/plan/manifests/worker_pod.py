@@ -357,8 +357,7 @@ def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
     instance = accelerator.instance()
     if instance is None or accelerator.resources:
         return False
-    claim = accelerator.claim
-    return claim is None or claim.ultra_server_node or accelerator.claimed_devices() == instance.devices
+    return accelerator.claim is None or accelerator.claimed_devices() == instance.devices
 
 
 def _with_anti_affinity(job: str, affinity: Json) -> Json:

@@ -235,7 +235,7 @@ def test_the_preference_job_reads_pairs_and_compares_with_the_base() -> None:
     config = TrainingJobSpec.model_validate(with_pairs(document)["spec"]).training_config()
     assert config.data.format is DataFormat.PREFERENCE
     assert config.tuning.objective is not None
-    assert config.tuning.objective.compares_with_reference
+    assert config.tuning.objective.reference == "Base"
     assert config.data.validation is not None
     assert (config.data.source, config.data.validation.source) == (
         "/material/pairs.jsonl",

@@ -287,18 +287,6 @@ def test_the_size_of_a_logical_core_is_passed_to_the_driver_and_to_the_runtime()
     assert "NEURON_LOGICAL_NC_CONFIG" not in environment(built_pod_spec(job_with_claim()))
 
 
-def test_a_node_of_an_ultraserver_is_one_device() -> None:
-    view = job_with_claim({"ultraServerNode": True}, "trn2u.48xlarge")
-    (request,) = claimed_devices(view)["requests"]
-    assert request["exactly"]["count"] == 1
-    (selector,) = request["exactly"]["selectors"]
-    assert selector["cel"]["expression"] == "device.attributes['neuron.aws.com'].resourceType == 'neuron_node'"
-    (config,) = claimed_devices(view)["config"]
-    assert config["opaque"]["parameters"]["kind"] == "UltraServerConfig"
-    assert config["opaque"]["parameters"]["ultraserverMode"] == 1
-    assert environment(built_pod_spec(view))["TRAINIUM_NEURON_DEVICES"] == "16"
-
-
 def test_further_conditions_go_into_the_request() -> None:
     pinned = "device.attributes['neuron.aws.com'].neuronDriverVersion == '2.31.7'"
     (request,) = claimed_devices(job_with_claim({"selectors": [pinned]}))["requests"]

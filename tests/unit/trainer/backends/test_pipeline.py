@@ -1,4 +1,4 @@
-"""Divide layers among pipeline stages, choose a schedule, and train with the curve of one process."""
+"""Divide layers among pipeline stages, and train with the curve of one process."""
 
 import pytest
 import torch
@@ -16,8 +16,6 @@ from tests.testing.trainer.layouts import (
 )
 from tests.unit.trainer.conftest import Launcher, ReferenceRuns
 from trainium_contract.trainer.model import ModelConfig
-from trainium_contract.trainer.parallelism import PipelineSchedule
-from trainium_trainer.backends.pipeline import schedule_kind
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models.llama import Llama
 from trainium_trainer.models.stages import LlamaStage, canonical_parameters, shared_with_first, split_layers
@@ -56,24 +54,6 @@ def test_the_stages_have_the_parameters_of_the_model_under_its_names(tied: bool)
     assert [shared_with_first(stage) for stage in stages] == [frozenset(), frozenset(), {EMBEDDING} if tied else set()]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stages", "micro_batches", "kind"),
-    [
-        ("OneForwardOneBackward", 4, 8, "Schedule1F1B"),
-        ("OneForwardOneBackward", 4, 3, "ScheduleGPipe"),
-        ("GPipe", 4, 8, "ScheduleGPipe"),
-        ("OneForwardOneBackward", 8, 8, "ScheduleInterleaved1F1B"),
-        ("OneForwardOneBackward", 8, 9, "ScheduleLoopedBFS"),
-        ("GPipe", 8, 8, "ScheduleLoopedBFS"),
-    ],
-)
-def test_the_schedule_supports_the_number_of_micro_batches(
-    schedule: str, stages: int, micro_batches: int, kind: str
-) -> None:
-    schedule_class = schedule_kind(PipelineSchedule(schedule), stages=stages, ranks=4, micro_batches=micro_batches)
-    assert schedule_class.__name__ == kind
-
-
 @pytest.mark.skipif(has_pipelines(), reason="this torch supports pipelines")
 def test_an_old_torch_is_refused_before_a_process_group_is_made(launch: Launcher) -> None:
     job = launch(2, "old", [PP])
@@ -86,7 +66,6 @@ def test_an_old_torch_is_refused_before_a_process_group_is_made(launch: Launcher
     ("ranks", "overrides"),
     [
         pytest.param(2, [], id="pp2"),
-        pytest.param(2, ["parallelism.pipelineSchedule=GPipe"], id="pp2, GPipe"),
         pytest.param(2, ["batch.microSize=8"], id="pp2, fewer micro-batches than stages"),
         pytest.param(4, [], id="pp2 dp2", marks=pytest.mark.long),
         pytest.param(4, [TP, SP, TWO_PASSES], id="pp2 tp2, sequence"),
@@ -103,10 +82,10 @@ def test_the_curve_does_not_depend_on_the_pipeline(
 
 @needs_pipelines
 @pytest.mark.parametrize("tied", ["true", "false"])
-def test_interleaved_stages_of_uneven_size_have_the_curve_of_one_process(launch: Launcher, tied: str) -> None:
+def test_stages_of_uneven_size_have_the_curve_of_one_process(launch: Launcher, tied: str) -> None:
     model = [VALIDATION, "model.numLayers=5", f"model.tieEmbeddings={tied}", "steps=4"]
     reference = launch(1, "whole", model).finish()
-    divided = launch(2, "interleaved", [*model, PP, "parallelism.stagesPerRank=2"]).finish()
+    divided = launch(2, "divided", [*model, PP]).finish()
     divided.assert_same_curve(reference)
 
 

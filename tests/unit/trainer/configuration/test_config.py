@@ -103,33 +103,21 @@ def preference_config(objective: dict[str, Any], **examples: Any) -> dict[str, A
             {"batch": {"tolerance": 0.1}, "data": {"tokenization": "Online"}},
             "batch.tolerance is 0.1 but data.tokenization is Online, where each row of the global batch is",
         ),
-        ({"data": {"format": "Preference"}}, "tuning.objective is not given: name its kind, DPO or ORPO"),
+        ({"data": {"format": "Preference"}}, "tuning.objective is not given: name its kind, DPO"),
         (
             {"tuning": {"objective": {"kind": "DPO"}}},
             "tuning.objective is DPO but data.format is Text, which has no two answers to compare",
         ),
         (preference_config({}), "compares with the model in model.weights, which is not given: give it, or set"),
         (
-            preference_config({"kind": "ORPO", "labelSmoothing": 0.1}),
-            "objective.labelSmoothing has no effect unless tuning.objective.kind is DPO",
-        ),
-        (
-            preference_config({"kind": "ORPO", "referenceFree": True}),
-            "objective.referenceFree has no effect unless tuning.objective.kind is DPO",
-        ),
-        (
-            preference_config({"reference": "/r", "referenceFree": True}),
-            "objective.reference has no effect unless tuning.objective.referenceFree is false",
-        ),
-        (
             preference_config({"labelSmoothing": 0.5}),
             "labelSmoothing is 0.5: use a number of at least 0 and at most 0.49",
         ),
         (
-            preference_config({"referenceFree": True}, packing=True),
+            preference_config({"reference": "/r"}, packing=True),
             "where each answer has a separate sequence: leave it out",
         ),
-        (preference_config({"referenceFree": True}, loss="All"), "is DPO, which compares answers only: leave it out"),
+        (preference_config({"reference": "/r"}, loss="All"), "is DPO, which compares answers only: leave it out"),
         ("- a\n- b\n", "holds a list, not fields"),
         ("steps: [", "not valid YAML"),
         ({"steps": 0, "zzz": 1}, "zzz is not a field: known fields: "),

@@ -49,7 +49,6 @@ def test_every_setting_reaches_its_variable() -> None:
         fuseSoftmax=False,
         stochasticRounding=True,
         stochasticRoundingSeed=7,
-        asyncExecInflightRequests=5,
         execTimeoutSeconds=100,
         mallocArenas=None,
     )
@@ -63,7 +62,7 @@ def test_every_setting_reaches_its_variable() -> None:
     assert environment == {
         "NEURON_COMPILE_CACHE_URL": "/var/cache/neuron",
         "NEURON_FUSE_SOFTMAX": "0",
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "5",
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "3",
         "NEURON_RT_EXEC_TIMEOUT": "100",
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1",
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "7",
@@ -71,7 +70,9 @@ def test_every_setting_reaches_its_variable() -> None:
 
 
 def test_torch_neuron_has_no_variable_that_its_runtime_does_not_support() -> None:
-    assert "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS" not in variables(nxd=False)
+    inflight = "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"
+    assert inflight not in variables(nxd=False)
+    assert variables({inflight: "7"})[inflight] == "7", "the user's value is kept"
 
 
 def test_compiler_flags_of_the_user_are_kept() -> None:
@@ -92,8 +93,8 @@ def test_compiler_flags_of_the_user_are_kept() -> None:
         ({FLAGS: "-O1"}, "NEURON_CC_FLAGS has -O1, but neuron.optimizationLevel makes it --optlevel=2"),
         ({FLAGS: "--auto-cast 'none"}, "is no command line"),
         (
-            {"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "7"},
-            "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS is '7', but neuron.asyncExecInflightRequests makes it '3'",
+            {"NEURON_RT_EXEC_TIMEOUT": "7"},
+            "NEURON_RT_EXEC_TIMEOUT is '7', but neuron.execTimeoutSeconds makes it '4000'",
         ),
         ({"XLA_USE_BF16": "1"}, "would turn float32 master weights and moments into bfloat16"),
     ],

@@ -198,10 +198,9 @@ TENSOR = ["parallelism.tensor=2", "batch.globalSize=8", "batch.microSize=4"]
         pytest.param([*BATCH, "dataParallel=ShardedOptimizer"], 3, 2, "rank 2 alone", marks=pytest.mark.long),
         pytest.param([*BATCH, "precision=BFloat16Stochastic"], 3, 2, "rank 2 alone", marks=pytest.mark.long),
         # Ranks 0 and 1 have the first stage, ranks 2 and 3 the last one.
-        pytest.param(PIPELINE, 4, 1, "rank 1 alone", marks=pytest.mark.long),
+        (PIPELINE, 4, 1, "rank 1 alone"),
         (PIPELINE, 4, 3, "rank 3 alone"),
         pytest.param([*PIPELINE, "dataParallel=FullySharded"], 4, 3, "rank 3 alone", marks=pytest.mark.long),
-        ([*PIPELINE, "parallelism.stagesPerRank=2", "model.numLayers=4"], 4, 1, "rank 1 alone"),
         (TENSOR, 4, 3, "ranks 2, 3, finite on the other 2"),
     ],
 )

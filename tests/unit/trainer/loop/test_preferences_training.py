@@ -26,7 +26,6 @@ DPO = "objective: {kind: DPO, beta: 0.5}"
 TUNINGS = {
     "LoRA": f"tuning={{{LORA}, {DPO}}}",
     "full": "tuning={objective: {kind: DPO, beta: 0.5, labelSmoothing: 0.1}}",
-    "ORPO": "tuning={objective: {kind: ORPO, beta: 0.5}}",
 }
 FIGURES = frozenset({"loss", "rewardChosen", "rewardRejected", "rewardMargin", "rewardAccuracy"})
 HELD_OUT = frozenset({"validationLoss", "validationRewardMargin"})
@@ -82,7 +81,6 @@ LAYOUTS = {
     [
         pytest.param("full", ("uneven", "tensor", "sharded", "pipeline"), id="full"),
         pytest.param("LoRA", ("tensor", "pipeline"), id="LoRA"),
-        pytest.param("ORPO", ("pipeline",), id="ORPO"),
         *(pytest.param(name, LAYOUTS, id=f"{name}, every layout", marks=pytest.mark.long) for name in TUNINGS),
     ],
 )

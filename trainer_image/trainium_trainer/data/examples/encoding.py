@@ -199,8 +199,6 @@ class TextEncoder:
         answer_start = max(0, len(prompt_ids) + shift)
         if example.encoded_whole:
             loss_mask[answer_start:] = True
-        if example.adds_end and ids[-1] != self.end:
-            ids, loss_mask = np.append(ids, self.end), np.append(loss_mask, True)
         return EncodedExample(ids, loss_mask, answer_start, prefix)
 
     def _ids(self, texts: Sequence[GuardedText]) -> list[list[int]]:

@@ -137,8 +137,7 @@ class PreferenceFormat(RecordFormat):
 
     def _conversation(self, record: Mapping[str, Any], prompt: _Messages, answer: _Messages) -> Example:
         earlier = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
-        example = self._require_chat().example(self._record(record, [*earlier, *answer]), to_the_end=True)
-        return replace(example, adds_end=bool(self._config.adds_end))
+        return self._require_chat().example(self._record(record, [*earlier, *answer]), to_the_end=True)
 
     def _record(self, record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {self._require_chat().field: list(messages), _TOOLS: record.get(_TOOLS)}

@@ -78,8 +78,6 @@ class Example:
     """Whether a chat template wrote the BOS prefix and the ends of the text; else the tokenizer's are added."""
     encoded_whole: bool = False
     """Whether prompt and answer are encoded together, so that a token across the border belongs to the answer."""
-    adds_end: bool = False
-    """Whether the tokenizer's EOS token is added to the end from a chat template if it is another."""
     unused: tuple[str, ...] = ()
     """The parts of the record that the text should have and has not."""
 

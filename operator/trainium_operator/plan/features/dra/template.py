@@ -49,23 +49,13 @@ def pod_claim_fields(job: JobView) -> tuple[Json, Json]:
 def _build_devices(accelerator: AcceleratorSpec, claim: ClaimSpec) -> Json:
     count = accelerator.claimed_devices()
     exactly: Json = {"deviceClassName": claim.device_class_name, "allocationMode": "ExactCount", "count": count}
-    conditions = [*claim.selectors]
-    if claim.ultra_server_node:
-        conditions.insert(0, f"device.attributes['{DRIVER}'].resourceType == 'neuron_node'")
-    if conditions:
-        exactly["selectors"] = [{"cel": {"expression": each}} for each in conditions]
+    if claim.selectors:
+        exactly["selectors"] = [{"cel": {"expression": each}} for each in claim.selectors]
     devices: Json = {"requests": [{"name": CLAIM, "exactly": exactly}]}
     if claim.connected:
         devices["constraints"] = [{"requests": [CLAIM], "matchAttribute": _GROUP_ATTRIBUTE.format(count)}]
-    if parameters := _driver_parameters(claim):
+    if claim.logical_neuron_core is not None:
+        parameters: Json = {"kind": "NeuronConfig", "logicalNeuronCore": claim.logical_neuron_core}
         opaque = {"driver": DRIVER, "parameters": {"apiVersion": _PARAMETERS_API_VERSION, **parameters}}
         devices["config"] = [{"requests": [CLAIM], "opaque": opaque}]
     return devices
-
-
-def _driver_parameters(claim: ClaimSpec) -> Json:
-    if claim.ultra_server_node:
-        return {"kind": "UltraServerConfig", "ultraserverMode": 1}
-    if claim.logical_neuron_core is not None:
-        return {"kind": "NeuronConfig", "logicalNeuronCore": claim.logical_neuron_core}
-    return {}
