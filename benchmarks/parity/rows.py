@@ -73,6 +73,7 @@ def write_config(settings: Settings, out: Path, steps: int, base: Path | None = 
         node[last] = value
     if base is not None:
         content["model"] = {"weights": str(base)}
+        del content["data"]["tokenizer"]  # the base has one
         content["artifacts"] = {"precision": "Float32"}
     if data is not None:
         content["data"]["source"] = str(data)

@@ -112,7 +112,7 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
             "source": str(text),
             "sequenceLength": task.sequence_length,
             "cacheDirectory": str(text.parent / "cache"),
-            "tokenizer": {"vocabSize": task.model["vocabSize"]},
+            "tokenizer": {} if task.base else {"vocabSize": task.model["vocabSize"]},
         },
         "model": {"weights": str(task.base)} if task.base else {"path": str(_write_shape(task, folder))},
         "schedule": {"warmupSteps": 0},
