@@ -38,6 +38,7 @@ from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_count
 from trainium_operator.plan.view.facts import Facts, list_healthy_joiners, list_joiners
 from trainium_operator.plan.view.progress import is_settled
+from trainium_operator.plan.view.workers import RECONNECT_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -325,6 +326,9 @@ def _decide(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -
     if facts.current is None:
         return form_first_generation(facts, status)
     if losses:
+        wait_until = _find_wait_for_survivors(facts, losses)
+        if wait_until is not None:
+            return Decision(status=status, requeue_at=(wait_until,))
         return replace_failed(facts, status, losses)
     requeue_at: tuple[float, ...] = ()
     for policy in (restart_stopped, replace_forgotten_generation, resize, finish_decided_generation):
@@ -333,6 +337,19 @@ def _decide(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -
         if decision.new is not None:
             break
     return Decision(status=status, new=decision.new, requeue_at=requeue_at)
+
+
+def _find_wait_for_survivors(facts: Facts, losses: tuple[Loss, ...]) -> float | None:
+    """Return until when a new operator waits for the agent of a member that is left; None if it may decide.
+
+    After a restore from a backup only such an agent knows the number that the next generation must exceed.
+    """
+    lost = {loss.member.pod_uid for loss in losses}
+    left = [worker for member, worker in facts.members if worker is not None and member.pod_uid not in lost]
+    if not left or any(worker.agent is not None and worker.agent.heartbeat is not None for worker in left):
+        return None
+    wait_until = facts.observed.coordinator_since + RECONNECT_SECONDS
+    return wait_until if facts.now < wait_until else None
 
 
 def select_survivors(facts: Facts, members: Sequence[Member], size: int) -> tuple[Member, ...]:

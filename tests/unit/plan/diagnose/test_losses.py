@@ -372,3 +372,11 @@ def test_a_missing_pod_of_a_node_that_does_not_report_is_lost_with_the_node() ->
     observed = build.without_pods(lost_before_the_start(1), 1)
     entry = make_plan(observed).newest_entry
     assert (entry.cause, entry.node) == (Cause.NODE_LOST, "node-1")
+
+
+def test_a_new_leader_starts_no_generation_before_a_member_that_is_left_has_reported() -> None:
+    """After a restore from a backup, only such an agent knows the newest generation."""
+    observed = build.without_pods(build.running_job(4, spares=1), 1)
+    started = replace(observed, agents={}, published=0, coordinator_since=NOW - 1)
+    assert make_plan(started).published_membership.generation == 1
+    assert make_plan(replace(started, agents=observed.agents)).published_membership.generation == 2
