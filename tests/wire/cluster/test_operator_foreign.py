@@ -17,6 +17,7 @@ from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from tests.testing.virtual.replicas import Scenario
+from trainium_contract.status.internal import unpack_internal
 from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS, Resource
 from trainium_operator.cluster.coordinator_ports import WorkerPods
@@ -66,7 +67,7 @@ async def test_a_pod_with_a_false_owner_is_ignored(namespace: str, changes: dict
         step = workers.step
         cluster.add(PODS, worker_pod(f"{label}-w-7", namespace, owner_reference(cluster, **changes), label))
         await asyncio.sleep(20)
-        status = cluster.get(JOBS, "default", "llama")["status"]
+        status = unpack_internal(cluster.get(JOBS, "default", "llama")["status"])
         assert (status["phase"], status["membership"]["generation"]) == ("Running", 1)
         assert status.get("failures", []) == []
         assert cluster.names(PODS, "default")[:2] == ["llama-w-0", "llama-w-1"]

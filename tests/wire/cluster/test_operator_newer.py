@@ -82,14 +82,14 @@ async def test_a_job_is_recovered_while_the_definition_lacks_status_fields() -> 
     """A real API server refuses the whole status for one unknown field."""
 
     async with training_scenario() as (scenario, cluster):
-        cluster.undeclared = {"status.activity", "status.membership.batch", "status.goodput.sizes"}
+        cluster.undeclared = {"status.selector", "status.membership.batch", "status.goodput.sizes"}
         scenario.workers.kill_pod("llama-w-0")
         await scenario.wait_for_steps()
         await until(lambda: "recoveredSeconds" in scenario.status()["history"][-1], 120, "the recovery is reported")
         assert scenario.status()["membership"]["generation"] == 2
         cluster.undeclared = set()
-        cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].pop("activity"))
-        await until(lambda: "activity" in scenario.status(), 120, "the omitted field is written again")
+        cluster.change(JOBS, "default", "llama", lambda raw: raw["status"].pop("selector", None))
+        await until(lambda: "selector" in scenario.status(), 120, "the omitted field is written again")
 
 
 def test_only_undeclared_fields_are_left_out_of_a_status() -> None:

@@ -8,7 +8,7 @@ from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import until
 from tests.testing.virtual.replicas import OperatorDeployment, run_deployment
-from trainium_operator.cluster.api.resources import JOBS, LEASES, NODES
+from trainium_operator.cluster.api.resources import LEASES, NODES
 from trainium_operator.plan.model.names import JobId
 
 
@@ -237,4 +237,4 @@ async def test_a_deadline_from_a_fast_clock_does_not_delay_the_job() -> None:
         await deployment.wait_until_running(seconds=120)
         lose_node(deployment.workers, deployment.membership()["members"][0]["nodeName"])
         await asyncio.sleep(5)
-        assert deployment.cluster.get(JOBS, "default", "llama")["status"]["nextPodOrdinal"] > 3
+        assert deployment.status()["nextPodOrdinal"] > 3
