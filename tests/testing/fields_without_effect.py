@@ -48,13 +48,11 @@ data.maskDocuments: true | data.format: Chat | data.format: Text
 {EXAMPLES}.preference.rejectedField: a | data.format: Text | {DPO}
 {EXAMPLES}.function: "a:b" | data.format: Chat | data.format: Function
 data.tokenizer.vocabSize: 500 | data.tokenizer.path: /t |
-data.tokenizer.vocabSize: 500 | model.weights: /base |
 data.validation.split: Tail | data.validation.source: /held | data.validation.fraction: 0.1
 schedule.warmupSteps: 3 | schedule.warmupRatio: 0.1 |
 schedule.decaySteps: 5 | schedule.kind: Constant | {WSD}
 schedule.finalRatio: 0.5 | schedule.kind: Constant | {WSD}
 optimizer.decayScope: Matrices | optimizer.weightDecay: 0 | optimizer.weightDecay: 0.1
-device: Cpu | backend: Nxd | backend: Native
 parallelism.sequence: true | parallelism.tensor: 1 | parallelism.tensor: 2
 artifacts.precision: Float16 | seed: 1 | model.weights: /base
 artifacts.precision: Float16 | artifacts.kinds: [Adapter], {{LORA}} | artifacts.kinds: [Model]

@@ -7,7 +7,6 @@ from trainium_contract.models.shape import RopeScalingKind
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.examples import DataFormat
 from trainium_contract.trainer.optimizer import ScheduleKind
-from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import TuningMethod
 
 _EXAMPLES = "data.examples."
@@ -54,12 +53,10 @@ TRAINER_REQUIREMENTS: tuple[Requirement, ...] = (
     *requirements(f"{_EXAMPLES}preference.{{promptField,chosenField,rejectedField}}", _format(DataFormat.PREFERENCE)),
     *requirements(f"{_EXAMPLES}function", _format(DataFormat.FUNCTION)),
     *requirements("data.tokenizer.vocabSize", Switch("data.tokenizer.path", on=(None,))),
-    *requirements("data.tokenizer.vocabSize", _NO_WEIGHTS),
     *requirements("data.validation.split", Switch("data.validation.fraction", off=(None,))),
     *requirements("schedule.warmupSteps", Switch("schedule.warmupRatio", on=(None,))),
     *requirements("schedule.{decaySteps,finalRatio}", _CHANGES_RATE),
     *requirements("optimizer.decayScope", Switch("optimizer.weightDecay", off=(0.0,))),
-    *requirements("device", Switch("backend", off=(BackendChoice.NXD,))),
     *requirements("parallelism.sequence", Switch("parallelism.tensor", off=(1,))),
     *requirements("artifacts.{precision,path,atMilestones,push}", _WEIGHTS, Switch("artifacts.kinds", off=(None,))),
     *requirements("artifacts.precision", Switch("artifacts.kinds", off=((), (ArtifactKind.ADAPTER,)))),

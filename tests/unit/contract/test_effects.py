@@ -17,6 +17,7 @@ EVERYWHERE = (
     "batch",
     "epochs",
     "seed",
+    "device",
     "precision",
     "recompute",
     "torchCompile",
