@@ -221,7 +221,7 @@ class Api:
         if not known:
             return f"{sentence}, which has no TrainingJobs; give the namespace with -n"
         more = ", …" if len(known) > 5 else ""
-        return f"{sentence}; there are {', '.join(known[:5])}{more}"
+        return f"{sentence}; it has {', '.join(known[:5])}{more}"
 
     def _find_namespaces(self, name: str) -> list[str]:
         """Return the namespaces with a job of this name, as far as they may be listed."""

@@ -143,5 +143,6 @@ def _read_worker_log(api: Api, entry: InterruptionView | None) -> tuple[str, str
     if not isinstance(log, Unreadable):
         return log, ""
     if log.not_found:
-        return "", f"{entry.pod} is deleted, and its log with it; `Seen` has its last output"
+        output = "; `Seen` has its last output" if entry.message else ""
+        return "", f"{entry.pod} is deleted, and its log with it{output}"
     return "", f"the log cannot be read: {log.reason}"

@@ -12,6 +12,7 @@ import contextlib
 import io
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,24 +20,35 @@ from trainium_client.commands import bundle, change, inspect, logs, profile, rep
 from trainium_client.commands.options import close_connections, with_session
 from trainium_contract.api_server.errors import ClientError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SHOWS_HELP = "NoArgsIsHelpError"
+"""Class of the error of a command line without a command, which has printed the help."""
+
 app = typer.Typer(
     name="kubectl trn",
     help="Show TrainingJobs and change them. Needs a kubeconfig and nothing else.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (
-    show.status, watch.watch, show.why, logs.logs, inspect.ranks, inspect.stacks, profile.profile, inspect.checkpoints,
-    show.goodput, show.history, show.sizes, show.scaling, inspect.nodes, inspect.release, change.suspend, change.resume,
-    change.scale, change.retry,
-):  # fmt: skip
-    app.command()(with_session(_command))
-app.command()(with_session(report.report, output=False))
-app.command()(with_session(ui.ui))
-app.command(context_settings={"ignore_unknown_options": True})(with_session(simulate.simulate, output=False))
-app.command("support-bundle")(with_session(bundle.support_bundle))
+_SHOW, _EXPLAIN, _CHANGE, _PLAN = "Show jobs", "Find out why", "Change a job", "Sizes, cost and plans"
+_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    _SHOW: (show.list_, show.status, watch.watch, inspect.checkpoints, show.goodput),
+    _EXPLAIN: (show.why, show.history, logs.logs, inspect.ranks, inspect.stacks, profile.profile, inspect.nodes),
+    _CHANGE: (change.scale, change.suspend, change.resume, change.retry, inspect.release),
+    _PLAN: (show.sizes, show.scaling),
+}
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(with_session(_command))
+app.command(rich_help_panel=_SHOW)(with_session(ui.ui))
+app.command(rich_help_panel=_SHOW)(with_session(report.report, output=False))
+app.command(context_settings={"ignore_unknown_options": True}, rich_help_panel=_PLAN)(
+    with_session(simulate.simulate, output=False)
+)
+app.command("support-bundle", rich_help_panel=_EXPLAIN)(with_session(bundle.support_bundle))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -61,7 +73,11 @@ def main(arguments: list[str] | None = None) -> None:
         # The class of a usage error differs between versions of the parser.
         if not hasattr(error, "format_message"):
             raise
-        code = _fail(f"{str(error.format_message()).rstrip(chr(46))}; see kubectl trn --help")
+        code = (
+            0
+            if type(error).__name__ == _SHOWS_HELP
+            else _fail(f"{str(error.format_message()).rstrip(chr(46))}; see kubectl trn --help")
+        )
     finally:
         close_connections()
     sys.exit(code)

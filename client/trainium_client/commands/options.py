@@ -51,7 +51,9 @@ def job_names(namespace: str | None, context: str | None, kubeconfig: str | None
     return [str(job["metadata"]["name"]) for job in jobs]
 
 
-JobName = Annotated[str, typer.Argument(metavar="NAME", help="The TrainingJob.", autocompletion=complete_jobs)]
+_JOB_NAME = typer.Argument(metavar="NAME", help="The TrainingJob.", autocompletion=complete_jobs)
+JobName = Annotated[str, _JOB_NAME]
+OptionalJobName = Annotated[str | None, _JOB_NAME]
 _OPTIONS: dict[str, tuple[Any, Any]] = {
     "namespace": (
         Annotated[str | None, typer.Option("--namespace", "-n", help="Namespace; default: that of the context.")],

@@ -9,23 +9,44 @@ from typing import Annotated, Any
 import typer
 
 from trainium_client import render
-from trainium_client.commands.options import JobName, Session
+from trainium_client.commands.options import JobName, OptionalJobName, Session
 from trainium_client.read import read_interruption, read_job_snapshot
+from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.goodput import build_goodput_view
 from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.job import build_job_view, cost_view
 from trainium_contract.views.status_reader import public_status
 
+AllNamespaces = Annotated[bool, typer.Option("--all-namespaces", "-A", help="The jobs of all namespaces.")]
 
-def status(session: Session, name: JobName) -> None:
-    """Show one screen: phase, progress, size, workers, checkpoints, goodput, the last events, what to do."""
+
+def list_(session: Session, all_namespaces: AllNamespaces = False) -> None:
+    """List the jobs of a namespace: phase, step, loss, nodes, goodput, interruptions."""
+    from trainium_contract.pages.jobs_page import job_row, sort_rows  # noqa: PLC0415 - the others need no list
+
+    api = session.open()
+    rows = sort_rows(job_row(job) for job in (api.all_jobs() if all_namespaces else api.jobs()))
+    where = "all namespaces" if all_namespaces else f"namespace {api.namespace}"
+
+    def page(value: Any, _now: float, width: int) -> Any:
+        return render.tables.jobs_page(value, width, where=where, with_namespace=all_namespaces)
+
+    session.print_result(rows, page)
+
+
+def status(session: Session, name: OptionalJobName = None, all_namespaces: AllNamespaces = False) -> None:
+    """Show one screen: phase, progress, size, workers, checkpoints, events, what to do. Without NAME: `list`."""
+    if name is None:
+        return list_(session, all_namespaces)
+    if all_namespaces:
+        raise ClientError(f"-A lists the jobs of all namespaces: leave out {name}, or give its namespace with -n")
 
     def page(view: Any, now: float, width: int) -> Any:
         from trainium_client.render.status import status_page  # noqa: PLC0415 - JSON does not pay for rich
 
         return status_page(view, now=now, width=width)
 
-    session.print_result(read_job_snapshot(session.open(), name, time.time()).view, page)
+    return session.print_result(read_job_snapshot(session.open(), name, time.time()).view, page)
 
 
 def why(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from trainium_client.views.machines import MachineView
     from trainium_client.views.sizes import ScalingRow, SizeRow
+    from trainium_contract.pages.jobs_page import JobRow
     from trainium_contract.views.checkpoints import CheckpointRow
     from trainium_contract.views.goodput import CostView, GoodputView
     from trainium_contract.views.interruptions import InterruptionView
@@ -36,6 +37,25 @@ if TYPE_CHECKING:
 _BAR_WIDTH = 20
 _MAX_EVIDENCE_LENGTH = 160
 """Limit of the evidence; `why --entry` shows all of it."""
+
+
+def jobs_page(rows: Sequence[JobRow], width: int, *, where: str, with_namespace: bool) -> RenderableType:
+    """Render the list of jobs."""
+    if not rows:
+        return Text(f"{where} has no TrainingJobs" + ("" if with_namespace else "; -A lists those of all namespaces"))
+    columns = (
+        Column("NAMESPACE", 9), Column("NAME", 9), Column("PHASE", 9), Column("STEP", 8, right=True),
+        Column("LOSS", 7, right=True), Column("NODES", 6, right=True), Column("GOODPUT", 5, right=True),
+        Column("INTERRUPTED", 4, right=True),
+    )  # fmt: skip
+    cells = [
+        (row.namespace, row.name, styled_word(row.phase or "-"),
+         f"{row.step} of {row.total_steps}" if row.total_steps else "-", format_number(row.loss),
+         f"{row.training} of {row.desired}", format_percent(row.goodput), str(row.restarts))
+        for row in rows
+    ]  # fmt: skip
+    first = 0 if with_namespace else 1
+    return table(columns[first:], [row[first:] for row in cells], width)
 
 
 def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableType:

@@ -166,8 +166,7 @@ CAUSES: tuple[CauseRow, ...] = (
         Blame.NOBODY,
         _P,
         "a process was killed or crashed",
-        "See the last lines and the pod's log; correct the program and run the job again (kubectl trn retry); it "
-        "resumes from its newest checkpoint.",
+        "See the last lines and the pod's log; correct the program and run the job again (kubectl trn retry).",
         suspects_node=True,
     ),
     CauseRow(

@@ -13,7 +13,7 @@ from trainium_contract.views.raw import mapping, text
 from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Any
 
 MAX_JOBS = 1_000
@@ -57,9 +57,14 @@ def job_row(job: Mapping[str, Any]) -> JobRow:
     )
 
 
+def sort_rows(rows: Iterable[JobRow]) -> list[JobRow]:
+    """Return rows by namespace and name, those of ended jobs last."""
+    return sorted(rows, key=lambda row: (row.phase in _ENDED, row.namespace, row.name))
+
+
 def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str) -> str:
     """Render the page for a server that sends `live.HEADERS`; jobs have their pages below `root`."""
-    ordered = sorted(rows, key=lambda row: (row.phase in _ENDED, row.namespace, row.name))
+    ordered = sort_rows(rows)
     head = ("Namespace", "Job", "Phase", "Step", "Loss", "Nodes", "Goodput", "Interrupted", "")
     cells = [
         (job.namespace, Link(job.name, f"{root}/{job.namespace}/{job.name}"), job.phase or "no status yet",

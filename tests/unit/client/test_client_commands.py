@@ -491,3 +491,28 @@ def test_an_exec_plugin_provides_the_token_and_its_failure_is_one_sentence(
         in trn("history", "llama", *kubeconfig_options(sys.executable, "-c", "print(1)")).err
     )
     assert "failed" in trn("history", "llama", *kubeconfig_options("no-such-login-program")).err
+
+
+def test_jobs_are_listed_ended_ones_last_also_by_a_status_without_a_name(trn: Command, server: ApiServer) -> None:
+    server.answers["/apis/trainium.dev/v1alpha1/trainingjobs"] = server.answers[JOBS]
+    code, out, err = trn("list")
+    assert (code, err) == (0, "")
+    assert [line.split()[:2] for line in out.splitlines()] == [
+        ["NAME", "PHASE"],
+        ["llama", "Running"],
+        ["broken", "Failed"],
+    ]
+    assert trn("status").out == out
+    assert trn("list", "-A").out.startswith("NAMESPACE")
+    assert [job["name"] for job in json.loads(trn("list", "-o", "json").out)] == ["llama", "broken"]
+    server.answers[JOBS] = {"items": []}
+    assert "has no TrainingJobs; -A lists those of all namespaces" in trn("list").out
+    assert "leave out llama" in trn("status", "llama", "-A").err
+
+
+def test_a_command_line_without_a_command_shows_the_commands_in_groups(trn: Command) -> None:
+    code, out, err = trn()
+    assert (code, err) == (0, "")
+    assert [
+        title for title in ("Show jobs", "Find out why", "Change a job", "Sizes, cost and plans") if title not in out
+    ] == []
