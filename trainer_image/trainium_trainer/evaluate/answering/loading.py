@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from trainium_contract.models.parameters import EMBEDDING, HEAD
 from trainium_trainer.evaluate.answering.folder import ADAPTER_WEIGHTS, ComputeDevice, ComputeType, ModelFiles
 from trainium_trainer.exits import UserError
-from trainium_trainer.weights.adapter import BASE_DIGEST, to_tensor
+from trainium_trainer.weights.adapter import BASE_DIGEST, from_tensor
 from trainium_trainer.weights.base import BaseWeights
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _resize_and_check(network: Any, base: Path, adapter: Path) -> None:
             made_for = (file.metadata() or {}).get(BASE_DIGEST)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{adapter / ADAPTER_WEIGHTS}: cannot be read ({error}): write the adapter again") from error
-    rows = next((sizes[name][0] for name in map(to_tensor, (EMBEDDING, HEAD)) if name in sizes), None)
+    rows = next((size[0] for name, size in sizes.items() if from_tensor(name) in (EMBEDDING, HEAD)), None)
     if rows is not None and rows != network.get_input_embeddings().num_embeddings:
         network.resize_token_embeddings(rows)
     widths = {
