@@ -49,6 +49,7 @@ def test_a_worker_over_its_own_limit_of_storage_counts_and_ends_the_job(
     limit = 'Usage of EmptyDir volume "scratch" exceeds the limit "1Gi". '
     budget = "recovery: {budgets: {process: {maxFailures: 1}}}"
     job = Job(operator, namespace, "job", f"workers: {{spares: 1}}\n{LONG}\n{budget}").apply()
+    job.until_step(3)
     job.until("the spare is warm", lambda status: status.get("spares") == 1)
     job.write_eviction(job.members()[0]["podName"], limit)
     entry = job.until_recovered()
