@@ -18,7 +18,14 @@ from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.spec.storage import StorageSpec
 from trainium_operator.plan.fleet.quarantine import FleetObserved, JobRecords, plan_fleet
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import Action, ApplyObject, CreatePod, DeletePod, PublishMembership
+from trainium_operator.plan.model.actions import (
+    Action,
+    ApplyObject,
+    ApplyOptional,
+    CreatePod,
+    DeletePod,
+    PublishMembership,
+)
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import AgentView, FleetView, JobView, Observed, PlanSettings
 from trainium_operator.plan.plan import plan
@@ -238,7 +245,7 @@ class SimulatedOperator:
 
     def _apply(self, action: Action) -> None:
         match action:
-            case ApplyObject(manifest):
+            case ApplyObject(manifest) | ApplyOptional(manifest):
                 metadata = manifest["metadata"]
                 key = f"{manifest['kind']}/{metadata['name']}"
                 self._children[key] = metadata["annotations"][names.ANNOTATION_CONTENT_HASH]
