@@ -176,7 +176,6 @@ def test_a_response_that_is_not_json_is_reported(trn: Command, server: ApiServer
 
 def test_wrong_usage_exits_with_code_1(trn: Command) -> None:
     assert trn("stats", "llama").code == 1
-    assert trn("status").code == 1
     assert trn("scale", "llama", "none").code == 1
 
 
