@@ -64,28 +64,30 @@ Rows 7, 9, 10 and 11 need devices, or links that can be degraded; they are not r
 ENDED_PODS = """
 ## Pods that are asked to end, on genuine kubelets
 
-SIGTERM reaches the main process of a worker, and nobody deletes the pod. Each way was played on four busy nodes, with
+SIGTERM reaches the main process of a worker, and nobody deletes the pod. Each way was tried on four busy nodes, with
 two workers, a spare, the built-in trainer, and a program that saves every five steps. A program without a handler for
 SIGTERM and one that exits with 0 were asked in every way; one that exits with 75 and one that ignores it by `kill 1`,
-by a liveness probe, by an eviction, and all processes at once.
+by a liveness probe, by an eviction, and all processes at once. The images had the files of ours without our
+Dockerfile, the trainer's files came from the node, and each injection into the trainer came twice.
 
-- Every pod failed with code 75 or as `Evicted`. None ended in phase Succeeded, and none completed its job.
+- Every pod whose end was read failed with code 75 or as `Evicted`. None ended in phase Succeeded, and none completed
+  its job. The codes of the trainer's two probed pods were not read.
 - Every job trained on: a spare or a new pod took the rank. The cause is `PodLost`, or `LocalStorage` for an eviction.
 - The programs completed after their last step, by the termination messages of their pods.
 
 | asked to end by | workers | steps lost, program | trainer |
 |---|---|---|---|
 | `kill 1` by `kubectl exec` | one | 0 to 3 | 0 |
-| `kill 1` by `kubectl exec` | both at once | 1 to 14 | not played |
+| `kill 1` by `kubectl exec` | both at once | 1 to 14 | not tried |
 | `kill 1` by `kubectl exec` | both, 1.6 s apart | 1 to 7 | 0 |
-| failed liveness probe | one | 1 to 3 | not played |
+| failed liveness probe | one | 1 to 3 | not tried |
 | failed liveness probe | both at once | 0 to 6 | 0 |
 | eviction for ephemeral storage | one, both | 0 to 3 | 0 (one) |
 | stop by the container runtime | one, both | 0 to 4, once 48 | 0 (both, 1.6 s apart) |
 | SIGTERM to all processes of the container | one, both | 1 to 6 | 0 (one) |
-| `kill 1` by `kubectl exec` | the spare | no interruption | not played |
-| `kill 1` while the program imports, while it saves | both | 0; 5 | not played |
-| stop by the container runtime while the agent imports | one | 0, before the start | not played |
+| `kill 1` by `kubectl exec` | the spare | no interruption | not tried |
+| `kill 1` while the program imports, while it saves | both | 0; 5 | not tried |
+| stop by the container runtime while the agent imports | one | 0, before the start | not tried |
 
 The ranks of the program do not wait for each other, so its checkpoint is as old as the step of the slower one."""
 
