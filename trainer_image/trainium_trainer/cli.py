@@ -37,10 +37,11 @@ from trainium_trainer.monitor.plot import plot
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_NAME = "trainium-trainer"
 _LOWEST_PRIORITY = 19
 
 app = typer.Typer(
-    name="trainium-trainer",
+    name=_NAME,
     help="Train language models; started by the agent of a worker pod, by torchrun, or by hand.",
     add_completion=False,
     no_args_is_help=True,
@@ -106,12 +107,13 @@ def command() -> Callable[..., object]:
 def run(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; every error is reported, none is raised."""
     try:
-        result = command()(list(argv) if argv is not None else None, standalone_mode=False)
+        result = command()(list(argv) if argv is not None else None, prog_name=_NAME, standalone_mode=False)
     except BaseException as error:  # noqa: BLE001 - this is the place that turns every error into a code
         # By name, because typer has a vendored click or uses the installed one.
         if any(kind.__name__ == "ClickException" for kind in type(error).__mro__):
             problem = str(error).strip().removesuffix(".")
-            return exits.report(exits.UserError(f"{problem}: see trainium-trainer train --help"))
+            context = getattr(error, "ctx", None)
+            return exits.report(exits.UserError(f"{problem}: see {context.command_path if context else _NAME} --help"))
         return exits.report(error)
     return result if isinstance(result, int) else ExitCode.FINISHED
 

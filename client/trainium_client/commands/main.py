@@ -12,7 +12,7 @@ import contextlib
 import io
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,11 +23,12 @@ from trainium_contract.api_server.errors import ClientError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_NAME = "kubectl trn"
 _SHOWS_HELP = "NoArgsIsHelpError"
 """Class of the error of a command line without a command, which has printed the help."""
 
 app = typer.Typer(
-    name="kubectl trn",
+    name=_NAME,
     help="Show TrainingJobs and change them. Needs a kubeconfig and nothing else.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows a question mark
     try:
-        result = app(arguments, prog_name="kubectl trn", standalone_mode=False)
+        result = app(arguments, prog_name=_NAME, standalone_mode=False)
         sys.stdout.flush()
         code = result if isinstance(result, int) else 0
     except ClientError as error:
@@ -73,14 +74,19 @@ def main(arguments: list[str] | None = None) -> None:
         # The class of a usage error differs between versions of the parser.
         if not hasattr(error, "format_message"):
             raise
-        code = (
-            0
-            if type(error).__name__ == _SHOWS_HELP
-            else _fail(f"{str(error.format_message()).rstrip(chr(46))}; see kubectl trn --help")
-        )
+        code = _report_usage(error)
     finally:
         close_connections()
     sys.exit(code)
+
+
+def _report_usage(error: Any) -> int:
+    """Report a wrong command line; the parser has printed the help of one without a command."""
+    if type(error).__name__ == _SHOWS_HELP:
+        return 0
+    context = getattr(error, "ctx", None)
+    place = context.command_path if context else _NAME
+    return _fail(f"{str(error.format_message()).rstrip('.')}; see {place} --help")
 
 
 def _discard_output() -> int:
