@@ -19,8 +19,9 @@ from tests.testing.fuzz.invariants import require
 from tests.testing.fuzz.operator_harness import OperatorHarness
 from tests.testing.fuzz.schemas import edge_values, example
 from trainium_contract.definition.crd import object_schema
-from trainium_contract.job import TrainingJobSpec
+from trainium_contract.job import JOB_REQUIREMENTS, TrainingJobSpec
 from trainium_contract.trainer.config import TrainingConfig
+from trainium_contract.trainer.effects import TRAINER_REQUIREMENTS
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject, Plan
@@ -164,12 +165,32 @@ def _consistent_spec(spec: Json) -> Json:
     model["ropeScaling"] |= {"highFrequencyFactor": 4, "fastTurns": 2}
     storage["hostPath"]["path"], storage["takeOver"] = "/a", "team/other"
     spec["trainer"]["artifacts"]["push"]["repo"] = "owner/name"
-    data["examples"]["function"] = "module:function"
+    data["examples"]["function"], data["examples"]["chat"]["date"] = "module:function", "2026-01-31"
     spec["trainer"]["neuron"]["extraCompilerFlags"] = ["--a"]
     spec["recovery"]["budgets"]["byCause"] = {"Hang": {"maxFailures": 3}}
     spec["suspend"] = False
     spec.pop("managedBy", None)
+    return _with_effect(spec)
+
+
+def _with_effect(spec: Json) -> Json:
+    """Return the spec without the fields that another one leaves without effect."""
+    trainer = {**spec["trainer"], "parallelism": spec["parallelism"], "checkpoint": spec["checkpoint"]}
+    for table, root in ((TRAINER_REQUIREMENTS, trainer), (JOB_REQUIREMENTS, spec)):
+        for requirement in table:
+            if not any(switch.is_on(_find_value(root, switch.field)) for switch in requirement.switches):
+                folder, _, name = requirement.field.rpartition(".")
+                parent = _find_value(root, folder) if folder else spec["trainer"]
+                if isinstance(parent, dict):
+                    parent.pop(name, None)
     return spec
+
+
+def _find_value(document: Json, path: str) -> Any:
+    value: Any = document
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _consistent_program(program: Json) -> Json:
