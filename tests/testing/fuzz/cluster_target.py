@@ -26,6 +26,7 @@ from tests.testing.fuzz.schemas import edge_values, example
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.pages.job_page import live_job_html
 from trainium_contract.pages.jobs_page import live_jobs_html
+from trainium_contract.status.internal import pack_internal
 from trainium_contract.views.events import build_event_views
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
 from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
@@ -75,7 +76,8 @@ class ClusterTarget:
             "events": [objects.EVENT],
         }
         full = {"apiVersion": job["apiVersion"], "metadata": job["metadata"], "spec": job["spec"]}
-        full["status"] = example(TrainingJobStatus.model_json_schema(by_alias=True))
+        status = TrainingJobStatus.model_validate(example(TrainingJobStatus.model_json_schema(by_alias=True)))
+        full["status"] = pack_internal(status)
         small = {**job, "status": {key: job["status"][key] for key in _SMALL_STATUS}}
         parts = [{"objects": [{"kind": "TrainingJob", "object": small}, other]} for other in whole["objects"][1:]]
         with_memory = {"objects": parts[0]["objects"], "memory": whole["memory"]}
