@@ -47,19 +47,13 @@ data.maskDocuments: true | data.format: Chat | data.format: Text
 {EXAMPLES}.preference.chosenField: a | data.format: Chat | {DPO}
 {EXAMPLES}.preference.rejectedField: a | data.format: Text | {DPO}
 {EXAMPLES}.function: "a:b" | data.format: Chat | data.format: Function
-data.tokenizer.vocabSize: 500 | data.tokenizer.path: /t |
 data.validation.split: Tail | data.validation.source: /held | data.validation.fraction: 0.1
 schedule.warmupSteps: 3 | schedule.warmupRatio: 0.1 |
 schedule.decaySteps: 5 | schedule.kind: Constant | {WSD}
 schedule.finalRatio: 0.5 | schedule.kind: Constant | {WSD}
 optimizer.decayScope: Matrices | optimizer.weightDecay: 0 | optimizer.weightDecay: 0.1
 parallelism.sequence: true | parallelism.tensor: 1 | parallelism.tensor: 2
-artifacts.precision: Float16 | seed: 1 | model.weights: /base
 artifacts.precision: Float16 | artifacts.kinds: [Adapter], {{LORA}} | artifacts.kinds: [Model]
-artifacts.path: /a | seed: 1 | artifacts.kinds: [Model]
-artifacts.push.repo: a/b | seed: 1 | artifacts.kinds: [Model]
-artifacts.atMilestones: true | checkpoint.milestones.everyTokens: 9 | {{MILESTONES}}, artifacts.kinds: [Model]
-artifacts.atMilestones: true | artifacts.kinds: [Model] | {{MILESTONES}}, artifacts.kinds: [Model]
 monitor.trackerProject: a | seed: 1 | monitor.trackers: [MLflow]
 """.replace("{LORA}", "tuning.method: LoRA, model.weights: /base").replace(
     "{MILESTONES}", "checkpoint.milestones.everyTokens: 9"

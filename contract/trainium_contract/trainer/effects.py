@@ -13,7 +13,6 @@ _EXAMPLES = "data.examples."
 _ROPE = "model.ropeScaling."
 _ROPE_KIND = f"{_ROPE}kind"
 _NO_WEIGHTS = Switch("model.weights", on=(None,))
-_WEIGHTS = Switch("model.weights", off=(None,))
 _NO_PATH = Switch("model.path", on=(None,))
 _CHANGES_RATE = Switch("schedule.kind", off=(ScheduleKind.CONSTANT,))
 _HAS_EXAMPLES = Switch("data.format", off=(DataFormat.TEXT,))
@@ -52,15 +51,12 @@ TRAINER_REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     *requirements(f"{_EXAMPLES}preference.{{promptField,chosenField,rejectedField}}", _format(DataFormat.PREFERENCE)),
     *requirements(f"{_EXAMPLES}function", _format(DataFormat.FUNCTION)),
-    *requirements("data.tokenizer.vocabSize", Switch("data.tokenizer.path", on=(None,))),
     *requirements("data.validation.split", Switch("data.validation.fraction", off=(None,))),
     *requirements("schedule.warmupSteps", Switch("schedule.warmupRatio", on=(None,))),
     *requirements("schedule.{decaySteps,finalRatio}", _CHANGES_RATE),
     *requirements("optimizer.decayScope", Switch("optimizer.weightDecay", off=(0.0,))),
     *requirements("parallelism.sequence", Switch("parallelism.tensor", off=(1,))),
-    *requirements("artifacts.{precision,path,atMilestones,push}", _WEIGHTS, Switch("artifacts.kinds", off=(None,))),
     *requirements("artifacts.precision", Switch("artifacts.kinds", off=((), (ArtifactKind.ADAPTER,)))),
-    *requirements("artifacts.atMilestones", Switch("checkpoint.milestones.everyTokens", off=(None,))),
     *requirements("monitor.trackerProject", Switch("monitor.trackers", off=(None, ()))),
 )
 """Seeds may be given without effect. `trainium-trainer evaluate` reads `evaluate` also where a run does not measure."""

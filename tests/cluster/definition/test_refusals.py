@@ -313,13 +313,13 @@ def test_the_columns_of_kubectl_get_show_progress(api_with_job: Api) -> None:
             "progress": {"step": 70, "loss": 4.25},
             "checkpoint": {"durableStep": 60},
             "restarts": {"total": 2},
-            "goodput": {"ratio": 0.97},
+            "goodput": {"ratio": 0.97, "percent": "97.0%"},
         },
     )
     head, row = api_with_job.kubectl("get", "trn", "-o", "wide").splitlines()
     assert head.split()[:9] == ["NAME", "PHASE", "STAGE", "READY", "DESIRED", "STEP", "LOSS", "CKPT", "RESTARTS"]
     assert row.split()[:9] == ["good", "Running", "Train", "4", "4", "70", "4.25", "60", "2"]
-    assert row.split()[-1] == "0.97", "there is no artifact yet"
+    assert row.split()[-1] == "97.0%", "there is no artifact yet"
     artifacts = [{"kind": kind, "path": f"/out/{kind}", "step": 70} for kind in ("Adapter", "Model")]
     api_with_job.report_status("good", {"artifacts": artifacts})
     assert api_with_job.kubectl("get", "trn", "-o", "wide").splitlines()[1].split()[-1] == "/out/Model", "the newest"

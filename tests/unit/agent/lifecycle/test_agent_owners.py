@@ -109,6 +109,7 @@ def generation_runner(local: LocalGeneration = JUST_STARTED, perform: Any = None
     runner._local, runner._timer, runner._ranks, runner._generation = local, None, (), 3
     runner._report = SimpleNamespace(best_progress=0.0, set_stuck_ranks=lambda _: None)
     runner._watcher = SimpleNamespace(stop=lambda: None)
+    runner._workload = SimpleNamespace(record_success=lambda _: None)
     runner._tasks = SimpleNamespace(perform=perform, close=lambda: None)
     runner._worker = SimpleNamespace(submit=lambda function: function())
     runner.errors, runner.ended = [], []
@@ -176,6 +177,7 @@ class FakeReport:
         self.phase = WorkerPhase.FAILED
         self.recovering = False
         self.verdict_code = 76
+        self.diagnoser = SimpleNamespace(memory_kills=SimpleNamespace(observe=lambda: None))
 
     def record_check(self, result: Any) -> None:
         self.checks.append(result)
@@ -252,7 +254,7 @@ async def test_a_pod_exits_with_its_verdict_though_no_coordinator_answers(
     monkeypatch.setattr(supervisor_module, "_TRAINING_SECONDS", 0.0)
     agent = supervisor()
     observer = asyncio.create_task(agent._observe())
-    while not agent.codes:  # noqa: ASYNC110 - each iteration observes once
+    while not agent.codes and not observer.done():  # noqa: ASYNC110 - each iteration observes once
         await asyncio.sleep(0)
     observer.cancel()
     await asyncio.gather(observer, return_exceptions=True)
