@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.testing.cluster.access import ROOT
+from tests.testing.suite.timeouts import scaled
 from trainium_contract.definition.crd import custom_resource_definition
 from trainium_devcluster.binaries import DEFINITION_PROGRAMS, Program, catalog, ensure_binaries
 
@@ -23,7 +24,7 @@ def validate(definition: dict[str, Any], folder: Path) -> str:
     program = ensure_binaries(programs=DEFINITION_PROGRAMS).path(Program.CHECK_DEFINITION)
     file = folder / "definition.json"
     file.write_text(json.dumps(definition))
-    done = subprocess.run([program, file], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([program, file], capture_output=True, text=True, check=False, timeout=scaled(120))
     assert done.returncode in {0, 1}, done.stderr
     assert (done.returncode == 1) == bool(done.stdout)
     return done.stdout

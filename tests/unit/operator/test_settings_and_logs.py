@@ -43,13 +43,13 @@ def test_namespace_and_bind_address_come_from_the_pod_environment() -> None:
         (["--lease-duration", "2"], "--lease-duration must be from 3 to 600 seconds, not 2"),
         (["--lease-duration", "2.5"], "invalid int value: '2.5'"),
         (
-            ["--lease-duration", "12"],
-            "--lease-renew-deadline must be from 1 second to four fifths of --lease-duration (9.6), not 10.0",
+            ["--lease-duration", "3"],
+            "--lease-renew-deadline must be from 1 second to four fifths of --lease-duration (2.4), not 3.0",
         ),
         (["--lease-renew-deadline", "nan"], "--lease-renew-deadline must be from 1 second to four fifths"),
         (
             ["--lease-retry", "5.5"],
-            "--lease-retry must be from 0.2 seconds to half of --lease-renew-deadline (5), not 5.5",
+            "--lease-retry must be from 0.2 seconds to half of --lease-renew-deadline (1.5), not 5.5",
         ),
         (["--lease-retry", "0"], "--lease-retry must be from 0.2 seconds to half"),
         (["--log-level", "loud"], "--log-level must be one of debug, info"),

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.testing.suite.timeouts import scaled
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_operator.cluster.api.errors import ApiError, ConflictError, ForbiddenError, UnavailableError
 from trainium_operator.cluster.queue.write_outcomes import MAX_PAUSE_SECONDS, SECONDS, WriteOutcomes
@@ -58,6 +59,6 @@ async def test_a_conflict_or_outage_is_raised(error: ApiError) -> None:
 async def test_a_timeout_of_the_caller_is_raised() -> None:
     writes = WriteOutcomes(lambda: 0.0)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(scaled(1.0)):
             await writes.write(PLACE, "a", asyncio.sleep(30))
     assert writes.refusals("a").get(PLACE) is None
