@@ -97,6 +97,8 @@ def test_every_command_shows_a_fault(new_job: Callable[..., Job], trn: Trn, tmp_
         until(lambda: re.search(r"  Running, step \d+/5000, .* 1 interruption$", watched(), re.MULTILINE), watched)
     assert new != lost
 
+    listed = trn(None, "list", "-n", job.namespace)
+    assert [row["phase"] for row in listed if row["name"] == job.name] == ["Running"]
     status = trn(job, "status")
     assert status["phase"] == "Running"
     assert status["workers"]["members"] == {"Running": 2}

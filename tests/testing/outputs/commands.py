@@ -42,6 +42,7 @@ SLOW = frozenset({SIMULATION, SIMULATE})
 """Commands that take seconds of processor time."""
 _NOW = 1_795_561_800.0
 _RECORDED = {
+    "list": "asked/list",
     "status llama": "asked/job",
     "watch llama": "asked/recovering",
     "why llama": "asked/job",
