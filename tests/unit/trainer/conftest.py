@@ -184,7 +184,7 @@ class Launcher:
         self._server = rank_server
         self._folder = folder
         self._file = folder / "trainer.yaml"
-        self._config = config
+        self._file.write_text(yaml.safe_dump(config))
 
     def __call__(
         self,
@@ -205,10 +205,13 @@ class Launcher:
         folder = self._folder / name
         logs = self._folder / f"{name}-logs"
         logs.mkdir(exist_ok=True)
-        has_epochs = any(override.startswith("epochs=") for override in overrides)
-        config = {field: value for field, value in self._config.items() if field != "steps" or not has_epochs}
-        self._file.write_text(yaml.safe_dump(config))
-        argv = ["train", "--config", str(self._file), "--set", f"checkpoint.path={folder}"]
+        file = self._file
+        if any(override.startswith("epochs=") for override in overrides):  # `steps` has no effect beside it
+            config = yaml.safe_load(self._file.read_text())
+            config.pop("steps", None)
+            file = self._folder / "epochs.yaml"
+            file.write_text(yaml.safe_dump(config))
+        argv = ["train", "--config", str(file), "--set", f"checkpoint.path={folder}"]
         argv += [part for override in overrides for part in ("--set", override)]
         last = [part for override in last_rank for part in ("--set", override)]
         if exit_step is not None:
