@@ -67,7 +67,7 @@ class MicroBatch(list):  # type: ignore[type-arg]  # Python 3.9
     position: int = 0
     """The position in the run of its first sample."""
     rows: int = 0
-    """How many of the indices are of this step; further ones, at the end, repeat the first."""
+    """Number of indices that are of this step; further ones, at the end, repeat the first."""
 
 
 class PositionSampler:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainium_worker.dcp.parts import StrPath
 
 _WRAPPERS = re.compile(r"^module\.|_orig_mod\.")
-"""What DistributedDataParallel and torch.compile add to names."""
+"""Prefixes that DistributedDataParallel and torch.compile add to names."""
 
 
 class _Saver:

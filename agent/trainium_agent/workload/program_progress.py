@@ -117,7 +117,7 @@ class ProgramMonitor(Workload):
         self._slow = 0
         self._backwards = ""
         self.end_problem = ""
-        """What the output of a rank shows that ended with code 0."""
+        """Problem that the output of a rank shows although it ended with code 0."""
         self._checkpoints = _CheckpointFolder(program) if program.checkpoints else None
         self._server: PostedProgressServer | None = None
 

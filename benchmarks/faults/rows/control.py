@@ -31,7 +31,7 @@ _MISSING_SECONDS = 5.0
 TAKE_OVER_SECONDS = 5.0
 """Goal of the time until a second replica leads after the first one stops."""
 ONE_REPLICA_SECONDS = 90.0
-"""Until Kubernetes has recreated the only replica: 40 s without a report of the node, `lostNodeSeconds`, the start."""
+"""Time to recreate the only replica: 40 s without a report of the node, `lostNodeSeconds`, the start."""
 NODE_LOST_SECONDS = 10.0
 """Time for agents to find the new leader, and for the leader to detect a missing agent."""
 

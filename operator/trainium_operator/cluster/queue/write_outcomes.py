@@ -62,7 +62,7 @@ class _Applied:
     at: float
     is_as_requested: bool
     reversions: int = 0
-    """How often in a row another client changed it after a write."""
+    """Number of writes in a row after which another client changed it."""
 
 
 @dataclass(frozen=True, slots=True)
