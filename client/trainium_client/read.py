@@ -128,8 +128,8 @@ def with_newest_status(job: Json, record: Json | Unreadable) -> tuple[Json, tupl
     if not is_of_job or count_refused_writes(refused) <= count_refused_writes(mapping(job, "status")):
         return job, ()
     sentence = (
-        "The API server refuses the status of this job, so what you see comes from ConfigMap "
-        f"{text(mapping(record, 'metadata'), 'name')}. Exempt trainingjobs/status from what refuses it: "
+        "The API server does not store the status of this job, so what you see comes from ConfigMap "
+        f"{text(mapping(record, 'metadata'), 'name')}. Exempt trainingjobs/status from what refuses or delays it: "
         f"{text(mapping(record, 'data'), REFUSAL_KEY)}"
     )
     return {**job, "status": refused}, (sentence,)

@@ -98,11 +98,11 @@ class StatusWrites:
         except TimeoutError:
             if not budget.expired():
                 raise
-            refusal = f"no answer within {SECONDS:.0f} s"
+            outcome, refusal = "not answered", f"no answer within {SECONDS:.0f} s"
         except errors.ApiError as error:
             if not errors.is_refusal(error):
                 raise
-            refusal = str(error)
+            outcome, refusal = "refused", str(error)
         else:
             self._caches.jobs.write_through(raw)
             self._backoff.record_success(job.uid, _PLACE)
@@ -110,8 +110,8 @@ class StatusWrites:
         self._on_refused()
         self._backoff.record_refusal(job.uid, _PLACE, refusal)
         text = (
-            f"The status of this job is refused: it is kept in ConfigMap {names.membership_name(job.name)}, and the "
-            f"operator acts on it. Exempt trainingjobs/status from what refuses it: {refusal}"
+            f"The status of this job is {outcome}: it is kept in ConfigMap {names.membership_name(job.name)}, and the "
+            f"operator acts on it. Exempt trainingjobs/status from what refuses or delays it: {refusal}"
         )
         self._recorder.record(write_failed_event(job, text))
         return refusal

@@ -67,7 +67,7 @@ def test_a_refusal_is_reported_with_its_reason_and_a_way_out() -> None:
     run_virtual(scenario())
 
     note = harness.events()[0]["message"]
-    assert "ConfigMap j-membership" in note
+    assert note.startswith("The status of this job is refused: it is kept in ConfigMap j-membership")
     assert "Exempt trainingjobs/status" in note
     assert "a TrainingJob needs the label cost-center" in note
     assert "cost-center" in record(harness)["data"][REFUSAL_KEY]
@@ -86,10 +86,13 @@ def test_a_status_write_that_hangs_delays_a_plan_once() -> None:
 
     async def scenario() -> list[float]:
         clock, seconds = asyncio.get_running_loop().time, []
+        writing = asyncio.create_task(harness.recorder.run())
         for desired in (2, 3):
             began = clock()
             await execute(harness, desired=desired)
             seconds.append(clock() - began)
+        await harness.recorder.flush(1.0)
+        writing.cancel()
         return seconds
 
     first, second = run_virtual(scenario())
@@ -97,6 +100,7 @@ def test_a_status_write_that_hangs_delays_a_plan_once() -> None:
     assert first < 5.0
     assert second < 0.1, "during the pause only the ConfigMap is written"
     assert newest_desired(harness) == 3
+    assert harness.events()[0]["message"].startswith("The status of this job is not answered")
 
 
 def test_a_kept_status_leaves_the_membership_and_the_reverse() -> None:
