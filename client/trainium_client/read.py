@@ -11,7 +11,7 @@ from trainium_client.views.interruption_report import InterruptionReport, explai
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.views.events import build_event_views
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
-from trainium_contract.views.job import STALE_SECONDS, advise_retry, build_job_view
+from trainium_contract.views.job import advise_retry, build_job_view
 from trainium_contract.views.raw import mapping, objects, text
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import MemberRow, Members, PodRow, build_members, count_workers, parse_pod_table
@@ -101,7 +101,7 @@ def read_interruption(api: Api, name: str, now: float, number: int | None = None
     job = api.job(name)
     refusal: tuple[str, ...] = ()
     view = build_job_view(job, now=now)
-    if not view.ended and (view.written_seconds_ago or STALE_SECONDS) >= STALE_SECONDS:
+    if not view.ended:
         job, refusal = with_newest_status(job, api.membership(name))
         view = build_job_view(job, now=now)
     entries = read_interruptions(public_status(job))

@@ -40,7 +40,9 @@ CA = "-----BEGIN CERTIFICATE-----\n"
 def spec(**changes: Any) -> TrainingJobSpec:
     """Return a CPU job of 4 workers and no spare whose batch divides evenly at sizes 1 to 4, 6, 8, 12 and 24."""
     workers = {"replicas": 4, "accelerator": {"device": "cpu"}, **changes.pop("workers", {})}
-    trainer = {"batch": {"globalSize": 24}, "steps": 100, **changes.pop("trainer", {})}
+    changed = changes.pop("trainer", {})
+    length = {} if "epochs" in changed else {"steps": 100}
+    trainer = {"batch": {"globalSize": 24}, **length, **changed}
     return TrainingJobSpec.model_validate({"workers": workers, "trainer": trainer, **changes})
 
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 MAX_RECORDS = 128
 AVOID_NODE_SECONDS = 3600.0
 """Time for which new workers avoid a node to which a failure was attributed."""
+ONE_INCIDENT_SECONDS = 5.0
+"""Failures within this time of the first are one; short enough that a pod that fails at every start still counts."""
 _BACKOFF_WINDOW_SECONDS = 600.0
 _FREE_FAILURES = 3
-_ONE_INCIDENT_SECONDS = 5.0
-"""Failures within this time of the first are one; short enough that a pod that fails at every start still counts."""
 _MAX_BACKOFF_SECONDS = 300.0
 
 
@@ -92,9 +92,9 @@ def _count_incidents(records: Sequence[FailureRecord]) -> int:
     Several workers that fail within seconds are one; each restart in place is one.
     """
     lost_at = [record.at for record in records if _cost_a_worker(record)]
-    count, incident_at = len(records) - len(lost_at), -_ONE_INCIDENT_SECONDS
+    count, incident_at = len(records) - len(lost_at), -ONE_INCIDENT_SECONDS
     for at in sorted(lost_at):
-        if at >= incident_at + _ONE_INCIDENT_SECONDS:
+        if at >= incident_at + ONE_INCIDENT_SECONDS:
             count, incident_at = count + 1, at
     return count
 
