@@ -36,37 +36,11 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _MANAGER = "trainium-client"
-POLL_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 
 
 class JobFailedError(ClientError):
     """The awaited job has failed; the sentence is its verdict."""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitTarget:
-    """The phase that a wait expects; times are of one monotonic clock."""
-
-    name: str
-    phase: str
-    timeout_seconds: float
-    started_at: float
-
-    def is_met(self, view: JobView, now: float) -> bool:
-        """Return whether the job is in that phase.
-
-        Raises JobFailedError or ClientError if the job ended in another phase, or the timeout passed.
-        """
-        if view.phase == self.phase:
-            return True
-        if view.phase == "Failed":
-            raise JobFailedError(view.verdict or f"{self.name} failed")
-        if view.ended:
-            raise ClientError(f"{self.name} has {view.phase.lower()}, and cannot be {self.phase} any more")
-        if now - self.started_at >= self.timeout_seconds:
-            phase = view.phase or "without a status"
-            raise ClientError(f"{self.name} is {phase} after {self.timeout_seconds:.0f} s, not {self.phase}")
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,36 +138,32 @@ class TrainingJob:
 
         Raises JobFailedError if it fails instead, ClientError if it ends otherwise or after the timeout.
         """
-        target = WaitTarget(self.name, phase, timeout_seconds, time.monotonic())
+        deadline = time.monotonic() + timeout_seconds
         while True:
             view = self.status()
             if on_view is not None:
                 on_view(view)
-            if target.is_met(view, time.monotonic()):
+            if view.phase == phase:
                 return view
-            pause(POLL_SECONDS)
+            if view.phase == "Failed":
+                raise JobFailedError(view.verdict or f"{self.name} failed")
+            if view.ended:
+                raise ClientError(f"{self.name} has {view.phase.lower()}, and cannot be {phase} any more")
+            if time.monotonic() >= deadline:
+                current = view.phase or "without a status"
+                raise ClientError(f"{self.name} is {current} after {timeout_seconds:.0f} s, not {phase}")
+            pause(_POLL_SECONDS)
 
     def watch(self, *, timeout_seconds: float = 24 * 3600.0, pause: Callable[[float], None] = time.sleep) -> JobView:
         """Show the job live until it has ended or the timeout: in a notebook with its curve, else as text.
 
         An interrupt (Ctrl-C, or the notebook's stop button) only ends watching. Returns the last view.
         """
-        from trainium_client.live import WatchState, open_display, read_curve_if_possible  # noqa: PLC0415 - only watching needs it
+        from trainium_client import live  # noqa: PLC0415 - only watching needs it
 
-        view = self.status()
-        with open_display() as display:
-            watch_state = WatchState(display, time.monotonic() + timeout_seconds)
-            try:
-                while True:
-                    if watch_state.needs_curve(view):
-                        watch_state.set_curve(read_curve_if_possible(self.metrics))
-                    watch_state.update(view)
-                    if watch_state.has_ended(view, time.monotonic()):
-                        return view
-                    pause(POLL_SECONDS)
-                    view = self.status()
-            except KeyboardInterrupt:
-                return view
+        return live.watch(
+            self.status, self.metrics, timeout_seconds=timeout_seconds, pause=lambda: pause(_POLL_SECONDS)
+        )
 
     def scale(self, size: int) -> None:
         """Change the number of nodes."""

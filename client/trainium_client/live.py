@@ -75,39 +75,37 @@ class LineDisplay:
         self._last = line
 
 
-class WatchState:
-    """The state of one watch; displays belong to the thread that opened them."""
-
-    def __init__(self, display: Display, deadline: float) -> None:
-        """`deadline`: monotonic time at which the watch ends."""
-        self._display = display
-        self._deadline = deadline
-        self._curve: LiveCurve | None = None
-
-    def needs_curve(self, view: JobView) -> bool:
-        """Return whether the display has a curve whose earlier points must still be read from a worker."""
-        has_curve = isinstance(self._display, NotebookDisplay)
-        return has_curve and self._curve is None and not view.ended and view.loss is not None
-
-    def set_curve(self, points: Sequence[CurvePoint]) -> None:
-        """Set the earlier curve."""
-        self._curve = LiveCurve(points=points)
-
-    def update(self, view: JobView) -> None:
-        """Show the current state of the job."""
-        if self._curve is not None:
-            self._curve.add(view.step, view.loss, view.tokens_per_second)
-        self._display.show(view, self._curve.points if self._curve is not None else ())
-
-    def has_ended(self, view: JobView, now: float) -> bool:
-        """Return whether the job or the time of the watch has ended."""
-        return view.ended or now >= self._deadline
+def watch(
+    read_view: Callable[[], JobView],
+    read_curve: Callable[[], Sequence[CurvePoint]],
+    *,
+    timeout_seconds: float,
+    pause: Callable[[], None],
+) -> JobView:
+    """Show the job until it has ended, the timeout or an interrupt; return its last view."""
+    deadline = time.monotonic() + timeout_seconds
+    curve: LiveCurve | None = None
+    view = read_view()
+    with open_display() as display:
+        try:
+            while True:
+                if curve is None and isinstance(display, NotebookDisplay) and view.loss is not None and not view.ended:
+                    curve = LiveCurve(points=_read_curve_if_possible(read_curve))
+                if curve is not None:
+                    curve.add(view.step, view.loss, view.tokens_per_second)
+                display.show(view, curve.points if curve is not None else ())
+                if view.ended or time.monotonic() >= deadline:
+                    return view
+                pause()
+                view = read_view()
+        except KeyboardInterrupt:
+            return view
 
 
-def read_curve_if_possible(metrics: Callable[[], Sequence[CurvePoint]]) -> Sequence[CurvePoint]:
+def _read_curve_if_possible(read_curve: Callable[[], Sequence[CurvePoint]]) -> Sequence[CurvePoint]:
     """Return the curve; none if it cannot be read, because the watch continues without it."""
     try:
-        return metrics()
+        return read_curve()
     except ClientError:
         return ()
 

@@ -1,4 +1,4 @@
-"""An existing cluster (`--cluster=existing`): one session at a time, in any order, after any end.
+"""An existing cluster (`--cluster=existing`): sessions in any order, after any end.
 
 Run on a control plane of the development cluster without nodes, where the chart has no replicas.
 """
@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +21,7 @@ from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import DEFINITION, InstalledParts, apply_definition, make_namespace
 from tests.testing.cluster.leftovers import OccupiedError, check_unoccupied, remove_leftovers
 from tests.testing.cluster.marks import HOLD, LABELS, cordon_patch
-from tests.testing.cluster.session_lease import LEASE_NAME, LeaseHeldError, LeaseHolder, SessionLease
 from tests.testing.cluster.shared_cluster import SharedCluster
-from tests.testing.suite.timeouts import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(240)]
 
@@ -43,16 +40,9 @@ def cluster(control_plane: SharedCluster) -> Iterator[SharedCluster]:
     """Yield an existing cluster for one test."""
     cluster = replace(control_plane)
     yield cluster
-    for left in (("lease", LEASE_NAME), ("namespace", "trainium-system", "theirs"), ("crd", DEFINITION)):
+    for left in (("namespace", "trainium-system", "theirs"), ("crd", DEFINITION)):
         cluster.run("kubectl", "delete", *left, "--wait=false", "--ignore-not-found")
     remove_leftovers(cluster, fail_to_power_on)
-
-
-@pytest.fixture
-def contested_cluster(control_plane: SharedCluster) -> Iterator[SharedCluster]:
-    """Yield an existing cluster for several sessions."""
-    yield control_plane
-    control_plane.run("kubectl", "delete", "lease", LEASE_NAME, "--ignore-not-found")
 
 
 def fail_to_power_on(node: str) -> None:
@@ -65,89 +55,6 @@ def create(cluster: SharedCluster, document: dict[str, Any]) -> None:
 
 def names(cluster: SharedCluster, kind: str, namespace: str = "default") -> set[str]:
     return {item["metadata"]["name"] for item in cluster.get(kind, "-n", namespace)["items"]}
-
-
-# --- one session at a time -------------------------------------------------------------------------------------------
-
-
-def test_a_second_session_is_refused_until_the_first_ends(contested_cluster: SharedCluster) -> None:
-    with (
-        SessionLease(contested_cluster).hold(),
-        pytest.raises(LeaseHeldError, match=f"this cluster: process {os.getpid()} on "),
-    ):
-        SessionLease(contested_cluster).hold().__enter__()
-    with SessionLease(contested_cluster).hold():
-        assert names(contested_cluster, "leases") == {LEASE_NAME}
-    assert names(contested_cluster, "leases") == set()
-
-
-def test_the_lease_of_an_ended_local_process_is_acquired_at_once(contested_cluster: SharedCluster) -> None:
-    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
-        ended.wait()
-    missing = replace(LeaseHolder.current(), process=ended.pid)
-    # Never released: as after a SIGKILL.
-    SessionLease(contested_cluster, missing)._acquire()
-    with SessionLease(contested_cluster, within=3600).hold():
-        assert (
-            LeaseHolder.read(contested_cluster.get("lease", LEASE_NAME)["spec"]["holderIdentity"])
-            == LeaseHolder.current()
-        )
-
-
-def test_a_remote_session_keeps_its_lease_while_it_renews(
-    contested_cluster: SharedCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.testing.cluster.session_lease.RENEW_SECONDS", 0.1)
-    elsewhere = replace(LeaseHolder.current(), machine="elsewhere-1")
-    with SessionLease(contested_cluster, elsewhere).hold(), pytest.raises(LeaseHeldError, match="on elsewhere-1"):
-        SessionLease(contested_cluster, within=60).hold().__enter__()
-    SessionLease(contested_cluster, elsewhere)._acquire()
-    with SessionLease(contested_cluster, within=0.5).hold():
-        assert (
-            LeaseHolder.read(contested_cluster.get("lease", LEASE_NAME)["spec"]["holderIdentity"])
-            == LeaseHolder.current()
-        )
-
-
-def test_a_session_that_lost_its_lease_does_not_delete_it(
-    contested_cluster: SharedCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.testing.cluster.session_lease.RENEW_SECONDS", 0.1)
-    lease = SessionLease(contested_cluster)
-    with lease.hold():
-        change = json.dumps({"spec": {"holderIdentity": "elsewhere-1/7/100"}})
-        # Between what the session reads and writes: it is refused then.
-        until(
-            lambda: (
-                contested_cluster.run("kubectl", "patch", "lease", LEASE_NAME, "--type=merge", "-p", change).returncode
-                == 0
-            ),
-            "taken",
-        )
-        until(lambda: lease.lost, "the loss is seen")
-    assert lease.lost == "elsewhere-1/7/100"
-    assert names(contested_cluster, "leases") == {LEASE_NAME}
-
-
-def test_one_of_two_concurrent_sessions_acquires_the_lease(contested_cluster: SharedCluster) -> None:
-    missing = replace(LeaseHolder.current(), process=1, started=1)
-    SessionLease(contested_cluster, missing)._acquire()
-    shown: list[str] = []
-
-    def take() -> None:
-        try:
-            SessionLease(contested_cluster)._acquire()
-        except LeaseHeldError:
-            shown.append("taken")
-        else:
-            shown.append("has it")
-
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(shown) == ["has it", "taken", "taken", "taken"]
 
 
 # --- what is left ----------------------------------------------------------------------------------------------------
@@ -305,11 +212,3 @@ def test_sessions_pass_in_any_order_and_after_one_that_was_killed(cluster: Share
         assert done.returncode == 0, done.stdout + done.stderr
         assert names(cluster, "namespaces") == remaining
         assert DEFINITION not in names(cluster, "crd")
-
-
-def test_a_second_session_exits_with_a_message_and_changes_nothing(cluster: SharedCluster, tmp_path: Path) -> None:
-    with SessionLease(cluster).hold():
-        done = run_in(cluster, tmp_path, "test_operator")
-    assert done.returncode == 2
-    assert "Another session of tests uses this cluster" in done.stdout + done.stderr
-    assert deployments(cluster) == []

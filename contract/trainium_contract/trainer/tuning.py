@@ -58,8 +58,6 @@ class LoraConfig(ContractModel):
     """Let the scale be alpha over the root of rank (rsLoRA, arXiv 2312.03732)."""
     dora: Annotated[bool, Field(exclude_if=_is_unset)] = False
     """Also train the length of each row of a target's weight, apart from its direction (DoRA, arXiv 2402.09353)."""
-    bias: Annotated[bool, Field(exclude_if=_is_unset)] = False
-    """Also train a bias beside each B (peft's lora_bias), if the target has a bias that it can be merged into."""
     rank_pattern: Annotated[
         dict[str, Annotated[int, Field(ge=1, le=4096)]], Field(max_length=64, exclude_if=_is_unset)
     ] = {}
@@ -74,14 +72,6 @@ class LoraConfig(ContractModel):
     """Patterns of the linear layers that get adapters."""
     adapter: _Path | None = None
     """A folder with an adapter in peft's format to start from; its rank, alpha and targets must be those given here."""
-
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if self.dora and self.bias:
-            raise ValueError(
-                "tuning.lora.bias is true but dora is true, which peft does not combine: leave one of them out"
-            )
-        return self
 
     def rank_of(self, module: str) -> int:
         """Return the rank of the adapter beside a module."""

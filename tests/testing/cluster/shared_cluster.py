@@ -24,7 +24,6 @@ from tests.testing.cluster.installed import Installed
 from tests.testing.cluster.kind_images import load_images
 from tests.testing.cluster.leftovers import OccupiedError, check_unoccupied, remove_leftovers
 from tests.testing.cluster.marks import POWERED_OFF, cordon_patch
-from tests.testing.cluster.session_lease import LeaseHeldError, SessionLease
 from tests.testing.suite.timeouts import scaled
 
 NODES = 5
@@ -147,14 +146,13 @@ def _open_existing_cluster(settings: dict[str, Any]) -> Iterator[SharedCluster]:
         cluster.power_on(node)
 
     try:
-        with SessionLease(cluster).hold():
-            check_unoccupied(cluster)
+        check_unoccupied(cluster)
+        remove_leftovers(cluster, power_on)
+        try:
+            yield cluster
+        finally:
             remove_leftovers(cluster, power_on)
-            try:
-                yield cluster
-            finally:
-                remove_leftovers(cluster, power_on)
-    except (LeaseHeldError, OccupiedError) as error:
+    except OccupiedError as error:
         pytest.exit(str(error), returncode=2)
     finally:
         shutil.rmtree(shared, ignore_errors=True)

@@ -59,7 +59,6 @@ def load(folder: Path) -> Any:
             }
         },
         {"lora": {"targets": ["q_proj", "down_proj"], "dora": True, "rankPattern": {"down_proj": 2}}},
-        {"base": {"attention_bias": True}, "lora": {"targets": ["q_proj", "o_proj"], "bias": True, "alpha": 3.5}},
         {"base": {"attention_bias": True, "mlp_bias": True}, "lora": {"targets": ["*_proj"], "dora": True}},
         {"base": {"attention_bias": True}, "trainable": ["model.layers.0.self_attn.k_proj"]},
     ],
@@ -73,7 +72,6 @@ def load(folder: Path) -> Any:
         "DoRA",
         "ranks and alphas",
         "DoRA with ranks",
-        "biases",
         "DoRA beside biases",
         "a whole module with its bias",
     ],

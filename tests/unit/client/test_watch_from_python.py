@@ -11,7 +11,6 @@ from rich.live import Live
 from tests.testing.api.recorded_jobs import JOBS, ApiServer
 from tests.testing.page.html_page import Page
 from tests.unit.client.conftest import open_job
-from trainium_client import aio
 from trainium_client.live import NotebookDisplay, TerminalDisplay, notebook_display
 from trainium_contract.views.curve import CurvePoint
 
@@ -31,9 +30,6 @@ class ProgressOnPause:
         if self.pauses == 3:
             self.status["phase"] = "Completed"
 
-    async def wait(self, seconds: float) -> None:
-        self.pause(seconds)
-
 
 def test_in_a_pipe_each_change_is_a_line_until_the_job_has_ended(
     server: ApiServer, capsys: pytest.CaptureFixture[str]
@@ -42,12 +38,6 @@ def test_in_a_pipe_each_change_is_a_line_until_the_job_has_ended(
     lines = capsys.readouterr().out.splitlines()
     assert last.phase == "Completed"
     assert [line.split()[2].rstrip(",") for line in lines] == ["263/4000", "273/4000", "283/4000", "293/4000"]
-
-
-async def test_async_watch_prints_the_same_lines(server: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
-    job = aio.TrainingJob("llama", kubeconfig=str(server.kubeconfig))
-    assert (await job.watch(pause=ProgressOnPause(server).wait)).step == 293
-    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_an_interrupted_or_timed_out_watch_leaves_the_job_alone(server: ApiServer) -> None:
@@ -99,16 +89,15 @@ def test_in_a_real_kernel_each_cell_shows_the_last_state_alone(server: ApiServer
     import nbformat
 
     setup = f"""
-from trainium_client import TrainingJob, aio
+from trainium_client import TrainingJob
 kubeconfig = {str(server.kubeconfig)!r}
 """
     watch = "TrainingJob('llama', kubeconfig=kubeconfig).watch(timeout_seconds=5)"
-    cells = [setup, f"view = {watch}\nview.step", f"view = await aio.{watch}\nview.step"]
+    cells = [setup, f"view = {watch}\nview.step"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     server.answers[f"{JOBS}/llama"]["status"]["progress"]["step"] = 500
     nbclient.NotebookClient(notebook, timeout=TIMEOUT_SECONDS).execute()
-    for cell in notebook.cells[1:]:
-        shown, value = cell.outputs
-        assert shown.output_type == "display_data"
-        assert "step 500/4000" in Page(shown.data["text/html"]).text
-        assert value.data["text/plain"] == "500"
+    shown, value = notebook.cells[1].outputs
+    assert shown.output_type == "display_data"
+    assert "step 500/4000" in Page(shown.data["text/html"]).text
+    assert value.data["text/plain"] == "500"

@@ -130,29 +130,6 @@ def test_lengths_that_the_configuration_does_not_name_are_refused(tmp_path: Path
     save_adapter(tmp_path)
     edit_config(tmp_path / "adapter", use_dora=True)
     assert "lora_magnitude_vector.weight: copy or fetch the folder again" in refusal(tmp_path)
-    edit_config(tmp_path / "adapter", use_dora=False, lora_bias=True)
-    assert "lora_B.bias: copy or fetch the folder again" in refusal(tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # peft treats a bias as part of a divided matrix
-@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
-def test_biases_of_an_adapter_are_read_where_the_base_has_biases_too(tmp_path: Path) -> None:
-    model = save_adapter(tmp_path / "biased", lora_bias=True, base={"attention_bias": True})
-    adapter = AdapterWeights.open(str(tmp_path / "biased" / "adapter"))
-    settings, shape = lora_tuning(bias=True), open_shape(str(tmp_path / "biased" / "base"))
-    assert set(adapter.names) == set(select_trainable(shape, settings).sizes)
-    name = "model.layers.1.self_attn.v_proj.lora_B.bias"
-    saved = model.get_parameter("base_model.model." + name.replace(".bias", ".default.bias"))
-    assert torch.equal(adapter.read(name), saved)
-    adapter.check(settings, shape)
-    with pytest.raises(UserError, match="was made with bias true"):
-        adapter.check(lora_tuning(), shape)
-    save_adapter(tmp_path / "bare", lora_bias=True)
-    bare = open_shape(str(tmp_path / "bare" / "base"))
-    with pytest.raises(UserError, match="has no bias that it could be merged into: " + PLAIN_LORA_ADVICE):
-        AdapterWeights.open(str(tmp_path / "bare" / "adapter")).check_base(bare)
-    with pytest.raises(UserError, match=r"q_proj has no bias that one could be merged into"):
-        select_trainable(bare, settings)
 
 
 def test_modules_that_peft_saves_whole_are_read_under_their_names(tmp_path: Path) -> None:
@@ -189,6 +166,7 @@ PLAIN_LORA_ADVICE = "train a plain LoRA adapter instead, because peft cannot mer
     ("fields", "sentence", "advice"),
     [
         ({"bias": "lora_only"}, "trains biases", MERGE_ADVICE),
+        ({"lora_bias": True}, "sets lora_bias, which plain LoRA does not have", MERGE_ADVICE),
         ({"init_lora_weights": "pissa_niter_4"}, "was initialized with pissa_niter_4", MERGE_ADVICE),
         ({"init_lora_weights": "lora_ga"}, "was initialized with lora_ga", MERGE_ADVICE),
         ({"init_lora_weights": "of-a-later-version"}, "was initialized with of-a-later-version", MERGE_ADVICE),

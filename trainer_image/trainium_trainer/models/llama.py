@@ -62,12 +62,12 @@ class Linear(WeightedModule, nn.Linear):
         """Map [..., width] to [..., outputs]; the context is for projections with an adapter."""
         return self.with_bias(linear(x, self.local_weight()))
 
-    def with_bias(self, out: Tensor, factor: float | None = None) -> Tensor:
-        """Add the bias, if there is one, times a factor to an output."""
+    def with_bias(self, out: Tensor) -> Tensor:
+        """Add the bias, if there is one, to an output."""
         if self.bias is None:
             return out
         bias = self.bias if self.bias_part is None else self.bias_part(self.bias)
-        return out + (bias if factor is None else bias * factor).to(out.dtype)
+        return out + bias.to(out.dtype)
 
 
 class Embedding(WeightedModule, nn.Embedding):

@@ -53,7 +53,7 @@ class AdaptedLinear(Linear):
         super().__init__(width, outputs, bias=bias)
         rank = lora.rank_of(name)
         self.lora_A = Linear(width, rank)
-        self.lora_B = Linear(rank, outputs, bias=lora.bias)
+        self.lora_B = Linear(rank, outputs)
         self.lora_magnitude_vector = Magnitude(outputs) if lora.dora else None
         self._dropout = lora.dropout
         self._scale = lora.scale_of(name)
@@ -79,7 +79,8 @@ class AdaptedLinear(Linear):
         """Return the adapter's summand of the output, without DoRA's magnitudes."""
         kept, keep_rate = self._drop_input(x, context)
         narrow = self.lora_A(kept) * (self._scale / keep_rate)  # scale at the narrowest point
-        return self.lora_B.with_bias(linear(narrow, self.lora_B.local_weight()), self._scale)
+        output: Tensor = self.lora_B(narrow)
+        return output
 
     def _drop_input(self, x: Tensor, context: AttentionContext | None) -> tuple[Tensor, float]:
         """Return the adapter's input after dropout, and the fraction of values that is kept."""

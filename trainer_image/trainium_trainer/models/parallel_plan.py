@@ -86,8 +86,6 @@ def _divide(
         if adapter is not None:
             _repeat(adapter.lora_A, mesh, partial=True)
             _repeat(adapter.lora_B, mesh, partial=True, rows=rows)
-            if adapter.lora_B.bias is not None:
-                _repeat(adapter.lora_B, mesh, "bias", partial=True, rows=rows)
             if adapter.lora_magnitude_vector is not None:
                 _repeat(adapter.lora_magnitude_vector, mesh, partial=True, rows=rows)
     else:
@@ -96,8 +94,6 @@ def _divide(
         if adapter is not None and parameter.dimension == 0:
             _repeat(adapter.lora_A, mesh, partial=True)
             _place(adapter.lora_B, mesh, placement)
-            if adapter.lora_B.bias is not None:
-                _place(adapter.lora_B, mesh, placement, "bias")
             if adapter.lora_magnitude_vector is not None:
                 _place(adapter.lora_magnitude_vector, mesh, placement)
         elif adapter is not None:
@@ -105,8 +101,6 @@ def _divide(
             adapter.input_group = mesh.get_group()
             _place(adapter.lora_A, mesh, placement)
             _repeat(adapter.lora_B, mesh, partial=True)
-            if adapter.lora_B.bias is not None:
-                _repeat(adapter.lora_B, mesh, "bias", partial=True, counts=mesh.get_local_rank() == 0)
             if adapter.lora_magnitude_vector is not None:
                 _repeat(adapter.lora_magnitude_vector, mesh, partial=True)
 

@@ -84,12 +84,6 @@ def lora_targets(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
         if not matched:
             raise _no_match_error("tuning.lora.targets", pattern, sizes, "linear layers")
         chosen.update(matched)
-    known = list_parameters(shape)
-    if lora.bias and (bare := [name for name in sizes if name in chosen and f"{name}.bias" not in known]):
-        raise UserError(
-            f"tuning.lora.bias is true, but {bare[0]} has no bias that one could be merged into: leave bias or this "
-            "target out"
-        )
     for field, values in (("rankPattern", lora.rank_pattern), ("alphaPattern", lora.alpha_pattern)):
         _check_patterns(f"tuning.lora.{field}", values, [name for name in sizes if name in chosen])
     for name in chosen:
@@ -132,13 +126,12 @@ def adapter_sizes(module: str, width: int, outputs: int, lora: LoraConfig) -> di
         f"{module}.{LORA_A}.weight": (rank, width),
         f"{module}.{LORA_B}.weight": (outputs, rank),
     }
-    sizes |= {f"{module}.{LORA_B}.bias": (outputs,)} if lora.bias else {}
     return sizes | ({f"{module}.{MAGNITUDE}.weight": (outputs,)} if lora.dora else {})
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter belongs to an adapter, by its name."""
-    return name.endswith((f".{LORA_A}.weight", f".{LORA_B}.weight", f".{LORA_B}.bias", f".{MAGNITUDE}.weight"))
+    return name.endswith((f".{LORA_A}.weight", f".{LORA_B}.weight", f".{MAGNITUDE}.weight"))
 
 
 def adapted_module(name: str) -> str:

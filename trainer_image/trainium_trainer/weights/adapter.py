@@ -93,7 +93,6 @@ class _AdapterConfig(BaseModel):
     use_dora: bool = False
     fan_in_fan_out: bool = False
     bias: str = "none"
-    lora_bias: bool = False
     init_lora_weights: bool | str | None = True
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
@@ -201,7 +200,6 @@ class AdapterWeights:
             alpha=config.lora_alpha,
             rank_stabilized=config.use_rslora,
             dora=config.use_dora,
-            bias=config.lora_bias,
             rank_pattern={name: rank for name, rank in ranks.items() if rank != config.r},
             alpha_pattern={name: alpha for name, alpha in alphas.items() if alpha != config.lora_alpha},
             dropout=config.lora_dropout,
@@ -287,7 +285,6 @@ class AdapterWeights:
         for setting, ours, stored in (
             ("rankStabilized", str(lora.rank_stabilized).lower(), str(self._config.use_rslora).lower()),
             ("dora", str(lora.dora).lower(), str(self._config.use_dora).lower()),
-            ("bias", str(lora.bias).lower(), str(self._config.lora_bias).lower()),
         ):
             if ours != stored:
                 raise UserError(
@@ -356,11 +353,6 @@ class AdapterWeights:
                 raise UserError(f"{where}: has {name}, for which this base has no place: {advice}")
             if name in _ROWS_OF_TOKENS:
                 size = (self._vocabulary or known, *size[1:])
-            if name.endswith(f"{LORA_B}.bias") and f"{module}.bias" not in sizes:
-                raise UserError(
-                    f"{where}: has {name} (lora_bias), but this base's {module} has no bias that it could be merged "
-                    f"into: {_USE_PLAIN}"
-                )
             if name.endswith(f"{LORA_A}.weight"):
                 expected: tuple[int, ...] = (self._config.rank_of(module), size[1])
             elif name.endswith(f"{LORA_B}.weight"):
@@ -512,15 +504,14 @@ def _check_names(where: str, tensors: dict[str, FileTensor], config: _AdapterCon
         if not is_adapter(name):
             continue
         module = adapted_module(name)
-        optional = {f"{MAGNITUDE}.weight": config.use_dora, f"{LORA_B}.bias": config.lora_bias}
-        parts = {f"{LORA_A}.weight": True, f"{LORA_B}.weight": True} | optional
-        if missing := [part for part, needed in parts.items() if needed and f"{module}.{part}" not in by_name]:
-            raise UserError(f"{where}: holds {name} without {module}.{missing[0]}: copy or fetch the folder again")
-        part = name.removeprefix(f"{module}.")
-        if part in optional:
-            if not optional[part]:
-                field = "use_dora" if part.startswith(MAGNITUDE) else "lora_bias"
-                raise UserError(f"{where}: holds {name}, but {CONFIG_NAME} has no {field}: set it to true there")
+        parts = [f"{module}.{LORA_A}.weight", f"{module}.{LORA_B}.weight"]
+        if config.use_dora:
+            parts.append(f"{module}.{MAGNITUDE}.weight")
+        if missing := [part for part in parts if part not in by_name]:
+            raise UserError(f"{where}: holds {name} without {missing[0]}: copy or fetch the folder again")
+        if name not in parts:
+            raise UserError(f"{where}: holds {name}, but {CONFIG_NAME} has no use_dora: set it to true there")
+        if name.endswith(f".{MAGNITUDE}.weight"):
             continue
         rank, width = config.rank_of(module), 0
         if len(stored.shape) == 2:

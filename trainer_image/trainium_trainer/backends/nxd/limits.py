@@ -58,8 +58,8 @@ def check_limits(config: TrainingConfig, dp_size: int) -> None:
             "Native"
         )
     lora = config.tuning.lora
-    if config.tuning.method is TuningMethod.LORA and (lora.dora or lora.bias or lora.rank_pattern):
-        name = "dora" if lora.dora else "bias" if lora.bias else "rankPattern"
+    if config.tuning.method is TuningMethod.LORA and (lora.dora or lora.rank_pattern):
+        name = "dora" if lora.dora else "rankPattern"
         raise UserError(
             f"tuning.lora.{name} is given, but backend Nxd has plain adapters of one rank only: leave it out, or "
             "set backend to Native"
