@@ -1,7 +1,7 @@
 """Run the references and all rows; write JSON, docs/parity.md and its picture (`python -m benchmarks.parity`).
 
 Exits with 1 if a row fails, and prints it. A row takes about 20 s on one core. Rows that are not run again keep their
-results in the JSON file, if the steps and the versions of the peers are the same.
+results in benchmarks/parity/results.json, if the steps and the versions of the peers are the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trainium_contract.trainer.config import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
-RESULTS = "parity.json"
+RESULTS = Path(__file__).with_name("results.json")
 ResultT = TypeVar("ResultT", reference.Reference, tuned.TuningResult)
 
 
@@ -52,10 +52,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=BASE["steps"], help="steps of every run (default %(default)s)")
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--out", type=Path, default=ROOT / "out/parity", help="folder of runs and JSON")
+    parser.add_argument("--out", type=Path, default=ROOT / "out/parity", help="folder of runs")
     peer = os.environ.get("PEER_PYTHON", sys.executable)
     parser.add_argument("--peer-python", default=peer, help="the interpreter that has trl (PEER_PYTHON)")
-    parser.add_argument("--no-document", action="store_true", help="do not write docs/")
+    parser.add_argument("--no-document", action="store_true", help="write JSON to the folder of runs, and no page")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     all_rows = (*ROWS, *TUNING_ROWS, *PREFERENCE_ROWS, *FAMILY_ROWS)
@@ -77,15 +77,20 @@ def main() -> int:
             continue
         run = _run_pretraining if settings.base is None else _run_tuning
         comparison = run(settings, selected, options)
-        report["references"][settings.name] = comparison.reference_losses
         if comparison.adapter_difference is not None:
             report["adaptersOfPeft"][settings.name] = comparison.adapter_difference
         results = {row["name"]: row for row in (*report["rows"], *comparison.rows)}
         report["rows"] = [results[row.name] for row in all_rows if row.name in results]
-        (options.out / RESULTS).write_text(json.dumps(report, indent=1) + "\n")
+        results_file(options).write_text(_format_json(report))
     if not options.no_document:
         document.write_report(report, ROOT / "docs/parity.md", ROOT / "docs/images/parity.png")
     return _verdict(report, {row.name for row in rows})
+
+
+def results_file(options: argparse.Namespace) -> Path:
+    """Return the JSON file of the rows: that of the page, or one in the folder of runs."""
+    folder: Path = options.out
+    return folder / RESULTS.name if options.no_document else RESULTS
 
 
 def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
@@ -104,16 +109,20 @@ def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
         "families": {settings.name: settings.description for settings in FAMILY_SETTINGS},
         "familySteps": min(options.steps, FAMILY_STEPS),
         "adaptersOfPeft": {},
-        "references": {},
         "rows": [],
     }
-    file = options.out / RESULTS
+    file = results_file(options)
     previous = json.loads(file.read_text()) if file.exists() else {}
     if any(previous.get(name) != report[name] for name in ("steps", "versions")):
         return report
-    return report | {
-        name: previous[name] for name in ("adaptersOfPeft", "references", "rows", "trl") if name in previous
-    }
+    return report | {name: previous[name] for name in ("adaptersOfPeft", "rows", "trl") if name in previous}
+
+
+def _format_json(report: dict[str, Any]) -> str:
+    """Return the report as JSON with one row a line."""
+    rows = ",\n  ".join(json.dumps(row) for row in report["rows"])
+    others = json.dumps({name: value for name, value in report.items() if name != "rows"}, indent=1)
+    return others.removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n'
 
 
 def _verdict(report: dict[str, Any], names: set[str]) -> int:
@@ -135,7 +144,6 @@ def _verdict(report: dict[str, Any], names: set[str]) -> int:
 class Comparison:
     """Results of the rows with the same settings."""
 
-    reference_losses: list[float]
     rows: list[dict[str, Any]]
     adapter_difference: float | None = None
     """Relative difference of the first loss of a run that starts from peft's saved adapter."""
@@ -148,7 +156,7 @@ def _run_pretraining(settings: Settings, rows: list[Row], options: argparse.Name
     results = [
         _run_row(row, options.out, lambda row, folder: _compare_row(row, file, expected, folder)) for row in rows
     ]
-    return Comparison(expected.losses, results)
+    return Comparison(results)
 
 
 def _run_tuning(settings: Settings, rows: list[Row], options: argparse.Namespace) -> Comparison:
@@ -176,7 +184,7 @@ def _run_tuning(settings: Settings, rows: list[Row], options: argparse.Namespace
         difference = tuned.first_loss_difference(file, expected, folder / "from-adapter")
         _print(f"{settings.name}: first loss with peft's adapter differs by {difference:.1e}")
     shutil.rmtree(folder)
-    return Comparison(expected.losses, results, difference)
+    return Comparison(results, difference)
 
 
 def _run_reference(settings: Settings, train: Callable[[TrainingConfig], ResultT], config: TrainingConfig) -> ResultT:

@@ -244,4 +244,4 @@ PREFERENCE_ROWS = tuple(
     for data, tensor, overrides in ((1, 1, ()), (2, 1, ()), (1, 2, ()), (2, 1, (FULLY_SHARDED,)))
 )
 PREFERENCE_ROWS += (Row(DPO, pipeline_parallel=2, accumulation=4), Row(DPO_LORA, pipeline_parallel=2, accumulation=4))
-PREFERENCE_ROWS += (Row(DPO_MESSAGES),)
+PREFERENCE_ROWS += (Row(DPO_MESSAGES), Row(DPO_MESSAGES, data_parallel=2), Row(DPO_MESSAGES, tensor_parallel=2))

@@ -97,46 +97,49 @@ def test_every_row_has_a_separate_name_and_the_passes_that_it_states() -> None:
         assert count_micro_batches(BASE["batch"]["globalSize"], micro, row.data_parallel) == row.accumulation
 
 
-def test_the_page_shows_failed_rows(tmp_path: Path) -> None:
+def test_the_page_shows_the_worst_layout_and_failed_rows(tmp_path: Path) -> None:
     from benchmarks.parity.document import write_report
 
-    row: dict[str, Any] = {"settings": "A", "data": 2, "tensor": 1, "pipeline": 3, "overrides": ["x=y"]}
-    row |= {"accumulation": 1, "date": "2026-01-01", "torch": "1"}
-    measured = {
-        "losses": [2.0, 1.0],
-        "loss": 1.0,
-        "greatestDifference": 0.5,
-        "step": 2,
-        "exportedLogits": 0.0,
-        "trainedLogits": 0.1,
-    }
+    row: dict[str, Any] = {"date": "2026-01-01", "torch": "1", "loss": 1.0, "trainedLogits": 0.1, "passed": True}
+    tuned = row | {"settings": "C", "trainedParameters": 2e-3}
+    failed = {"date": "2026-01-02", "torch": "1", "passed": False, "problem": "rank 1 ended with 76"}
     report = {
         "versions": {"transformers": "2"},
+        "trl": "3",
         "steps": 2,
         "tolerance": 1e-4,
-        "settings": {"A": "about", "B": "no rows"},
-        "references": {"A": [2.0, 1.1], "C": [2.0, 1.1]},
-        "rows": [row | {"passed": False, "problem": "rank 1 ended with 76"}, row | measured | {"passed": True}],
-        "tunings": {"C": "tuned"},
-        "families": {"D": "a family"},
-        "familySteps": 1,
+        "logitsTolerance": 1e-3,
         "adapterTolerance": 1e-4,
         "mergedTolerance": 1e-5,
+        "familySteps": 1,
         "adaptersOfPeft": {"C": 1e-7},
+        "settings": {"A": "about", "B": "no rows"},
+        "tunings": {"C": "tuned"},
+        "rows": [
+            row | {"name": "a1", "settings": "A", "greatestDifference": 1e-7},
+            row | {"name": "a2", "settings": "A", "greatestDifference": 2e-7},
+            tuned | {"name": "c1", "greatestDifference": 0.5, "passed": False},
+            failed | {"name": "c2", "settings": "C"},
+        ],
     }
-    tuned = row | measured | {"settings": "C", "trainedParameters": 2e-3, "accuracy": 0.75, "passed": False}
-    report["rows"] += [tuned, row | {"settings": "C", "passed": False, "problem": "rank 0 ended with 64"}]
-    report["references"]["D"] = [2.0]
-    report["rows"] += [tuned | {"settings": "D", "losses": [2.0], "passed": True}]
     write_report(report, tmp_path / "parity.md", tmp_path / "parity.png")
     page = (tmp_path / "parity.md").read_text()
-    assert "1 steps of running text." in page
-    assert page.endswith("| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 2.0e-03 | 1.0e-01 | 0.750 | passed |\n")
-    assert "| 2 | 1 | 3 | 1 | `x=y` | rank 1 ended with 76 | | | | | **failed** |" in page
-    assert "| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 2.0e-03 | 1.0e-01 | 0.750 | **failed** |" in page
-    assert "| 2 | 1 | 3 | 1 | `x=y` | rank 0 ended with 64 | | | | | | **failed** |" in page
-    assert "saved, from `peft`'s: C 1.0e-07." in page
-    assert "| 2 | 1 | 3 | 1 | `x=y` | 1.0000 | 5.0e-01 | 2 | 0.0e+00 | 1.0e-01 | passed |" in page
+    assert "| A | about | 2 | 1.0000 | 2.0e-07 |  | 1.0e-01 | passed |" in page
+    problems = "**failed**: c1, too different; **failed**: c2, rank 1 ended with 76"
+    assert f"| C | tuned | 2 | 1.0000 | 5.0e-01 | 2.0e-03 | 1.0e-01 | {problems} |" in page
     assert "no rows" not in page
-    assert "Made 2026-01-01 with\ntransformers 2, torch 1." in page
+    assert "2 of 4 layouts passed." in page
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_row_was_run_and_the_page_is_written_from_the_results(tmp_path: Path) -> None:
+    from benchmarks.parity.__main__ import RESULTS, ROOT
+    from benchmarks.parity.document import write_report
+    from benchmarks.parity.rows import ROWS
+    from benchmarks.parity.tuning_rows import FAMILY_ROWS, PREFERENCE_ROWS, TUNING_ROWS
+
+    report = json.loads(RESULTS.read_text())
+    names = [row.name for row in (*ROWS, *TUNING_ROWS, *PREFERENCE_ROWS, *FAMILY_ROWS)]
+    assert [row["name"] for row in report["rows"]] == names
+    write_report(report, tmp_path / "parity.md", tmp_path / "parity.png")
+    assert (ROOT / "docs/parity.md").read_text() == (tmp_path / "parity.md").read_text(), "make parity"
