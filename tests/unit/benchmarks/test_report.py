@@ -1,5 +1,6 @@
 """The page of benchmarks keeps figures that were not measured again; ranks of a benchmark that fail."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -7,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ranks import RunFailedError, wait_for_ranks
-from benchmarks.report import render_page
+from benchmarks.report import RESULTS, ROOT, add_reports, render_page
 
-FIGURE = {"name": "created", "unit": "s", "values": [1.5], "goal": None, "met": None, "median": 1.5}
+FIGURE = {"name": "created", "unit": "s", "values": [1.5], "goal": 1.0, "met": False, "median": 1.5}
 
 
 def _build_fleet_report(date: str, *sizes: int) -> dict[str, object]:
@@ -23,41 +24,27 @@ def _build_fleet_report(date: str, *sizes: int) -> dict[str, object]:
 
 
 def test_a_size_that_was_not_measured_again_keeps_its_figures_and_their_date() -> None:
-    first = render_page({"fleet": _build_fleet_report("2026-01-01", 128, 5000)})
-    second = render_page({"fleet": _build_fleet_report("2026-02-02", 128)}, first)
-    head, small, large = second.partition("## A fleet")[2].split("### ")
-    assert "2026-02-02" in head
-    assert "2026-01-01" not in head
-    assert small.startswith("128 nodes")
-    assert large.startswith("5,000 nodes")
-    assert "2026-01-01" in large
-    assert "| created | 1.50 s |" in large
-
-
-def test_a_kept_size_keeps_its_date() -> None:
-    text = render_page({"fleet": _build_fleet_report("2026-01-01", 128, 5000)})
+    parts = add_reports({}, {"fleet": _build_fleet_report("2026-01-01", 128, 5000)})
     for day in ("2026-02-02", "2026-03-03"):
-        text = render_page({"fleet": _build_fleet_report(day, 128)}, text)
-    large = text.partition("### 5,000 nodes")[2]
-    assert large.count("Command:") == 1
-    assert "2026-01-01" in large
+        parts = add_reports(parts, {"fleet": _build_fleet_report(day, 1000, 128)})
+    sizes = parts["A fleet"]["sizes"]
+    assert list(sizes) == ["128 nodes", "1,000 nodes", "5,000 nodes"]
+    assert [size["conditions"][:10] for size in sizes.values()] == ["2026-03-03", "2026-03-03", "2026-01-01"]
+    assert sizes["5,000 nodes"]["figures"] == {"created": {"median": "1.50 s", "goal": "1.00 s", "missed": True}}
 
 
-def test_a_size_that_was_measured_again_replaces_its_figures() -> None:
-    text = render_page(
-        {"fleet": _build_fleet_report("2026-02-02", 5000)},
-        render_page({"fleet": _build_fleet_report("2026-01-01", 128, 5000)}),
+def test_the_page_has_figures_with_a_goal_and_a_line_for_each_other_part() -> None:
+    parts = add_reports({"Data": {"headline": "fast"}}, {"fleet": _build_fleet_report("2026-01-01", 128, 5000)})
+    page = render_page(parts)
+    assert "| A fleet | created | 1.00 s | 128 nodes **1.50 s**; 5,000 nodes **1.50 s** |" in page
+    assert page.endswith("- **Data.** fast\n")
+
+
+def test_the_page_is_written_from_the_results() -> None:
+    parts = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8") == render_page(parts), (
+        "python -m benchmarks.report"
     )
-    assert text.count("### 5,000 nodes") == 1
-    assert "2026-01-01" not in text.partition("### 5,000 nodes")[2].partition("###")[0]
-
-
-def test_a_part_that_was_not_measured_again_keeps_its_text_and_place() -> None:
-    previous = "# Benchmarks\n\nold head\n\n## A fleet\n\nold\n\n## Data\n\nolder\n"
-    text = render_page({"fleet": _build_fleet_report("2026-02-02", 128)}, previous)
-    assert "old head" not in text
-    assert text.endswith("## Data\n\nolder\n")
-    assert text.index("### 128 nodes") < text.index("## Data")
 
 
 def spawn(program: str) -> int:
@@ -74,7 +61,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(tmp_path: Path) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def test_the_page_marks_missed_goals_and_names_which_peer_is_missing() -> None:
+def test_training_speed_marks_missed_goals_and_names_which_peer_is_missing() -> None:
     ours = {"tokensPerSecond": 1000.0}
     report = {
         "benchmark": "training_speed",
@@ -100,8 +87,10 @@ def test_the_page_marks_missed_goals_and_names_which_peer_is_missing() -> None:
             {"mode": "sharded", "ranks": 2, "error": "rank 0 ended with 1"},
         ],
     }
-    text = render_page({"training_speed": report})
-    assert "- torchtitan: not measured: torchtitan not installed for python." in text
-    assert "| plain | 1 | 1,000 | 980 | 1.02 x, **missed** | 1.10 x | 800 | 1.25 x | 0.80 x |" in text
-    assert "| half | 2 | 1,000 | | | | | | |" in text
-    assert "| sharded | 2 | **failed**: rank 0 ended with 1 | | | | | | |" in text
+    part = add_reports({}, {"training_speed": report})["Training speed"]
+    assert part["peers"]["torchtitan"] == "torchtitan not installed for python"
+    assert [" | ".join(row) for row in part["rows"]] == [
+        "plain | 1 | 1,000 | 980 | 1.02 x, **missed** | 1.10 x | 800 | 1.25 x | 0.80 x",
+        "half | 2 | 1,000 |  |  |  |  |  | ",
+        "sharded | 2 | **failed**: rank 0 ended with 1 |  |  |  |  |  | ",
+    ]

@@ -1,24 +1,23 @@
-"""Figures of docs/comparison.md equal those of docs/benchmarks.md, which a program writes."""
+"""Figures of docs/comparison.md equal those of benchmarks/results.json, which a program writes."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[3] / "docs"
-PAGE = (DOCS / "comparison.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/comparison.md").read_text(encoding="utf-8")
+RESULTS = json.loads((ROOT / "benchmarks/results.json").read_text(encoding="utf-8"))
 
 
-def rows(part: str, heading: str = "A fleet") -> dict[str, list[str]]:
-    """Return the table of a part of docs/benchmarks.md: the cells by figure."""
-    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    text = text.partition(f"### {part}\n")[2].partition("\n#")[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    return {found[0]: found[1:] for found in cells}
+def figures(size: str, part: str = "A fleet") -> dict[str, str]:
+    """Return the medians of a part of benchmarks/results.json."""
+    return {name: figure["median"] for name, figure in RESULTS[part]["sizes"][size]["figures"].items()}
 
 
 def common_run_median(size: int, figure: str) -> str:
     """Return a median of the run that measures all systems, rounded as the page has it."""
-    value, unit = rows(f"{size:,} nodes", "Beside JobSet, in one run")[figure][0].split()
+    value, unit = figures(f"{size:,} nodes", "Beside JobSet, in one run")[figure].split()
     return {"s": f"{float(value):.2f} s" if size == 128 else f"{float(value):.1f} s", "x": value}[unit]
 
 
@@ -56,11 +55,13 @@ def test_ratios_to_jobset_are_the_measured_values() -> None:
     ],
 )
 def test_a_figure_has_the_measured_value(figure: str, written: str) -> None:
-    expected = written.format(float(rows("128 nodes")[figure][0].split()[0]))
-    assert expected in PAGE, f"docs/comparison.md lacks `{expected}`, which docs/benchmarks.md has as {figure}"
+    expected = written.format(float(figures("128 nodes")[figure].split()[0]))
+    assert expected in PAGE, f"docs/comparison.md lacks `{expected}`, which benchmarks/results.json has as {figure}"
 
 
 def test_figures_of_other_operators_are_the_measured_values() -> None:
-    cells = rows("128 nodes")
-    assert cells["created over the floor"][3:] == ["3.0 x", "", "18.5 x"]
-    assert cells["one pod fails: pods recreated"][3:] == ["128", "1", "1"]
+    peers = json.loads((ROOT / "benchmarks/peers.json").read_text(encoding="utf-8"))["figures"]
+    rows = {row["name"]: row for row in peers if row["nodes"] == 128}
+    created, recreated = rows["created over the floor"], rows["one pod fails: pods recreated"]
+    assert f"| {created['JobSet']} | | {created['PyTorchJob']} |" in PAGE
+    assert f"{recreated['JobSet']}, 4.5 s | {recreated['JobSet in-place']}, 10.0 s | {recreated['PyTorchJob']}," in PAGE
