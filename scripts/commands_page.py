@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -35,23 +36,47 @@ def reference_text(header: str) -> str:
     """Return the page, with `header` as the first line."""
     sections = [f"<!-- {header} -->\n{_INTRODUCTION}"]
     for name, text, app in _PROGRAMS:
-        sections += [f"## {name}\n\n{text}", *_command_sections(name, typer.main.get_command(app))]
+        sections += [f"## {name}\n\n{text}", *_program_sections(name, typer.main.get_command(app))]
     return "\n\n".join([*sections, _operator_section()]) + "\n"
 
 
-def _command_sections(name: str, command: Any) -> list[str]:
-    """Return a section for the command, or one for each of its subcommands."""
+def _program_sections(name: str, program: Any) -> list[str]:
+    """Return the table of the options that most commands share, then a section for each command."""
+    commands = _leaf_commands(name, program)
+    rows = {command_name: _rows(command) for command_name, command in commands.items()}
+    counts = Counter(row for command_rows in rows.values() for row in dict.fromkeys(command_rows))
+    shared = [row for row, count in counts.items() if count > len(commands) / 2 and len(commands) > 1]
+    sections = ["Most commands have:\n\n" + _list(shared)] if shared else []
+    for command_name, command in commands.items():
+        arguments = (parameter for parameter in command.params if parameter.param_type_name == "argument")
+        usage = " ".join([command_name, *map(_metavar, arguments)])
+        other = [row for row in rows[command_name] if row not in shared]
+        options = "\n\n" + _list(other) if other else ""
+        sections.append(f"### {command_name}\n\n`{usage}`: {_escape(command.help)}{options}")
+    return sections
+
+
+def _leaf_commands(name: str, command: Any) -> dict[str, Any]:
+    """Return the command, or its subcommands, by name."""
     if children := getattr(command, "commands", None):
-        return [section for child in children for section in _command_sections(f"{name} {child}", children[child])]
-    arguments = (parameter for parameter in command.params if parameter.param_type_name == "argument")
-    usage = " ".join([name, *map(_metavar, arguments)])
-    rows = [
+        return {
+            leaf: found
+            for child in children
+            for leaf, found in _leaf_commands(f"{name} {child}", children[child]).items()
+        }
+    return {name: command}
+
+
+def _list(rows: list[tuple[str, str]]) -> str:
+    return "\n".join(f"- {flags}: {meaning}" for flags, meaning in rows)
+
+
+def _rows(command: Any) -> list[tuple[str, str]]:
+    return [
         (_flags(parameter), _help_with_default(parameter))
         for parameter in command.params
         if not getattr(parameter, "hidden", False) and parameter.name not in _HIDDEN
     ]
-    table = "\n\n" + render_table(("argument or option", "meaning"), rows) if rows else ""
-    return [f"### {name}\n\n`{usage}`\n\n{_escape(command.help)}{table}"]
 
 
 def _metavar(parameter: Any) -> str:
