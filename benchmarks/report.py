@@ -103,7 +103,7 @@ def _sizes_of(report: Json) -> Json:
         size = f"{row['nodes']:,} {SIZED_BY.get(name, 'nodes')}"
         figures = sizes.setdefault(size, {"conditions": conditions, "figures": {}})["figures"]
         unit = row["unit"]
-        figure = {"median": format_value(row["median"], unit)}
+        figure: Json = {"median": format_value(row["median"], unit)}
         if len(row["values"]) > 1:
             figure["spread"] = f"{format_value(min(row['values']), unit)} to {format_value(max(row['values']), unit)}"
         if row["goal"] is not None:
@@ -174,7 +174,7 @@ def _render_goals(title: str, sizes: Json) -> list[str]:
                 median = f"**{figure['median']}**" if figure.get("missed") else figure["median"]
                 named.setdefault(name, []).append(f"{size} {median}")
                 goals.setdefault(name, {})[figure["goal"]] = None
-    lines = []
+    lines: list[str] = []
     for name, values in named.items():
         lines.append(f"| {'' if lines else title} | {name} | {', '.join(goals[name])} | {'; '.join(values)} |")
     return lines

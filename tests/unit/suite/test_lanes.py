@@ -105,14 +105,6 @@ def test_the_api_path_of_kubectl_get_arguments(arguments: tuple[str, ...], path:
     assert path_of(arguments) == path
 
 
-def test_the_page_names_exactly_the_files_with_nightly_tests() -> None:
-    page = (ROOT / "docs/testing.md").read_text()
-    section = page.partition("## What runs by night\n")[2].partition("\n## ")[0]
-    nightly = {path.name for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.long" in path.read_text()}
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert {name for row in rows for name in re.findall(r"`(test_\w+\.py)`", row)} == nightly
-
-
 def test_the_nightly_workflow_runs_nightly_tests() -> None:
     night = yaml.safe_load((ROOT / ".github/workflows/nightly.yaml").read_text())
     assert "test-long" in night["jobs"]["long"]["strategy"]["matrix"]["target"]
