@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_timeout
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
@@ -21,7 +21,13 @@ from tests.testing.suite.times_record import TimesRecord
 from tests.testing.suite.trials import TRIALS, trials
 
 # Slow examples are no failures, and examples are fixed for each change: `make test-long` searches new ones.
-settings.register_profile("trainium", deadline=None, derandomize=not TRIALS, max_examples=trials(50))
+settings.register_profile(
+    "trainium",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=not TRIALS,
+    max_examples=trials(50),
+)
 settings.load_profile("trainium")
 if not TRIALS:
     # Hypothesis also draws constants of loaded modules, so that each lane would have other examples.

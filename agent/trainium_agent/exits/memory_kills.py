@@ -10,6 +10,7 @@ memcontrol.h.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.signs import MEMORY_LIMIT_REACHED, NODE_MEMORY_EXHAUSTED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from trainium_agent.exits.kernel_log import KernelEvents
 
+_ONE_KILL_SECONDS = 10.0
+"""The counters of one kill may be read this long apart: the kernel reclaims memory between the limit and the kill."""
 _UNLIMITED = 1 << 60
 """v1 shows "no limit" as the largest multiple of a page."""
 
@@ -50,24 +53,30 @@ class _Counters:
 class MemoryKills:
     """Adds a kernel event when a process of this container was killed for memory; thread-safe."""
 
-    def __init__(self, events: KernelEvents, root: Path = Path("/")) -> None:
-        self._events = events
+    def __init__(
+        self, events: KernelEvents, root: Path = Path("/"), *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._events, self._clock = events, clock
         self._lock = threading.Lock()
         self._found = _find_cgroup(root)
         self._last = self._read()
+        self._limit_hit_at = -math.inf
 
     def observe(self) -> None:
         """Compare the counters with those of the last call."""
         with self._lock:
             last, self._last = self._last, self._read()
             new = self._last
+            if last is not None and new is not None and new.limit_hits > last.limit_hits:
+                self._limit_hit_at = self._clock()
+            is_limit_hit = self._clock() - self._limit_hit_at < _ONE_KILL_SECONDS
         if last is None or new is None or new.kills <= last.kills:
             return
         limit = self._read_limit()
         # Without a limit only the node stops a program that needs too much.
         if limit is None:
             text = f"{MEMORY_LIMIT_REACHED}, which is the memory of the node"
-        elif new.limit_hits > last.limit_hits:
+        elif is_limit_hit:
             text = f"{MEMORY_LIMIT_REACHED} of {limit >> 20:,} MiB"
         else:
             text = f"{NODE_MEMORY_EXHAUSTED} of {limit >> 20:,} MiB"

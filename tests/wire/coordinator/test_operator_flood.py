@@ -31,7 +31,7 @@ from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import LEASES, TOKEN_REVIEWS
 from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.coordinator_ports import Reviewer
-from trainium_operator.cluster.lease import LeaseElector
+from trainium_operator.cluster.lease import LeaseElector, LeaseTimes
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
@@ -157,7 +157,9 @@ async def run_coordinator(folder: Path) -> AsyncIterator[LeadingCoordinator]:
     await coordinator.api.start()
     transport = await connect(str(coordinator.api.kubeconfig(folder)))
     lease_transport = transport.with_separate_pool(LEASE_CONNECTIONS)
-    coordinator.elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time)
+    # Servers and the 300 clients share one processor here, so the Lease has more time than by default.
+    times = LeaseTimes.of(duration=15.0, renew_deadline=10.0, retry=1.0)
+    coordinator.elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time, times=times)
     await coordinator.elector.acquire()
     holding = asyncio.create_task(coordinator.elector.hold())
     authenticator = Authenticator(

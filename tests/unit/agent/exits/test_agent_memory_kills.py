@@ -70,6 +70,22 @@ def test_a_kill_is_attributed_to_the_limit_or_to_the_node(
     assert classify_exit(64, kernel=[event.line]).cause is Cause.USER_CODE
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("seconds", "cause"), [(0.5, Cause.MEMORY), (60.0, Cause.HOST)])
+def test_a_limit_that_is_counted_shortly_before_its_kill_explains_the_kill(
+    tmp_path: Path, version: int, seconds: float, cause: Cause
+) -> None:
+    machine = Machine(tmp_path, version)
+    events, now = KernelEvents(lambda: None), 1000.0
+    kills = MemoryKills(events, tmp_path, clock=lambda: now)
+    machine.count(0, 7)
+    kills.observe()
+    machine.count(1, 7)
+    now += seconds
+    kills.observe()
+    assert classify_exit(137, kernel=[event.line for event in events.newest]).cause is cause
+
+
 @pytest.mark.parametrize("kept", ["nothing", "no kills", "no memory controller"])
 def test_counters_that_cannot_be_read_explain_nothing(tmp_path: Path, kept: str) -> None:
     if kept != "nothing":
