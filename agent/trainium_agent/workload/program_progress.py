@@ -68,6 +68,8 @@ _LAST_LIST_SECONDS = 5.0
 _CREATED_SECONDS = 3600.0
 """Time after which a program must have saved its first checkpoint."""
 _MAX_ENTRIES = 20_000
+_STEPS = 1024
+"""Number of steps whose ends are known when a file is found to have been replaced."""
 _READ_SECONDS = 0.1
 """Interval between two reads of all records, because a node may have more than a hundred ranks."""
 _NUMBER = re.compile(rb"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\b(?:nan|inf)\b", re.IGNORECASE)
@@ -171,6 +173,8 @@ class ProgramMonitor(Workload):
             self._read_at = now
             readings = ((rank, self.read(rank.path)) for rank in self._ranks.values())
             self._records = [(rank, reading.record) for rank, reading in readings if reading is not None]
+            if self._checkpoints is not None and self._records:
+                self._checkpoints.record_step(*max((record.updated, record.step) for _, record in self._records))
 
     def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:  # noqa: ARG002 - what others need
         """Return the record with the highest step, as of the last read, and its file."""
@@ -347,12 +351,22 @@ class _CheckpointFolder:
         assert program.checkpoints is not None
         self._root = Path(program.checkpoints.path)
         self._committed = program.checkpoints.committed_pattern()
+        self._is_replaced = program.checkpoints.is_replaced
         self._glob = program.checkpoints.committed.replace("{step}", "*")
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS)
+        """When steps ended, by Unix seconds; only for a file that each save replaces."""
+        self._written: float | None = None
+        """When that file was written last."""
         self.newest = -1
         self.problem = ""
         self._began = time.monotonic()
         self._listing = threading.Lock()
         threading.Thread(target=self._follow, name="checkpoints", daemon=True).start()
+
+    def record_step(self, updated: float, step: int) -> None:
+        """Record the newest step, and the Unix seconds of its end."""
+        if self._is_replaced and (updated, step) not in list(self._steps)[-1:]:
+            self._steps.append((updated, step))
 
     def list_now(self) -> threading.Thread:
         """List the folder now, in a thread that is returned."""
@@ -382,6 +396,8 @@ class _CheckpointFolder:
             if Path(*self._root.parts[:2]).is_dir() and time.monotonic() < self._began + _CREATED_SECONDS:
                 return -1
             raise FileNotFoundError(errno.ENOENT, "it does not exist")
+        if self._is_replaced:
+            return self._find_replaced()
         newest = -1
         for count, path in enumerate(self._root.glob(self._glob)):
             if count >= _MAX_ENTRIES:
@@ -389,6 +405,17 @@ class _CheckpointFolder:
             match = self._committed.fullmatch(str(path.relative_to(self._root)))
             newest = max(newest, int(match[STEP_GROUP])) if match else newest
         return newest
+
+    def _find_replaced(self) -> int:
+        """Return the newest step that had ended when the file was written. Raises OSError."""
+        try:
+            written = (self._root / self._glob).stat().st_mtime
+        except FileNotFoundError:
+            return self.newest
+        if written == self._written:
+            return self.newest
+        self._written = written
+        return max((step for updated, step in [*self._steps] if updated <= written), default=self.newest)
 
 
 def count_executions() -> int:

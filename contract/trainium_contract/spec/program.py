@@ -76,16 +76,22 @@ class ProgramCheckpoints(ContractModel):
         str,
         Field(max_length=512),
         MatchesPattern(
-            r"[^/{}\x00][^{}\x00]*\{step\}[^{}\x00]*|\{step\}[^{}\x00]*",
-            "write a path below checkpoints.path with {step} once, for instance step-{step}/.metadata",
+            r"[^/{}\x00][^{}\x00]*(\{step\}[^{}\x00]*)?|\{step\}[^{}\x00]*",
+            "write a path below checkpoints.path with {step} at most once, for instance step-{step}/.metadata",
         ),
     ]
     """File or folder below `path` that exists once the checkpoint of a step is complete; `{step}` stands for the
-    digits of the step."""
+    digits of the step. Without `{step}`: a file that each save replaces, such as last.ckpt; its step is the newest one
+    that had been reported when it was written."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether each save replaces the file of the last one."""
+        return _STEP_PLACE not in self.committed
 
     def committed_pattern(self) -> re.Pattern[str]:
         """Return the expression that a path relative to `path` must match as a whole; its group `step` is the step."""
-        before, after = map(re.escape, self.committed.split(_STEP_PLACE))
+        before, _, after = map(re.escape, self.committed.partition(_STEP_PLACE))
         return re.compile(rf"{before}(?P<{STEP_GROUP}>[0-9]+){after}")
 
 

@@ -295,6 +295,28 @@ def test_the_newest_complete_checkpoint_is_observed(tmp_path: Path) -> None:
     assert monitored_program.monitor.durable_step == 30, "saved at the end, between two listings"
 
 
+def test_a_file_that_each_save_replaces_has_the_step_that_had_ended(tmp_path: Path) -> None:
+    file = tmp_path / "run" / "last.ckpt"
+    file.parent.mkdir()
+    file.touch()
+    checkpoints = {"path": str(file.parent), "committed": "last.ckpt"}
+    monitored_program = MonitoredProgram(tmp_path, checkpoints=checkpoints)
+    monitored_program.monitor.on_finish(())
+    assert monitored_program.monitor.durable_step == -1, "its step is known to the program alone"
+    monitored_program.print_lines("step 7")
+    os.utime(file, (time.time() + 0.1, time.time() + 0.1))
+    time.sleep(0.2)
+    for step in (8, 9):
+        monitored_program.print_lines(f"step {step}")
+    monitored_program.monitor.on_finish(())
+    assert monitored_program.monitor.durable_step == 7
+    monitored_program.monitor.on_finish(())
+    assert monitored_program.monitor.durable_step == 7, "nothing was saved since"
+    file.unlink()
+    monitored_program.monitor.on_finish(())
+    assert (monitored_program.monitor.durable_step, monitored_program.monitor.problem) == (7, ""), "being replaced"
+
+
 def test_a_missing_folder_of_checkpoints_is_a_problem(tmp_path: Path) -> None:
     monitored_program = MonitoredProgram(tmp_path, checkpoints={"path": "/nowhere/run", "committed": "{step}"})
     until(lambda: monitored_program.monitor.problem, "the problem is reported", pause=0.01)
