@@ -92,7 +92,7 @@ def watch(
                 if curve is None and isinstance(display, NotebookDisplay) and view.loss is not None and not view.ended:
                     curve = LiveCurve(points=_read_curve_if_possible(read_curve))
                 if curve is not None:
-                    curve.add(view.step, view.loss, view.tokens_per_second)
+                    curve.add_current(view)
                 display.show(view, curve.points if curve is not None else ())
                 if view.ended or time.monotonic() >= deadline:
                     return view

@@ -1,6 +1,6 @@
 """Write docs/images/page.png, a screenshot of the page of the recorded job (tests/testing/api/recorded) in chromium.
 
-Its curve is that of the last steps in the recorded log. Needs chromium on PATH.
+Its curves are those of the last steps in the recorded log. Needs chromium on PATH.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from trainium_contract.views.status_reader import public_status  # noqa: E402
 from trainium_contract.views.workers import count_workers, parse_pod_table  # noqa: E402
 
 PICTURE = ROOT / "docs/images/page.png"
-HEIGHT = 1980
-_STEP = re.compile(r"rank 0 INFO step (\d+)/\d+: loss ([0-9.]+)")
+HEIGHT = 1650
+_STEP = re.compile(r"rank 0 INFO step (\d+)/\d+: loss ([0-9.]+), ([0-9]+) tokens/s")
 
 
 def main() -> None:
     """Write the image."""
     job, curve = recorded_object("job"), LiveCurve()
-    for step, loss in _STEP.findall(recorded_log()):
-        curve.add(int(step), float(loss))
+    for step, loss, speed in _STEP.findall(recorded_log()):
+        curve.add(int(step), float(loss), float(speed))
     members, pods = decode_members(recorded_object("membership")), parse_pod_table(recorded_object("pods"), NOW)
     view = build_job_view(
         job, now=NOW, workers=count_workers(pods, members), events=build_event_views(recorded_object("events")["items"])

@@ -285,6 +285,8 @@ class PodReport:
         self._progress = Progress(
             step=max(record.step, 0),
             loss=record.loss,
+            learning_rate=record.learning_rate,
+            grad_norm=record.grad_norm,
             tokens_per_second=record.tokens_per_second,
             samples_per_second=record.samples_per_second,
             reward_margin=record.reward_margin,

@@ -116,7 +116,7 @@ class LocalPages:
         snapshot = read_job_snapshot(api, name, now)
         results = self._worker_results(api, snapshot)
         if results.curve is not None:
-            results.curve.add(snapshot.view.step, snapshot.view.loss, snapshot.view.tokens_per_second)
+            results.curve.add_current(snapshot.view)
         report = JobReport(
             snapshot.view,
             read_interruptions(public_status(snapshot.job)),

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 COLOUR_CLASSES = "".join(f".c{at}{{fill:{colour};background:{colour}}}" for at, colour in enumerate(COLOURS))
+FLUID_RULES = (
+    ".fluid{overflow:visible}.plot{padding:0 1rem 0 3.6rem}.plot.named{padding-left:9rem}"
+    "@media(max-width:40rem){.wide{display:none}.scroll td:last-child{min-width:14rem}}"
+)
+"""Rules of charts whose positions are shares of the width: labels are beside the area, fewer of them on a phone."""
 STYLE = f"""
 :root{{color-scheme:light dark;--ink:#1c2126;--soft:#5f6b76;--line:#d8dde2;--page:#fff;--card:#f6f7f9}}
 @media(prefers-color-scheme:dark){{:root{{--ink:#e6e9ec;--soft:#9aa5af;--line:#363d44;--page:#15181b;--card:#1d2226}}}}
@@ -25,14 +30,15 @@ body{{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page)
 body{{padding:0 1rem}}a{{color:#3f77c4}}
 h1{{font-size:1.5rem;margin:0}}h2{{font-size:1.1rem;margin:2.2rem 0 .6rem}}p.soft,td.soft,.legend{{color:var(--soft)}}
 dl{{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1.2rem}}dl{{background:var(--card);padding:1rem}}
-dt{{font-weight:600}}dd{{margin:0;overflow-wrap:anywhere}}.scroll{{overflow-x:auto}}.scroll svg{{min-width:52rem}}
+dt{{font-weight:600}}dd{{margin:0;overflow-wrap:anywhere}}.scroll{{overflow-x:auto}}
 table{{border-collapse:collapse;width:100%;font-size:.88rem}}th,td{{text-align:left;padding:.3rem .6rem}}
 th,td{{border-bottom:1px solid var(--line);vertical-align:top}}
 td{{overflow-wrap:anywhere}}th,td.short{{white-space:nowrap}}
 .bad{{border-left:4px solid #c2453d;padding:.6rem 1rem;background:var(--card);overflow-wrap:anywhere;
 white-space:pre-wrap}}
-svg{{width:100%;height:auto;display:block}}svg text{{font-size:12px;fill:var(--soft)}}.grid{{stroke:var(--line)}}
-.curve{{fill:none;stroke:#3f77c4;stroke-width:1.6}}.spread{{fill:#3f77c4;opacity:.18}}.validation{{fill:#d08a1d}}
+svg{{width:100%;display:block}}svg:not([height]){{height:auto}}{FLUID_RULES}
+svg text{{font-size:12px;fill:var(--soft)}}.grid{{stroke:var(--line)}}
+.curve{{fill:none;stroke:#3f77c4;stroke-width:1.6;stroke-linecap:round}}.spread{{fill:#3f77c4;opacity:.18}}.validation{{fill:#d08a1d}}
 .mark{{stroke:#c2453d;stroke-width:1.5;stroke-dasharray:4 3}}
 .key{{display:inline-block;margin-right:1.2rem}}.key i{{display:inline-block;width:.8em;height:.8em;margin-right:.4em}}
 #quiet{{position:sticky;top:0;margin:0}}

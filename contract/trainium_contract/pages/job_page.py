@@ -33,16 +33,20 @@ from trainium_contract.pages.svg import (
     WAITING,
     Span,
     Square,
+    draw_line_chart,
     draw_loss_chart,
     draw_share_bar,
     draw_squares,
     draw_timeline,
+    find_runs,
 )
 from trainium_contract.program_output import drop_noise, restore_lines
 from trainium_contract.views.interruptions import describe_loss
 from trainium_contract.views.timeline import WorkerState, build_timeline
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainium_contract.views.checkpoints import CheckpointRow
     from trainium_contract.views.curve import CurvePoint
     from trainium_contract.views.interruptions import InterruptionView
@@ -57,6 +61,11 @@ _MAX_MESSAGE_CHARACTERS = 240
 """Maximum number of characters of an interruption; `kubectl trn why` shows longer ones."""
 _TIME_STEPS = 200
 """Number of steps into which `_time_range` divides a job's time to round its end."""
+_SMALL_CHARTS = (
+    ("Learning rate", "learning_rate"), ("Gradient norm", "grad_norm"), ("Tokens per second", "tokens_per_second"),
+)  # fmt: skip
+"""Figures of the steps beside the loss, and their fields in a `CurvePoint`."""
+_SMALL_HEIGHT = 140
 _SPARE, _MEMBER = 3, 7
 _STATE_COLOURS = {
     WorkerState.TRAINED: GOOD,
@@ -116,7 +125,7 @@ def _render_sections(report: JobReport, now: float) -> str:
         section("job", f"<h1>{escape(_title(view))}</h1><p class=soft>{escape(view.model)}</p>"),
         section("as-of", f"<p class=soft>as of {format_utc(now)} UTC</p>"),
         section("advice", advice_html(view)),
-        section("facts", facts_html(view)),
+        section("facts", facts_html(view) + _logs_html(view)),
         section("curve", _curve_section(report)),
         section("time", _goodput_section(report)),
         section("history", _history_section(report, now)),
@@ -150,8 +159,25 @@ def _curve_section(report: JobReport) -> str:
     if any(point.highest > point.lowest for point in report.curve):
         legend.append("the band: lowest and highest of the steps that a point stands for")
     legend += [report.curve_note] if report.curve_note else []
+    if len(find_runs([point.step for point in report.curve])) > 1:
+        legend.append("interrupted where steps are missing")
     chart = draw_loss_chart(report.curve, marks)
-    return f"<h2>Loss</h2><div class=scroll>{chart}</div><p class=soft>{escape('; '.join(legend))}</p>" if chart else ""
+    loss = f"<h2>Loss</h2>{chart}<p class=soft>{escape('; '.join(legend))}</p>" if chart else ""
+    return loss + "".join(_small_chart(label, report.curve, field, marks) for label, field in _SMALL_CHARTS)
+
+
+def _small_chart(label: str, curve: Sequence[CurvePoint], field: str, marks: Sequence[tuple[int, str]]) -> str:
+    """Render another figure of the steps; empty if fewer than two have it."""
+    points = [(point.step, value) for point in curve if (value := getattr(point, field)) is not None]
+    if len(points) < 2:
+        return ""
+    return f"<h3>{label}</h3>{draw_line_chart(points, marks, label, height=_SMALL_HEIGHT)}"
+
+
+def _logs_html(view: JobView) -> str:
+    """Render the commands that show the log of a rank and the reason of the last interruption."""
+    job = escape(f"{view.name} -n {view.namespace}")
+    return f"<p class=soft>Logs: <code>kubectl trn logs {job}</code>, <code>kubectl trn why {job}</code></p>"
 
 
 def _goodput_section(report: JobReport) -> str:

@@ -65,6 +65,10 @@ class StepFigures(MessageModel):
     """Steps of the whole run; 0 while epochs decide and the trainer has not read its data."""
     loss: Figure = None
     """Loss of that step."""
+    learning_rate: Figure = None
+    """Learning rate of that step."""
+    grad_norm: Figure = None
+    """Norm of the gradient of that step, before it is clipped."""
     tokens_per_second: Figure = None
     """Throughput of the whole job."""
     samples_per_second: Figure = None

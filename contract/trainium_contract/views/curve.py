@@ -15,6 +15,9 @@ from trainium_contract.views.raw import integer, number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from trainium_contract.status.results import StepFigures
+    from trainium_contract.views.job import JobView
+
 MAX_POINTS = 1500
 
 
@@ -30,6 +33,8 @@ class CurvePoint:
     highest: float
     validation: float | None
     tokens_per_second: float | None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
 
 
 def read_curve(lines: Iterable[str], max_points: int = MAX_POINTS) -> tuple[CurvePoint, ...]:
@@ -43,9 +48,8 @@ def read_curve(lines: Iterable[str], max_points: int = MAX_POINTS) -> tuple[Curv
         loss, step = number(record, "loss"), integer(record, "step", -1)
         if loss is None or step < 0:
             continue
-        points.append(
-            CurvePoint(step, loss, loss, loss, number(record, "validationLoss"), number(record, "tokensPerSecond"))
-        )
+        names = ("validationLoss", "tokensPerSecond", "learningRate", "gradNorm")
+        points.append(CurvePoint(step, loss, loss, loss, *(number(record, name) for name in names)))
     return _downsample(points, max_points)
 
 
@@ -62,16 +66,27 @@ class LiveCurve:
         self._max_points = max(2, max_points)
         self._points: list[CurvePoint] = list(points)
 
-    def add(self, step: int, loss: float | None, tokens_per_second: float | None = None) -> None:
+    def add(
+        self,
+        step: int,
+        loss: float | None,
+        tokens_per_second: float | None = None,
+        learning_rate: float | None = None,
+        grad_norm: float | None = None,
+    ) -> None:
         """Add a point; the same step again changes nothing."""
         points = self._points
         if loss is None or (points and points[-1].step == step):
             return
         while points and points[-1].step >= step:
             points.pop()
-        points.append(CurvePoint(step, loss, loss, loss, None, tokens_per_second))
+        points.append(CurvePoint(step, loss, loss, loss, None, tokens_per_second, learning_rate, grad_norm))
         if len(points) > self._max_points:
             self._points = list(_downsample(points, self._max_points // 2))
+
+    def add_current(self, figures: StepFigures | JobView) -> None:
+        """Add the newest step of a status or of a view."""
+        self.add(figures.step, figures.loss, figures.tokens_per_second, figures.learning_rate, figures.grad_norm)
 
     @property
     def points(self) -> tuple[CurvePoint, ...]:
@@ -88,6 +103,7 @@ def _downsample(points: Sequence[CurvePoint], max_points: int) -> tuple[CurvePoi
 
 def _merge_points(part: Sequence[CurvePoint]) -> CurvePoint:
     validations = [point.validation for point in part if point.validation is not None]
+    norms = [point.grad_norm for point in part if point.grad_norm is not None]
     return CurvePoint(
         step=part[-1].step,
         loss=sum(point.loss for point in part) / len(part),
@@ -95,4 +111,6 @@ def _merge_points(part: Sequence[CurvePoint]) -> CurvePoint:
         highest=max(point.highest for point in part),
         validation=validations[-1] if validations else None,
         tokens_per_second=part[-1].tokens_per_second,
+        learning_rate=part[-1].learning_rate,
+        grad_norm=sum(norms) / len(norms) if norms else None,
     )

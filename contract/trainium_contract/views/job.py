@@ -138,6 +138,8 @@ class JobView:
     step_seconds: float | None
     loss: float | None
     reward_accuracy: float | None
+    learning_rate: float | None
+    grad_norm: float | None
     tokens_per_second: float | None
     samples_per_second: float | None
     size: int
@@ -243,6 +245,8 @@ def build_job_view(
         loss=progress.number("loss"),
         reward_accuracy=progress.number("rewardAccuracy"),
         tokens_per_second=progress.number("tokensPerSecond"),
+        learning_rate=progress.number("learningRate"),
+        grad_norm=progress.number("gradNorm"),
         samples_per_second=progress.number("samplesPerSecond"),
         size=status.integer("replicas"),
         training=status.integer("readyReplicas"),

@@ -32,6 +32,8 @@ _PER_STEP_FIELDS = frozenset(
     {
         "step",
         "loss",
+        "learning_rate",
+        "grad_norm",
         "tokens_per_second",
         "samples_per_second",
         "samples",

@@ -96,7 +96,7 @@ class JobPageData:
             _, curve = self._curves.setdefault(record.uid, (self._clock(), LiveCurve(CURVE_POINTS)))
             if not view.status.completion_time:
                 self._curves.move_to_end(record.uid)
-            curve.add(progress.step, progress.loss, progress.tokens_per_second)
+            curve.add_current(progress)
         while len(self._curves) > MAX_CURVES:
             self._curves.popitem(last=False)
 

@@ -1,6 +1,7 @@
 """The page of a job: self-contained, escaped, bounded."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from tests.unit.client.conftest import Command
 from trainium_client.commands.report import read_run_curve
 from trainium_client.read import JobSnapshot
 from trainium_contract.pages.job_page import JobReport, report_html
-from trainium_contract.pages.svg import LinearScale
+from trainium_contract.pages.svg import LinearScale, draw_line_chart
 from trainium_contract.views.checkpoints import CheckpointRow, describe_location, metrics_path
 from trainium_contract.views.curve import MAX_POINTS, read_curve
 from trainium_contract.views.events import build_event_views
@@ -72,9 +73,9 @@ def test_the_page_has_every_section() -> None:
     for text in ("Loss", "Where the time went", "Interruptions", "Who trains (generation 3)", "Checkpoints on storage",
                   "Artifacts", "Evaluation", "Events", "Not shown", "32-63", "6.6 %", "1.0 MiB"):  # fmt: skip
         assert text in page.text, text
-    assert page.tags.count("polyline") == 1
+    assert page.tags.count("polyline") == 2, "loss and speed"
     marks = [value for name, value in page.attributes if (name, value) == ("class", "mark")]
-    assert len(marks) == 3
+    assert len(marks) == 6, "three interruptions in two charts"
 
 
 def test_the_page_of_a_failed_job_shows_what_was_changed_since() -> None:
@@ -168,6 +169,37 @@ def test_the_curve_explains_only_what_is_drawn_in_it() -> None:
     assert "<p class=soft>by step</p>" in plain
     assert "dashed: interruptions" in report_html(replace(hostile_report(), curve=read_curve(metric_lines(50))), NOW)
     assert "the band" in report_html(replace(hostile_report(), curve=read_curve(metric_lines(20_000))), NOW)
+
+
+def test_a_gap_in_the_curve_is_no_line() -> None:
+    lines = [line for at, line in enumerate(metric_lines(300)) if not 100 <= at < 200]
+    page = Page(report_html(replace(hostile_report(), curve=read_curve(lines)), NOW))
+    assert page.tags.count("polyline") == 4, "two parts of loss and of speed"
+    assert "interrupted where steps are missing" in page.text
+
+
+def test_each_figure_of_the_steps_has_a_chart_and_the_logs_a_command() -> None:
+    lines = [json.dumps({"step": at, "loss": 1.0, "learningRate": 3e-4, "gradNorm": 1.0 + at}) for at in range(20)]
+    page = Page(report_html(replace(hostile_report(), curve=read_curve(lines)), NOW))
+    assert [label in page.text for label in ("Learning rate", "Gradient norm", "Tokens per second")] == [
+        True,
+        True,
+        False,
+    ]
+    assert "kubectl trn logs llama -n team" in page.text
+
+
+def test_labels_of_an_axis_differ_and_do_not_overlap() -> None:
+    chart = draw_line_chart([(step, 4.4 + step / 1e6) for step in range(0, 2_000_000, 1000)], (), "Loss")
+    labels = re.findall(r'<text x="(-?[\d.]+%?)" y="[\d.]+" text-anchor="(\w+)"[^>]*>([^<]+)</text>', chart)
+    values = [text for x, _, text in labels if x == "-6"]
+    assert len(values) == len(set(values)) >= 3
+    placed = [(float(x[:-1]) * 7.8, anchor, 6.6 * len(text)) for x, anchor, text in labels if x.endswith("%")]
+    ends = [x + width * {"start": 1, "middle": 0.5, "end": 0}[anchor] for x, anchor, width in placed]
+    starts = [x - width * {"start": 0, "middle": 0.5, "end": 1}[anchor] for x, anchor, width in placed]
+    assert all(start > end for start, end in zip(starts[1:], ends[:-1], strict=True))
+    assert starts[0] >= 0
+    assert ends[-1] <= 780
 
 
 def test_figures_are_beside_the_checkpoints_and_never_in_a_bucket() -> None:

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 _MAX_NODES_SHOWN = 3
 _DECIMALS = {
     "loss": 6,
+    "learning_rate": 12,
+    "grad_norm": 6,
     "tokens_per_second": 1,
     "samples_per_second": 3,
     "reward_margin": 6,

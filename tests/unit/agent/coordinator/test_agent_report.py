@@ -53,6 +53,8 @@ class FakeWorkload:
             step=step,
             resume_step=resume,
             loss=math.nan,
+            learning_rate=3e-4,
+            grad_norm=math.nan,
             tokens_per_second=math.inf,
             samples_per_second=12.5,
             reward_margin=0.25,

@@ -106,6 +106,8 @@ def test_a_training_job_shows_its_step_its_speed_and_its_checkpoints() -> None:
     progress = Progress(
         step=20,
         loss=2.12345678,
+        learning_rate=2.9999999999e-6,
+        grad_norm=0.98765432,
         tokens_per_second=1000.04,
         samples_per_second=0.97654321,
         reward_margin=0.12345678,
@@ -123,6 +125,7 @@ def test_a_training_job_shows_its_step_its_speed_and_its_checkpoints() -> None:
     assert (status.progress.step, status.progress.total_steps, status.progress.loss) == (20, 100, 2.123457)
     assert (status.progress.tokens_per_second, status.progress.samples_per_second) == (1000.0, 0.977)
     assert (status.progress.reward_margin, status.progress.reward_accuracy) == (0.123457, 0.8438)
+    assert (status.progress.learning_rate, status.progress.grad_norm) == (3e-6, 0.987654)
     assert (status.checkpoint.memory_step, status.checkpoint.durable_step) == (18, 12)
     assert (status.replicas, status.ready_replicas, status.spares, status.desired) == (4, 4, 0, 4)
     assert status.selector == "trainium.dev/job-name=demo,trainium.dev/role=worker"
