@@ -100,7 +100,7 @@ class BlockingTasks:
                     report=services.record_check,
                 )
                 for check in (PreflightCheck.PAIRWISE, PreflightCheck.BANDWIDTH)
-                if check in settings.checks and settings.program is None
+                if check in settings.checks
             },
         )
         self._store = self._rendezvous.store

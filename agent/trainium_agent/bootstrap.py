@@ -22,7 +22,7 @@ from trainium_agent.checks.preflight import check_results, preflight
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.standby import StandbyPlan, fork
 from trainium_agent.ranks.standby_manager import Standby
-from trainium_agent.settings import TRAINER_WORKLOAD, AgentSettings, SettingsError, settings_from
+from trainium_agent.settings import AgentSettings, SettingsError, settings_from
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogSource
 
@@ -51,7 +51,9 @@ def start(forked: tuple[int, socket.socket] | None = None) -> int:
         logging.getLogger(__name__).log(
             logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence
         )
-    workload = _workload(settings)
+    # Only the workload of the job is imported, since the libraries of another one may be missing.
+    module, _, name = settings.workload.partition(":")
+    workload: Workload = getattr(importlib.import_module(module), name)(settings)
     standby = _spawn_warm(workload)
     if standby is not None and forked is not None:
         _end_standby(*forked)
@@ -76,16 +78,6 @@ def _end_standby(pid: int, channel: socket.socket) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     channel.close()
-
-
-def _workload(settings: AgentSettings) -> Workload:
-    """Create the workload of the job; import only what it needs."""
-    if settings.program is None:
-        trainer: Workload = importlib.import_module(TRAINER_WORKLOAD).Trainer(settings)
-        return trainer
-    from trainium_agent.workload.program import Program  # noqa: PLC0415 - as above, the other way round
-
-    return Program(settings, settings.program, dict(os.environ))
 
 
 async def _supervise(settings: AgentSettings, workload: Workload, standby: Standby, findings: Any, checked: Any) -> int:

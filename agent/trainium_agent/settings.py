@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 ENV_RANK_ENTRY = "TRAINIUM_RANK_ENTRY"
 """`module:function` that each training process calls instead of the trainer's command line."""
 DEFAULT_RANK_ENTRY = "trainium_trainer.cli:main"
-TRAINER_WORKLOAD = "trainium_trainer.agent_workload"
-"""Module whose `Trainer(settings)` is the workload of a job without a program."""
+_TRAINER, _PROGRAM = "trainium_trainer.agent_workload:Trainer", "trainium_agent.workload.program:Program"
 ENV_PAIR_ENTRY = "TRAINIUM_PAIR_ENTRY"
 """`module:function` that each process of the pairwise test calls."""
 ENV_PAIR_SECONDS = "TRAINIUM_PAIR_SECONDS"
@@ -34,7 +33,7 @@ ENV_CHECK_ENTRY = "TRAINIUM_CHECK_ENTRY"
 """`module:function` that each process of the node's own checks calls."""
 DEFAULT_CHECK_ENTRY = "trainium_trainer.checks.node_test:main"
 QUICK_CHECKS = frozenset({PreflightCheck.DEVICES, PreflightCheck.MEMORY, PreflightCheck.DISK, PreflightCheck.CLOCK})
-"""The checks of an agent for which none are set."""
+"""The checks of an agent for which none are set; the others compute with the trainer's libraries."""
 
 DEFAULT_KERNEL_LOG = Path("/dev/kmsg")
 _DEFAULT_HANG = HangSpec()
@@ -105,8 +104,12 @@ class AgentSettings:
     pair_seconds: float = 8.0
     """Time limit of one exchange of the pairwise test, at least a second."""
     log_format: LogFormat = LogFormat.TEXT
+    workload: str = _TRAINER
+    """`module:class` of the workload."""
+    required_files: tuple[Path, ...] = ()
+    """Files that the ranks read, and that must not be empty."""
     program: ProgramSpec | None = None
-    """Program that runs in place of the trainer; None for the trainer."""
+    """Program of the job, if its workload takes one."""
 
     @property
     def run_id(self) -> str:
@@ -147,6 +150,11 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
     rank_entry = environment.get(ENV_RANK_ENTRY, DEFAULT_RANK_ENTRY)
     if rank_entry.count(":") != 1:
         raise SettingsError(f"{ENV_RANK_ENTRY}={rank_entry!r} must have the form module:function.")
+    program = _parse_spec(ProgramSpec, environment, worker_env.ENV_PROGRAM, "spec.program")
+    config_path, checks = Path(environment[worker_env.ENV_CONFIG]), _parse_checks(environment)
+    workload, files = _TRAINER, [config_path]
+    if program is not None:
+        workload, files, checks = _PROGRAM, [], checks & QUICK_CHECKS
     return AgentSettings(
         coordinator=_parse_endpoints(environment[worker_env.ENV_COORDINATOR]),
         namespace=environment[worker_env.ENV_NAMESPACE],
@@ -158,7 +166,7 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         processes_per_node=_parse_integer(environment, worker_env.ENV_PROCESSES_PER_NODE, 1),
         max_in_place_restarts=_parse_integer(environment, worker_env.ENV_MAX_IN_PLACE_RESTARTS, 0),
         grace_seconds=_parse_number(environment, worker_env.ENV_GRACE_SECONDS),
-        config_path=Path(environment[worker_env.ENV_CONFIG]),
+        config_path=config_path,
         memory_directory=Path(environment.get(worker_env.ENV_MEMORY_DIRECTORY) or worker_env.MEMORY_DIRECTORY),
         token_path=Path(environment.get(worker_env.ENV_TOKEN_PATH) or worker_env.TOKEN_PATH),
         ca_path=Path(environment.get(worker_env.ENV_CA_PATH) or worker_env.CA_PATH),
@@ -169,13 +177,15 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         pair_entry=environment.get(ENV_PAIR_ENTRY) or DEFAULT_PAIR_ENTRY,
         hang=_parse_spec(HangSpec, environment, worker_env.ENV_HANG_LIMITS, "spec.recovery.hang") or HangSpec(),
         background_sizes=_parse_sizes(environment.get(worker_env.ENV_BACKGROUND_SIZES, "")),
-        checks=_parse_checks(environment.get(worker_env.ENV_PREFLIGHT)),
+        checks=checks,
         check_seconds=_parse_number(environment, worker_env.ENV_PREFLIGHT_SECONDS, default="60"),
         minimum_bandwidth=_parse_number(environment, worker_env.ENV_MINIMUM_BANDWIDTH, "Gbit/s", default="0"),
         check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
         scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
         log_format=_parse_log_format(environment),
-        program=_parse_spec(ProgramSpec, environment, worker_env.ENV_PROGRAM, "spec.program"),
+        workload=workload,
+        required_files=tuple(files),
+        program=program,
     )
 
 
@@ -186,8 +196,9 @@ def _parse_log_format(environment: Mapping[str, str]) -> LogFormat:
         raise SettingsError(str(error)) from error
 
 
-def _parse_checks(text: str | None) -> frozenset[PreflightCheck]:
+def _parse_checks(environment: Mapping[str, str]) -> frozenset[PreflightCheck]:
     """Return the named checks; unknown names are ignored."""
+    text = environment.get(worker_env.ENV_PREFLIGHT)
     if text is None:
         return QUICK_CHECKS
     checks = {check.value: check for check in PreflightCheck}

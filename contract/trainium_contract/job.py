@@ -20,12 +20,12 @@ from pydantic import Field, model_validator
 from trainium_contract.base import ContractModel, IdentityKey
 from trainium_contract.effects import Requirement, Switch, find_without_effect, requirements
 from trainium_contract.requirements.worker_requests import smallest_fitting_size
-from trainium_contract.sizes import MAX_COMPILED, BatchShape, SizeRule, order_by_likelihood
+from trainium_contract.sizes import MAX_COMPILED, BatchShape, order_by_likelihood
 from trainium_contract.spec.elasticity import ElasticitySpec
 from trainium_contract.spec.health import HealthSpec
 from trainium_contract.spec.managed_by import MAX_MANAGER
 from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
-from trainium_contract.spec.program import ProgramResize, ProgramSpec
+from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.spec.scheduling import SchedulingSpec
 from trainium_contract.spec.storage import JobCheckpointSpec
@@ -34,10 +34,9 @@ from trainium_contract.status.activity import DeadlineSeconds
 from trainium_contract.status.internal import InternalGoodput, InternalIdleNodes, InternalStatus
 from trainium_contract.status.ledger import PublicGoodput
 from trainium_contract.status.public import PublicIdleNodes, PublicStatus
-from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
 from trainium_contract.trainer.parallelism import ParallelismConfig
-from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT
+from trainium_contract.workload import Workload, describe_program, describe_trainer
 
 MAX_NAME = 50
 """Longest job name: `<name>-w-<ordinal>` must be a host name of at most 63 characters."""
@@ -113,64 +112,36 @@ class TrainingJobSpec(ContractModel):
     def _check_one_kind(self) -> Self:
         if refusal := find_without_effect(self, JOB_REQUIREMENTS):
             raise ValueError(refusal)
-        if self.trainer is not None and self.program is not None:
+        given = [kind for kind in (self.trainer, self.program) if kind is not None]
+        if len(given) > 1:
             raise ValueError("trainer and program are both given: leave one of them out")
-        if self.program is None:
+        if not given:
             # The definition refuses a job without both; tests and simulations use the defaults.
             self.set_if_omitted("trainer", TrainerSpec())
         return self
 
     @property
-    def worker_image(self) -> str | None:
-        """Return the image of the training container; None for the one that the operator was installed with."""
-        return self.image if self.program is None else self.program.image
-
-    @property
-    def processes_per_node(self) -> int:
-        """Return the number of processes that the agent starts on each node."""
-        given = None if self.program is None else self.program.processes_per_node
-        return given or self.workers.accelerator.cores()
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Return the ranks that decide whether a size is legal: a program may start one process with all cores."""
-        return max(self.processes_per_node, self.workers.accelerator.cores())
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """Return whether the job runs at one number of nodes only."""
-        return self.program is not None and self.program.resize is ProgramResize.NEVER
+    def workload(self) -> Workload:
+        """Return what the job runs."""
+        return _workload(IdentityKey(self))
 
     def training_config(self) -> TrainingConfig:
-        """Return the trainer's configuration file, with checkpoints below the mount point of the storage.
-
-        Raises ValueError for a program.
-        """
-        return _training_config(IdentityKey(self))
+        """Return the trainer's configuration file. Raises ValueError for a program."""
+        config = self.workload.configure()
+        if config is None:
+            raise ValueError("spec.program runs without the trainer's configuration")
+        return config
 
     def batch_shape(self) -> BatchShape:
-        """Return the arithmetic that decides this job's legal sizes."""
-        if self.program is None:
-            return self.training_config().batch_shape(self.ranks_per_node, self.elasticity.sizes)
-        batch = self.program.batch
-        return BatchShape(
-            cores_per_node=self.ranks_per_node,
-            tensor=self.parallelism.tensor,
-            pipeline=self.parallelism.pipeline,
-            context=self.parallelism.context,
-            global_batch_size=batch.global_size if batch else 0,
-            micro_batch_size=batch.micro_size if batch else 1,
-            rule=SizeRule.EVEN,
-        )
+        """Return the arithmetic of this job's legal sizes. Raises ValueError if the spec contradicts itself."""
+        return self.workload.batch_shape()
 
     def min_size(self, largest: int) -> int:
         """Return the fewest nodes that the job may shrink to from `largest`, which fits; a rigid job never shrinks."""
         least, accelerator = self.workers.min_replicas, self.workers.accelerator
-        if least is None or least >= largest or self.has_fixed_size:
+        if least is None or least >= largest or self.workload.has_fixed_size:
             return largest
-        if self.program is not None:
-            return least
-        return smallest_fitting_size(self.training_config(), accelerator, self.batch_shape(), least, largest)
+        return smallest_fitting_size(self.workload.configure(), accelerator, self.batch_shape(), least, largest)
 
     def sizes_to_compile(self) -> tuple[int, ...]:
         """Return the sizes whose graphs are compiled ahead: the initial size, then the likely ones.
@@ -200,25 +171,18 @@ class TrainingJobSpec(ContractModel):
         return shape.best(self.workers.replicas, self.workers.min_replicas or 1)
 
 
-@lru_cache(maxsize=16)  # a plan needs it several times; few, since specs may be large
-def _training_config(key: IdentityKey[TrainingJobSpec]) -> TrainingConfig:
-    spec = key.value
-    if spec.trainer is None:
-        raise ValueError("spec.program runs without the trainer's configuration")
-    return TrainingConfig(
-        **{
-            name: getattr(spec.trainer, name)
-            for name in TrainerSpec.model_fields
-            if name in spec.trainer.model_fields_set
-        },
+@lru_cache(maxsize=16)  # a plan needs it often; few, since specs may be large
+def _workload(key: IdentityKey[TrainingJobSpec]) -> Workload:
+    spec, cores = key.value, key.value.workers.accelerator.cores()
+    if spec.program is not None:
+        return describe_program(spec.program, cores=cores, parallelism=spec.parallelism)
+    return describe_trainer(
+        spec.trainer or TrainerSpec(),
+        image=spec.image,
+        cores=cores,
         parallelism=spec.parallelism,
-        checkpoint=CheckpointConfig(
-            path=CHECKPOINT_MOUNT,
-            take_over=spec.checkpoint.storage.take_over,
-            memory=spec.checkpoint.memory,
-            durable=spec.checkpoint.durable,
-            milestones=spec.checkpoint.milestones,
-        ),
+        checkpoint=spec.checkpoint,
+        sizes=spec.elasticity.sizes,
     )
 
 

@@ -61,12 +61,13 @@ def build_spec(
     size = decide_size(spec)
     if size.desired == 0 or size.shape is None or not size.shape.is_legal(replicas):
         raise InputError(f"{path}: the job cannot train on {replicas} nodes: {size.message}")
-    if spec.trainer is None:
-        # A program resumes from its own checkpoints, at the interval in checkpoint.durable.
-        checkpoint = spec.checkpoint
-        return spec.replaced(checkpoint=checkpoint.replaced(memory=checkpoint.memory.replaced(every_steps=0)))
+    checkpoint = spec.checkpoint
+    if not spec.workload.saves_on_schedule:
+        # It resumes from its own checkpoints, at the interval in checkpoint.durable.
+        checkpoint = checkpoint.replaced(memory=checkpoint.memory.replaced(every_steps=0))
     # It trains during all simulated days: near its end a job does not grow back, because little is left to do.
-    return spec.replaced(trainer=spec.trainer.replaced(steps=_MAX_STEPS, epochs=0.0))
+    trainer = spec.trainer and spec.trainer.replaced(steps=_MAX_STEPS, epochs=0.0)
+    return spec.replaced(checkpoint=checkpoint, trainer=trainer)
 
 
 def parse_variation(text: str) -> tuple[str, tuple[Any, ...]]:

@@ -74,9 +74,7 @@ class NodeChecks:
         self._checks = tuple(
             check
             for check in _NAMES
-            if check in settings.checks
-            and not (is_single and check is PreflightCheck.LOOPBACK)
-            and settings.program is None  # the checks compute with the trainer's libraries
+            if check in settings.checks and not (is_single and check is PreflightCheck.LOOPBACK)
         )
         self._cancelled = threading.Event()
 

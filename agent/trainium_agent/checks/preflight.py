@@ -55,8 +55,8 @@ class PreflightFinding:
 def preflight(settings: AgentSettings, devices: Path = _DEVICES) -> tuple[PreflightFinding, ...]:
     """Return all problems of the pod, in the order of the checks; empty when the pod is fit."""
     findings = [*_check_memory_directory(settings.memory_directory)]
-    if settings.program is None:
-        findings += _check_config(settings.config_path)
+    for path in settings.required_files:
+        findings += _check_config(path)
     # Any worker may become node rank 0, to which all others connect, so each needs the limit of node rank 0.
     nodes = settings.largest_nodes
     sentence = explain_file_limit(read_limit(), nodes * settings.processes_per_node, nodes) if nodes else ""

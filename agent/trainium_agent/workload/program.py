@@ -28,12 +28,11 @@ from trainium_contract.spec.program import ProgramWarm
 from trainium_contract.wire import worker_env
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import AttemptLayout
-    from trainium_contract.spec.program import ProgramSpec
 
 _RECORD = "imports"
 """File in the memory directory: the modules that the ranks of this pod have imported."""
@@ -86,11 +85,13 @@ def _list_unassigned_ports() -> Sequence[int]:
 class Program(ProgramMonitor):
     """The workload of a job with `spec.program`."""
 
-    def __init__(self, settings: AgentSettings, program: ProgramSpec, environment: dict[str, str]) -> None:
+    def __init__(self, settings: AgentSettings, environment: Mapping[str, str] = os.environ) -> None:
         """`environment` is that of the container."""
+        program = settings.program
+        assert program is not None
         super().__init__(settings, program)
         self._program = program
-        self._environment = environment
+        self._environment = dict(environment)
         self._command = (*program.command, *program.args)
         python = find_python(self._command) if program.warm is ProgramWarm.AUTO else None
         self.plan = StandbyPlan()

@@ -18,12 +18,12 @@ from trainium_client.views.machines import MachineView, find_machine, machine_vi
 from trainium_contract.api_server.errors import ClientError, NotFoundError
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.pages.formatting import pluralize
-from trainium_contract.views.checkpoints import checkpoint_root, describe_location, parse_checkpoint_rows
+from trainium_contract.views.checkpoints import describe_location, parse_checkpoint_rows
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, text
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import build_rank_rows, metadata_name, parse_pod_table
-from trainium_contract.wire.worker_env import AGENT_INTERPRETER
+from trainium_contract.views.workload import read_workload
 
 MAX_POLLED_WORKERS = 64
 """Number of workers whose steps are queried at once by default; more would load the API server."""
@@ -57,7 +57,7 @@ def ranks(
     ended = public_status(job).text("phase") in {"Completed", "Failed"}
     queries_steps = steps if steps is not None else len(members.rows) <= MAX_POLLED_WORKERS and not ended
     if queries_steps:
-        responses = query_pods(api, [row.pod for row in members.rows], (*_interpreter(job), *SHOW_RANKS))
+        responses = query_pods(api, [row.pod for row in members.rows], (*read_workload(job).interpreter, *SHOW_RANKS))
     rows = build_rank_rows(members, responses, public_status(job), time.time())
     limit = None if all_ranks else _RANKS_SHOWN
     session.print_result(rows, lambda value, _now, width: render.tables.ranks_page(value, width, limit=limit))
@@ -75,7 +75,9 @@ def stacks(
     api = session.open()
     members = read_members(api, name)
     selected = members.rows if rank is None else (find_member(members, rank, name),)
-    responses = query_pods(api, [row.pod for row in selected], (*_interpreter(api.job(name)), *_SHOW_STACKS))
+    responses = query_pods(
+        api, [row.pod for row in selected], (*read_workload(api.job(name)).interpreter, *_SHOW_STACKS)
+    )
     stack_records: list[dict[str, Any]] = []
     for row in selected:
         response = responses[row.pod]
@@ -93,11 +95,6 @@ def stacks(
         head = f"rank {stack_record['rank']}" if stack_record["rank"] is not None else "no rank"
         stack = _put_current_thread_first(str(stack_record["stack"])) or stack_record["error"]
         sys.stdout.write(f"--- {head} in {stack_record['pod']} on {stack_record['node']}\n{stack}\n")
-
-
-def _interpreter(job: dict[str, Any]) -> tuple[str, ...]:
-    """Return the command that runs a module of the agent in a worker: a program's image may have no Python."""
-    return tuple(AGENT_INTERPRETER) if mapping(mapping(job, "spec"), "program") else ("python",)
 
 
 def _put_current_thread_first(stack: str) -> str:
@@ -131,9 +128,9 @@ def checkpoints(
 
 def list_stored_checkpoints(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
     """Return the checkpoints that a running worker lists, or None and the reason."""
-    program = mapping(mapping(job, "spec"), "program")
-    if program:
-        folder = text(mapping(program, "checkpoints"), "path")
+    workload = read_workload(job)
+    if not workload.has_tools:
+        folder = workload.checkpoint_root
         return None, f"the program writes them to {folder}" if folder else "spec.program.checkpoints is not given"
     table = api.pod_table(text(mapping(job, "metadata"), "name"))
     if isinstance(table, Unreadable):
@@ -147,7 +144,7 @@ def list_stored_checkpoints(api: Api, job: Json, *, verify: bool) -> tuple[Any, 
             None,
             f"no worker runs that could list them; they are in {location}: trainium-trainer inspect reads them there",
         )
-    command = ["python", "-m", "trainium_trainer", "inspect", checkpoint_root(job), "--json"]
+    command = ["python", "-m", "trainium_trainer", "inspect", workload.checkpoint_root, "--json"]
     command += ["--verify"] if verify else []
     try:
         output = run_in_pod(

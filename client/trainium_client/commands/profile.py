@@ -15,7 +15,7 @@ from trainium_client.commands.options import JobName, Session, notify
 from trainium_client.pod_exec import call_concurrently, parse_json_lines, query_pods, run_in_pod
 from trainium_client.read import read_members
 from trainium_contract.api_server.errors import ClientError
-from trainium_contract.views.raw import integer, mapping, strip_control_characters, text
+from trainium_contract.views.raw import integer, strip_control_characters, text
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.trace import (
     Trace,
@@ -26,6 +26,7 @@ from trainium_contract.views.trace import (
     summarize_trace,
 )
 from trainium_contract.views.workers import build_rank_rows
+from trainium_contract.views.workload import read_workload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,7 +72,7 @@ def profile(
     api = session.open()
     job = api.job(name)
     phase = public_status(job).text("phase")
-    if mapping(mapping(job, "spec"), "program"):
+    if not read_workload(job).has_tools:
         raise ClientError(
             f"{name} runs spec.program, whose steps are not the trainer's: record them in the program with "
             f"torch.profiler; `kubectl trn stacks {name}` shows what its ranks execute"

@@ -16,10 +16,11 @@ from trainium_client.read import JobSnapshot, read_job_snapshot
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.pages.formatting import format_bytes
 from trainium_contract.pages.job_page import JobReport, report_html
-from trainium_contract.views.checkpoints import checkpoint_root, describe_location, metrics_path
+from trainium_contract.views.checkpoints import describe_location, metrics_path
 from trainium_contract.views.curve import CurvePoint, read_curve
 from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.workload import read_workload
 
 if TYPE_CHECKING:
     from trainium_client.api import Api
@@ -68,7 +69,7 @@ def read_run_curve(api: Api, snapshot: JobSnapshot, metrics: Path | None = None)
                 return read_curve(lines), ""
         except OSError as error:
             raise ClientError(f"cannot read {metrics}: {error.strerror or error}") from error
-    if not checkpoint_root(snapshot.job):
+    if not read_workload(snapshot.job).checkpoint_root:
         return (), "loss curve: its folder is spec.program.checkpoints.path; set that, or give --metrics FILE"
     if snapshot.view.ended or snapshot.members is None or not snapshot.members.rows:
         location = describe_location(snapshot.job, "metrics.jsonl")

@@ -16,7 +16,7 @@ _CORES_GIVEN = (
 )
 _PROCESSES = "self.?program.?processesPerNode.orValue(1)"
 _CORES = f"({_PROCESSES} > {_CORES_GIVEN} ? {_PROCESSES} : {_CORES_GIVEN})"
-"""CEL of `TrainingJobSpec.ranks_per_node`."""
+"""CEL of the `cores_per_node` of `Workload.batch_shape`."""
 NODES = "self.workers.replicas"
 MICRO_BATCH = "self.?trainer.?batch.?microSize.orValue(self.?program.?batch.?microSize.orValue(1))"
 _DERIVED_BATCH = f"has(self.trainer) && {MICRO_BATCH} <= 8 ? 8 : {MICRO_BATCH}"

@@ -94,14 +94,15 @@ def build_memory_setting(
 
 
 def estimate_at_size(
-    config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int
+    config: TrainingConfig | None, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int
 ) -> MemoryEstimate | None:
     """Return the memory of a node if the job trains on `nodes`; None for an illegal size or an unknown model.
 
-    Only a worker knows a model that a file describes, and the frozen part of one.
+    Only a worker knows a model that a file describes, and the frozen part of one; without a configuration only the
+    program knows it.
     """
-    model = config.model.known_shape()
-    if model is None or config.tuning.freezes or not shape.micro_batches(nodes):
+    model = None if config is None else config.model.known_shape()
+    if config is None or model is None or config.tuning.freezes or not shape.micro_batches(nodes):
         return None
     setting = build_memory_setting(
         config,
@@ -119,13 +120,13 @@ def compute_worker_requests(
 ) -> WorkerRequests:
     """Return the requests of a worker pod, enough for any size, because a pod stays when the job grows or shrinks.
 
-    A program has no configuration, so it gets the least that any process needs.
+    Without a known model they are the least that any process needs.
     """
     processes, share = shape.cores_per_node, _compute_node_share(accelerator)
     memory_size = share.host_bytes
     # Divided state is largest on the fewest nodes, and copies for a buddy need two.
     sizes = islice((nodes for nodes in range(1, 2 * shape.group + 1) if shape.is_legal(nodes)), 2)
-    estimates = [] if config is None else [estimate_at_size(config, accelerator, shape, nodes) for nodes in sizes]
+    estimates = [estimate_at_size(config, accelerator, shape, nodes) for nodes in sizes]
     known = [estimate for estimate in estimates if estimate is not None]
     if memory_size:
         memory = max((estimate.host for estimate in known), default=processes * _GIB)
@@ -142,7 +143,7 @@ def compute_worker_requests(
     )
 
 
-def explain_misfit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int) -> str:
+def explain_misfit(config: TrainingConfig | None, accelerator: AcceleratorSpec, shape: BatchShape, nodes: int) -> str:
     """Return why the type of instance cannot hold the job at this size, without a full stop; empty if it can, or may.
 
     Weights, gradients and optimizer alone must fit a core: without that no rank starts.
@@ -163,7 +164,7 @@ def explain_misfit(config: TrainingConfig, accelerator: AcceleratorSpec, shape: 
 
 
 def smallest_fitting_size(
-    config: TrainingConfig, accelerator: AcceleratorSpec, shape: BatchShape, smallest: int, largest: int
+    config: TrainingConfig | None, accelerator: AcceleratorSpec, shape: BatchShape, smallest: int, largest: int
 ) -> int:
     """Return the fewest nodes that an elastic job may shrink to: `smallest`, or more if a node would hold too much.
 

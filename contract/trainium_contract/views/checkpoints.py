@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.views.raw import integer, mapping, number, text
+from trainium_contract.views.workload import read_workload
 from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-_KEPT = ("hostPath", "persistentVolumeClaim", "uri")
-"""Storage that outlives a pod."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +31,16 @@ class CheckpointRow:
     problem: str
 
 
-def checkpoint_root(job: Mapping[str, Any]) -> str:
-    """Return where the job's workers see its checkpoints; empty for a program that does not name its folder."""
-    metadata, storage = mapping(job, "metadata"), mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
-    program = mapping(mapping(job, "spec"), "program")
-    if program:
-        return text(mapping(program, "checkpoints"), "path")
-    if not any(storage.get(kind) for kind in _KEPT):
-        return CHECKPOINT_MOUNT
-    root = text(storage, "uri") or CHECKPOINT_MOUNT
-    return f"{root}/{text(storage, 'subPath') or text(metadata, 'namespace') + '/' + text(metadata, 'name')}"
-
-
 def metrics_path(job: Mapping[str, Any]) -> str:
     """Return the file with the figures of each step, in a folder, because objects of a bucket cannot be appended to."""
-    root = checkpoint_root(job)
+    root = read_workload(job).checkpoint_root
     return f"{CHECKPOINT_MOUNT if '://' in root else root}/metrics.jsonl"
 
 
 def describe_location(job: Mapping[str, Any], file: str = "") -> str:
     """Return where a file of the run is when no worker is left; empty if it was deleted with the pods."""
     storage = mapping(mapping(mapping(job, "spec"), "checkpoint"), "storage")
-    metadata = mapping(job, "metadata")
-    path = text(storage, "subPath") or text(metadata, "namespace") + "/" + text(metadata, "name")
-    if mapping(mapping(job, "spec"), "program"):
-        folder = checkpoint_root(job).removeprefix(CHECKPOINT_MOUNT).strip("/")
-        path = "/".join(filter(None, (text(storage, "subPath"), folder)))
-    path += f"/{file}" if file else ""
+    path = read_workload(job).stored_path + (f"/{file}" if file else "")
     if bucket := text(storage, "uri"):
         return f"{bucket}/{path}"
     if folder := text(mapping(storage, "hostPath"), "path"):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.spec.managed_by import is_managed_here
 from trainium_contract.views.goodput import CostView, GoodputView, build_goodput_view
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
-from trainium_contract.views.raw import integer, mapping, objects, parse_rfc3339, strip_control_characters, text
+from trainium_contract.views.raw import integer, mapping, objects, parse_rfc3339, text
 from trainium_contract.views.status_reader import public_status
+from trainium_contract.views.workload import read_workload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -227,7 +228,7 @@ def build_job_view(
         name=text(metadata, "name"),
         namespace=text(metadata, "namespace"),
         uid=text(metadata, "uid"),
-        model=_model(spec),
+        model=read_workload(job).name,
         managed_by=_manager(spec),
         phase=status.text("phase"),
         stage=status.text("stage"),
@@ -302,26 +303,6 @@ def cost_view(view: JobView, price: float) -> CostView:
         lost=lost,
         idle=unproductive - sum(lost.values()),
         to_end=None if view.eta_seconds is None else hourly * view.eta_seconds * (view.size + view.spares),
-    )
-
-
-_MAX_COMMAND_LENGTH = 60
-
-
-def _model(spec: Mapping[str, Any]) -> str:
-    """Return the trainer's model, or the program's command."""
-    program = mapping(spec, "program")
-    if program:
-        # A script has line breaks, which the page does not.
-        command_parts = (program.get("command"), program.get("args"))
-        words = " ".join(str(word) for part in command_parts if isinstance(part, list) for word in part).split()
-        command = strip_control_characters(" ".join(words))
-        return command if len(command) <= _MAX_COMMAND_LENGTH else f"{command[:_MAX_COMMAND_LENGTH]}..."
-    model = mapping(mapping(spec, "trainer"), "model")
-    return (
-        text(model, "preset")
-        or strip_control_characters(str(mapping(model, "weights").get("path") or ""))
-        or "model of its own shape"
     )
 
 

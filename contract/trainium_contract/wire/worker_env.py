@@ -36,6 +36,7 @@ NODES_NAME = "nodes"
 """File beside the configuration with the largest number of nodes of the job. A file instead of a variable, so that a
 job that grows keeps its pods."""
 CHECKPOINT_MOUNT = "/checkpoints"
+CACHE_DIRECTORY = "/var/cache/trainium"
 SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - the mount point that collective libraries expect
 MEMORY_DIRECTORY = f"{SHARED_MEMORY_MOUNT}/trainium"
 """Snapshots and progress records; a memory-backed volume, so it survives a process but not the pod."""

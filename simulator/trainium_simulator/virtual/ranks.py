@@ -249,7 +249,7 @@ class TrainingRanks:
         """Produce a loss that is not finite: skipped where the job tolerates it, else the ranks exit with its code."""
         if self.member_on_slot(slot) is None or self.training.state is not State.RUNNING:
             return
-        if self._spec.trainer is not None and self._spec.trainer.non_finite_tolerance > 0:
+        if self._spec.workload.skips_nonfinite_steps:
             return
         self._interrupt(State.STALLED)
         code = int(ExitCode.NUMERICAL)

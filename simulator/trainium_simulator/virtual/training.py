@@ -169,7 +169,7 @@ class Training:
         memory = self._spec.checkpoint.memory
         if not memory.every_steps:
             return self.durable_step
-        if lost_ranks and self._spec.trainer is not None and self._spec.trainer.data_parallel.is_sharded:
+        if lost_ranks and self._spec.workload.divides_state:
             missing = set(lost_ranks)
             buddy_distance = max(1, self.size // 2)
             buddy_is_lost = any((rank + buddy_distance) % max(1, self.size) in missing for rank in missing)

@@ -120,7 +120,7 @@ def test_with_a_batch_only_sizes_that_divide_it_are_legal() -> None:
 def test_a_process_with_all_cores_counts_as_all_of_them() -> None:
     workers = {"replicas": 2, "accelerator": {"instanceType": "trn2.48xlarge"}}
     single = build.program_spec(workers=workers, program={"processesPerNode": 1}, parallelism={"tensor": 64})
-    assert (decide_size(single).data_parallel(2), single.processes_per_node) == (2, 1)
+    assert (decide_size(single).data_parallel(2), single.workload.processes_per_node) == (2, 1)
     several = build.program_spec(workers={"replicas": 2}, program={"processesPerNode": 4}, parallelism={"tensor": 4})
     assert decide_size(several).data_parallel(2) == 2
 

@@ -306,13 +306,13 @@ def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
 
     A program that a signal ended gave no reason, so such crashes are never the same.
     """
-    program = facts.job.spec.program
+    workload = facts.job.spec.workload
     replaced = [
         entry
         for entry in facts.job.status.history
         if entry.is_open and entry.cause is Cause.CRASH and entry.rung is not Rung.IN_PLACE
     ]
-    if program is None or not replaced:
+    if workload.explains_exits or not replaced:
         return None
     for member, failure in _crashed_members(facts):
         if failure.exit_code > _SIGNAL_BASE:
@@ -328,7 +328,8 @@ def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
             f"The program crashed alike on two nodes without a new step in between: pod {earlier.pod} on node "
             f"{earlier.node}, then {_describe_rank(member, failure)}"
         )
-        advice = _CHECKPOINT_ADVICE.format("" if program.checkpoints is None else f" in {program.checkpoints.path}")
+        folder = workload.checkpoint_folder
+        advice = _CHECKPOINT_ADVICE.format(f" in {folder}" if folder else "")
         return _build_verdict(
             Reason.USER_ERROR,
             Cause.USER_CODE,

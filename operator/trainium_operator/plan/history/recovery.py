@@ -51,7 +51,7 @@ def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
     for index, entry in enumerate(status.history):
         if not entry.is_open:
             continue
-        if facts.job.spec.program is not None:
+        if not facts.job.spec.workload.reports_each_step:
             entry = entry.replaced(  # noqa: PLW2901
                 step_before=max([entry.step_before, *_steps_before(facts, entry)]),
                 message=_describe_kill(facts, entry),
@@ -174,7 +174,7 @@ def _redate(entry: Interruption, resumed: _Resumption, now: float) -> Interrupti
 def _find_recorded_resumption(facts: Facts, entry: Interruption) -> _Resumption | None:
     """Return the agents' record of the restart that ended this interruption."""
     records = [record for record in _later_records(facts, entry) if record.resumed_at is not None]
-    if facts.job.spec.program is not None and has_reported_steps(facts):
+    if not facts.job.spec.workload.reports_each_step and has_reported_steps(facts):
         # Ranks without steps count as resumed when they run again; the rank with the steps has the better time.
         records = [record for record in records if record.step_before >= 0]
     if not records:

@@ -65,7 +65,7 @@ def complete(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Complete the job."""
     step = status.progress.step
     message = f"all {status.progress.total_steps or step} steps are done"
-    if facts.job.spec.program is not None:
+    if not facts.job.spec.workload.reports_each_step:
         message = f"the program ended with code 0 on all workers{f', after step {step}' if step else ''}"
     status = with_condition(status, ConditionType.COMPLETE, True, Reason.COMPLETED, message, now=facts.now)
     if is_true(status, ConditionType.FAILURE_TARGET):

@@ -30,8 +30,8 @@ def build_config_map(job: JobView, ca_bundle: str) -> Json:
     workers = job.spec.workers
     nodes = f"{max(workers.replicas, workers.max_replicas or 0)}\n"
     data = {names.CA_KEY: ca_bundle, NODES_NAME: nodes}
-    if job.spec.program is None:
-        data[names.TRAINER_KEY] = render_trainer_configuration(job)
+    if configuration := render_trainer_configuration(job):
+        data[names.TRAINER_KEY] = configuration
     rules = job.spec.recovery.rules
     if rules:
         data[RULES_NAME] = json.dumps([rule.to_wire() for rule in rules], indent=2, sort_keys=True) + "\n"
@@ -47,14 +47,15 @@ def build_membership_map(job: JobView, membership: Membership) -> Json:
 
 
 def render_trainer_configuration(job: JobView) -> str:
-    """Return the text of trainer.yaml. Raises ValueError when the spec contradicts itself."""
+    """Return the text of trainer.yaml; empty for others. Raises ValueError when the spec contradicts itself."""
     return _render_configuration(IdentityKey(job.spec), find_checkpoint_path(job))
 
 
 @lru_cache(maxsize=16)  # each plan of a job needs it; few, since specs may be large
 def _render_configuration(key: IdentityKey[TrainingJobSpec], path: str) -> str:
-    spec = key.value
-    config = spec.training_config()
+    spec, config = key.value, key.value.workload.configure()
+    if config is None:
+        return ""
     # Files that grow (metrics) need a folder: the mount, which is then the pod's own.
     checkpoint = config.checkpoint.replaced(path=path)
     if spec.checkpoint.storage.uri is not None:

@@ -88,8 +88,7 @@ def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:
 def compute_worker_needs(job: TrainingJobSpec) -> WorkerRequests | None:
     """Return the needs; None while the spec contradicts itself, which is reported elsewhere."""
     try:
-        config = job.training_config() if job.program is None else None
-        return compute_worker_requests(config, job.workers.accelerator, job.batch_shape())
+        return compute_worker_requests(job.workload.configure(), job.workers.accelerator, job.batch_shape())
     except ValueError:
         return None
 

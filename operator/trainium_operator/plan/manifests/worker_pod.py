@@ -8,7 +8,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from trainium_operator.plan.model.names import LAYERS
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.spec.storage import StorageSpec
-    from trainium_contract.trainer.config import TrainerSpec
+    from trainium_contract.workload import Workload
     from trainium_operator.plan.model.observed import JobView, PlanSettings
 
 
@@ -83,7 +82,6 @@ an upgrade of the operator no pod is replaced or reported as outdated for them."
 LONG_RUNNING_FIELDS = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
 """Fields of the worker's container that a container which ends by itself does not have."""
 _TOKEN_SECONDS = 3600
-_CACHE_DIRECTORY = "/var/cache/trainium"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +163,9 @@ def build_pod_template(job: JobView, settings: PlanSettings, *, with_estimates: 
 
 
 def _find_agent_image(job: JobView, settings: PlanSettings) -> str:
-    """Return the image with the agent: the trainer's, or for a program the one of its init container."""
-    return settings.agent_image if job.spec.program is not None else job.spec.image or settings.image
+    """Return the image with the agent: that of the training container, or of the init container that adds it."""
+    workload = job.spec.workload
+    return workload.image or settings.image if workload.has_agent else settings.agent_image
 
 
 def _with_log_as_message(container: Json) -> Json:
@@ -260,9 +259,8 @@ def _build_pod_spec(job: JobView, settings: PlanSettings) -> Json:
         "volumes": _build_volumes(job.name, spec),
         **_feature_fields(job, settings)[0],
     }
-    if spec.program is not None:
-        body["initContainers"] = [_build_agent_container(settings)]
-        body["volumes"].append({"name": _AGENT_VOLUME, "emptyDir": {}})
+    if not spec.workload.has_agent:
+        _add_agent(body, settings)
     if accelerator.instance_type:
         body["nodeSelector"] = {"node.kubernetes.io/instance-type": accelerator.instance_type}
     if job.spec.scheduling.priority_class_name:
@@ -275,10 +273,14 @@ def _build_pod_spec(job: JobView, settings: PlanSettings) -> Json:
 _RESTRICTED: Json = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def _build_agent_container(settings: PlanSettings) -> Json:
-    """Build the init container that copies the agent to a volume of the pod."""
+def _add_agent(body: Json, settings: PlanSettings) -> None:
+    """Add an init container that copies the agent to a volume of the pod, and start it in the training container."""
     source, copy = env.AGENT_MOUNT, f"{_COPY}{env.AGENT_MOUNT}"
-    return {
+    mount = {"name": _AGENT_VOLUME, "mountPath": source, "subPath": source.lstrip("/"), "readOnly": True}
+    body["containers"][0]["command"] = [*env.AGENT_INTERPRETER, "-m", "trainium_agent"]
+    body["containers"][0]["volumeMounts"].append(mount)
+    body["volumes"].append({"name": _AGENT_VOLUME, "emptyDir": {}})
+    copier = {
         "name": AGENT_CONTAINER,
         "image": settings.agent_image,
         "imagePullPolicy": settings.image_pull_policy,
@@ -287,16 +289,15 @@ def _build_agent_container(settings: PlanSettings) -> Json:
         "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}},
         "volumeMounts": [{"name": _AGENT_VOLUME, "mountPath": _COPY}],
     }
+    body["initContainers"] = [copier]
 
 
 def _build_container(job: JobView, settings: PlanSettings) -> Json:
-    program = job.spec.program
-    command = ["trainium-agent"] if program is None else [*env.AGENT_INTERPRETER, "-m", "trainium_agent"]
     container: Json = {
         "name": WORKER_CONTAINER,
-        "image": job.spec.worker_image or settings.image,
+        "image": job.spec.workload.image or settings.image,
         "imagePullPolicy": settings.image_pull_policy,
-        "command": command,
+        "command": ["trainium-agent"],
         "env": _build_environment(job, settings),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _RESTRICTED,
@@ -304,13 +305,10 @@ def _build_container(job: JobView, settings: PlanSettings) -> Json:
             {"name": "config", "mountPath": env.CONFIG_DIRECTORY, "readOnly": True},
             {"name": "token", "mountPath": env.TOKEN_PATH.rsplit("/", 1)[0], "readOnly": True},
             {"name": SHARED_MEMORY, "mountPath": env.SHARED_MEMORY_MOUNT},
-            {"name": "cache", "mountPath": _CACHE_DIRECTORY},
+            {"name": "cache", "mountPath": env.CACHE_DIRECTORY},
             {"name": "checkpoints", "mountPath": env.CHECKPOINT_MOUNT},
         ],
     }
-    if program is not None:
-        mount = {"name": _AGENT_VOLUME, "mountPath": env.AGENT_MOUNT, "subPath": env.AGENT_MOUNT.lstrip("/")}
-        container["volumeMounts"].append({**mount, "readOnly": True})
     extended = find_extended_resources(job.spec.workers.accelerator)
     claims = _feature_fields(job, settings)[1]
     if extended or claims:
@@ -422,7 +420,7 @@ def _build_environment(job: JobView, settings: PlanSettings) -> list[Json]:
         # A job that is created again under the same name may use its predecessor's checkpoints.
         env.ENV_RUN_ID: job.uid,
         env.ENV_COORDINATOR: settings.coordinator,
-        env.ENV_PROCESSES_PER_NODE: str(job.spec.processes_per_node),
+        env.ENV_PROCESSES_PER_NODE: str(job.spec.workload.processes_per_node),
         env.ENV_MAX_IN_PLACE_RESTARTS: str(recovery.max_in_place_restarts),
         env.ENV_GRACE_SECONDS: str(recovery.grace_period_seconds),
         env.ENV_PREFLIGHT: ",".join(job.spec.health.preflight.checks),
@@ -432,12 +430,10 @@ def _build_environment(job: JobView, settings: PlanSettings) -> list[Json]:
         env.ENV_TOKEN_PATH: env.TOKEN_PATH,
         env.ENV_CA_PATH: env.CA_PATH,
         # The image's user may have no home; the cache is the pod's own, never shared between nodes.
-        "XDG_CACHE_HOME": _CACHE_DIRECTORY,
-        **_build_device_environment(accelerator, job.spec.trainer),
+        "XDG_CACHE_HOME": env.CACHE_DIRECTORY,
+        **_build_device_environment(accelerator, job.spec.workload),
+        **job.spec.workload.environment,
     }
-    if job.spec.program is not None:
-        # A kubelet replaces $(NAME) in a value, and $$ stands for a dollar sign.
-        values[env.ENV_PROGRAM] = json.dumps(job.spec.program.to_wire()).replace("$", "$$")
     if job.spec.health.preflight.minimum_bandwidth_gbps:
         values[env.ENV_MINIMUM_BANDWIDTH] = f"{job.spec.health.preflight.minimum_bandwidth_gbps:g}"
     if settings.cluster:
@@ -454,18 +450,12 @@ def _build_environment(job: JobView, settings: PlanSettings) -> list[Json]:
     return references + [{"name": key, "value": value} for key, value in values.items()]
 
 
-def _build_device_environment(accelerator: AcceleratorSpec, trainer: TrainerSpec | None) -> dict[str, str]:
+def _build_device_environment(accelerator: AcceleratorSpec, workload: Workload) -> dict[str, str]:
     if accelerator.device is Device.CPU:
         return {"OMP_NUM_THREADS": "1"}
     if accelerator.device is not Device.NEURON:
         return {}
-    variables = {}
-    # A killed compilation leaves a failed entry behind; a cache on shared storage becomes corrupt. If the
-    # job sets otherwise, the trainer sets its own, and refuses a variable that contradicts it.
-    if trainer is not None and trainer.neuron.retry_failed_compilation:
-        variables["NEURON_CC_FLAGS"] = "--retry_failed_compilation"
-    if trainer is not None and trainer.neuron.cache_directory is None:
-        variables["NEURON_COMPILE_CACHE_URL"] = f"{_CACHE_DIRECTORY}/neuron"
+    variables = dict(workload.neuron_environment)
     devices = find_expected_devices(accelerator)
     if devices is not None:
         variables[env.ENV_NEURON_DEVICES] = devices

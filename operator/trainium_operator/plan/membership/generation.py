@@ -53,15 +53,15 @@ class Decision:
 def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration) -> PolicyResult:
     """Record the decision in the status and publish it."""
     recorded = facts.observed.membership
-    number, size, program = next_generation(facts), len(new.members), facts.job.spec.program
+    number, size, workload = next_generation(facts), len(new.members), facts.job.spec.workload
     members = tuple(with_shorter_grace(facts, member) for member in new.members)
     membership = Membership(
         generation=number,
         transition=new.transition,
         cause=new.cause,
         members=members,
-        processes_per_node=facts.job.spec.processes_per_node,
-        accumulation=facts.size.micro_batches(size) if program is not None and program.batch is not None else 0,
+        processes_per_node=workload.processes_per_node,
+        accumulation=facts.size.micro_batches(size) if workload.reads_accumulation else 0,
         requested_nodes=facts.job.spec.workers.replicas,
     )
     status = status.replaced(

@@ -105,10 +105,9 @@ def _decide_disruption(facts: Facts, status: PublicStatus) -> _Decision:
 def _decide_by_checkpoints(facts: Facts, status: PublicStatus) -> _Decision:
     """Return whether the newest durable checkpoint is recent enough, and when it will no longer be."""
     limit = facts.job.spec.recovery.disruption.max_durable_age_seconds
-    program = facts.job.spec.program
-    if program is not None and program.checkpoints is None:
+    if not facts.job.spec.workload.checkpoint_folder:
         return _Decision(True, "the program's checkpoints are not known (spec.program.checkpoints is not set)")
-    if program is None and not facts.job.spec.checkpoint.storage.is_persistent:
+    if not facts.job.spec.workload.keeps_checkpoints:
         return _Decision(True, "the job keeps no durable checkpoints (spec.checkpoint.storage is not set)")
     if is_past_steps(status) and status.checkpoint.durable_step >= status.progress.step:
         return _Decision(True, "every step is done and saved")

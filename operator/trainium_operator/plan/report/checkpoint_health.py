@@ -48,12 +48,8 @@ def set_checkpoint_health(facts: Facts, status: StatusT) -> tuple[StatusT, tuple
         message = "durable checkpoints are committed"
         return with_condition(status, kind, True, Reason.COMMITTED, message, now=now), requeue_at
     if find_condition(status, kind) is None or facts.current is None:
-        program, reason, message = (
-            facts.job.spec.program,
-            Reason.NOTHING_COMMITTED,
-            "no durable checkpoint is known yet",
-        )
-        if program is not None and program.checkpoints is None:
+        reason, message = Reason.NOTHING_COMMITTED, "no durable checkpoint is known yet"
+        if not facts.job.spec.workload.checkpoint_folder:
             reason, message = Reason.CHECKPOINTS_UNKNOWN, "the job has no spec.program.checkpoints"
         return with_condition(status, kind, None, reason, message, now=now), requeue_at
     return status, requeue_at
@@ -88,8 +84,8 @@ def _describe_overdue(facts: Facts, status: PublicStatus) -> tuple[str, tuple[fl
     since = _find_reference_time(facts, status)
     if since is None or not is_true(status, ConditionType.RUNNING) or is_past_steps(status):
         return "", ()
-    if facts.job.spec.program is not None:
-        return "", ()  # it saves by its own rule
+    if not facts.job.spec.workload.saves_on_schedule:
+        return "", ()
     step = max(status.checkpoint.durable_step, 0)
     newest = f"step {step}" if status.checkpoint.durable_step >= 0 else "none"
     explanation = _find_reported_error(facts, status) or "storage does not respond, or is too slow for this interval"

@@ -171,7 +171,7 @@ def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> Good
         not any(account.steps for account in goodput.sizes) and not goodput.earlier_seconds,
     )
     goodput, steps, ended_at = count_steps(facts, goodput)
-    if not starting and is_first and steps and facts.job.spec.program is not None:
+    if not starting and is_first and steps and not facts.job.spec.workload.reports_each_step:
         starting, passed = True, max(passed, goodput.wall_seconds - _lost_seconds(goodput))
     if not starting:
         return goodput
@@ -293,7 +293,7 @@ def _with_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> Goo
     overhead = round(available - productive, 3)
     by_cause = {key: value for key, value in goodput.lost_seconds.items() if key != OVERHEAD}
     by_stage = {key: value for key, value in goodput.lost_by_stage.items() if key != OVERHEAD}
-    is_known = step_totals is not None or facts.job.spec.program is None
+    is_known = step_totals is not None or facts.job.spec.workload.reports_each_step
     down_seconds = sum(by_stage.get(stage, 0.0) for stage in _DOWN_STAGES)
     ratio = _compute_ratio(productive, wall_seconds) if is_known else None
     return goodput.replaced(

@@ -258,7 +258,7 @@ def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     if reports:
         newest = reports[0]
         # A program that was restarted has reported no step yet, and may end without one more.
-        if facts.job.spec.program is None or newest.step > 0:
+        if facts.job.spec.workload.reports_each_step or newest.step > 0:
             status = status.replaced(progress=_progress_status(facts, status, newest))
         status = status.replaced(
             alerts=_newest_alerts(status.alerts, newest),
@@ -286,7 +286,7 @@ def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress
 
 def _set_progress_reported(facts: Facts, status: StatusT, reports: list[Progress]) -> StatusT:
     """Set the condition whether the progress of a program can be read."""
-    if facts.job.spec.program is None:
+    if facts.job.spec.workload.reports_each_step:
         return status
     kind, problem = ConditionType.PROGRESS_REPORTED, next((report.problem for report in reports if report.problem), "")
     if problem:

@@ -130,13 +130,13 @@ def current_heartbeats(observed: Observed, current: Membership) -> tuple[tuple[M
         agent = observed.agents.get(member.pod_uid)
         if agent is not None and agent.heartbeat is not None and agent.heartbeat.generation == current.generation:
             heartbeats.append((member, agent.heartbeat))
-    return tuple(heartbeats) if observed.job.spec.program is None else _with_program_phases(heartbeats)
+    return tuple(heartbeats) if observed.job.spec.workload.reports_each_step else _with_shared_phases(heartbeats)
 
 
-def _with_program_phases(
+def _with_shared_phases(
     heartbeats: list[tuple[Member, HeartbeatRequest]],
 ) -> tuple[tuple[Member, HeartbeatRequest], ...]:
-    """Treat members of a program whose ranks report no steps as training with the one that reports them."""
+    """Treat members whose ranks report no steps as training with the one that reports them."""
     stepping_attempts = {
         heartbeat.attempt
         for _, heartbeat in heartbeats
@@ -204,7 +204,7 @@ def find_creation_blocker(facts: Facts) -> tuple[Reason, str] | None:
 def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSettings:
     """Return the settings with the image of the running workers: of the lowest rank, else of the oldest pod.
 
-    For a program it is the agent's image.
+    It is the agent's image where the training container has another one.
     """
     running = {pod.uid: pod.image for pod in observed.pods if pod.phase is PodPhase.RUNNING and pod.image}
     if not running or _names_image(observed.job.spec):
@@ -212,7 +212,7 @@ def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSetting
     members = observed.membership.members if observed.membership is not None else ()
     member_images = (running[member.pod_uid] for member in members if member.pod_uid in running)
     image = next(member_images, None) or next(iter(running.values()))
-    if observed.job.spec.program is not None:
+    if not observed.job.spec.workload.has_agent:
         return settings if image == settings.agent_image else replace(settings, agent_image=image)
     return settings if image == settings.image else replace(settings, image=image)
 

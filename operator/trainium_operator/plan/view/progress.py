@@ -29,23 +29,18 @@ def sort_by_steps(facts: Facts, heartbeats: Heartbeats) -> Heartbeats:
 
     Any of its ranks may report them.
     """
-    if facts.job.spec.program is None:
+    if facts.job.spec.workload.reports_each_step:
         return heartbeats
     return tuple(sorted(heartbeats, key=lambda each: -(each[1].progress.step if each[1].progress else -1)))
 
 
 def count_total_steps(facts: Facts, newest: Progress) -> int:
-    """Return the steps of the whole run: those of the spec, or those that the trainer or program reports.
+    """Return the steps of the whole run: those of the spec, or those that the ranks report.
 
     The latter follow from the data if epochs decide (0: not yet), and from the size if steps differ in samples.
     """
-    trainer = facts.job.spec.trainer
-    if trainer is None:
-        return newest.total_steps
-    if not trainer.epochs and not trainer.batch.tolerance:
-        return trainer.steps
-    spec_steps = 0 if trainer.epochs else trainer.steps
-    return newest.total_steps or facts.job.status.progress.total_steps or spec_steps
+    workload, recorded_steps = facts.job.spec.workload, facts.job.status.progress.total_steps
+    return workload.fixed_steps or newest.total_steps or recorded_steps or workload.estimated_steps
 
 
 def has_progress(facts: Facts) -> bool:
@@ -65,7 +60,7 @@ STEADY_SECONDS = 60.0
 
 def find_steady_time(facts: Facts) -> float | None:
     """Return when a program that has reported no step counts as started (Unix seconds); None while it does not run."""
-    if facts.job.spec.program is None or has_reported_steps(facts) or not is_settled(facts):
+    if facts.job.spec.workload.reports_each_step or has_reported_steps(facts) or not is_settled(facts):
         return None
     started_at = [
         min(heartbeat.progress.started, facts.now)

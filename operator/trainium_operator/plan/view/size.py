@@ -82,8 +82,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
             message=_explain_no_legal_size(smallest, requested, shape),
             shape=shape,
         )
-    has_trainer = spec.program is None
-    too_large = explain_misfit(spec.training_config(), workers.accelerator, shape, desired) if has_trainer else ""
+    too_large = explain_misfit(spec.workload.configure(), workers.accelerator, shape, desired)
     if too_large:
         message = format_sentence(too_large)
         return SizeDecision(desired=0, floor=0, reason=Reason.INVALID_SPEC, message=message, shape=shape)

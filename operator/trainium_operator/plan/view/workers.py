@@ -258,13 +258,11 @@ def _find_finished(observed: Observed) -> frozenset[str]:
 
 
 def _has_last_step(observed: Observed, heartbeat: HeartbeatRequest) -> bool:
-    """Return whether a trainer's ranks have made the last step of the run; a program alone knows its own."""
-    trainer, progress = observed.job.spec.trainer, heartbeat.progress
-    if trainer is None:
-        return True
-    if progress is None:
-        return False
-    total = progress.total_steps or (0 if trainer.epochs or trainer.batch.tolerance else trainer.steps)
+    """Return whether the ranks have made the last step of the run, as far as they report their steps."""
+    workload, progress = observed.job.spec.workload, heartbeat.progress
+    if progress is None or not workload.reports_each_step:
+        return not workload.reports_each_step
+    total = progress.total_steps or workload.fixed_steps
     return max(progress.step, progress.resume_step or 0) >= total
 
 

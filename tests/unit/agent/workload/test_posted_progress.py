@@ -2,6 +2,7 @@
 
 import http.client
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ class PostingProgram:
         self.settings = settings_from(environment(folder))
         self.settings.progress_directory.mkdir(parents=True)
         spec = ProgramSpec.model_validate({"image": "i", "command": ["c"], "progress": progress})
-        self.monitor = Program(self.settings, spec, container or {})
+        self.monitor = Program(replace(self.settings, program=spec), container or {})
 
     def start(self, attempt: int = 0) -> list[dict[str, str]]:
         """Start an attempt; return the environments of its ranks."""

@@ -27,8 +27,7 @@ def build_program(
 ) -> Program:
     text = json.dumps({"image": "team/train:1", "command": ["python", "train.py"], "args": ["--x"], **spec})
     settings = settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
-    assert settings.program is not None
-    return Program(replace(settings, neuron_devices=neuron_devices), settings.program, container_environment)
+    return Program(replace(settings, neuron_devices=neuron_devices), container_environment)
 
 
 def test_a_rank_has_the_environment_of_torchrun_and_of_the_job(tmp_path: Path) -> None:

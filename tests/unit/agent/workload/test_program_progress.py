@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ class MonitoredProgram:
         self.settings.progress_directory.mkdir(parents=True)
         progress = {} if pattern is None else {"progress": {"pattern": pattern}}
         spec = ProgramSpec.model_validate({"image": "i", "command": ["c"], **progress, **more})
-        self.monitor = Program(self.settings, spec, {})
+        self.monitor = Program(replace(self.settings, program=spec), {})
         self.start_attempt()
 
     def start_attempt(self, attempt: int = 0, node_rank: int = 0) -> None:

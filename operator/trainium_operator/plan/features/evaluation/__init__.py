@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def _is_used(observed: Observed, settings: PlanSettings) -> bool:  # noqa: ARG001 - a hook
     left = observed.evaluation is not None and observed.evaluation.pod is not None
-    return policy.is_wanted(observed.job.spec) or left
+    return observed.job.spec.workload.evaluates_milestones or left
 
 
 FEATURE = Feature(

@@ -29,7 +29,7 @@ from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_figure, format_rfc3339, format_sentence, parse_rfc3339
 
 if TYPE_CHECKING:
-    from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+    from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.model.observed import PodView
     from trainium_operator.plan.view.facts import Facts
 
@@ -40,15 +40,11 @@ RECHECK_SECONDS = 5.0
 """Interval of checks until the pods have been read."""
 
 
-def is_wanted(spec: TrainingJobSpec) -> bool:
-    """Return whether the job requests figures of its milestones."""
-    return spec.trainer is not None and spec.trainer.evaluate.at_milestones
-
-
 def reconcile_evaluation(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Record the result of the pod that has ended, or create the next one."""
     observed = facts.observed.evaluation
-    is_active = is_wanted(facts.job.spec) and not facts.job.spec.suspend and not is_true(status, ConditionType.FAILED)
+    spec = facts.job.spec
+    is_active = spec.workload.evaluates_milestones and not spec.suspend and not is_true(status, ConditionType.FAILED)
     if is_active:
         status = status.replaced(evaluations=_with_new_models(status))
     if observed is None:
