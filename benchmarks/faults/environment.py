@@ -55,7 +55,7 @@ BASE_SPEC = f"""
 workers: {{accelerator: {{device: cpu}}}}
 trainer:
   model: {{preset: Tiny}}
-  data: {{sequenceLength: 32, tokenizer: {{vocabSize: 512}}, cacheDirectory: /cache}}
+  data: {{source: python-docs, sequenceLength: 32, tokenizer: {{vocabSize: 512}}, cacheDirectory: /cache}}
   batch: {{globalSize: {BATCH}, microSize: 2}}
   steps: {STEPS}
   schedule: {{warmupSteps: 20}}

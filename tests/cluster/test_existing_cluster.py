@@ -115,7 +115,8 @@ def test_a_foreign_operator_or_job_stops_the_session(cluster: SharedCluster) -> 
     apply_definition(cluster)
     check_unoccupied(cluster)
     job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "llama"}}
-    create(cluster, {**job, "spec": {"workers": {"accelerator": {"device": "cpu"}}, "trainer": {}}})
+    trainer = {"data": {"source": "python-docs"}}
+    create(cluster, {**job, "spec": {"workers": {"accelerator": {"device": "cpu"}}, "trainer": trainer}})
     with pytest.raises(
         OccupiedError, match=r"has trainingjobs .* no test created \(default/llama\).* delete them first"
     ):

@@ -161,6 +161,13 @@ _RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "has(self.trainer.data.source) || has(self.trainer.data.hub) || has(self.trainer.data.sources)",
+        "trainer.data does not say what to train on: give trainer.data.source (a file, a folder, s3://bucket/prefix, "
+        "or python-docs for a first try), trainer.data.hub or trainer.data.sources",
+        ".trainer.data.source",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
         """!has(self.trainer.data.validation) || [has(self.trainer.data.validation.fraction),
         has(self.trainer.data.validation.source), has(self.trainer.data.validation.hubSplit)].exists_one(x, x)""",
         "trainer.data.validation needs one of fraction, source and hubSplit: give exactly one of them",

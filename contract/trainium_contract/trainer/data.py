@@ -136,10 +136,10 @@ class BosToken(StrEnum):
 class DataConfig(ContractModel):
     """The text to train on, as one ordered stream of samples addressed by global position."""
 
-    source: str = derived("python-docs", min_length=1, max_length=1024)
-    """`python-docs` (the documentation that ships with Python); a file (.txt, .jsonl, .json, .csv, also with .gz or
-    .zst, .arrow, .parquet), a folder, a glob, or `s3://bucket/prefix` of such files; or a folder that
-    `trainium-trainer prepare-data` wrote."""
+    source: _Path | None = None
+    """A file (.txt, .jsonl, .json, .csv, also with .gz or .zst, .arrow, .parquet), a folder, a glob, or
+    `s3://bucket/prefix` of such files; a folder that `trainium-trainer prepare-data` wrote; or `python-docs`, the
+    documentation that ships with Python. Required unless `hub` or `sources` is given."""
     hub: HubConfig | None = None
     """A data set of the Hugging Face hub, in place of `source`."""
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, max_length=64)] | None = None

@@ -89,7 +89,7 @@ def credentials(api: Api, folder: Path) -> str:
 
 
 def build_job_json(name: str, namespace: str) -> str:
-    spec = {"workers": {"accelerator": {"device": "cpu"}}, "trainer": {}}
+    spec = {"workers": {"accelerator": {"device": "cpu"}}, "trainer": {"data": {"source": "python-docs"}}}
     body: dict[str, Any] = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "spec": spec}
     return json.dumps({**body, "metadata": {"name": name, "namespace": namespace}})
 

@@ -95,7 +95,10 @@ def write(older_api: Api) -> Iterator[Callable[[str, dict[str, Any]], str]]:
             "apiVersion": f"{group}/v1alpha1",
             "kind": "TrainingJob",
             "metadata": {"name": "written"},
-            "spec": {"workers": {"replicas": 1, "accelerator": {"device": "cpu"}}, "trainer": {}},
+            "spec": {
+                "workers": {"replicas": 1, "accelerator": {"device": "cpu"}},
+                "trainer": {"data": {"source": "python-docs"}},
+            },
         }
         if group not in created:
             older_api.kubectl("create", "-f", "-", stdin=json.dumps(job))

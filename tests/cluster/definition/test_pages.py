@@ -29,7 +29,10 @@ ROLES = {"ann": "view", "novice": ""}
 JOB = {
     "apiVersion": "trainium.dev/v1alpha1",
     "kind": "TrainingJob",
-    "spec": {"workers": {"replicas": 2, "accelerator": {"device": "cpu"}}, "trainer": {"model": {"preset": "Tiny"}}},
+    "spec": {
+        "workers": {"replicas": 2, "accelerator": {"device": "cpu"}},
+        "trainer": {"model": {"preset": "Tiny"}, "data": {"source": "python-docs"}},
+    },
 }
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cluster
 CASES: dict[str, list[Any]] = yaml.safe_load((Path(__file__).parent / "refusals.yaml").read_text())
 GOOD = """
 workers: {replicas: 4, accelerator: {device: cpu}}
-trainer: {batch: {globalSize: 12}}
+trainer: {batch: {globalSize: 12}, data: {source: python-docs}}
 """
 
 

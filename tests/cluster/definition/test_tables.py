@@ -36,7 +36,8 @@ STATUSES: dict[str, dict[str, Any]] = {
 
 
 def build_job_json(name: str) -> str:
-    spec = {"workers": {"replicas": 16, "accelerator": {"device": "cpu"}}, "trainer": {"steps": 10}}
+    trainer = {"steps": 10, "data": {"source": "python-docs"}}
+    spec = {"workers": {"replicas": 16, "accelerator": {"device": "cpu"}}, "trainer": trainer}
     head = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": name}}
     return json.dumps({**head, "spec": spec})
 

@@ -34,7 +34,7 @@ from trainium_trainer.configuration.config import (
     with_steps,
 )
 from trainium_trainer.data.sources.files import is_in_store
-from trainium_trainer.data.sources.resolve import PYTHON_DOCS
+from trainium_trainer.data.sources.resolve import PYTHON_DOCS, list_sources
 from trainium_trainer.exits import UserError
 from trainium_trainer.loop import memory_check
 from trainium_trainer.loop.memory_check import estimate_run_memory, refuse_too_small
@@ -119,6 +119,7 @@ def check(
     tokenizer = _find_missing_tokenizer(trainer)
     settings = resolve_settings(trainer, launch, vocabulary=0 if tokenizer else None)
     refuse_unsupported(settings)
+    list_sources(settings.config.data)  # refuses data that names none
     absent = find_missing(settings.config)
     if absent and not elsewhere:
         raise UserError(absent[0])

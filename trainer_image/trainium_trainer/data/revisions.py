@@ -94,7 +94,7 @@ class RunRevisions:
         split, sources = config.validation, config.sources
         pinned = config.model_copy(
             update={
-                "source": self._pin_name(config.source),
+                "source": config.source and self._pin_name(config.source),
                 "hub": config.hub and self._pin_config(config.hub),
                 "sources": sources
                 and tuple(

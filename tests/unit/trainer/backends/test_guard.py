@@ -18,7 +18,7 @@ from trainium_trainer.weights.base import BaseWeights
 
 CONFIG = {
     "model": {"numLayers": 2, "hiddenSize": 32, "intermediateSize": 48, "vocabSize": 400},
-    "data": {"tokenizer": {"vocabSize": 400}},
+    "data": {"source": "python-docs", "tokenizer": {"vocabSize": 400}},
     "device": "Cpu",
 }
 
@@ -81,7 +81,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_trains(
 @pytest.mark.parametrize("mode", ["Replicated", "ShardedOptimizer", "FullySharded"])
 def test_a_gradient_that_is_not_finite_is_named_also_where_most_weights_have_none(mode: str, base: Path) -> None:
     tuning = {"method": "LoRA", "lora": {"rank": 2, "alpha": 4.0}}
-    settings = {"data": {"tokenizer": {"vocabSize": 320}}, "device": "Cpu", "model": {"weights": str(base)}}
+    data = {"source": "python-docs", "tokenizer": {"vocabSize": 320}}
+    settings = {"data": data, "device": "Cpu", "model": {"weights": str(base)}}
     config = TrainingConfig.model_validate(settings | {"dataParallel": mode, "tuning": tuning})
     for backend in run_backend(config, read_launch({})):
         backend.load_frozen(BaseWeights.open(str(base)))

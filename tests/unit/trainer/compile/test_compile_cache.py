@@ -30,7 +30,10 @@ EXAMPLES = Path(__file__).parents[4] / "manifests/examples"
 
 
 def graph_inputs(nodes: int = 2, **fields: Any) -> GraphInputs:
-    config = TrainingConfig.model_validate({"model": {"preset": "Tiny"}, "batch": {"globalSize": 12}, **fields})
+    data = {"source": "python-docs", **fields.pop("data", {})}
+    config = TrainingConfig.model_validate(
+        {"model": {"preset": "Tiny"}, "batch": {"globalSize": 12}, "data": data, **fields}
+    )
     return describe_graphs(
         resolve_settings(config, launch_at(0, nodes)), image="image@sha256:1", flags=("--model-type=transformer",)
     )

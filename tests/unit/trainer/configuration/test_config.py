@@ -24,6 +24,11 @@ from trainium_trainer.loop.memory_check import refuse_too_small
 
 def write_config(tmp_path: Path, document: Any) -> Path:
     path = tmp_path / "trainer.yaml"
+    if isinstance(document, dict) and "kind" not in document:  # a run needs data
+        data = {"source": "python-docs", **document.get("data", {})}
+        if data.keys() & {"hub", "sources"}:
+            del data["source"]
+        document = {**document, "data": data}
     path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
     return path
 
@@ -196,14 +201,14 @@ def test_a_configuration_that_does_not_fit_the_launch_is_refused(
     tmp_path: Path, overrides: list[str], size: int, sentence: str
 ) -> None:
     with pytest.raises(UserError) as refusal:
-        resolve_settings(load(write_config(tmp_path, ""), overrides), launch_of(size))
+        resolve_settings(load(write_config(tmp_path, {}), overrides), launch_of(size))
     assert sentence in str(refusal.value)
 
 
 def test_the_digest_of_the_settings_covers_those_that_must_not_change(tmp_path: Path) -> None:
     def digest(*overrides: str, data: str = "d", tokenizer: str = "t") -> str:
         return settings_digest(
-            resolve_settings(load(write_config(tmp_path, ""), overrides), launch_of(1)).fixed_settings(
+            resolve_settings(load(write_config(tmp_path, {}), overrides), launch_of(1)).fixed_settings(
                 data, tokenizer, {}
             )
         )
@@ -216,10 +221,10 @@ def test_the_digest_of_the_settings_covers_those_that_must_not_change(tmp_path: 
 
 def test_records_are_beside_the_checkpoints_unless_configured(tmp_path: Path) -> None:
     for path in ("s3://bucket/run", "/there"):
-        assert load(write_config(tmp_path, ""), [f"checkpoint.path={path}"]).checkpoint.records == path
+        assert load(write_config(tmp_path, {}), [f"checkpoint.path={path}"]).checkpoint.records == path
     for records in ("s3://bucket/records", "/here"):
         overrides = ["checkpoint.path=s3://bucket/run", f"checkpoint.recordsPath={records}"]
-        assert load(write_config(tmp_path, ""), overrides).checkpoint.records == records
+        assert load(write_config(tmp_path, {}), overrides).checkpoint.records == records
 
 
 def test_launch_variables_are_optional_and_checked() -> None:
@@ -336,6 +341,19 @@ def test_missing_data_and_packages_are_refused_on_the_machine_of_the_run(
         # A run of several ranks is elsewhere, where both may exist.
         assert cli.run([*argv, "--ranks", "2"]) == 0
         assert f"warning: {sentence}" in capsys.readouterr().out
+
+
+def test_data_without_a_source_is_refused_with_what_can_be_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path, "data: {sequenceLength: 16}"))
+    for argv in (
+        ["check", "--config", config],
+        ["check", "--config", config, "--ranks", "2"],
+        ["train", "--config", config],
+    ):
+        assert cli.run(argv) == ExitCode.USER_ERROR
+        assert "data does not say what to train on: give data.source (a file, a folder" in capsys.readouterr().err
 
 
 def test_data_that_exists_or_is_optional_here_is_not_reported(

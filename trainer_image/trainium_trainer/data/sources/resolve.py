@@ -73,7 +73,7 @@ class SourceSpec:
 
 
 def list_sources(config: DataConfig) -> list[tuple[str, str, float]]:
-    """Return name, text field and weight of each source."""
+    """Return name, text field and weight of each source. Raises UserError if there is none."""
     if not config.sources:
         return [(_source_name(config.source, config.hub), config.text_field, 1.0)]
     return [
@@ -85,7 +85,11 @@ def list_sources(config: DataConfig) -> list[tuple[str, str, float]]:
 def _source_name(source: str | None, hub: HubConfig | None) -> str:
     if hub is not None:
         return format_location(hub)
-    assert source is not None, "checked with the configuration"
+    if source is None:
+        raise UserError(
+            "data does not say what to train on: give data.source (a file, a folder, s3://bucket/prefix, or "
+            f"{PYTHON_DOCS} for a first try), data.hub or data.sources"
+        )
     return source
 
 

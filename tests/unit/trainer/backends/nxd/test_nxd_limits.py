@@ -81,7 +81,12 @@ def test_settings_that_only_replicas_break_are_allowed_without_replicas() -> Non
 def test_every_command_refuses_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
-    document = {"backend": "Nxd", "device": "Cpu", "model": {"preset": "Llama2-7B"}}
+    document = {
+        "backend": "Nxd",
+        "device": "Cpu",
+        "model": {"preset": "Llama2-7B"},
+        "data": {"source": "python-docs"},
+    }
     (tmp_path / "trainer.yaml").write_text(yaml.safe_dump(document))
     assert run([command[0], "--config", str(tmp_path / "trainer.yaml"), *command[1:]]) == 64
     assert "device is Cpu, but backend Nxd computes on NeuronCores only" in capsys.readouterr().err
