@@ -13,7 +13,7 @@ from tests.testing.outputs.tables import table
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.status.internal import FailureRecord, StepWindow, pack_internal
-from trainium_operator.cluster.cache.lenient import readable_status
+from trainium_operator.cluster.cache.lenient import read_status
 from trainium_operator.cluster.execute.events import Event, EventRecorder, job_reference
 
 pytestmark = pytest.mark.cluster
@@ -114,5 +114,5 @@ def test_kubectl_describe_shows_what_the_operator_remembers_in_one_line(crd_api:
     assert described.count("failing-w-") == len(failures)
     assert len(described.splitlines()) <= len(empty.splitlines()) + 1
     stored = json.loads(crd_api.kubectl("get", "trn", "failing", "-o", "json"))["status"]
-    assert readable_status(stored, "failing") == status
+    assert read_status(stored, "failing") == status
     crd_api.delete_job("failing")

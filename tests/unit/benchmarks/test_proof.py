@@ -96,8 +96,8 @@ def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step = folder / "step"
     for name, kind in artifact_checks.FOLDERS.items():
         largest = 8192 if kind is ArtifactKind.MODEL else None
-        blueprint = inputs.blueprint(kind, ArtifactPrecision.FLOAT32, largest)
-        write_artifact(blueprint, open_storage(str(step / name)), Peers(0, 1), retry=Retry())
+        artifact_plan = inputs.plan_artifact(kind, ArtifactPrecision.FLOAT32, largest)
+        write_artifact(artifact_plan, open_storage(str(step / name)), Peers(0, 1), retry=Retry())
     (step / "evaluation.json").write_text(json.dumps(EVALUATION))
     return step
 

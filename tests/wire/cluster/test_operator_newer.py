@@ -18,7 +18,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import HeartbeatRequest, Membership
 from trainium_operator.cluster.api.errors import UndeclaredFieldError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, PODS
-from trainium_operator.cluster.cache.lenient import readable_spec
+from trainium_operator.cluster.cache.lenient import read_spec
 from trainium_operator.cluster.execute.undeclared_fields import FOR_SECONDS, UndeclaredFields, places_in
 from trainium_operator.coordinator.messages import read_message
 
@@ -129,11 +129,11 @@ async def test_a_new_job_with_unknown_fields_is_not_started() -> None:
 
 def test_only_unknown_fields_of_a_spec_are_left_out() -> None:
     spec = training_job()["spec"]
-    known, unknown = readable_spec({**spec, "cleanPodPolicy": "Archive", "x": 1})
-    assert known == readable_spec(spec)[0]
+    known, unknown = read_spec({**spec, "cleanPodPolicy": "Archive", "x": 1})
+    assert known == read_spec(spec)[0]
     assert unknown == ("cleanPodPolicy", "x")
     with pytest.raises(ValidationError):
-        readable_spec({**spec, "x": 1, "workers": {"replicas": -1}})
+        read_spec({**spec, "x": 1, "workers": {"replicas": -1}})
 
 
 HEARTBEAT: dict[str, Any] = {

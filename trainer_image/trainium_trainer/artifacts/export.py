@@ -74,8 +74,8 @@ def export(
         )
         if not inputs.names:
             raise UserError(f"{checkpoint.folder} holds no weights: name the root of a training run")
-        blueprint = inputs.blueprint(kind, precision, max_file_bytes)
-        write_artifact(blueprint, open_storage(str(folder)), Peers(0, 1), retry=retry, heartbeat=heartbeat)
+        artifact_plan = inputs.plan_artifact(kind, precision, max_file_bytes)
+        write_artifact(artifact_plan, open_storage(str(folder)), Peers(0, 1), retry=retry, heartbeat=heartbeat)
     return checkpoint.step
 
 
@@ -104,10 +104,10 @@ def merge(
                 f"has {shape.vocab_size} rows, none for the new tokens: export the model of the run that made "
                 f"it, or take {TOKENIZER_FILE} out of the folder to keep the base's"
             )
-        blueprint = inputs_of_adapter(tuned, weights, tokenizer).blueprint(
+        artifact_plan = inputs_of_adapter(tuned, weights, tokenizer).plan_artifact(
             ArtifactKind.MODEL, precision, max_file_bytes
         )
-        write_artifact(blueprint, open_storage(str(folder)), Peers(0, 1), retry=Retry(), heartbeat=heartbeat)
+        write_artifact(artifact_plan, open_storage(str(folder)), Peers(0, 1), retry=Retry(), heartbeat=heartbeat)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Derive the blueprints of model and adapter from a checkpoint, its base and a configuration.
+"""Derive the plans of model and adapter from a checkpoint, its base and a configuration.
 
 Guarantees:
-- The identity of a blueprint is a digest of everything that determines its files, so complete artifacts are never
+- The identity of a plan is a digest of everything that determines its files, so complete artifacts are never
   written again and artifacts of another run are never mistaken for this run's.
 """
 
@@ -19,7 +19,7 @@ from trainium_trainer.artifacts.manifest import CARD_NAME, FORMAT_VERSION, hash_
 from trainium_trainer.artifacts.merged_parameters import CheckpointWeights, MergedParameters, ParameterSource
 from trainium_trainer.artifacts.peft_format import adapter_config
 from trainium_trainer.artifacts.small_files import model_files, tokenizer_files
-from trainium_trainer.artifacts.writer import Blueprint
+from trainium_trainer.artifacts.writer import ArtifactPlan
 from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.selection import parse_shape
 from trainium_trainer.data.tokens.tokenizer import CHAT_TEMPLATE_SETTING
@@ -108,13 +108,13 @@ class ArtifactInputs:
         """The shape without padding of the vocabulary."""
         return replace(self.shape, vocab_size=self.shape.vocab_size - self.shape.vocab_padding, vocab_padding=0)
 
-    def blueprint(
+    def plan_artifact(
         self, kind: ArtifactKind, precision: ArtifactPrecision, max_file_bytes: int | None = None
-    ) -> Blueprint:
-        """Return the blueprint of an artifact. Raises UserError if the checkpoint does not match the shape."""
+    ) -> ArtifactPlan:
+        """Return the plan of an artifact. Raises UserError if the checkpoint does not match the shape."""
         return self._adapter() if kind is ArtifactKind.ADAPTER else self._model(TYPES[precision], max_file_bytes)
 
-    def _model(self, dtype: str, max_file_bytes: int | None) -> Blueprint:
+    def _model(self, dtype: str, max_file_bytes: int | None) -> ArtifactPlan:
         sizes = parameter_sizes(self.unpadded_shape)
         result = MergedParameters(self.trained, self.names, self.base, self.tuning.lora.scale_of)
         result.check(sizes)
@@ -126,7 +126,7 @@ class ArtifactInputs:
             files = model_files(self.unpadded_shape, name, source, self.tokenizer, template)
             return files | {CARD_NAME: self._card(ArtifactKind.MODEL, name)}
 
-        return Blueprint(
+        return ArtifactPlan(
             kind=ArtifactKind.MODEL,
             step=self.step,
             identity=self._identity(ArtifactKind.MODEL, dtype),
@@ -138,7 +138,7 @@ class ArtifactInputs:
             max_file_bytes=max_file_bytes,
         )
 
-    def _adapter(self) -> Blueprint:
+    def _adapter(self) -> ArtifactPlan:
         shape = self.unpadded_shape
         sizes = dict(select_trainable(shape, self.tuning).sizes)
         result = MergedParameters(self.trained, self.names, None, self.tuning.lora.scale_of)
@@ -163,7 +163,7 @@ class ArtifactInputs:
             files = tokenizer_files(source, self.tokenizer, shape.max_positions, template)
             return files | {ADAPTER_CONFIG: config, CARD_NAME: self._card(ArtifactKind.ADAPTER, "float32")}
 
-        return Blueprint(
+        return ArtifactPlan(
             kind=ArtifactKind.ADAPTER,
             step=self.step,
             identity=self._identity(ArtifactKind.ADAPTER, "F32"),

@@ -123,12 +123,12 @@ def write_artifacts(
             records=records_folder(config.checkpoint),
         )
         for number, kind in enumerate(kinds):
-            blueprint = inputs.blueprint(kind, config.artifacts.precision)
+            artifact_plan = inputs.plan_artifact(kind, config.artifacts.precision)
             root = artifacts_root(config, checkpoint_root)
-            find = partial(_find_folder, root, kind, step, blueprint.identity, retry)
+            find = partial(_find_folder, root, kind, step, artifact_plan.identity, retry)
             folder = compute_on_first_rank(peers, find)
             manifest = write_artifact(
-                blueprint,
+                artifact_plan,
                 open_storage(folder),
                 peers,
                 retry=retry,

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blueprint:
+class ArtifactPlan:
     """The plan of an artifact; equal on all ranks."""
 
     kind: ArtifactKind
@@ -72,7 +72,7 @@ class Blueprint:
 
 
 def write_artifact(
-    blueprint: Blueprint,
+    artifact_plan: ArtifactPlan,
     storage: Storage,
     peers: Peers,
     *,
@@ -84,7 +84,7 @@ def write_artifact(
     `heartbeat` is called often with the completed fraction. Raises UserError if the folder holds other files,
     StorageError if the store fails, and errors of reading.
     """
-    writer = _Writer(blueprint, storage, retry, heartbeat)
+    writer = _Writer(artifact_plan, storage, retry, heartbeat)
     started = compute_on_first_rank(peers, lambda: writer.prepare(peers.size))
     if started.done is not None:
         heartbeat(1.0)
@@ -168,41 +168,41 @@ class _Writer:
     """Writes one rank's files."""
 
     def __init__(
-        self, blueprint: Blueprint, storage: Storage, retry: Retry, heartbeat: Callable[[float], None]
+        self, artifact_plan: ArtifactPlan, storage: Storage, retry: Retry, heartbeat: Callable[[float], None]
     ) -> None:
-        self._blueprint = blueprint
+        self._artifact_plan = artifact_plan
         self._storage = storage
         self._retry = retry
         self._heartbeat = heartbeat
 
     def files(self, writers: int) -> tuple[PlannedFile, ...]:
         """Return the data files."""
-        blueprint = self._blueprint
+        artifact_plan = self._artifact_plan
         return plan_files(
-            blueprint.sizes,
-            blueprint.dtype,
-            blueprint.stem,
+            artifact_plan.sizes,
+            artifact_plan.dtype,
+            artifact_plan.stem,
             writers=writers,
-            max_file_bytes=blueprint.max_file_bytes,
-            metadata=blueprint.metadata,
+            max_file_bytes=artifact_plan.max_file_bytes,
+            metadata=artifact_plan.metadata,
         )
 
     def prepare(self, writers: int) -> _FolderState:
         """Read the state of the folder, or write a plan for `writers` ranks; called on one rank."""
-        blueprint, storage = self._blueprint, self._storage
+        artifact_plan, storage = self._artifact_plan, self._storage
         self._with_retries(storage.prepare)
-        done, plan = read_manifest(storage, blueprint.kind, self._retry), read_plan(storage, self._retry)
+        done, plan = read_manifest(storage, artifact_plan.kind, self._retry), read_plan(storage, self._retry)
         stored = {entry.name: entry for entry in self._with_retries(lambda: storage.list(""))}
-        if done is not None and done.identity == blueprint.identity:
+        if done is not None and done.identity == artifact_plan.identity:
             self._remove_leftovers()
             return _FolderState(writers, done=done)
-        ours = plan is not None and plan.identity == blueprint.identity
+        ours = plan is not None and plan.identity == artifact_plan.identity
         if done is not None or not (ours or is_free(storage, self._retry)):
             raise UserError(f"{storage.location} is not empty: name a folder that does not exist yet")
         with suppress(OSError):  # partial files of a killed writer may fill the store
             storage.remove_drafts()
         if plan is None:
-            text = WritePlan(identity=blueprint.identity, writers=writers).model_dump_json(by_alias=True).encode()
+            text = WritePlan(identity=artifact_plan.identity, writers=writers).model_dump_json(by_alias=True).encode()
             self._with_retries(lambda: storage.write(PLAN_NAME, text))
             return _FolderState(writers)
         whole = [
@@ -229,7 +229,7 @@ class _Writer:
         written = []
         for file in files:
             entry = self._with_retries(
-                functools.partial(write_file, self._storage, file, self._blueprint.rows, heartbeat)
+                functools.partial(write_file, self._storage, file, self._artifact_plan.rows, heartbeat)
             )
             self._write_small(receipt_name(file.name), entry.model_dump_json(by_alias=True).encode())
             written.append(entry)
@@ -237,15 +237,18 @@ class _Writer:
 
     def commit(self, files: tuple[PlannedFile, ...], entries: Sequence[ArtifactFile]) -> ArtifactManifest:
         """Write the other files, the completing one last; called on one rank after all data files."""
-        blueprint = self._blueprint
-        small = blueprint.small_files()
+        artifact_plan = self._artifact_plan
+        small = artifact_plan.small_files()
         if len(files) > 1:
             text = json.dumps(build_index(files), indent=2, sort_keys=True) + "\n"
-            small[f"{blueprint.stem}.safetensors.index.json"] = text.encode()
-        last = LAST_NAMES[blueprint.kind]
+            small[f"{artifact_plan.stem}.safetensors.index.json"] = text.encode()
+        last = LAST_NAMES[artifact_plan.kind]
         counted = [describe_file(name, data) for name, data in sorted(small.items()) if name != CARD_NAME]
         manifest = ArtifactManifest(
-            kind=blueprint.kind, step=blueprint.step, identity=blueprint.identity, files=(*entries, *counted)
+            kind=artifact_plan.kind,
+            step=artifact_plan.step,
+            identity=artifact_plan.identity,
+            files=(*entries, *counted),
         )
         for name, data in small.items():
             if name != last:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from trainium_contract.trainer.config import TrainingConfig
-    from trainium_trainer.data.examples.held_out import Question
+    from trainium_trainer.data.examples.held_out import HeldOutExample
     from trainium_trainer.evaluate.answering.endpoint import Endpoint
     from trainium_trainer.evaluate.answering.generation import GeneratedAnswer
     from trainium_trainer.evaluate.compare import EvaluationSettings
@@ -326,7 +326,7 @@ def _validate(kind: type[_Checked], wire: dict[str, Any]) -> _Checked:
 
 
 def _format_answers(
-    questions: Sequence[Question], answers: Sequence[GeneratedAnswer], *, as_json: bool
+    questions: Sequence[HeldOutExample], answers: Sequence[GeneratedAnswer], *, as_json: bool
 ) -> Iterator[str]:
     """Format answers as text, or as JSON, one object per line."""
     for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
@@ -338,7 +338,9 @@ def _format_answers(
         yield f"{typer.style(f'[{number}] answer', bold=True)} ({length})\n{answer.text}"
 
 
-def _stream(server: Endpoint, questions: Sequence[Question], generation: GenerationConfig, *, as_json: bool) -> None:
+def _stream(
+    server: Endpoint, questions: Sequence[HeldOutExample], generation: GenerationConfig, *, as_json: bool
+) -> None:
     """Print answers while the server sends them."""
     for number, question in enumerate(questions, start=1):
         if as_json:
@@ -351,12 +353,12 @@ def _stream(server: Endpoint, questions: Sequence[Question], generation: Generat
         typer.echo(f"\n({answer.tokens} tokens, {answer.finish_reason})")
 
 
-def _format_json(question: Question, answer: GeneratedAnswer) -> str:
+def _format_json(question: HeldOutExample, answer: GeneratedAnswer) -> str:
     line = {"prompt": question.prompt, "answer": answer.text, "tokens": answer.tokens, "ending": answer.finish_reason}
     return json.dumps(line | ({"expected": question.answer} if question.answer else {}), ensure_ascii=False)
 
 
-def _format_question(number: int, question: Question) -> Iterator[str]:
+def _format_question(number: int, question: HeldOutExample) -> Iterator[str]:
     rule = "" if number == 1 else "\n"
     yield f"{rule}{typer.style(f'[{number}] prompt', bold=True)}\n{question.prompt}"
     if question.answer:

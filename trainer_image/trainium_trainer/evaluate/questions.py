@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.dataset import open_data, text_prompt_ids
-from trainium_trainer.data.examples.held_out import Question, build_prompts, read_held_out
+from trainium_trainer.data.examples.held_out import HeldOutExample, build_prompts, read_held_out
 from trainium_trainer.evaluate.answering.folder import (
     ComputeDevice,
     ComputeType,
@@ -57,14 +57,14 @@ def held_out_questions(config: DataConfig, samples: int) -> QuestionSet:
     )
 
 
-def encode_training_prompts(config: DataConfig, prompts: Sequence[PromptInput]) -> list[Question]:
+def encode_training_prompts(config: DataConfig, prompts: Sequence[PromptInput]) -> list[HeldOutExample]:
     """Build prompts by the training's template, with their token ids in training. Raises UserError."""
     if config.format is DataFormat.TEXT:
         texts = [plain_text(prompt) for prompt in prompts]
         encoded = list(zip(texts, text_prompt_ids(config, texts), strict=True))
     else:
         encoded = build_prompts(config, prompts)
-    return [Question(prompt=text, prompt_ids=ids) for text, ids in encoded]
+    return [HeldOutExample(prompt=text, prompt_ids=ids) for text, ids in encoded]
 
 
 def _running_text(config: DataConfig, samples: int) -> QuestionSet:
@@ -80,7 +80,7 @@ def _running_text(config: DataConfig, samples: int) -> QuestionSet:
         raise UserError("data.validation: holds back no text: raise data.validation.fraction")
     return QuestionSet(
         questions=tuple(
-            Question(prompt="", prompt_ids=tuple(piece[:1]), answer_ids=tuple(piece[1:])) for piece in pieces
+            HeldOutExample(prompt="", prompt_ids=tuple(piece[:1]), answer_ids=tuple(piece[1:])) for piece in pieces
         ),
         has_answers=False,
     )
@@ -148,16 +148,16 @@ def _records(file: Path, text: str) -> Iterator[PromptInput]:
         yield record
 
 
-def build_questions(prompts: Sequence[PromptInput], data: DataConfig | None) -> list[Question]:
+def build_questions(prompts: Sequence[PromptInput], data: DataConfig | None) -> list[HeldOutExample]:
     """Build questions from a user's prompts; without data the tokenizer encodes them later. Raises UserError."""
     if data is not None:
         return encode_training_prompts(data, prompts)
-    return [Question(prompt=plain_text(prompt), prompt_ids=()) for prompt in prompts]
+    return [HeldOutExample(prompt=plain_text(prompt), prompt_ids=()) for prompt in prompts]
 
 
 def answer_questions(
     models: ModelLocations,
-    questions: Sequence[Question],
+    questions: Sequence[HeldOutExample],
     generation: GenerationConfig,
     *,
     device: ComputeDevice,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainium_contract.trainer.evaluate import GenerationConfig
-    from trainium_trainer.data.examples.held_out import Question
+    from trainium_trainer.data.examples.held_out import HeldOutExample
     from trainium_trainer.evaluate.answering.loading import LoadedModel
 
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class QuestionSet:
     """Questions in a fixed order."""
 
-    questions: tuple[Question, ...]
+    questions: tuple[HeldOutExample, ...]
     labels: tuple[str, ...] = ()
     label_ids: tuple[tuple[int, ...], ...] = ()
     """The token ids of each label as an answer."""
@@ -152,7 +152,7 @@ def score_answer(
 
 
 def _choose_labels(
-    model: LoadedModel, question_set: QuestionSet, questions: Sequence[Question], heartbeat: Callable[[], None]
+    model: LoadedModel, question_set: QuestionSet, questions: Sequence[HeldOutExample], heartbeat: Callable[[], None]
 ) -> list[int]:
     """Return the most likely label of each question."""
     pairs = [(question.prompt_ids, ids) for question in questions for ids in question_set.label_ids]

@@ -36,58 +36,61 @@ _NEWER = frozenset({"extra_forbidden", "enum"})
 """Errors that a field or a value of a newer version causes."""
 
 
-def readable_spec(raw: Any) -> tuple[TrainingJobSpec, tuple[str, ...]]:
+def read_spec(raw: Any) -> tuple[TrainingJobSpec, tuple[str, ...]]:
     """Return the spec, and the places that were left out as unknown to this version. Raises ValidationError."""
     unknown: set[str] = set()
-    left = raw if isinstance(raw, dict) else {}
+    spec = raw if isinstance(raw, dict) else {}
     while True:
         try:
-            return TrainingJobSpec.model_validate(left), tuple(sorted(unknown))
+            return TrainingJobSpec.model_validate(spec), tuple(sorted(unknown))
         except ValidationError as error:
-            left, removed = _without_newer(left, error)
+            spec, removed = _drop_unknown_fields(spec, error)
             unknown |= removed
 
 
-def _without_newer(raw: Any, error: ValidationError) -> tuple[Any, set[str]]:
+def _drop_unknown_fields(raw: Any, error: ValidationError) -> tuple[Any, set[str]]:
     """Return a copy without parts of a newer version, and their places. Raises the error for anything else."""
-    found = error.errors(include_url=False, include_input=False)
-    if any(each["type"] not in _NEWER for each in found):
+    details = error.errors(include_url=False, include_input=False)
+    if any(detail["type"] not in _NEWER for detail in details):
         raise error
     # An unknown field is removed alone; an unknown value is removed with its list entry.
-    places = {tuple(each["loc"]) if each["type"] == "extra_forbidden" else optional_part(each["loc"]) for each in found}
-    left = copy.deepcopy(raw)
-    remove_places(left, places)
-    if left == raw:  # the location does not exist in the input, as for a member of a union
+    places = {
+        tuple(detail["loc"]) if detail["type"] == "extra_forbidden" else optional_part(detail["loc"])
+        for detail in details
+    }
+    remaining = copy.deepcopy(raw)
+    remove_places(remaining, places)
+    if remaining == raw:  # the location does not exist in the input, as for a member of a union
         raise error
-    return left, {".".join(map(str, place)) for place in places}
+    return remaining, {".".join(map(str, place)) for place in places}
 
 
-def readable_status(raw: Any, name: str) -> TrainingJobStatus:
+def read_status(raw: Any, name: str) -> TrainingJobStatus:
     """Return the status without its unreadable parts; `name` is the job's, for the log."""
     if not isinstance(raw, dict):
         return TrainingJobStatus()
-    left = _unpacked(raw, name)
-    beyond = _is_beyond_count(left)
-    left = _countable(left) if beyond else left
+    fields = _unpack_internal_if_readable(raw, name)
+    must_clamp = _is_beyond_limit(fields)
+    fields = _clamp_integers(fields) if must_clamp else fields
     for _ in range(_ROUNDS):
         try:
-            found = TrainingJobStatus.model_validate(left)
-            if beyond:  # replaces texts that were parsed as numbers
-                found = TrainingJobStatus.model_validate(_countable(found.to_wire()))
-            return _corrected(found)
+            status = TrainingJobStatus.model_validate(fields)
+            if must_clamp:  # replaces texts that were parsed as numbers
+                status = TrainingJobStatus.model_validate(_clamp_integers(status.to_wire()))
+            return _repair_status(status)
         except ValidationError as error:
-            places = {optional_part(each["loc"]) for each in error.errors()}
+            places = {optional_part(detail["loc"]) for detail in error.errors()}
             logger.warning(
                 "the status of %s has been edited: %s cannot be read and is left out",
                 name,
                 ", ".join(sorted(".".join(map(str, place)) for place in places)[:3]),
             )
-            left = copy.deepcopy(left)
-            remove_places(left, places)
+            fields = copy.deepcopy(fields)
+            remove_places(fields, places)
     return TrainingJobStatus()
 
 
-def _unpacked(raw: dict[str, Any], name: str) -> dict[str, Any]:
+def _unpack_internal_if_readable(raw: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the status with its internal fields, or without them if their text cannot be read."""
     try:
         return unpack_internal(raw)
@@ -96,26 +99,26 @@ def _unpacked(raw: dict[str, Any], name: str) -> dict[str, Any]:
         return {key: value for key, value in raw.items() if key != INTERNAL_KEY}
 
 
-def _is_beyond_count(value: Any) -> bool:
+def _is_beyond_limit(value: Any) -> bool:
     """Return whether the value contains a number beyond the limit, or the digits of one."""
     if isinstance(value, int):
         return not -MAX_INTEGER <= value <= MAX_INTEGER
     if isinstance(value, str):
         return _MANY_DIGITS.fullmatch(value) is not None
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(map(_is_beyond_count, parts))
+    return any(map(_is_beyond_limit, parts))
 
 
-def _countable(value: Any) -> Any:
+def _clamp_integers(value: Any) -> Any:
     """Return the value with such numbers set to the limit."""
     if isinstance(value, int):
         return max(-MAX_INTEGER, min(MAX_INTEGER, value))
     if isinstance(value, dict):
-        return {key: _countable(inner) for key, inner in value.items()}
-    return list(map(_countable, value)) if isinstance(value, list) else value
+        return {key: _clamp_integers(inner) for key, inner in value.items()}
+    return list(map(_clamp_integers, value)) if isinstance(value, list) else value
 
 
-def _corrected(status: TrainingJobStatus) -> TrainingJobStatus:
+def _repair_status(status: TrainingJobStatus) -> TrainingJobStatus:
     """Return the status with unique conditions, and without an impossible end or generation.
 
     This leaves room for the next writes and the next generations.

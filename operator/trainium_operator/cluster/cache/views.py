@@ -22,7 +22,7 @@ from trainium_contract.wire.completion import parse_completion
 from trainium_contract.wire.log_line import LINE_BYTES, format_log_text
 from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_operator.cluster.cache.device_views import read_claim_template, read_device_health
-from trainium_operator.cluster.cache.lenient import readable_spec, readable_status
+from trainium_operator.cluster.cache.lenient import read_spec, read_status
 from trainium_operator.cluster.cache.membership_record import MembershipRecord, membership_record
 from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_name, as_text, as_texts
@@ -102,7 +102,7 @@ def job_record(raw: Json) -> JobRecord:
     if not is_managed_here(manager):
         return JobRecord(*identity, None, managed_elsewhere=str(manager)[:MAX_MANAGER])
     try:
-        spec, unknown = readable_spec(raw.get("spec"))
+        spec, unknown = read_spec(raw.get("spec"))
         view = observed.JobView(
             namespace=metadata["namespace"],
             name=metadata["name"],
@@ -110,7 +110,7 @@ def job_record(raw: Json) -> JobRecord:
             generation=as_integer(metadata.get("generation")) or 0,
             deleting="deletionTimestamp" in metadata,
             spec=spec,
-            status=readable_status(raw.get("status"), f"{metadata['namespace']}/{metadata['name']}"),
+            status=read_status(raw.get("status"), f"{metadata['namespace']}/{metadata['name']}"),
             created=_seconds_or_none(metadata, "creationTimestamp") or 0.0,
             resource_version=metadata["resourceVersion"],
             finalizers=tuple(filter(None, map(as_text, metadata.get("finalizers") or ()))),
@@ -307,7 +307,7 @@ def child_record(raw: Json) -> ChildRecord:
     metadata = raw["metadata"]
     content_hash = as_mapping(metadata.get("annotations")).get(names.ANNOTATION_CONTENT_HASH)
     refused = parse_refused_status(raw)
-    status = None if refused is None else readable_status(refused, f"{metadata['namespace']}/{metadata['name']}")
+    status = None if refused is None else read_status(refused, f"{metadata['namespace']}/{metadata['name']}")
     return ChildRecord(as_text(content_hash), compute_stored_digest(raw), membership_record(raw), status)
 
 

@@ -163,7 +163,7 @@ class NxdBackend:
             if adapter is not None and adapter.has(name):
                 adapter.fill(name, piece.offsets, target)
             elif is_adapter(name):
-                target.copy_(piece.of(initial_adapter(name, size, seed)))
+                target.copy_(piece.slice_of(initial_adapter(name, size, seed)))
             elif base is not None:
                 base.fill(name, piece.offsets, target)
             else:

@@ -164,7 +164,7 @@ class FinetuneMLP(nn.Module):
 
 def _shard_projection(projection: Linear, name: str, rank: TensorRank, region: NxdRegion) -> Linear:
     """Keep this rank's chunk of the outputs or the inputs; the half of an adapter on that side is divided too."""
-    cut = rank.cut(f"{name}.weight")
+    cut = rank.divide(f"{name}.weight")
     dtype = projection.weight.dtype
     if isinstance(projection, AdaptedLinear):
         half = projection.lora_A if cut.dimension else projection.lora_B

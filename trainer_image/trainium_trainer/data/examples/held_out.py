@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class HeldOutExample:
     """A prompt and its expected answer, not trained on."""
 
     prompt: str
@@ -48,7 +48,7 @@ class Question:
 class HeldOutExamples:
     """Questions for a model with the expected answers."""
 
-    examples: tuple[Question, ...]
+    examples: tuple[HeldOutExample, ...]
     labels: tuple[str, ...]
     """The names of all classes; empty unless the format is Classification."""
     label_ids: tuple[tuple[int, ...], ...]
@@ -79,7 +79,7 @@ def read_held_out(config: DataConfig, max_examples: int | None = None) -> HeldOu
 
 
 def _label_ids(
-    encoder: ExampleEncoder, examples: Sequence[Question], labels: Sequence[str]
+    encoder: ExampleEncoder, examples: Sequence[HeldOutExample], labels: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each label after a prompt."""
     if not labels or not examples:
@@ -117,7 +117,7 @@ def _refuse_text(config: DataConfig) -> None:
         raise UserError("data.format is Text, which has no prompts and answers: set another data.format")
 
 
-def _questions_of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[Question]:
+def _questions_of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iterator[HeldOutExample]:
     """Yield the held-back examples of a source by reading its records again."""
     documents = source.recipe.spec.source
     examples = itertools.chain.from_iterable(
@@ -131,7 +131,7 @@ def _questions_of_source(source: ExampleSource, encoder: ExampleEncoder) -> Iter
             yield _build_question(kept, encoder.texts, source.recipe.config.classification.labels)
 
 
-def _build_question(kept: KeptExample, texts: TextEncoder, labels: Sequence[str]) -> Question:
+def _build_question(kept: KeptExample, texts: TextEncoder, labels: Sequence[str]) -> HeldOutExample:
     example = kept.example
     answer = example.answer
     if example.from_chat_template:  # ends as a turn does
@@ -141,7 +141,7 @@ def _build_question(kept: KeptExample, texts: TextEncoder, labels: Sequence[str]
     special = [place for place in range(begin, end) if int(ids[place]) in texts.special_ids]
     if example.from_chat_template and special:  # what the template writes after the end of a turn is no answer
         end = special[-1] + 1
-    return Question(
+    return HeldOutExample(
         prompt=example.prompt.text,
         prompt_ids=tuple(ids[:begin].tolist()),
         answer=answer,

@@ -115,8 +115,8 @@ def test_an_adapter_is_divided_like_its_projection(size: int, order: str, module
         first, second = (rank.pieces(name, adapter_rank=4)[0] for name in sizes)
         for piece in (first, second):
             assert piece.whole == sizes[piece.name]
-            assert piece.of(counts[piece.name]).shape == piece.sizes
-            piece.of(counts[piece.name]).add_(1)
+            assert piece.slice_of(counts[piece.name]).shape == piece.sizes
+            piece.slice_of(counts[piece.name]).add_(1)
         assert (first.offsets[1], first.sizes[1]) == (base.offsets[1], base.sizes[1]), "A has the weight's inputs"
         assert (second.offsets[0], second.sizes[0]) == (base.offsets[0], base.sizes[0]), "B has the weight's outputs"
     for piece in (first, second):
@@ -138,7 +138,7 @@ def test_biases_and_norms_of_heads_are_held_as_often_as_reported(
             for piece in list_pieces(rank, name):
                 assert piece.start == rows, "pieces are stacked"
                 rows = piece.end
-                piece.of(counts[piece.name]).add_(1)
+                piece.slice_of(counts[piece.name]).add_(1)
                 replicas[piece.name] = piece.replicas
     assert replicas.keys() == counts.keys()
     for name, values in counts.items():

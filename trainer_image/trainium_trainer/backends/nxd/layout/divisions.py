@@ -56,7 +56,7 @@ def zero1_rows(pieces: Sequence[Piece], divided: Sequence[Division], rank: int, 
     """Return the stored rows of a parameter if data-parallel rank `rank` holds its `rank`-th `rows` rows."""
     return tuple(
         StoredRows(
-            piece.within(rank * rows, (rank + 1) * rows) or piece.nothing(),
+            piece.within(rank * rows, (rank + 1) * rows) or piece.empty(),
             (*division, Cut(0, Axis.DATA, rows, piece.start)),
         )
         for piece, division in zip(pieces, divided, strict=True)

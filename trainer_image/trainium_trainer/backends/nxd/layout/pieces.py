@@ -55,13 +55,13 @@ class Piece:
         """One past the last row in the local parameter."""
         return self.start + self.sizes[0]
 
-    def of(self, whole: Tensor) -> Tensor:
+    def slice_of(self, whole: Tensor) -> Tensor:
         """Return the box of a whole tensor."""
         for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             whole = whole.narrow(dimension, offset, size)
         return whole
 
-    def nothing(self) -> Piece:
+    def empty(self) -> Piece:
         """Return the piece without rows."""
         return replace(self, start=0, offsets=(0,) * len(self.whole), sizes=(0, *self.sizes[1:]))
 
@@ -136,7 +136,7 @@ class TensorRank:
         """The index of this rank's chunk of key/value heads, of size / copies."""
         return self.query_chunk // self.key_value_copies
 
-    def cut(self, name: str) -> ProjectionCut:
+    def divide(self, name: str) -> ProjectionCut:
         """Return the division of a parameter by Hugging Face's name. Raises KeyError for other or undivided ones."""
         parameter = find_parameter(self.shape, name)
         if parameter.dimension is None:
@@ -162,18 +162,18 @@ class TensorRank:
         if module == "gate_up_proj":
             return self._stacked(*(f"{prefix}.{which}_proj.{leaf}" for which in ("gate", "up")))
         if module in ("lora_A", "lora_B"):
-            return (self._adapter(parameter, self.cut(f"{prefix}.weight"), module == "lora_A", adapter_rank),)
+            return (self._adapter(parameter, self.divide(f"{prefix}.weight"), module == "lora_A", adapter_rank),)
         whole = find_parameter(self.shape, parameter)
         if whole.dimension is None:
             return (Piece(parameter, whole.size, 0, (0,), whole.size, self.size),)
-        return (_piece(parameter, self.cut(parameter)),)
+        return (_piece(parameter, self.divide(parameter)),)
 
     def _stacked(self, *parameters: str) -> tuple[Piece, ...]:
         """Return the rows of several stacked parameters."""
         pieces: list[Piece] = []
         for name in parameters:
             start = pieces[-1].end if pieces else 0
-            pieces.append(replace(_piece(name, self.cut(name)), start=start))
+            pieces.append(replace(_piece(name, self.divide(name)), start=start))
         return tuple(pieces)
 
     def _adapter(self, parameter: str, cut: ProjectionCut, first: bool, rank: int) -> Piece:
