@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.fleet.figures import Report
-from benchmarks.fleet.scenario import MeasurementPlan, run_fleet
+from benchmarks.fleet.plan import MeasurementPlan
+from benchmarks.fleet.scenario import run_fleet
 
 SIZES = (128, 1000, 5000)
 QUICK_SIZES = (128, 1000)

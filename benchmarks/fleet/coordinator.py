@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.fleet.agents_process import AgentsProcess
 from benchmarks.fleet.figures import Report
-from benchmarks.fleet.job import NAME, training_job
+from benchmarks.fleet.job import JOBS, NAME, training_job, wait_for_status
 from benchmarks.fleet.kube import PodWatch, admin_client, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation, free_port
-from benchmarks.fleet.scenario import JOBS, log, start_cluster, wait_for_status
+from benchmarks.fleet.scenario import log, start_cluster
 from benchmarks.fleet.stub_coordinator import StubCoordinator
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.processes.process_tree import tree_of

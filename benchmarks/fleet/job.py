@@ -1,8 +1,10 @@
-"""Build the TrainingJob of the fleet benchmarks and the pods that the operator would create; read its membership."""
+"""Build the TrainingJob of the fleet benchmarks and the pods that the operator would create; read its state."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
@@ -11,13 +13,15 @@ from trainium_operator.plan.manifests.worker_pod import build_pod_template, with
 from trainium_operator.plan.model.observed import JobView, PlanSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from trainium_contract.wire.messages import Membership
     from trainium_devcluster.node.api.client import Api
 
 Json = dict[str, Any]
 NAME = "fleet"
+JOBS = "/apis/trainium.dev/v1alpha1/namespaces/default/trainingjobs"
+SPARES = 2
 INSTANCE = "trn1.32xlarge"
 CORES = 32
 
@@ -77,3 +81,22 @@ async def recorded_membership(kube: Api) -> Membership:
     membership = read_membership(await kube.get(f"/api/v1/namespaces/default/configmaps/{NAME}-membership"))
     assert membership is not None
     return membership
+
+
+async def read_status(kube: Api) -> Json:
+    """Return the status of the job."""
+    status: Json = (await kube.get(f"{JOBS}/{NAME}")).get("status", {})
+    return status
+
+
+async def wait_for_status(kube: Api, condition: Callable[[Json], bool], what: str, seconds: float) -> Json:
+    """Wait until the status of the job satisfies the condition; raises TimeoutError with `what`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        status = await read_status(kube)
+        if condition(status):
+            return status
+        if time.monotonic() > deadline:
+            excerpt = {key: status.get(key) for key in ("phase", "readyReplicas", "spares", "membership", "conditions")}
+            raise TimeoutError(f"not within {seconds:.0f} s: {what}: {excerpt}")
+        await asyncio.sleep(0.1)

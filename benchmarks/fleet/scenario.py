@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.fleet.agents_process import AgentsProcess
-from benchmarks.fleet.faults import SPARES, FaultRound
+from benchmarks.fleet.faults import FaultRound
 from benchmarks.fleet.floor import Floor, measure_floor
-from benchmarks.fleet.job import NAME, training_job, worker_manifests
+from benchmarks.fleet.job import JOBS, NAME, SPARES, training_job, wait_for_status, worker_manifests
 from benchmarks.fleet.kube import PodWatch, admin_client, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
 from trainium_contract.wire.worker_env import LABEL_JOB
@@ -22,58 +20,14 @@ from trainium_devcluster.fleet.fake_nodes import FleetShape
 from trainium_operator.plan.model.names import LAYERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from benchmarks.fleet.figures import Report
-    from benchmarks.fleet.kube import Json
     from benchmarks.fleet.operator_process import OperatorProcess
+    from benchmarks.fleet.plan import MeasurementPlan
     from trainium_devcluster.node.api.client import Api
 
-JOBS = "/apis/trainium.dev/v1alpha1/namespaces/default/trainingjobs"
 RATIO_GOAL = 1.15
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasurementPlan:
-    """Extent of the measurements at one cluster size."""
-
-    nodes: int
-    starts: int
-    """Number of rounds, each of floor and job."""
-    faults: int
-    """Number of injections of each fault."""
-    restarts: bool
-    """Whether gang restart and scaling are measured."""
-    steady_seconds: float
-    agents: bool = True
-    """Whether agents and faults are simulated; one process cannot send heartbeats for 5,000 agents."""
-
-    @classmethod
-    def for_size(cls, nodes: int, *, quick: bool) -> MeasurementPlan:
-        """Return a plan that two cores can run."""
-        if nodes <= 256:
-            return cls(
-                nodes=nodes,
-                starts=3 if quick else 7,
-                faults=2 if quick else 5,
-                restarts=True,
-                steady_seconds=15 if quick else 60,
-            )
-        if nodes <= 1500:
-            return cls(
-                nodes=nodes,
-                starts=1 if quick else 3,
-                faults=1 if quick else 2,
-                restarts=True,
-                steady_seconds=10 if quick else 30,
-            )
-        return cls(nodes=nodes, starts=1, faults=0, restarts=False, steady_seconds=0, agents=False)
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that the slowest operation may take."""
-        return 120.0 + self.nodes / 5
 
 
 async def run_fleet(plan: MeasurementPlan, report: Report, folder: Path) -> None:
@@ -185,36 +139,26 @@ class FleetRun:
         await agents.request("start")
         received = await agents.request("wait_for_membership", generation=1, count=n, seconds=self.plan.timeout)
         self.report.add("agents go → first membership with all", n, "s", received["last"] - started_at)
-        await self.wait_for_status(lambda status: status.get("phase") == "Running", "phase Running")
+        await wait_for_status(
+            self.kube, lambda status: status.get("phase") == "Running", "phase Running", self.plan.timeout
+        )
         self.report.add("operator CPU until all agents train", n, "s", operator.cpu_seconds() - cpu)
         log(f"{n} nodes: all agents train after {time.monotonic() - started_at:.1f} s")
-        faults = FaultRound(self, operator, watch, agents)
+        faults = FaultRound(
+            plan=self.plan,
+            report=self.report,
+            cluster=self.cluster,
+            kube=self.kube,
+            operator=operator,
+            watch=watch,
+            agents=agents,
+        )
         await faults.measure_steady_state()
         if self.plan.restarts:
-            await faults.measure_gang_restart()  # first, because after a few failures the creation of pods backs off
+            # First, because after a few failures the creation of pods backs off.
+            floor = next(floor.restart_seconds for floor in self.floors if floor.restart_seconds is not None)
+            await faults.measure_gang_restart(floor, sizes=(self.larger, n, self.smaller, n))
         await faults.measure_faults()
-
-    async def status(self) -> Json:
-        """Return the status of the job."""
-        status: Json = (await self.kube.get(f"{JOBS}/{NAME}")).get("status", {})
-        return status
-
-    async def wait_for_status(self, condition: Callable[[Json], bool], what: str) -> Json:
-        """Wait until the status satisfies the condition."""
-        return await wait_for_status(self.kube, condition, what, self.plan.timeout)
-
-
-async def wait_for_status(kube: Api, condition: Callable[[Json], bool], what: str, seconds: float) -> Json:
-    """Wait until the status of the job satisfies the condition; raises TimeoutError with `what`."""
-    deadline = time.monotonic() + seconds
-    while True:
-        status: Json = (await kube.get(f"{JOBS}/{NAME}")).get("status", {})
-        if condition(status):
-            return status
-        if time.monotonic() > deadline:
-            excerpt = {key: status.get(key) for key in ("phase", "readyReplicas", "spares", "membership", "conditions")}
-            raise TimeoutError(f"not within {seconds:.0f} s: {what}: {excerpt}")
-        await asyncio.sleep(0.1)
 
 
 def log(text: str) -> None:

@@ -64,10 +64,9 @@ def test_the_operator_replaces_a_failed_worker_of_a_fleet_by_the_spare(cluster: 
 async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
     """Start a job of four nodes and a spare with simulated agents, fail one pod; return the common generations."""
     from benchmarks.fleet.agents_process import AgentsProcess
-    from benchmarks.fleet.job import NAME, recorded_membership, training_job
+    from benchmarks.fleet.job import JOBS, NAME, recorded_membership, training_job, wait_for_status
     from benchmarks.fleet.kube import PodWatch, admin_client
     from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
-    from benchmarks.fleet.scenario import JOBS, wait_for_status
     from trainium_contract.wire.worker_env import LABEL_JOB
 
     assert cluster.fleet is not None
