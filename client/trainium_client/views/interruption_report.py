@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_client.views.log_lines import PodLogLine, parse_log_line
 from trainium_contract.program_output import is_native_frame
+from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
-from trainium_contract.views.raw import mapping, parse_rfc3339, strip_control_characters, text
+from trainium_contract.views.raw import mapping, strip_control_characters, text
 from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_contract.views.raw import mapping, parse_rfc3339, strip_control_characters
+from trainium_contract.rfc3339 import parse_rfc3339
+from trainium_contract.views.raw import mapping, strip_control_characters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ def _machine(key: str, value: Any, nodes: Mapping[str, str] | None) -> MachineVi
         machine=machine,
         node=node,
         state=strip_control_characters(str(entry.get("state") or "Watched")),
-        until=_parse_time(entry.get("until")),
+        until=parse_rfc3339(entry.get("until")),
         quarantines=entry["quarantines"] if isinstance(entry.get("quarantines"), int) else 0,
         strikes=tuple(_strike(strip_control_characters(str(line))) for line in strikes)
         if isinstance(strikes, list)
@@ -96,10 +96,3 @@ def _strike(line: str) -> StrikeView:
     time, _, rest = line.partition(" ")
     cause, _, by = rest.partition(" ")
     return StrikeView(parse_rfc3339(time), cause, by)
-
-
-def _parse_time(value: Any) -> float | None:
-    """Parse a time; YAML reads an unquoted time stamp as a time, so both types are accepted."""
-    if isinstance(value, datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    return parse_rfc3339(str(value)) if value is not None else None

@@ -15,13 +15,13 @@ import os
 import subprocess
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from trainium_contract.api_server.errors import NoClusterError
+from trainium_contract.rfc3339 import parse_rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -192,10 +192,8 @@ def _read_credentials(
 
 def _seconds_until(expiry: str) -> float | None:
     """Return how long a plugin's credential may be used; None if it gives no time."""
-    try:
-        return max(_FILE_SECONDS, datetime.fromisoformat(expiry).timestamp() - time.time() - _FILE_SECONDS)
-    except ValueError:
-        return None
+    expires_at = parse_rfc3339(expiry)
+    return None if expires_at is None else max(_FILE_SECONDS, expires_at - time.time() - _FILE_SECONDS)
 
 
 def _run_exec_plugin(

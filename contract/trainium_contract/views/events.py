@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.views.raw import integer, mapping, parse_rfc3339, text
+from trainium_contract.rfc3339 import parse_rfc3339
+from trainium_contract.views.raw import integer, mapping, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.views.raw import parse_rfc3339
+from trainium_contract.rfc3339 import parse_rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.status.interruptions import Interruption

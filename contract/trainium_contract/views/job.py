@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.spec.managed_by import is_managed_here
 from trainium_contract.views.goodput import CostView, GoodputView, build_goodput_view
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
-from trainium_contract.views.raw import integer, mapping, objects, parse_rfc3339, text
+from trainium_contract.views.raw import integer, mapping, objects, text
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workload import read_workload
 

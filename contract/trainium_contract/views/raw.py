@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 _CONTROL = re.compile(
@@ -65,12 +64,3 @@ def numbers(source: Any, key: str) -> dict[str, float]:
     return {
         strip_control_characters(str(name)): value for name in entries if (value := number(entries, name)) is not None
     }
-
-
-def parse_rfc3339(stamp: str) -> float | None:
-    """Return Unix seconds of an RFC 3339 time; None for any other text."""
-    try:
-        moment = datetime.fromisoformat(stamp)
-    except ValueError:
-        return None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

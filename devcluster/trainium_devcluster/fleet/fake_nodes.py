@@ -11,9 +11,9 @@ import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_devcluster.binaries import FLEET_PROGRAMS, Program, ensure_binaries
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.fleet.kwok_stages import MANAGED, MANAGED_LABEL, kwok_configuration
@@ -221,4 +221,4 @@ def _has_initial_taints(node: Mapping[str, Any]) -> bool:
 
 def timestamp() -> str:
     """Return the current time in the API's format."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return format_rfc3339(time.time())

@@ -15,8 +15,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainium_contract.rfc3339 import format_micro_time, format_rfc3339
 from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
-from trainium_devcluster.node.api.objects import Json, micro_timestamp, timestamp
+from trainium_devcluster.node.api.objects import Json
 from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.options import KUBELET_PORT, NodeOptions
 
@@ -134,7 +135,7 @@ class Registration:
         own.append(ForcedCondition("Ready", "True", "KubeletReady", "the process node is posting ready status"))
         merged = {c.type: c for c in own} | self._forced
         self._cleared.difference_update(merged)
-        now = timestamp(time.time())
+        now = format_rfc3339(time.time())
         conditions = []
         for condition in merged.values():
             status, since = self._transitions.get(condition.type, ("", now))
@@ -212,7 +213,7 @@ class Registration:
             "spec": {
                 "holderIdentity": self.options.name,
                 "leaseDurationSeconds": LEASE_SECONDS,
-                "renewTime": micro_timestamp(time.time()),
+                "renewTime": format_micro_time(time.time()),
             },
         }
         if self.node:

@@ -17,9 +17,9 @@ import contextlib
 import logging
 import random
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from trainium_contract.rfc3339 import format_micro_time
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import LEASES
 from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_text
@@ -234,7 +234,7 @@ class LeaseElector:
 
     def _body(self, metadata: Json) -> Json:
         old = self._spec()
-        now = datetime.fromtimestamp(self.wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        now = format_micro_time(self.wall_clock())
         ours = old.get("holderIdentity") == self.identity
         transitions = (as_integer(old.get("leaseTransitions")) or 0) + (0 if ours or not old else 1)
         spec = {

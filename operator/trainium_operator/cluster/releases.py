@@ -21,9 +21,9 @@ import asyncio
 import json
 import logging
 from dataclasses import KW_ONLY, dataclass, field, replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from trainium_contract.rfc3339 import format_micro_time
 from trainium_contract.stored_json import read_json
 from trainium_contract.wire.worker_env import GROUP
 from trainium_operator.cluster.api.errors import (
@@ -236,7 +236,7 @@ class Releases:
 
     def _with_entry(self, entries: tuple[Registration, ...]) -> tuple[Registration, ...]:
         """Return the entries with this release's, renewed; a new one, or one of other namespaces, is the last."""
-        renewed = datetime.fromtimestamp(self.wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        renewed = format_micro_time(self.wall_clock())
         own = Registration(self.release, self.namespaces, renewed, self.times.duration, self.taints_nodes)
         known = next((entry for entry in entries if entry.release == self.release), None)
         if known is None and self._renewed_at is not None and not self._refusal:

@@ -8,12 +8,12 @@ pod or a node.
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_operator.monitoring.named_job_metrics import MEASURES, NamedJobMetrics, count_by_state
 
@@ -129,9 +129,9 @@ class JobMetrics:
     def _ages(self, running: list[PublicStatus]) -> Iterator[float]:
         """Return the age of each newest durable checkpoint; the time since the first step where there is none."""
         for status in running:
-            since = status.checkpoint.durable_time or status.start_time
-            if since:
-                yield max(0.0, self._wall_clock() - datetime.fromisoformat(since).timestamp())
+            since = parse_rfc3339(status.checkpoint.durable_time or status.start_time)
+            if since is not None:
+                yield max(0.0, self._wall_clock() - since)
 
     def _set_gauge(self, gauge: Gauge, items: list[tuple[str, float]]) -> None:
         """Set sums by label; a label without jobs stays, as 0."""

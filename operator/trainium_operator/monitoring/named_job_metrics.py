@@ -7,13 +7,13 @@ no series.
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ class Families:
         self.phase.add_metric([*name, status.phase.value], 1)
         self.stalled.add_metric(name, holds.get(ConditionType.STALLED) is ConditionStatus.TRUE)
         self.storage.add_metric(name, holds.get(ConditionType.CHECKPOINT_HEALTHY) is not ConditionStatus.FALSE)
-        since = status.checkpoint.durable_time or status.start_time
-        if since and status.phase not in _OVER:
-            self.age.add_metric(name, max(0.0, now - datetime.fromisoformat(since).timestamp()))
+        since = parse_rfc3339(status.checkpoint.durable_time or status.start_time)
+        if since is not None and status.phase not in _OVER:
+            self.age.add_metric(name, max(0.0, now - since))
         progress = status.progress
         self.step.add_metric(name, progress.step)
         if progress.loss is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainium_contract.definition.crd import custom_resource_definition
-from trainium_contract.views.raw import parse_rfc3339
+from trainium_contract.rfc3339 import parse_rfc3339
 
 _GAP, _NARROWEST = 3, 6
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400

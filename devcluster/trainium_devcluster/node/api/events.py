@@ -11,8 +11,9 @@ import logging
 import time
 from enum import StrEnum
 
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_devcluster.node.api.client import MERGE_PATCH, Api, ApiError, UnreachableError
-from trainium_devcluster.node.api.objects import Json, timestamp, uid
+from trainium_devcluster.node.api.objects import Json, uid
 
 _log = logging.getLogger(__name__)
 _MAX_MESSAGE = 1000  # characters; the API server's limit is 1,024
@@ -41,7 +42,7 @@ class EventSink:
     ) -> None:
         """Queue an event about `obj`."""
         metadata = obj["metadata"]
-        now = timestamp(time.time())
+        now = format_rfc3339(time.time())
         text = message[:_MAX_MESSAGE]
         key = hashlib.sha256("\0".join([uid(obj), reason, field_path, text]).encode()).hexdigest()[:16]
         involved = {

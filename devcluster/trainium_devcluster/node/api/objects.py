@@ -6,22 +6,12 @@ Guarantees:
 """
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 Json = dict[str, Any]
 
 EPOCH = "1970-01-01T00:00:00Z"
-
-
-def timestamp(seconds: float) -> str:
-    """Format seconds since the epoch as a Time of the API (whole seconds)."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def micro_timestamp(seconds: float) -> str:
-    """Format seconds since the epoch as a MicroTime of the API."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def parse_time(text: str) -> float:

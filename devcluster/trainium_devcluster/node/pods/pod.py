@@ -18,6 +18,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_devcluster.node.api.client import ApiError, UnreachableError
 from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import (
@@ -30,7 +31,6 @@ from trainium_devcluster.node.api.objects import (
     name,
     namespace,
     parse_time,
-    timestamp,
     uid,
 )
 from trainium_devcluster.node.api.waiting import wait_for_event
@@ -77,7 +77,7 @@ class PodRunner:
 
     def __post_init__(self) -> None:
         status = self.pod.get("status") or {}
-        self._start_time = status.get("startTime") or timestamp(time.time())
+        self._start_time = status.get("startTime") or format_rfc3339(time.time())
         self.setup = PodSetup(self.services, lambda: self.pod, self.address)
         self.writer = StatusWriter(self.services.api, lambda: self.pod, self._status, self._status_written)
         grace = float(self.pod["spec"].get("terminationGracePeriodSeconds") or 0)

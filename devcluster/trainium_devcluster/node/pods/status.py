@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trainium_devcluster.node.api.objects import EPOCH, Json, containers, find, init_containers, is_sidecar, timestamp
+from trainium_contract.rfc3339 import format_rfc3339
+from trainium_devcluster.node.api.objects import EPOCH, Json, containers, find, init_containers, is_sidecar
 
 
 class ContainerKind(StrEnum):
@@ -224,13 +225,13 @@ def _state(state: State) -> Json:
         case Waiting(reason, message):
             return {"waiting": {"reason": reason, **({"message": message} if message else {})}}
         case Running(started_at):
-            return {"running": {"startedAt": timestamp(started_at)}}
+            return {"running": {"startedAt": format_rfc3339(started_at)}}
         case Terminated():
             body: Json = {
                 "exitCode": state.exit_code,
                 "reason": state.reason,
-                "startedAt": timestamp(state.started_at) if state.started_at else EPOCH,
-                "finishedAt": timestamp(state.finished_at) if state.finished_at else EPOCH,
+                "startedAt": format_rfc3339(state.started_at) if state.started_at else EPOCH,
+                "finishedAt": format_rfc3339(state.finished_at) if state.finished_at else EPOCH,
             }
             if state.message:
                 body["message"] = state.message

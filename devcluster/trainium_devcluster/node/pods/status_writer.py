@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
-from trainium_devcluster.node.api.objects import Json, name, namespace, timestamp, uid
+from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0  # seconds between tries
@@ -51,7 +52,7 @@ class StatusWriter:
                 self._idle.set()
             await self._dirty.wait()
             self._dirty.clear()
-            status = self.render(timestamp(time.time()))
+            status = self.render(format_rfc3339(time.time()))
             if self.deleted or _equal_ignoring_times(status, self._last):
                 continue
             await self._write(status)
@@ -78,7 +79,7 @@ class StatusWriter:
                 return
             await asyncio.sleep(pause)
             pause = min(_MAX_PAUSE, pause * 2)
-            status = self.render(timestamp(time.time()))
+            status = self.render(format_rfc3339(time.time()))
 
 
 def _equal_ignoring_times(one: Json, other: Json | None) -> bool:

@@ -9,11 +9,11 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 from sys import intern
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainium_contract.faults.classify import find_claim_health_cause
+from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.spec.claim import DRIVER
 from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_text
 from trainium_operator.plan.model.names import CLAIM
@@ -132,14 +132,7 @@ def _taints(pool: str, device: Json) -> tuple[DeviceTaint, ...]:
             key=intern(as_text(each.get("key"))[:MAX_TEXT_CHARACTERS]),
             effect=intern(as_text(each.get("effect"))[:MAX_TEXT_CHARACTERS]),
             value=as_text(each.get("value"))[:MAX_TEXT_CHARACTERS],
-            since=_seconds(each.get("timeAdded")),
+            since=parse_rfc3339(each.get("timeAdded")),
         )
         for each in as_mappings(device.get("taints"))[:MAX_TAINTS]
     )
-
-
-def _seconds(value: Any) -> float | None:
-    try:
-        return datetime.fromisoformat(value).timestamp()
-    except (ValueError, TypeError, OverflowError):
-        return None

@@ -9,13 +9,13 @@ import hashlib
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime
 from sys import intern
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from pydantic_core import to_json
 
+from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_managed_here
 from trainium_contract.wire import worker_env
 from trainium_contract.wire.completion import parse_completion
@@ -280,11 +280,11 @@ def _capacity(allocatable: Json) -> dict[str, int]:
 
 
 def _seconds_or_none(part: Json, key: str) -> float | None:
-    try:
-        return seconds(part.get(key))
-    except (ValueError, TypeError, OverflowError):
-        _leave_out("time stamp", part.get(key))
-        return None
+    stamp = part.get(key)
+    seconds = parse_rfc3339(stamp)
+    if stamp and seconds is None:
+        _leave_out("time stamp", stamp)
+    return seconds
 
 
 def _items(value: Any, what: str) -> list[Json]:
@@ -316,11 +316,6 @@ def compute_stored_digest(raw: Json) -> str:
     labels = as_mapping(as_mapping(raw.get("metadata")).get("labels"))
     content = [raw.get("data"), raw.get("binaryData"), raw.get("spec"), labels.get(worker_env.LABEL_JOB)]
     return hashlib.sha256(to_json(content)).hexdigest()[:16]
-
-
-def seconds(timestamp: Any) -> float | None:
-    """Return Unix seconds of an RFC 3339 time stamp; None for None."""
-    return datetime.fromisoformat(timestamp).timestamp() if timestamp else None
 
 
 @dataclass(frozen=True, slots=True)

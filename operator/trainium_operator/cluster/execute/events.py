@@ -14,9 +14,9 @@ import hashlib
 import logging
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from trainium_contract.rfc3339 import format_micro_time, format_rfc3339
 from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, NotFoundError
 from trainium_operator.cluster.api.resources import EVENTS, JOBS
@@ -176,7 +176,7 @@ class EventRecorder:
                 return
             series.written = now
             try:
-                body = {"count": series.count, "lastTimestamp": _format_time(now)}
+                body = {"count": series.count, "lastTimestamp": format_rfc3339(now)}
                 await self._api.merge(EVENTS, event.namespace, series.name, body)
             except NotFoundError:  # its time to live has expired
                 del self._series[identity]
@@ -195,9 +195,9 @@ class EventRecorder:
             "apiVersion": EVENTS.api_version,
             "kind": EVENTS.kind,
             "metadata": {"name": name, "namespace": event.namespace},
-            "eventTime": _format_time(now, "microseconds"),
-            "firstTimestamp": _format_time(now),
-            "lastTimestamp": _format_time(now),
+            "eventTime": format_micro_time(now),
+            "firstTimestamp": format_rfc3339(now),
+            "lastTimestamp": format_rfc3339(now),
             "count": 1,
             "source": {"component": CONTROLLER},
             "reportingComponent": CONTROLLER,
@@ -211,7 +211,3 @@ class EventRecorder:
         if event.related:
             body["related"] = dict(event.related)
         return body
-
-
-def _format_time(seconds: float, precision: str = "seconds") -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None).isoformat(timespec=precision)}Z"

@@ -16,9 +16,10 @@ import yaml
 from yaml.composer import Composer
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_operator.cluster.cache.parts import MAX_NAME_CHARACTERS
 from trainium_operator.plan.fleet.memory import MAX_STRIKES, Machine, MachineState, Memory, Strike
-from trainium_operator.plan.model.text import format_rfc3339, parse_rfc3339
+from trainium_operator.plan.model.text import format_rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,7 +126,7 @@ def _fields(entry: Machine) -> dict[str, Any]:
 
 def _machine(key: str, found: dict[str, Any]) -> Machine:
     state = MachineState(str(found.get("state", MachineState.WATCHED.value)))
-    until = _time(found.get("until"))
+    until = parse_rfc3339(found.get("until"))
     if state in (MachineState.QUARANTINED, MachineState.PROBATION) and until is None:
         raise ValueError(f"state {state.value} needs `until`, such as 2026-01-31T12:00:00Z")
     machine, node = str(found.get("machine") or key), str(found.get("node") or "")
@@ -138,22 +139,14 @@ def _machine(key: str, found: dict[str, Any]) -> Machine:
         until=until,
         quarantines=max(0, int(found.get("quarantines", 0))),
         strikes=tuple(_strike(str(line)) for line in list(found.get("strikes") or ())[-MAX_STRIKES:]),
-        judged=_time(found.get("judged")) or 0.0,
+        judged=parse_rfc3339(found.get("judged")) or 0.0,
         reported=found.get("reported") is True,
     )
 
 
 def _strike(line: str) -> Strike:
     at, cause, by = line.split(" ", 2)
-    time = _time(at)
+    time = parse_rfc3339(at)
     if time is None:
         raise ValueError(f"{at} is not a time such as 2026-01-31T12:00:00Z")
     return Strike(time, Cause(cause), by)
-
-
-def _time(value: Any) -> float | None:
-    """Parse a time; YAML reads an unquoted time stamp as a time, so both types are accepted."""
-    if value is None:
-        return None
-    stamp = getattr(value, "timestamp", None)
-    return float(stamp()) if stamp is not None else parse_rfc3339(str(value))

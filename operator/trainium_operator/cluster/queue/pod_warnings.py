@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.log_line import format_log_text
 from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.api.errors import ApiError, NotFoundError
 from trainium_operator.cluster.api.resources import EVENTS, PODS
 from trainium_operator.cluster.cache.parts import as_mapping, as_mappings, as_text
-from trainium_operator.cluster.cache.views import seconds
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, JobView, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
@@ -166,7 +166,4 @@ def _last_seen(event: Json) -> float:
         event.get("lastTimestamp"),
         event.get("eventTime"),
     )
-    try:
-        return max((seconds(each) or 0.0 for each in stamps if each), default=0.0)
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
+    return max(parse_rfc3339(stamp) or 0.0 for stamp in stamps)
