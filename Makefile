@@ -41,8 +41,9 @@ binaries: setup  ## Control-plane programs, kubectl and helm (download, else bui
 demo: binaries  ## A Llama model trained through faults on a real control plane (ARGS="--keep" leaves the cluster up)
 	@$(BIN)/python -m trainium_devcluster.demo $(ARGS)
 
-program: binaries  ## A program written for torchrun, through a killed rank, a lost node and a resize (ARGS="--keep" leaves the cluster up)
-	@$(BIN)/python -m trainium_devcluster.program $(ARGS)
+program: binaries  ## A script of TRL with the elastic line, through killed ranks, a lost node and resizes (ARGS="--keep" leaves the cluster up)
+	@scripts/tool_venv.sh $(TRL_VENV) $(abspath $(BIN))/python scripts/trl_requirements.txt
+	@$(TRL_VENV)/bin/python -m trainium_devcluster.program $(ARGS)
 
 tune: binaries  ## LoRA on a base model through faults, merged, answers before and after (ARGS="--keep" leaves the cluster up, --dpo: pairs)
 	@$(BIN)/python -m trainium_devcluster.tune $(ARGS)
@@ -76,7 +77,7 @@ test-trackers: binaries  ## Runs in MLflow (its server, with a database; also a 
 
 test-trl: setup  ## Elastic trainers of TRL: SFT, DPO, GRPO and reward models on real processes (docs/program-library.md)
 	@scripts/tool_venv.sh $(TRL_VENV) $(abspath $(BIN))/python scripts/trl_requirements.txt
-	@$(TRL_VENV)/bin/python -m pytest tests/unit/worker/test_elastic_trl.py $(ARGS)
+	@$(TRL_VENV)/bin/python -m pytest tests/unit/worker/test_elastic_trl.py tests/unit/worker/test_trl_examples.py $(ARGS)
 
 test-tasks: binaries  ## Models measured by lm-eval, also at milestones of a job; answers of a real server (docs/evaluate.md)
 	@$(BIN)/trainium-devcluster binaries --helm >/dev/null

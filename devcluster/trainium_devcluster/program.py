@@ -1,12 +1,13 @@
-"""Run a program that was written for torchrun through faults on a development cluster (`make program`).
+"""Run a script of TRL through faults on a development cluster, with the line that makes it elastic (`make program`).
 
-The program is `manifests/examples/train_ddp.py`, which does not know of TrainingJobs. The demo compares its loss curve
-with that of an undisturbed run.
+The script is `manifests/examples/sft.py`. The demo compares its losses and samples with those of an undisturbed run.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _EXAMPLES = REPOSITORY / "manifests" / "examples"
+_RECORDER = Path(__file__).parent / "demos" / "recorded_sft.py"
 _FOLDER = "/checkpoints/run"
-"""The checkpoint folder of the example."""
+"""The output folder of the example."""
+_STEPS_BETWEEN = 10
+"""Steps between a recovery and the next fault."""
 
 
 class ProgramDemo(Demo):
@@ -33,46 +37,67 @@ class ProgramDemo(Demo):
     command = "make program"
 
     def install(self) -> None:
-        """Install the operator, and create the ConfigMap with the program."""
+        """Install the operator; create the model, the data set, and the ConfigMap with the program."""
         super().install()
-        source = f"--from-file={_EXAMPLES / 'train_ddp.py'}"
-        self.cluster.kubectl("create", "configmap", "train-ddp", source, "-n", NAMESPACE)
-        self.view.log("kubectl create configmap train-ddp --from-file=train_ddp.py")
+        subprocess.run(
+            [sys.executable, str(_RECORDER), "create", str(self.out / "checkpoints")], check=True, capture_output=True
+        )
+        sources = [f"--from-file={path}" for path in (_EXAMPLES / "sft.py", _RECORDER)]
+        self.cluster.kubectl("create", "configmap", "sft", *sources, "-n", NAMESPACE)
+        self.view.log("kubectl create configmap sft --from-file=sft.py")
 
     def create_manifest(self, name: str) -> dict[str, Any]:
-        """Read the example job; each run has a separate folder."""
+        """Read the example job; each run has a separate folder, and records its samples."""
         job = self.read_job(_EXAMPLES / "program.yaml", name)
         del job["spec"]["checkpoint"]["storage"]["subPath"]
         program, folder = job["spec"]["program"], f"/checkpoints/{name}"
+        program["command"] = ["python", f"/src/{_RECORDER.name}"]
         program["args"] = [folder if argument == _FOLDER else argument for argument in program["args"]]
         program["checkpoints"]["path"] = folder
         return job
 
     def trainer_settings(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the steps, which only the program knows."""
-        arguments = job["spec"]["program"]["args"]
-        return {"steps": int(arguments[arguments.index("--steps") + 1])}
-
-    def find_process(self, pod: str) -> int:
-        """Return the pid of the program in the worker."""
-        return int(self.exec_in_worker(pod, "pgrep", "-f", "/src/train_ddp.py").split()[0])
+        """Return the epochs of the program and its batch."""
+        program = job["spec"]["program"]
+        arguments = program["args"]
+        return {"epochs": int(arguments[arguments.index("--num_train_epochs") + 1]), "batch": program["batch"]}
 
     def run_with_faults(self) -> Run:
-        """Run the job with all faults."""
+        """Run the job with three faults and two resizes in its second epoch."""
         run = self.run(self.create_manifest("program"))
         self.until(run, lambda: run.log.newest >= 1, "the first step", seconds=WAIT_SECONDS * 2)
         self.view.log("the first step is done")
-        self.kill_process_and_node(run, round(run.steps * 0.1), round(run.steps * 0.35))
-        self.until_step(run, round(run.steps * 0.65))
-        self.resize(run, 2)
+        self.until(run, lambda: run.steps > 0, "the number of steps")
+        self.until_step(run, run.steps // run.trainer["epochs"] + _STEPS_BETWEEN)
+        self.kill_process(run)
+        self.until_step(run, run.log.newest + _STEPS_BETWEEN)
+        self.cluster.faults.start_node(self.power_off_node(run))
+        self.until_step(run, run.log.newest + _STEPS_BETWEEN)
+        self.kill_process(run)
+        for size in (1, 2):
+            self.until_step(run, run.log.newest + _STEPS_BETWEEN)
+            self.resize(run, size)
         self.until(run, lambda: run.finished, "the end")
         run.log.refresh()
         self.view.log("the job is complete")
         return run
 
 
+def samples_of_steps(folder: Path) -> dict[int, list[int]]:
+    """Return the sorted samples of the last computation of each step, over all ranks."""
+    last: dict[int, list[int]] = {}
+    samples: dict[int, list[int]] = {}
+    records = [json.loads(line) for path in folder.glob("samples-*.jsonl") for line in path.read_text().splitlines()]
+    for record in sorted(records, key=lambda record: (record["step"], record["start"])):
+        step = record["step"]
+        if last.get(step) != record["start"]:
+            last[step], samples[step] = record["start"], []
+        samples[step] += record["samples"]
+    return {step: sorted(numbers) for step, numbers in samples.items()}
+
+
 def program(*, keep: Keep = False, out: Out = Path("out/program"), name: Name = None) -> None:
-    """Run a program that was written for torchrun on a real control plane, through real faults."""
+    """Run an elastic trainer of TRL on a real control plane, through real faults."""
     DemoSession("program", out, name, keep=keep).show(_compare)
 
 
@@ -82,24 +107,26 @@ def _compare(session: DemoSession) -> Outcome:
         demo = ProgramDemo(cluster, session.view, REPOSITORY, session.out)
         demo.install()
         run = demo.run_with_faults()
-        reference = demo.run_undisturbed(3, WAIT_SECONDS * 2)
+        reference = demo.run_undisturbed(2, WAIT_SECONDS * 2)
     curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults))
     completed = run.status.get("phase") == "Completed"
+    once = samples_of_steps(run.folder) == samples_of_steps(reference.folder)
     seconds = round(time.monotonic() - started, 1)
-    report = {"completed": completed, **curves.to_json(), "goodput": run.goodput.ratio}
-    report |= {"wallSeconds": run.goodput.wall_seconds, "seconds": seconds}
+    report = {"completed": completed, **curves.to_json(), "everySampleOnce": once, "goodput": run.goodput.ratio}
+    report |= {"wallSeconds": run.goodput.wall_seconds, "seconds": seconds, "history": run.history()}
     (session.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     text = (
         f"loss after {curves.steps} steps: {curves.loss[curves.steps]:.6f} with faults, "
         f"{curves.reference[curves.steps]:.6f} undisturbed; largest relative difference {curves.max_difference:.1e}"
         f"{', none before the resize' if curves.is_identical_before_resize else ''}\n"
+        f"each step with the samples of the undisturbed run: {'yes' if once else 'NO'}\n"
         f"goodput of the run with {len(curves.faults)} faults: {format_goodput(run.goodput)}\n"
         f"both runs and the installation took {format_duration(seconds)}   report: {session.out / 'report.json'}"
     )
     problems = {
         "The job did not complete.": not completed,
-        # In the first step after a start DDP uses other gradient buckets, which sum in another order.
-        "The curve with faults is not the undisturbed one.": not curves.is_equal_within_rounding,
+        "The curve with faults is not the undisturbed one.": not curves.is_identical,
+        "A step had other samples than in the undisturbed run.": not once,
     }
     return Outcome((fault_table(curves.faults),), text, tuple(problem for problem, holds in problems.items() if holds))
 

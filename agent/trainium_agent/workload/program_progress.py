@@ -1,4 +1,4 @@
-"""Follow a program from outside: steps in its output, signs of activity, checkpoints in its folder.
+"""Follow a program from outside: steps in its output and signs of activity.
 
 A step that is found in output, or that transformers posts where no pattern is given, is written to a progress record
 beside the record of the library `trainium_worker`, so that readers treat both alike. The library's record takes
@@ -7,17 +7,14 @@ precedence once it has a step.
 Guarantees:
 - Only the newest lines are searched, each cut to `_LINE_BYTES`, and a search ends after `_SEARCH_SECONDS`; a pattern
   that takes longer repeatedly is disabled.
-- Folders are listed in a separate thread, since storage may hang.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import re
 import signal
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -28,6 +25,7 @@ from trainium_agent.linux import kernel
 from trainium_agent.ranks.output import strip_escapes
 from trainium_agent.workload.base import Workload, progress_file
 from trainium_agent.workload.posted_progress import PostedProgressServer
+from trainium_agent.workload.program_checkpoints import CheckpointFolder
 from trainium_contract.spec.program import STEP_GROUP
 from trainium_contract.wire.messages import HangDetection
 from trainium_worker.progress_record import (
@@ -62,14 +60,8 @@ _SHOWN_CHARACTERS = 200
 _CPU_SECONDS = 2.0
 """Interval between two reads of the processor time of a rank's processes."""
 _BUSY = 0.05
-_LIST_SECONDS = 10.0
 _LAST_LIST_SECONDS = 5.0
 """Longest wait for the list of a program's last checkpoints, because storage may hang."""
-_CREATED_SECONDS = 3600.0
-"""Time after which a program must have saved its first checkpoint."""
-_MAX_ENTRIES = 20_000
-_STEPS = 1024
-"""Number of steps whose ends are known when a file is found to have been replaced."""
 _READ_SECONDS = 0.1
 """Interval between two reads of all records, because a node may have more than a hundred ranks."""
 _NUMBER = re.compile(rb"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\b(?:nan|inf)\b", re.IGNORECASE)
@@ -120,7 +112,7 @@ class ProgramMonitor(Workload):
         self._backwards = ""
         self.end_problem = ""
         """Problem that the output of a rank shows although it ended with code 0."""
-        self._checkpoints = _CheckpointFolder(program) if program.checkpoints else None
+        self._checkpoints = CheckpointFolder(program) if program.checkpoints else None
         self._server: PostedProgressServer | None = None
 
     def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None]:
@@ -342,80 +334,6 @@ class ProgramMonitor(Workload):
             f"rank {slow} reports step {steps[slow]} and rank {fast} step {steps[fast]}: report the step of the "
             "optimizer, which is the same on all ranks"
         )
-
-
-class _CheckpointFolder:
-    """Finds the newest checkpoint of a program."""
-
-    def __init__(self, program: ProgramSpec) -> None:
-        assert program.checkpoints is not None
-        self._root = Path(program.checkpoints.path)
-        self._committed = program.checkpoints.committed_pattern()
-        self._is_replaced = program.checkpoints.is_replaced
-        self._glob = program.checkpoints.committed.replace("{step}", "*")
-        self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS)
-        """When steps ended, by Unix seconds; only for a file that each save replaces."""
-        self._written: float | None = None
-        """When that file was written last."""
-        self.newest = -1
-        self.problem = ""
-        self._began = time.monotonic()
-        self._listing = threading.Lock()
-        threading.Thread(target=self._follow, name="checkpoints", daemon=True).start()
-
-    def record_step(self, updated: float, step: int) -> None:
-        """Record the newest step, and the Unix seconds of its end."""
-        if self._is_replaced and (updated, step) not in list(self._steps)[-1:]:
-            self._steps.append((updated, step))
-
-    def list_now(self) -> threading.Thread:
-        """List the folder now, in a thread that is returned."""
-        thread = threading.Thread(target=self._list, name="checkpoints-now", daemon=True)
-        thread.start()
-        return thread
-
-    def _follow(self) -> None:
-        while True:
-            self._list()
-            time.sleep(_LIST_SECONDS)
-
-    def _list(self) -> None:
-        with self._listing:
-            try:
-                self.newest, self.problem = self._find_newest(), ""
-            except OSError as error:
-                self.problem = (
-                    f"program.checkpoints.path {self._root} cannot be listed ({error.strerror or error}): mount the "
-                    "volume there, or correct the path"
-                )
-
-    def _find_newest(self) -> int:
-        """Return the newest step whose checkpoint is complete. Raises OSError."""
-        if not self._root.is_dir():
-            # A program creates the folder with its first checkpoint; its volume is mounted from the start.
-            if Path(*self._root.parts[:2]).is_dir() and time.monotonic() < self._began + _CREATED_SECONDS:
-                return -1
-            raise FileNotFoundError(errno.ENOENT, "it does not exist")
-        if self._is_replaced:
-            return self._find_replaced()
-        newest = -1
-        for count, path in enumerate(self._root.glob(self._glob)):
-            if count >= _MAX_ENTRIES:
-                break
-            match = self._committed.fullmatch(str(path.relative_to(self._root)))
-            newest = max(newest, int(match[STEP_GROUP])) if match else newest
-        return newest
-
-    def _find_replaced(self) -> int:
-        """Return the newest step that had ended when the file was written. Raises OSError."""
-        try:
-            written = (self._root / self._glob).stat().st_mtime
-        except FileNotFoundError:
-            return self.newest
-        if written == self._written:
-            return self.newest
-        self._written = written
-        return max((step for updated, step in [*self._steps] if updated <= written), default=self.newest)
 
 
 def count_executions() -> int:

@@ -29,6 +29,7 @@ MAX_POLLED_WORKERS = 64
 """Number of workers whose steps are queried at once by default; more would load the API server."""
 _RANKS_SHOWN = 40
 SHOW_RANKS = ("-m", "trainium_agent.show_ranks")
+_SHOW_CHECKPOINTS = ("-m", "trainium_agent.show_checkpoints")
 _SHOW_STACKS = ("-m", "trainium_agent.show_stacks")
 _LIST_TIMEOUT_SECONDS, _VERIFY_TIMEOUT_SECONDS = 60.0, 3600.0
 
@@ -129,9 +130,10 @@ def checkpoints(
 def list_stored_checkpoints(api: Api, job: Json, *, verify: bool) -> tuple[Any, str]:
     """Return the checkpoints that a running worker lists, or None and the reason."""
     workload = read_workload(job)
-    if not workload.has_tools:
-        folder = workload.checkpoint_root
-        return None, f"the program writes them to {folder}" if folder else "spec.program.checkpoints is not given"
+    if not workload.checkpoint_root:
+        return None, "spec.program.checkpoints is not given"
+    if verify and not workload.has_tools:
+        return None, "only the program knows what its files must contain"
     table = api.pod_table(text(mapping(job, "metadata"), "name"))
     if isinstance(table, Unreadable):
         return None, table.reason
@@ -140,12 +142,12 @@ def list_stored_checkpoints(api: Api, job: Json, *, verify: bool) -> tuple[Any, 
         location = describe_location(job)
         if not location:
             return None, "no worker runs, and the job has no storage that outlives its pods"
-        return (
-            None,
-            f"no worker runs that could list them; they are in {location}: trainium-trainer inspect reads them there",
-        )
-    command = ["python", "-m", "trainium_trainer", "inspect", workload.checkpoint_root, "--json"]
-    command += ["--verify"] if verify else []
+        reader = ": trainium-trainer inspect reads them there" if workload.has_tools else ""
+        return None, f"no worker runs that could list them; they are in {location}{reader}"
+    command = [*workload.interpreter, *_SHOW_CHECKPOINTS]
+    if workload.has_tools:
+        command = [*workload.interpreter, "-m", "trainium_trainer", "inspect", workload.checkpoint_root, "--json"]
+        command += ["--verify"] if verify else []
     try:
         output = run_in_pod(
             api,

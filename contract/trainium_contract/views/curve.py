@@ -39,7 +39,7 @@ class CurvePoint:
 
 def read_curve(lines: Iterable[str], max_points: int = MAX_POINTS) -> tuple[CurvePoint, ...]:
     """Parse the curve without truncated lines and lines that are not a step."""
-    points = []
+    points: list[CurvePoint] = []
     for line in lines:
         try:
             record = json.loads(line)
@@ -48,6 +48,8 @@ def read_curve(lines: Iterable[str], max_points: int = MAX_POINTS) -> tuple[Curv
         loss, step = number(record, "loss"), integer(record, "step", -1)
         if loss is None or step < 0:
             continue
+        while points and points[-1].step >= step:  # a run that resumes computes its last steps again
+            points.pop()
         names = ("validationLoss", "tokensPerSecond", "learningRate", "gradNorm")
         points.append(CurvePoint(step, loss, loss, loss, *(number(record, name) for name in names)))
     return _downsample(points, max_points)

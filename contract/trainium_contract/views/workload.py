@@ -29,7 +29,7 @@ class WorkloadView:
     interpreter: tuple[str, ...]
     """Command in a worker that runs the agent's modules."""
     has_tools: bool
-    """Whether a worker can list checkpoints and record steps."""
+    """Whether a worker can verify checkpoints and record steps."""
 
 
 def read_workload(job: Mapping[str, Any]) -> WorkloadView:

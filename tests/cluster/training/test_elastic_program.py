@@ -1,6 +1,7 @@
 """A job whose program is a transformers `Trainer` with the one line that makes it elastic."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,6 @@ def test_an_unchanged_script_of_transformers_has_steps_and_hang_detection(
     assert status["hangDetection"] == "Steps"
     assert status["progress"]["totalSteps"] == STEPS
     job.until("a loss", lambda status: status["progress"].get("loss"), seconds=scaled(60))
+    client = [sys.executable, "-m", "trainium_client.commands.main", "checkpoints", job.name, "-n", namespace]
+    newest = json.loads(operator.check_output(*client, "-o", "json"))["storage"][0]
+    assert (newest["name"], newest["state"]) == (f"checkpoint-{newest['step']}", "committed")

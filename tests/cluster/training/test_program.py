@@ -68,8 +68,8 @@ def apply_program_job(cluster: SharedCluster, namespace: str, change: str) -> Pr
 
 
 def ddp_job(cluster: SharedCluster, namespace: str) -> ProgramJob:
-    """Return a job of the example that `make program` runs."""
-    source = (REPOSITORY / "manifests" / "examples" / "train_ddp.py").read_text(encoding="utf-8")
+    """Return a job that was written for torchrun, and knows of no TrainingJob."""
+    source = (REPOSITORY / "tests" / "testing" / "cluster" / "train_ddp.py").read_text(encoding="utf-8")
     job = ProgramJob(cluster, namespace, "program", "{workers: {spares: 1}, program: {}}")
     folder = f"/checkpoints/{namespace}/{job.name}"
     options = ["--folder", folder, "--steps", str(STEPS), "--save-every", "5", "--seconds-per-step", "0.2"]

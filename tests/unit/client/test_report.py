@@ -164,6 +164,13 @@ def test_artifacts_and_checkpoints_are_shown_by_their_location(storage: dict[str
     assert describe_location(job, "metrics.jsonl") == location
 
 
+def test_steps_that_a_program_computes_again_are_in_the_curve_once() -> None:
+    lines = [
+        json.dumps({"step": step, "loss": loss}) for step, loss in ((1, 4.0), (2, 3.0), (3, 2.5), (2, 3.5), (3, 2.0))
+    ]
+    assert [(point.step, point.loss) for point in read_curve(lines)] == [(1, 4.0), (2, 3.5), (3, 2.0)]
+
+
 def test_the_curve_explains_only_what_is_drawn_in_it() -> None:
     plain = report_html(replace(hostile_report(), entries=(), curve=read_curve(metric_lines(50))), NOW)
     assert "<p class=soft>by step</p>" in plain

@@ -3,8 +3,8 @@
 The bases of fine-tuning are on a volume of the cluster: a folder with a published model's configuration stands for one.
 """
 
+import itertools
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -368,17 +368,23 @@ def test_llama2_13b_has_the_two_forms_of_data_of_jumpstart(tmp_path: Path) -> No
         assert count_parameters(settings_of(example, tmp_path).shape) == 13_015_864_320
 
 
-def test_the_example_of_a_program_names_a_script_that_exists_and_sizes_that_keep_its_batch() -> None:
-    (name,) = set(JOBS) - set(EXAMPLES)
-    spec = spec_of(name)
+@pytest.mark.parametrize("example", sorted(set(JOBS) - set(EXAMPLES)))
+def test_an_example_of_a_program_names_its_script_and_the_batch_of_its_arguments(example: str) -> None:
+    spec = spec_of(example)
     assert spec.program is not None
+    assert spec.program.batch is not None
+    assert spec.program.checkpoints is not None
     (mount,) = spec.workers.template["spec"]["containers"][0]["volumeMounts"]
     script = Path(spec.program.command[-1])
     assert str(script.parent) == mount["mountPath"]
     assert (FOLDER / script.name).is_file()
-    assert [spec.batch_shape().micro_batches(nodes) for nodes in (1, 2, 3)] == [12, 6, 4]
-    line, pattern = "step: 12 loss: 0.026069", spec.program.progress.pattern
-    assert pattern is not None
-    match = re.search(pattern, line)
-    assert match is not None
-    assert match.groupdict() == {"step": "12", "loss": "0.026069"}
+    arguments = dict(itertools.pairwise(spec.program.args))
+    assert arguments["--output_dir"] == spec.program.checkpoints.path
+    rows, steps = (
+        int(arguments[f"--{name}"]) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    assert spec.program.batch.micro_size == rows
+    accelerator = spec.workers.accelerator
+    ranks = INSTANCES[accelerator.instance_type].cores if accelerator.instance_type else 1
+    assert spec.program.batch.global_size == rows * steps * spec.workers.replicas * ranks
+    assert [spec.batch_shape().micro_batches(nodes) for nodes in (1, 2)] == [2 * steps, steps]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from trainium_contract.views.curve import read_curve
 from trainium_worker.hooks.transformers import elastic
 
 pytestmark = pytest.mark.xdist_group("elastic")
@@ -111,6 +113,16 @@ def started(folder: Path) -> Any:
     return trainer
 
 
+FSDP1 = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
+
+
+def replaced(folder: Path, **attributes: Any) -> Any:
+    """Build a trainer with attributes that only other hardware or packages give it."""
+    trainer = build(folder)
+    vars(trainer).update(attributes)
+    return trainer
+
+
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
@@ -120,8 +132,15 @@ def started(folder: Path) -> Any:
             "is a stream, in which no run can continue at a position",
         ),
         (lambda folder: build(folder, auto_find_batch_size=True), "set per_device_train_batch_size"),
+        (lambda folder: build(folder, train_sampling_strategy="batch_rebalance"), "use 'random' or 'group_by_length'"),
+        (lambda folder: replaced(folder, is_deepspeed_enabled=True), "use FSDP2 instead"),
+        (lambda folder: replaced(folder, is_fsdp_enabled=True, accelerator=FSDP1), "use FSDP2 .*fsdp_version"),
+        (
+            lambda folder: replaced(folder, get_tp_size=lambda: 2),
+            "1 ranks cannot be divided into groups of 2 .*lower these degrees, or run at another size",
+        ),
     ],
-    ids=["started", "stream", "batch-size"],
+    ids=["started", "stream", "batch-size", "rebalance", "deepspeed", "fsdp1", "world-size"],
 )
 def test_what_cannot_be_elastic_is_refused_with_the_remedy(tmp_path: Path, prepare: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"Trainer cannot be elastic: .*{message}"):
@@ -194,6 +213,8 @@ def test_a_script_may_save_in_its_own_callback(tmp_path: Path) -> None:
     whole = elastic(build(tmp_path / "whole", save_strategy="no"))
     whole.train()
     assert losses(again) == losses(whole), "bitwise equal"
+    with (tmp_path / "metrics.jsonl").open() as lines:
+        assert {point.step: point.loss for point in read_curve(lines)} == losses(whole), "drawn by kubectl trn report"
 
 
 def test_an_evaluation_that_generates_and_the_best_model_survive_a_fault(tmp_path: Path) -> None:

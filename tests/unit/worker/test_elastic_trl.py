@@ -17,7 +17,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "sft-packed-lora": {"trl": "sft", "packing": True, "lora": True},
     "dpo": {"trl": "dpo"},
     "dpo-lora": {"trl": "dpo", "lora": True},
-    "reward": {"trl": "reward", "learning_rate": 1e-3},
+    # Adam scales a gradient that cancels between both answers to the learning rate, with the rounding of its sum: in
+    # single precision the losses of two sizes differ by 3e-6 after 8 steps. In double precision only their log rounds.
+    "reward": {"trl": "reward", "double": True},
     "grpo": PROMPTS,
 }
 
@@ -57,5 +59,5 @@ def test_a_trainer_of_trl_goes_on_with_the_same_samples_and_losses(run: Run, tmp
     assert run.start([0], arguments={"output_dir": str(tmp_path / "one")}, **options) == [0], run.errors
     assert read_ledger(run) == ledger
     if kind != "grpo" and "lora" not in options:  # its answers, and dropout, depend on the rank
-        assert run.losses == pytest.approx(losses, rel=1e-6)
+        assert run.losses == pytest.approx(losses, rel=2e-7 if options.get("double") else 1e-6)
     assert run.losses.keys() == losses.keys()

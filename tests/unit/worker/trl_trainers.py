@@ -82,6 +82,8 @@ def build_trainer(kind: str, samples: int, options: dict[str, Any], arguments: d
         **({"num_labels": 1} if kind == "reward" else {}),
     )  # fmt: skip
     model = LlamaForSequenceClassification(config) if kind == "reward" else LlamaForCausalLM(config)
+    if options.get("double"):
+        model.double()
     trainer, settings = {
         "sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig), "reward": (RewardTrainer, RewardConfig),
         "grpo": (GRPOTrainer, GRPOConfig),

@@ -1,6 +1,7 @@
 """Progress of a program from its output, its processor time and its checkpoints."""
 
 import itertools
+import json
 import os
 import re
 import time
@@ -15,14 +16,16 @@ from tqdm import tqdm
 
 from tests.testing.suite.timeouts import until
 from tests.unit.agent.pod_environment import environment
+from trainium_agent import show_checkpoints
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess
 from trainium_agent.settings import settings_from
-from trainium_agent.workload import program_progress
+from trainium_agent.workload import program_checkpoints, program_progress
 from trainium_agent.workload.base import AttemptLayout, progress_file
 from trainium_agent.workload.program import Program
 from trainium_contract.spec.program import ProgramSpec
+from trainium_contract.views.checkpoints import parse_checkpoint_rows
 from trainium_contract.wire.messages import HangDetection
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_worker.progress_record import ProgressPhase
@@ -296,6 +299,24 @@ def test_the_newest_complete_checkpoint_is_observed(tmp_path: Path) -> None:
     assert monitored_program.monitor.durable_step == 30, "saved at the end, between two listings"
 
 
+def test_the_checkpoints_of_a_program_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (9, 10):
+        (tmp_path / f"step-{step}" / "shards").mkdir(parents=True)
+        (tmp_path / f"step-{step}" / "shards" / "0").write_bytes(b"12345")
+    (tmp_path / "step-9" / "complete").touch()
+    checkpoints = {"path": str(tmp_path), "committed": "step-{step}/complete"}
+    program = {"image": "i", "command": ["c"], "checkpoints": checkpoints}
+    for committed, expected in (("step-{step}/complete", ("step-9", 9, 5)), ("last.ckpt", ("last.ckpt", -1, 3))):
+        checkpoints["committed"] = committed
+        (tmp_path / "last.ckpt").write_bytes(b"123")
+        monkeypatch.setenv("TRAINIUM_PROGRAM", json.dumps(program))
+        show_checkpoints.main()
+        (row,) = parse_checkpoint_rows(capsys.readouterr().out) or ()
+        assert (row.name, row.step, row.bytes, row.state) == (*expected, "committed")
+
+
 def test_a_file_that_each_save_replaces_has_the_step_that_had_ended(tmp_path: Path) -> None:
     file = tmp_path / "run" / "last.ckpt"
     file.parent.mkdir()
@@ -335,6 +356,6 @@ def test_a_folder_that_is_not_created_yet_is_no_problem_for_an_hour(
     )
     monitored_program.monitor.on_finish(())
     assert monitored_program.monitor.problem == ""
-    monkeypatch.setattr(program_progress, "_CREATED_SECONDS", 0.0)
+    monkeypatch.setattr(program_checkpoints, "_CREATED_SECONDS", 0.0)
     monitored_program.monitor.on_finish(())
     assert "cannot be listed (it does not exist)" in monitored_program.monitor.problem

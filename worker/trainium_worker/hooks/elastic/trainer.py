@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -138,6 +142,14 @@ class _ElasticMethods:
         """Do nothing: the random numbers of a step are a function of its number."""
 
 
+def append_metrics(folder: Path, step: int, figures: dict[str, float]) -> None:
+    """Append the figures of a step to `metrics.jsonl`, from which `kubectl trn report` draws the loss."""
+    names = {"learning_rate": "learningRate", "grad_norm": "gradNorm"}
+    record = {"step": step, "time": time.time(), **{names.get(name, name): figures[name] for name in figures}}
+    with contextlib.suppress(OSError), (folder / "metrics.jsonl").open("a") as file:  # checkpoints report a full disk
+        file.write(json.dumps(record) + "\n")
+
+
 class _Reports(TrainerCallback):
     """Reports an elastic trainer's steps to the agent, the loss as often as the trainer logs it."""
 
@@ -172,8 +184,11 @@ class _Reports(TrainerCallback):
         """Add the loss to the newest step."""
         logs = kwargs.get("logs", {})
         figures = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm") if name in logs}
-        if figures and state.global_step:
-            trainium_worker.step(state.global_step, **figures)
+        if not figures or not state.global_step:
+            return
+        trainium_worker.step(state.global_step, **figures)
+        if state.is_world_process_zero and "loss" in logs:
+            append_metrics(Path(str(args.output_dir)), state.global_step, figures)
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         """Report the progress of an evaluation."""

@@ -5,7 +5,6 @@ Prints one line a step, and resumes from its newest complete checkpoint:
     torchrun --nproc-per-node 2 train_ddp.py --folder run --steps 100
 """
 
-# ruff: noqa: INP001 - a user's program, in no package
 from __future__ import annotations
 
 import argparse
@@ -76,7 +75,7 @@ def main() -> None:
             rows, targets = batch(step, rank + micro * world)
             with model.no_sync() if micro + 1 < accumulation else nullcontext():
                 loss = nn.functional.mse_loss(model(rows), targets) / accumulation
-                loss.backward()
+                torch.autograd.backward(loss)
             total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
