@@ -33,7 +33,7 @@ TRAIN = "Train"
 """The stage of the training steps."""
 
 _MAGIC = 0x544E5250
-_VERSION = 7
+_VERSION = 8
 _HEADER = struct.Struct("<IIQ")  # magic, version, sequence
 _CHECKSUM = struct.Struct("<I")
 _READ_ATTEMPTS = 5
@@ -66,8 +66,6 @@ class ProgressRecord:
     samples: int = 0
     memory_step: int = -1
     durable_step: int = -1
-    spikes: int = 0
-    """The number of spikes of the gradient norm in the whole run."""
     total_steps: int = 0
     """The number of steps of the whole run; 0 until known."""
     stop_checks: int = 0
@@ -87,14 +85,6 @@ class ProgressRecord:
     """The length of the newest step."""
     productive_seconds: float = 0.0
     """The time of steps in the history, over all attempts of the generation."""
-    validation_loss: float = math.nan
-    """Loss of the newest validation."""
-    parameter_norm: float = math.nan
-    """Norm of all parameters after the newest measurement."""
-    utilisation: float = math.nan
-    """Model FLOPs utilisation (MFU), 0 to 1; NaN where the device's peak is not known."""
-    time_in_steps: float = math.nan
-    """The fraction of the time since the first step spent in steps of the history, 0 to 1; set by rank 0."""
     stage_progress: float = 0.0
     """The completed fraction of the stage, 0 to 1; 0 in `Train`, which counts steps."""
     stage_since: float = 0.0
@@ -115,7 +105,8 @@ class ProgressReading:
     pulse: PulseReading | None
 
 
-_PAYLOAD = struct.Struct(f"<13q17d{_STAGE_BYTES}s")
+_FORMATS = {"float": "d", "str": f"{_STAGE_BYTES}s"}
+_PAYLOAD = struct.Struct("<" + "".join(_FORMATS.get(str(field.type), "q") for field in fields(ProgressRecord)))
 _RECORD_BYTES = _HEADER.size + _PAYLOAD.size + _CHECKSUM.size
 _PULSE_OFFSET = (_RECORD_BYTES + 7) // 8 * 8
 _STOP_OFFSET = _PULSE_OFFSET + PULSE_BYTES

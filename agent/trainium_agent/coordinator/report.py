@@ -19,7 +19,7 @@ from trainium_agent.exits.diagnosis import MESSAGE_CHARACTERS, ExitDiagnoser, de
 from trainium_agent.workload.base import read_results
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.sizes import MAX_COMPILED
-from trainium_contract.status.results import Alert, RunStage
+from trainium_contract.status.results import FIGURES, Alert, RunStage
 from trainium_contract.wire.messages import (
     CheckResult,
     HeartbeatRequest,
@@ -284,13 +284,7 @@ class PodReport:
         results = read_results(path)
         self._progress = Progress(
             step=max(record.step, 0),
-            loss=record.loss,
-            learning_rate=record.learning_rate,
-            grad_norm=record.grad_norm,
-            tokens_per_second=record.tokens_per_second,
-            samples_per_second=record.samples_per_second,
-            reward_margin=record.reward_margin,
-            reward_accuracy=record.reward_accuracy,
+            **{name: getattr(record, name) for name in FIGURES},
             resume_step=record.resume_step if record.resume_step >= 0 else None,
             samples=max(record.samples, 0),
             memory_step=max(record.memory_step, -1),

@@ -57,7 +57,7 @@ Figure = Annotated[float | None, AfterValidator(_finite_or_none)]
 
 
 class StepFigures(MessageModel):
-    """Figures of the newest finished optimizer step."""
+    """Figures of the newest finished optimizer step; measured ones have the same name in the progress record."""
 
     step: int = Field(ge=0, le=_MAX_SAFE_INTEGER, default=0)
     """Newest finished optimizer step."""
@@ -77,6 +77,10 @@ class StepFigures(MessageModel):
     """Mean difference of the rewards of two answers in that step; preference tuning only."""
     reward_accuracy: Figure = None
     """Share of that step's pairs whose preferred answer has the greater reward; preference tuning only."""
+
+
+FIGURES = tuple(name for name in StepFigures.model_fields if name not in ("step", "total_steps"))
+"""Names of the measured figures."""
 
 
 class Alert(MessageModel):

@@ -18,6 +18,7 @@ from enum import IntEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from trainium_contract.status.results import FIGURES
 from trainium_contract.wire.messages import HeartbeatRequest, Progress
 
 if TYPE_CHECKING:
@@ -29,20 +30,7 @@ _HEAD = struct.Struct("!BI")
 _STEP = struct.Struct("!Q")
 _urgent_fields = attrgetter(*sorted(HeartbeatRequest.model_fields.keys() - {"progress", "timing", "protocol"}))
 _PER_STEP_FIELDS = frozenset(
-    {
-        "step",
-        "loss",
-        "learning_rate",
-        "grad_norm",
-        "tokens_per_second",
-        "samples_per_second",
-        "samples",
-        "memory_step",
-        "durable_step",
-        "updated",
-        "productive_seconds",
-    }
-    | {"stage_progress", "reward_margin", "reward_accuracy"}
+    {*FIGURES, "step", "samples", "memory_step", "durable_step", "updated", "productive_seconds", "stage_progress"}
 )
 """Fields of the progress that change with each step."""
 _urgent_progress = attrgetter(*sorted(Progress.model_fields.keys() - _PER_STEP_FIELDS))

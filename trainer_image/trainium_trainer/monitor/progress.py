@@ -29,7 +29,7 @@ class ProgressWriter(progress_record.ProgressWriter):
 
     def record_step(self, figures: StepMetrics, *, seconds: float) -> None:
         """Record a completed step that took `seconds`."""
-        record = self.record
+        rewards = figures.rewards
         self.complete_step(
             {
                 "step": figures.step,
@@ -38,15 +38,10 @@ class ProgressWriter(progress_record.ProgressWriter):
                 "learning_rate": figures.learning_rate,
                 "tokens": figures.tokens,
                 "samples": figures.samples,
-                "spikes": figures.stability.spikes,
                 "tokens_per_second": _or_nan(figures.tokens_per_second),
                 "samples_per_second": _or_nan(figures.samples_per_second),
-                "validation_loss": _or_nan(figures.validation_loss, record.validation_loss),
-                "parameter_norm": _or_nan(figures.parameter_norm, record.parameter_norm),
-                "utilisation": _or_nan(figures.utilisation),
-                "time_in_steps": _or_nan(figures.time_in_steps),
-                "reward_margin": math.nan if figures.rewards is None else figures.rewards.margin,
-                "reward_accuracy": math.nan if figures.rewards is None else figures.rewards.accuracy,
+                "reward_margin": math.nan if rewards is None else rewards.margin,
+                "reward_accuracy": math.nan if rewards is None else rewards.accuracy,
             },
             seconds=seconds,
         )
@@ -65,5 +60,5 @@ class ProgressWriter(progress_record.ProgressWriter):
             replace_text(self._results_path, json.dumps(results.to_wire()))
 
 
-def _or_nan(value: float | None, otherwise: float = math.nan) -> float:
-    return otherwise if value is None else value
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -56,16 +56,8 @@ if TYPE_CHECKING:
 
 
 _MAX_NODES_SHOWN = 3
-_DECIMALS = {
-    "loss": 6,
-    "learning_rate": 12,
-    "grad_norm": 6,
-    "tokens_per_second": 1,
-    "samples_per_second": 3,
-    "reward_margin": 6,
-    "reward_accuracy": 4,
-}
-"""Decimals of the figures that a person reads."""
+_DECIMALS = {"learning_rate": 12, "tokens_per_second": 1, "samples_per_second": 3, "reward_accuracy": 4}
+"""Decimals of the figures that a person reads, where they are not six."""
 
 
 def set_nodes_healthy(facts: Facts, status: StatusT) -> StatusT:
@@ -276,7 +268,7 @@ def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
 
 def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress) -> public.ProgressStatus:
     figures = {name: getattr(newest, name) for name in StepFigures.model_fields}
-    rounded = {name: round(value, _DECIMALS.get(name, 0)) for name, value in figures.items() if value is not None}
+    rounded = {name: round(value, _DECIMALS.get(name, 6)) for name, value in figures.items() if value is not None}
     has_moved = newest.step != status.progress.step or not status.progress.updated
     return public.ProgressStatus(
         **{**rounded, "total_steps": count_total_steps(facts, newest)},

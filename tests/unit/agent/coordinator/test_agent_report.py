@@ -1,6 +1,7 @@
 """Reports of a pod to the coordinator: phase, progress, restarts, failures, verdict."""
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,10 @@ from trainium_agent.coordinator.report import PodReport
 from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess
 from trainium_contract.faults.causes import Cause
-from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
+from trainium_contract.status.results import FIGURES, ArtifactReport, EvaluationFigure, RunStage
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_trainer.monitor.progress import ProgressWriter
-from trainium_worker.progress_record import ProgressPhase, ProgressReading
+from trainium_worker.progress_record import ProgressPhase, ProgressReading, ProgressRecord
 
 SETTINGS = SimpleNamespace(namespace="team", job="job", pod_name="job-w-0", pod_uid="uid", rules_path=None)
 
@@ -307,3 +308,7 @@ def test_a_pod_that_has_never_trained_records_no_start(report: PodReport) -> Non
     report.start_generation(2, WorkerPhase.JOINING)
     report.record_generation_start(Cause.NODE_LOST)
     assert report.heartbeat().restarts == ()
+
+
+def test_each_figure_is_a_field_of_the_progress_record() -> None:
+    assert {*FIGURES} <= {field.name for field in fields(ProgressRecord)}

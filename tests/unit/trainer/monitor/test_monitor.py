@@ -17,7 +17,6 @@ from trainium_agent.workload.base import read_results, results_path
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
 from trainium_trainer.monitor.json_lines import LineWriter, truncate_after
 from trainium_trainer.monitor.progress import ProgressWriter
-from trainium_trainer.monitor.stability import Stability
 from trainium_trainer.monitor.step_metrics import Rewards, StepMetrics
 from trainium_trainer.monitor.step_monitor import Throughput
 from trainium_trainer.monitor.writers import ScalarWriter
@@ -36,12 +35,7 @@ def record_step(writer: ProgressWriter, step: int, seconds: float = 2.0) -> None
         batch=8,
         tokens_per_second=50.0,
         samples_per_second=4.0,
-        utilisation=0.4,
-        time_in_steps=0.9,
-        parameter_norm=16.0,
-        validation_loss=1.25 if step % 2 else None,
         rewards=Rewards(chosen=0.5, rejected=0.125, accuracy=0.75),
-        stability=Stability(spikes=3),
     )
     writer.record_step(figures, seconds=seconds)
 
@@ -56,11 +50,8 @@ def test_a_reader_reads_the_record_of_the_writer(tmp_path: Path) -> None:
     writer.record_checkpoints(memory_step=5, durable_step=-1)
     assert read_progress(path) == writer.record
     assert writer.record.productive_seconds == 2.0
-    assert (writer.record.spikes, writer.record.validation_loss) == (3, 1.25)
     assert (writer.record.tokens_per_second, writer.record.samples_per_second) == (50.0, 4.0)
     assert (writer.record.reward_margin, writer.record.reward_accuracy) == (0.375, 0.75)
-    record_step(writer, 6)
-    assert writer.record.validation_loss == 1.25, "the newest validation loss remains"
     writer.close()
 
 
