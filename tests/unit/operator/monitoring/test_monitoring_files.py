@@ -105,3 +105,14 @@ def test_dashboard_panels_do_not_overlap() -> None:
             assert not covered & cells, f"{board}: {panel['title']}"
             assert box["x"] + box["w"] <= 24
             cells |= covered
+
+
+@pytest.mark.parametrize(
+    ("board", "panel"), [(board, panel) for board, panels in PANELS.items() for panel in panels],
+    ids=lambda value: value if isinstance(value, str) else value["title"],
+)  # fmt: skip
+def test_a_panel_explains_its_values(board: str, panel: dict[str, object]) -> None:
+    description = str(panel["description"])
+    assert description != panel["title"]
+    assert description.endswith("."), f"{board}: {panel['title']} has no sentence that explains it"
+    assert len(description) > 20
