@@ -2,7 +2,7 @@
 
 Guarantees:
 - A step prints its name at its start, its age every few seconds, and its duration at its end, so that no wait is
-  silent.
+  silent. In a log, where lines stay, its age follows at intervals that double up to a minute.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 ReportProgress = Callable[[str], None]
 
 REPORT_INTERVAL_SECONDS = 10.0
+_LONGEST_INTERVALS = 6
+"""Longest interval in a log, in intervals of a terminal."""
 
 
 def to_stderr(line: str) -> None:
@@ -58,6 +60,7 @@ class ProgressLines:
         self._total = total
         self._report = report
         self._interval_seconds = interval_seconds
+        self._longest_seconds = interval_seconds * (1 if sys.stderr.isatty() else _LONGEST_INTERVALS)
         self._number = 0
 
     def log(self, line: str) -> None:
@@ -77,7 +80,9 @@ class ProgressLines:
         finished = threading.Event()
 
         def report_progress() -> None:
-            while not finished.wait(self._interval_seconds):
+            interval = self._interval_seconds
+            while not finished.wait(interval):
+                interval = min(2 * interval, self._longest_seconds)
                 progress = "".join(f", {text}" for text in (describe_progress(),) if text)
                 following = f"; then {then}" if then else ""
                 self._report(f"{label_with_number} ... {time.monotonic() - started:.0f} s{progress}{following}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +82,17 @@ class DemoSession:
         started = Cluster.start(self._name, nodes, detached=self._keep, report=self.view.log)
         try:
             self.view.log(f"{_NODES} nodes for workers and one for the operator are ready")
+            self.view.log(f"to watch it from another terminal: {_format_watch(started.name)}")
             yield started
         finally:
             if not self._keep:
                 started.stop()
+
+
+def _format_watch(name: str) -> str:
+    """Return the command that lists the jobs of a demo's cluster."""
+    programs = Path(sys.executable).parent
+    return f"eval $({programs}/trainium-devcluster env --name {name}); {programs}/kubectl-trn list -n {NAMESPACE}"
 
 
 def _format_usage(name: str) -> str:
