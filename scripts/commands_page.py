@@ -41,19 +41,18 @@ def reference_text(header: str) -> str:
 
 
 def _program_sections(name: str, program: Any) -> list[str]:
-    """Return the table of the options that most commands share, then a section for each command."""
+    """Return the options that most commands share, then a list of the commands, each with its other options."""
     commands = _leaf_commands(name, program)
-    rows = {command_name: _rows(command) for command_name, command in commands.items()}
-    counts = Counter(row for command_rows in rows.values() for row in dict.fromkeys(command_rows))
-    shared = [row for row, count in counts.items() if count > len(commands) / 2 and len(commands) > 1]
-    sections = ["Most commands have:\n\n" + _list(shared)] if shared else []
+    options = {command_name: _options(command) for command_name, command in commands.items()}
+    counts = Counter(option for others in options.values() for option in dict.fromkeys(others))
+    shared = [option for option, count in counts.items() if count > len(commands) / 2 and len(commands) > 1]
+    sections = ["Most commands have:\n\n" + "\n".join(f"- {option}" for option in shared)] if shared else []
+    lines = []
     for command_name, command in commands.items():
         arguments = (parameter for parameter in command.params if parameter.param_type_name == "argument")
-        usage = " ".join([command_name, *map(_metavar, arguments)])
-        other = [row for row in rows[command_name] if row not in shared]
-        options = "\n\n" + _list(other) if other else ""
-        sections.append(f"### {command_name}\n\n`{usage}`: {_escape(command.help)}{options}")
-    return sections
+        lines.append(f"- **`{' '.join([command_name, *map(_metavar, arguments)])}`**: {_escape(command.help)}")
+        lines += [f"  - {option}" for option in options[command_name] if option not in shared]
+    return [*sections, *(["The commands:"] if shared else []), "\n".join(lines)]
 
 
 def _leaf_commands(name: str, command: Any) -> dict[str, Any]:
@@ -67,13 +66,10 @@ def _leaf_commands(name: str, command: Any) -> dict[str, Any]:
     return {name: command}
 
 
-def _list(rows: list[tuple[str, str]]) -> str:
-    return "\n".join(f"- {flags}: {meaning}" for flags, meaning in rows)
-
-
-def _rows(command: Any) -> list[tuple[str, str]]:
+def _options(command: Any) -> list[str]:
+    """Return the arguments and options of a command with their meanings."""
     return [
-        (_flags(parameter), _help_with_default(parameter))
+        f"{_flags(parameter)}: {_help_with_default(parameter)}"
         for parameter in command.params
         if not getattr(parameter, "hidden", False) and parameter.name not in _HIDDEN
     ]

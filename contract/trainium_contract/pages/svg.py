@@ -171,7 +171,7 @@ def find_runs(steps: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _format_ticks(values: Sequence[float]) -> list[str]:
-    """Format the values of an axis with as many digits as tell them apart."""
+    """Format the values of an axis with the digits that distinguish them."""
     texts = [format_count(value) if abs(value) >= 1000 else f"{value:.3g}" for value in values]
     digits = 4
     while len(set(texts)) < len(texts) and digits < 16:
