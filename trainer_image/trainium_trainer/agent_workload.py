@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.settings import DEFAULT_RANK_ENTRY
 from trainium_agent.workload.base import Workload, rank_environment
-from trainium_worker.progress_record import read_progress, read_with_pulse
+from trainium_worker.progress_record import read_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.base import AttemptLayout
-    from trainium_worker.progress_record import ProgressReading, ProgressRecord
+    from trainium_worker.progress_record import ProgressRecord
 
 WARM_MODULE = "trainium_trainer.warm"
 """Its `warm(config_path)` prepares the standby for the trainer's ranks."""
@@ -66,10 +66,6 @@ class Trainer(Workload):
     def exit_signal(self, *, memory_ends: bool) -> signal.Signals:
         """Return the signal of a stop: SIGUSR1 saves to storage, when the node's memory ends; SIGTERM to memory."""
         return signal.SIGUSR1 if memory_ends else signal.SIGTERM
-
-    def read(self, path: Path) -> ProgressReading | None:
-        """Return a rank's record and pulse."""
-        return read_with_pulse(path)
 
     def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:
         """Return the progress of the first rank, because all ranks are in the same step."""

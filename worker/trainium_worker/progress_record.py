@@ -79,8 +79,6 @@ class ProgressRecord:
     """The rate of the whole job over the newest steps."""
     updated: float = 0.0
     """Unix seconds when the newest step ended; 0 before the first."""
-    updated_monotonic: float = 0.0
-    """The same by the machine's monotonic clock."""
     step_seconds: float = 0.0
     """The length of the newest step."""
     productive_seconds: float = 0.0
@@ -160,7 +158,6 @@ class ProgressWriter:
         self.publish(
             **figures,
             updated=time.time(),
-            updated_monotonic=time.monotonic(),
             step_seconds=seconds,
             productive_seconds=self.record.productive_seconds + seconds,
             stage=TRAIN,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trainium_contract.status.results import RunResults
 from trainium_contract.wire import worker_env
+from trainium_worker.progress_record import read_with_pulse
 
 if TYPE_CHECKING:
     import signal
@@ -60,9 +61,9 @@ class Workload(ABC):
         """Return the exit code to record for a rank that ended with `code` after its agent had asked it to stop."""
         return code
 
-    @abstractmethod
     def read(self, path: Path) -> ProgressReading | None:
         """Return the progress of a rank, from any thread; `path` is its progress file."""
+        return read_with_pulse(path)
 
     @abstractmethod
     def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:

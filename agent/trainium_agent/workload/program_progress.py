@@ -283,7 +283,6 @@ class ProgramMonitor(Workload):
             **figures,
             step=step,
             updated=time.time() - (time.monotonic() - at),
-            updated_monotonic=at,
             step_seconds=step_seconds,
             productive_seconds=rank.writer.record.productive_seconds + seconds,
         )

@@ -290,6 +290,13 @@ def test_the_trainer_reports_total_steps_of_epochs_and_samples(
     assert later.status.progress.total_steps == total, "an attempt that has not read its data yet takes nothing back"
 
 
+def test_the_total_of_a_program_stays_known_until_a_restarted_rank_reports_it_again() -> None:
+    running = build.running_job(4, job_spec=build.program_spec())
+    observed = with_written_status(with_progress(running, step=20, total_steps=40))
+    later = make_plan(with_progress(observed, now=NOW + 120, step=21))
+    assert (later.status.progress.step, later.status.progress.total_steps) == (21, 40)
+
+
 def test_the_end_names_the_steps_that_were_made() -> None:
     observed = with_progress(
         build.running_job(2, job_spec=build.spec(workers={"replicas": 2}, trainer={"epochs": 3})),
