@@ -8,7 +8,6 @@ Guarantees:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
@@ -21,7 +20,7 @@ from trainium_operator.plan.lifecycle import completion, stopping
 from trainium_operator.plan.membership import decisions, generation
 from trainium_operator.plan.model import conditions
 from trainium_operator.plan.model.actions import Plan, PolicyResult
-from trainium_operator.plan.model.feature import AdmissionState
+from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.pods import disruption_budget, gang_policy, refused_pods, replicas
 from trainium_operator.plan.report import events, reconciled, summary, write_throttle
@@ -50,7 +49,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     size = decide_size(observed.job.spec)
     observed = correct_status(with_completions(observed), size)
     used_features = tuple(feature for feature in registry.FEATURES if feature.is_used(observed, settings))
-    facts = build_facts(observed, replace(pin_running_image(observed, settings), features=used_features), size)
+    facts = build_facts(observed, pin_running_image(observed, settings), size, used_features)
     if conditions.is_terminal(observed.job.status):
         return _finalize(facts, _plan_ended(facts))
     diagnosis = diagnose(facts)
@@ -86,7 +85,7 @@ def _plan_completion(facts: Facts, result: PolicyResult) -> PolicyResult:
 
 def _plan_ended(facts: Facts) -> PolicyResult:
     result = completion.clean_up(facts, facts.job.status)
-    for feature in facts.settings.features:
+    for feature in facts.features:
         result = result.then(feature.finish(facts, result.status))
     return result.then(completion.record_spec_change(facts, result.status))
 
@@ -101,7 +100,7 @@ def _plan_deadline(facts: Facts, result: PolicyResult) -> PolicyResult:
 def _plan_active(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) -> PolicyResult:
     """Return the plan of a job that is to run, or to wait until it may."""
     result = result.then(replicas.reconcile_configuration(facts, result.status))
-    for feature in facts.settings.features:
+    for feature in facts.features:
         result = result.then(feature.reconcile_before_pods(facts, result.status))
     if facts.job.spec.suspend:
         result = result.then(stopping.suspend(facts, recovery.close_abandoned(facts, result.status)))
@@ -110,7 +109,7 @@ def _plan_active(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) -
         result = result.then(stopping.delete_workers(facts, result.status))
     else:
         result = _plan_workers(facts, result, losses)
-    for feature in facts.settings.features:
+    for feature in facts.features:
         result = result.then(feature.reconcile(facts, result.status))
     return _summarized(facts, result.then(summary.count_outdated_pods(facts, result.status)))
 
@@ -119,8 +118,9 @@ def _plan_workers(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) 
     """Decide which workers train, and reconcile the pods for them."""
     result = result.with_status(stopping.clear_suspended(facts, result.status))
     result = result.then(stragglers.find_stragglers(facts, result.status))
-    for feature in facts.settings.features:
-        result = result.then(feature.resize(facts, result.status, losses))
+    failed = frozenset(loss.member.pod_uid for loss in losses)
+    for feature in facts.features:
+        result = result.then(feature.resize(facts, result.status, failed))
     result = result.then(_decide(facts, result.status, losses))
     withheld, released = gang_policy.withhold_pods(facts, result.status)
     result = result.then(released)
@@ -190,7 +190,7 @@ def _has_open_interruption(status: PublicStatus) -> bool:
 def _finalize(facts: Facts, result: PolicyResult) -> Plan:
     """Return the complete plan with the status to write now."""
     result = result.then(disruption_budget.limit_disruptions(facts, result.status))
-    for feature in facts.settings.features:
+    for feature in facts.features:
         result = result.then(feature.finalize(facts, result.status))
     if not conditions.is_terminal(facts.job.status):
         result = result.then(reconciled.report_differences(facts, result.status))

@@ -32,7 +32,7 @@ SETTINGS = PlanSettings(
     image="trainer:1",
     coordinator="coordinator.system.svc:8443",
     extra_priority_class="idle-nodes",
-    features=registry.FEATURES,
+    pod_fields=tuple(feature.pod_fields for feature in registry.FEATURES),
 )
 CA = "-----BEGIN CERTIFICATE-----\n"
 
@@ -273,7 +273,7 @@ def with_status(observed: Observed, status: TrainingJobStatus | None = None, **f
 
 def facts(observed: Observed) -> Facts:
     """Return the facts that policies get of an observation."""
-    return build_facts(observed, SETTINGS, decide_size(observed.job.spec))
+    return build_facts(observed, SETTINGS, decide_size(observed.job.spec), registry.FEATURES)
 
 
 def interruption(rung: Rung, *, ago: float, took: float | None = 10.0, **changes: Any) -> Interruption:

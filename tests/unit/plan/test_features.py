@@ -13,7 +13,7 @@ from tests.unit.plan.plan_cluster import FakeCluster
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.status.conditions import Phase
 from trainium_operator.plan.features import registry
-from trainium_operator.plan.model.feature import Feature
+from trainium_operator.plan.view.facts import Feature
 
 ROOT = Path(trainium_operator.__file__).parent
 FOLDERS = sorted(folder.name for folder in (ROOT / "plan/features").iterdir() if (folder / "__init__.py").exists())

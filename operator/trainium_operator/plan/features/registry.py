@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trainium_operator.plan.features import dra, evaluation, gang, idle_nodes, kueue, network_policy
 
 if TYPE_CHECKING:
-    from trainium_operator.plan.model.feature import Feature
+    from trainium_operator.plan.view.facts import Feature
 
 FEATURES: tuple[Feature, ...] = (
     dra.FEATURE,

@@ -320,8 +320,8 @@ def _feature_fields(job: JobView, settings: PlanSettings) -> tuple[Json, Json]:
     """Return what optional features add to the spec of each pod, and to the resources of the worker container."""
     spec: Json = {}
     resources: Json = {}
-    for feature in settings.features:
-        spec_fields, resource_fields = feature.pod_fields(job)
+    for build_fields in settings.pod_fields:
+        spec_fields, resource_fields = build_fields(job)
         spec |= spec_fields
         resources |= resource_fields
     return spec, resources

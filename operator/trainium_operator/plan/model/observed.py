@@ -18,11 +18,10 @@ from trainium_operator.plan.model.names import ANNOTATION_CONTENT_HASH, JobId
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
     from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
-    from trainium_operator.plan.model.feature import Feature
     from trainium_operator.plan.model.quota import QuotaView
 
 
@@ -381,8 +380,8 @@ class PlanSettings:
     """Whether jobs may claim their devices."""
     worker_ingress: WorkerIngress | None = None
     """Rules of the NetworkPolicy of each job; None: no policy is created."""
-    features: tuple[Feature, ...] = ()
-    """Optional features that the job uses; `plan.plan` sets it."""
+    pod_fields: tuple[Callable[[JobView], tuple[dict[str, Any], dict[str, Any]]], ...] = ()
+    """Functions of optional features: fields of each pod's spec, and of the resources of the worker container."""
     worker_log_format: LogFormat = LogFormat.TEXT
     """Log format of agents and training processes."""
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.model.actions import PolicyResult, event
 from trainium_operator.plan.model.conditions import with_condition
-from trainium_operator.plan.model.feature import AdmissionState
+from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_rfc3339
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
@@ -99,7 +99,7 @@ def _decide_admission(facts: Facts, status: TrainingJobStatus) -> tuple[bool, Re
     start_failures = describe_start_failures(status, facts.now)
     if start_failures is not None and not bound:  # no node is missing
         return False, Reason.WORKER_NOT_STARTING, start_failures
-    wait_description = "".join(feature.describe_wait(facts) for feature in facts.settings.features)
+    wait_description = "".join(feature.describe_wait(facts) for feature in facts.features)
     limit = facts.job.spec.scheduling.gang_timeout_seconds
     message = (
         f"not all workers have a node{wait_description}; if too few have one after {limit} s, the job releases these "

@@ -107,7 +107,7 @@ def limit_batch(facts: Facts, status: TrainingJobStatus, missing: int) -> tuple[
     A gang waits for its last pod, so a part of it would never be seen: it is created as a whole.
     """
     failures = status.start_failures
-    if failures.batch <= 0 or any(feature.creates_as_a_whole(facts, status) for feature in facts.settings.features):
+    if failures.batch <= 0 or any(feature.creates_as_a_whole(facts, status) for feature in facts.features):
         return missing, ()
     starting = [
         worker.pod.created + _IMMEDIATE_SECONDS

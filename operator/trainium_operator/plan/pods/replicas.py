@@ -136,7 +136,7 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
         if (
             worker.alive
             and not is_outdated_worker
-            and not any(feature.is_misplaced(facts, status, worker) for feature in facts.settings.features)
+            and not any(feature.is_misplaced(facts, status, worker) for feature in facts.features)
         ):
             if not is_unfit(facts, worker):
                 usable.append(worker)
@@ -281,11 +281,11 @@ def _create_pods(facts: Facts, status: TrainingJobStatus, missing: int, extras: 
     status = status.replaced(next_pod_ordinal=ordinals.stop)
     avoided = AvoidedNodes(required=list_forbidden_nodes(facts, status), preferred=status.avoided_nodes)
     manifests = build_worker_pods(facts.job, facts.settings, ordinals, avoided, extras=extras)
-    for feature in facts.settings.features:
+    for feature in facts.features:
         manifests = feature.place_pods(facts, manifests)
     manifests = [{**pod, "spec": with_affinity(pod["spec"], facts.job, facts.settings)} for pod in manifests]
     actions: tuple[Action, ...] = ()
-    for feature in facts.settings.features:
+    for feature in facts.features:
         applied_actions, manifests = feature.group_pods(facts, status, manifests)
         actions += applied_actions
     return PolicyResult(status=status, actions=(*actions, *map(CreatePod, manifests)))

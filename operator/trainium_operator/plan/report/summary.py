@@ -422,7 +422,7 @@ def _explain_init_containers(facts: Facts) -> tuple[Reason, str] | None:
 
 
 def _describe_capacity(facts: Facts) -> str:
-    return "".join(feature.describe_capacity(facts) for feature in facts.settings.features)
+    return "".join(feature.describe_capacity(facts) for feature in facts.features)
 
 
 def _set_running(facts: Facts, status: StatusT) -> StatusT:

@@ -1,15 +1,20 @@
-"""Sort the observation into workers and members (`Facts`), and select the workers that may join.
+"""Sort the observation into workers and members (`Facts`), define the hooks of optional features on them (`Feature`).
+
+Kueue, claimed devices, gang scheduling, network policies and idle nodes are optional. Each is one folder of
+`plan.features` and one line of `features.registry`; nothing outside the folder asks whether it is there.
 
 Ranks of two versions of the trainer must not meet, nor agents of two versions, because their messages during the start
 have no version. So a job keeps the image of an earlier default until no worker of it runs, unless the job names one.
 
-Guarantee: `Facts` never changes during a plan.
+Guarantees:
+- `Facts` never changes during a plan.
+- A plan calls the hooks of the features that its job uses, and of no other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
@@ -17,6 +22,7 @@ from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership
 from trainium_operator.plan.faults.failure_budgets import AVOID_NODE_SECONDS
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.manifests.worker_pod import with_worker_name
+from trainium_operator.plan.model.actions import Action, PolicyResult
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, JobView, Observed, PlanSettings, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.node_problems import find_problems_by_pod
@@ -29,12 +35,15 @@ from trainium_operator.plan.view.workers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+    from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.faults.node_signals import NodeProblem
-    from trainium_operator.plan.model.feature import Grant
+    from trainium_operator.plan.model.grant import Grant
     from trainium_operator.plan.view.size import SizeDecision
+
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +71,8 @@ class Facts:
     """Why silence is no evidence now, as a sentence; see `contact`. Empty while workers merely start."""
     grant: Grant | None = None
     """A queue's grant to the job; None for a job without a queue."""
+    features: tuple[Feature, ...] = ()
+    """The optional features that the job uses."""
 
     @property
     def job(self) -> JobView:
@@ -89,7 +100,52 @@ class Facts:
         return tuple(worker for worker in self.outsiders if worker.warm and not is_unfit(self, worker))
 
 
-def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) -> Facts:
+def _unchanged(_facts: Facts, status: TrainingJobStatus) -> PolicyResult:
+    return PolicyResult(status=status)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """Hooks of one optional feature; a hook that is not set changes nothing."""
+
+    name: str
+    is_used: Callable[[Observed, PlanSettings], bool]
+    """Return whether the job uses the feature, or has an object of it to remove."""
+    admit: Callable[[Observed, PlanSettings], Grant | None] = lambda _observed, _settings: None
+    """Return the queue's grant; None for a job without a queue."""
+    pod_fields: Callable[[JobView], tuple[Json, Json]] = lambda _job: ({}, {})
+    """Return fields of each pod's spec, and of the resources of the worker container."""
+    node_problems: Callable[[Observed, Worker], Iterable[NodeProblem]] = lambda _observed, _worker: ()
+    """Return problems of the devices of a worker."""
+    reconcile_before_pods: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
+    resize: Callable[[Facts, TrainingJobStatus, frozenset[str]], PolicyResult] = lambda _facts, status, _failed: (
+        PolicyResult(status=status)
+    )
+    """Return the status with the size to work towards, without the pods of members that failed (by uid)."""
+    find_creation_blocker: Callable[[Facts], tuple[Reason, str] | None] = lambda _facts: None
+    """Return why no pod can be created now; None if pods can."""
+    describe_capacity: Callable[[Facts], str] = lambda _facts: ""
+    """Return a sentence for pods that cannot be scheduled."""
+    place_pods: Callable[[Facts, list[Json]], list[Json]] = lambda _facts, manifests: manifests
+    group_pods: Callable[[Facts, PublicStatus, list[Json]], tuple[tuple[Action, ...], list[Json]]] = (
+        lambda _facts, _status, manifests: ((), manifests)
+    )
+    """Return the objects to apply before new pods, and the pods as members of their group."""
+    creates_as_a_whole: Callable[[Facts, PublicStatus], bool] = lambda _facts, _status: False
+    """Return whether a new pod gets no node before all of its group exist."""
+    is_misplaced: Callable[[Facts, PublicStatus, Worker], bool] = lambda _facts, _status, _worker: False
+    """Return whether a pod waits in a group that can no longer get it onto a node."""
+    describe_wait: Callable[[Facts], str] = lambda _facts: ""
+    """Return how workers wait for their nodes, as the rest of a sentence."""
+    reconcile: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
+    """Called after the pods."""
+    finish: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
+    """Called for a job that has ended."""
+    finalize: Callable[[Facts, TrainingJobStatus], PolicyResult] = _unchanged
+    """Called last in each plan, also in that of a job that has ended."""
+
+
+def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision, features: tuple[Feature, ...]) -> Facts:
     """Sort an observation. A membership of size 0 in the status means that the recorded one was given up."""
     current = observed.membership if observed.job.status.membership.size > 0 else None
     workers = build_workers(observed)
@@ -97,10 +153,10 @@ def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) 
     workers = with_contact(workers, contact)
     recorded_members = current.members if current is not None else ()
     uids = {member.pod_uid for member in recorded_members}
-    problems = find_problems_by_pod(observed, workers, settings.features)
+    problems = find_problems_by_pod(observed, workers, [feature.node_problems for feature in features])
     return Facts(
         observed=observed,
-        settings=settings,
+        settings=replace(settings, pod_fields=tuple(feature.pod_fields for feature in features)),
         size=size,
         workers=workers,
         current=current,
@@ -110,7 +166,8 @@ def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision) 
         node_problems=problems.by_pod,
         counts_from=problems.counts_from + _find_confirmation_times(observed, workers),
         lost_contact=contact.lost if has_lost_contact(workers.values(), observed.coordinator_since) else "",
-        grant=next(filter(None, (feature.admit(observed, settings) for feature in settings.features)), None),
+        grant=next(filter(None, (feature.admit(observed, settings) for feature in features)), None),
+        features=features,
     )
 
 
@@ -198,7 +255,7 @@ def describe_creation_refusal(facts: Facts) -> tuple[Reason, str] | None:
 
 def find_creation_blocker(facts: Facts) -> tuple[Reason, str] | None:
     """Return why a feature of the job allows no new pod now, and what to do; None if pods can be created."""
-    return next(filter(None, (feature.find_creation_blocker(facts) for feature in facts.settings.features)), None)
+    return next(filter(None, (feature.find_creation_blocker(facts) for feature in facts.features)), None)
 
 
 def pin_running_image(observed: Observed, settings: PlanSettings) -> PlanSettings:

@@ -23,13 +23,14 @@ from trainium_operator.plan.faults.node_signals import (
 from trainium_operator.plan.manifests.worker_needs import build_tolerations, find_extended_resources
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.wire.messages import HeartbeatRequest
-    from trainium_operator.plan.model.feature import Feature
     from trainium_operator.plan.model.observed import NodeView, Observed
     from trainium_operator.plan.view.workers import Worker
+
+    FindDeviceProblems = Callable[[Observed, Worker], Iterable[NodeProblem]]
 
 _DETAIL_CHARACTERS = 200
 _CLOCK_SKEW_SECONDS = 60.0
@@ -47,7 +48,7 @@ class NodeProblems:
 
 
 def find_problems_by_pod(
-    observed: Observed, workers: Mapping[str, Worker], features: Collection[Feature]
+    observed: Observed, workers: Mapping[str, Worker], find_device_problems: Collection[FindDeviceProblems]
 ) -> NodeProblems:
     """Return the problems of the node of each worker."""
     by_pod: dict[str, NodeProblem] = {}
@@ -63,7 +64,7 @@ def find_problems_by_pod(
             by_node[node.name] = _find_worst_problem(node, demand, observed, counts_from)
         problem = _select_worse(
             _with_kernel_problem(worker, by_node[node.name], observed),
-            _find_worst_device_problem(worker, observed, features),
+            _find_worst_device_problem(worker, observed, find_device_problems),
         )
         problem = problem or _find_clock_problem(worker)
         if problem is not None:
@@ -96,9 +97,11 @@ def _find_worst_problem(
     return None
 
 
-def _find_worst_device_problem(worker: Worker, observed: Observed, features: Collection[Feature]) -> NodeProblem | None:
+def _find_worst_device_problem(
+    worker: Worker, observed: Observed, find_device_problems: Collection[FindDeviceProblems]
+) -> NodeProblem | None:
     """Return the worst problem of the devices that a feature gives to the worker."""
-    problems = (problem for feature in features for problem in feature.node_problems(observed, worker))
+    problems = (problem for find in find_device_problems for problem in find(observed, worker))
     worst = max(problems, key=lambda problem: problem.severity, default=None)
     return None if worst is None else _cap_while_frozen(worst, observed)
 

@@ -17,7 +17,7 @@ from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.membership.decisions import finish_decided_generation, record_size_request, resize
 from trainium_operator.plan.membership.generation import Decision
 from trainium_operator.plan.model.conditions import find_condition, with_condition
-from trainium_operator.plan.model.feature import AdmissionState, Grant
+from trainium_operator.plan.model.grant import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.workers import with_completions

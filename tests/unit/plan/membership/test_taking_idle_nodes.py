@@ -18,7 +18,7 @@ from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.features.idle_nodes.policy import use_idle_nodes
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import with_condition
-from trainium_operator.plan.model.feature import AdmissionState, Grant
+from trainium_operator.plan.model.grant import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.workers import with_completions
@@ -59,7 +59,9 @@ def with_resize_cost(price: float, ago: float = 5000.0, **fields: Any) -> Traini
 
 
 def decide(observed: Observed, status: TrainingJobStatus | None = None, losses: tuple[Loss, ...] = ()) -> PolicyResult:
-    return use_idle_nodes(build.facts(observed), status or idle_status(), losses)
+    return use_idle_nodes(
+        build.facts(observed), status or idle_status(), frozenset(loss.member.pod_uid for loss in losses)
+    )
 
 
 def loss_of_member(observed: Observed, ordinal: int) -> tuple[Loss, ...]:
@@ -105,7 +107,7 @@ def test_extras_need_a_class_of_lowest_priority() -> None:
     observed = job_with_extras()
     plain = build.facts(observed)
     without_class = replace(plain, settings=replace(plain.settings, extra_priority_class=""))
-    assert use_idle_nodes(without_class, idle_status(), ()).status.idle_nodes == IdleNodesStatus()
+    assert use_idle_nodes(without_class, idle_status(), frozenset()).status.idle_nodes == IdleNodesStatus()
 
 
 def test_idle_nodes_leave_disables_extras() -> None:
@@ -269,7 +271,7 @@ def test_after_a_loss_a_job_continues_with_its_extras() -> None:
 @pytest.mark.parametrize(("granted", "size"), [(1, 2), (2, 2), (3, 3), (4, 4), (9, 4)])
 def test_extras_are_limited_by_the_grant_of_the_queue(granted: int, size: int) -> None:
     facts = replace(build.facts(job_with_extras(extras=2)), grant=Grant(state=AdmissionState.ADMITTED, workers=granted))
-    assert use_idle_nodes(facts, idle_status(), ()).status.desired == size
+    assert use_idle_nodes(facts, idle_status(), frozenset()).status.desired == size
 
 
 def test_scheduled_extras_end_the_wait() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_operator.plan.features.dra import claims, template
-from trainium_operator.plan.model.feature import Feature
+from trainium_operator.plan.view.facts import Feature
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed, PlanSettings

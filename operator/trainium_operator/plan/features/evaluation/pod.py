@@ -38,7 +38,7 @@ _DROPPED_FIELDS = ("priority", "preemptionPolicy", "priorityClassName", "affinit
 def build_evaluation_pod(job: JobView, settings: PlanSettings, entry: MilestoneEvaluation, attempt: str) -> Json:
     """Build the complete manifest."""
     uncompiled = replace(job, spec=job.spec.replaced(precompile=PrecompileSpec()))
-    body = build_pod_template(uncompiled, replace(settings, features=()), with_estimates=False)
+    body = build_pod_template(uncompiled, replace(settings, pod_fields=()), with_estimates=False)
     spec = {key: value for key, value in body["spec"].items() if key not in _DROPPED_FIELDS}
     instance_type = job.spec.workers.accelerator.instance_type
     selector = {key: value for key, value in (spec.get("nodeSelector") or {}).items() if value != instance_type}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.spec.scheduling import Gang
 from trainium_operator.plan.features.gang import groups
-from trainium_operator.plan.model.feature import Feature
+from trainium_operator.plan.view.facts import Feature
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed, PlanSettings

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.job import IdleNodesStatus
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_operator.plan.features.idle_nodes import policy
-from trainium_operator.plan.model.feature import Feature
+from trainium_operator.plan.view.facts import Feature
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed, PlanSettings

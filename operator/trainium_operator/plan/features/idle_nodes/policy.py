@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from trainium_contract.status.public import PublicStatus
-    from trainium_operator.plan.diagnose.loss import Loss
     from trainium_operator.plan.view.workers import Worker
 
 _FIRST_PAUSE_SECONDS = 60.0
@@ -58,23 +57,22 @@ class _Limits:
         return max(self.base, facts.size.legal_at_most(min(workers, self.base + self.usable, self.max_size)))
 
 
-def use_idle_nodes(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
+def use_idle_nodes(facts: Facts, status: TrainingJobStatus, failed: frozenset[str]) -> PolicyResult:
     """Return the status with the size to work towards and the extras to keep.
 
-    `status.desired` is the requested size.
+    `status.desired` is the requested size, `failed` has the pod uids of members that failed.
     """
     if facts.current is None or not status.desired:
         return PolicyResult(status=status.replaced(idle_nodes=_NO_EXTRAS))
-    lost = {loss.member.pod_uid for loss in losses}
-    usable = list_usable_extras(facts, lost)
+    usable = list_usable_extras(facts, failed)
     limits = _Limits(
         base=status.desired,
         max_size=_find_max_size(facts, status),
         usable=len(usable) if facts.grant is None else max(0, min(len(usable), facts.grant.workers - status.desired)),
-        available=len(facts.member_uids - lost) + len(list_healthy_joiners(facts)),
+        available=len(facts.member_uids - failed) + len(list_healthy_joiners(facts)),
     )
-    target, requeue_at = _choose_size(facts, status, limits, losses)
-    idle, later = _choose_extras(facts, status, limits, losses)
+    target, requeue_at = _choose_size(facts, status, limits, failed)
+    idle, later = _choose_extras(facts, status, limits, failed)
     idle = idle.replaced(taken=target - limits.base)
     return PolicyResult(status=status.replaced(desired=target, idle_nodes=idle), requeue_at=requeue_at + later)
 
@@ -88,10 +86,10 @@ def _find_max_size(facts: Facts, status: PublicStatus) -> int:
 
 
 def _choose_size(
-    facts: Facts, status: PublicStatus, limits: _Limits, losses: tuple[Loss, ...]
+    facts: Facts, status: PublicStatus, limits: _Limits, failed: frozenset[str]
 ) -> tuple[int, tuple[float, ...]]:
     """Return the size to work towards, and when to check again (Unix seconds)."""
-    if losses:
+    if failed:
         return limits.best_size(facts, limits.available), ()
     present = len(facts.members)
     smaller, larger = limits.best_size(facts, present), limits.best_size(facts, limits.available)
@@ -119,7 +117,7 @@ def _find_growth_time(facts: Facts, status: PublicStatus, present: int, size: in
 
 
 def _choose_extras(
-    facts: Facts, status: TrainingJobStatus, limits: _Limits, losses: tuple[Loss, ...]
+    facts: Facts, status: TrainingJobStatus, limits: _Limits, failed: frozenset[str]
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Return the number of extras to keep or to request, and when to check again (Unix seconds)."""
     idle, limit = status.idle_nodes, limits.max_size - limits.base
@@ -135,7 +133,7 @@ def _choose_extras(
         return _await_extras(facts, idle, min(idle.wanted, limit), bound_extras, useful_bound)
     succeeded = limits.usable >= useful_bound > facts.job.status.idle_nodes.taken
     idle = idle.replaced(wanted=useful_bound, failed_requests=0 if succeeded else idle.failed_requests)
-    if useful_bound >= limit or losses or len(facts.members) < limits.base or not _is_training_steadily(facts, status):
+    if useful_bound >= limit or failed or len(facts.members) < limits.base or not _is_training_steadily(facts, status):
         return idle, ()
     present = len(facts.members)
     resize_seconds = measure_resize_seconds(status) or 0.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_operator.plan.manifests.worker_pod import build_pod_template
-from trainium_operator.plan.model.feature import AdmissionState, Grant
+from trainium_operator.plan.model.grant import AdmissionState, Grant
 from trainium_operator.plan.model.names import LABEL_POD_SET
 from trainium_operator.plan.model.observed import ApiState, Observed, PlanSettings
 from trainium_operator.plan.model.quota import SPARES, WORKERS, Placement, QuotaView, WorkloadCondition, WorkloadView

@@ -15,7 +15,7 @@ from trainium_operator.plan.features.kueue.workload import build_workload
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyWorkload, DeleteWorkload, PolicyResult, SetQuotaConditions
 from trainium_operator.plan.model.conditions import is_true
-from trainium_operator.plan.model.feature import AdmissionState
+from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.quota import WORKERS, WorkloadCondition, WorkloadConditionView
 from trainium_operator.plan.view.size import SizeDecision, count_needed_workers
 

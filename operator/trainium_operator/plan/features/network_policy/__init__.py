@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.features.network_policy import policy
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.feature import Feature
+from trainium_operator.plan.view.facts import Feature
 
 if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import Observed, PlanSettings
