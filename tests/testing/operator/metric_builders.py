@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Interruption, RestartsStatus, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
@@ -12,7 +13,6 @@ from trainium_operator.cluster.cache.namespaces import ListState
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import JobView, NodeCondition, NodeReadiness, NodeView
-from trainium_operator.plan.model.text import format_rfc3339
 
 NOW = 1_800_000_000.0
 

@@ -16,10 +16,9 @@ import yaml
 from yaml.composer import Composer
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.rfc3339 import parse_rfc3339
+from trainium_contract.rfc3339 import format_rfc3339, parse_rfc3339
 from trainium_operator.cluster.cache.parts import MAX_NAME_CHARACTERS
 from trainium_operator.plan.fleet.memory import MAX_STRIKES, Machine, MachineState, Memory, Strike
-from trainium_operator.plan.model.text import format_rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

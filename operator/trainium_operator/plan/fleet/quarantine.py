@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.sizes import INSTANCES
 from trainium_operator.plan.faults.node_signals import NodeProblem, find_node_problems
 from trainium_operator.plan.fleet.memory import (
@@ -44,7 +45,7 @@ from trainium_operator.plan.model.observed import (
     Taint,
     max_bad_nodes,
 )
-from trainium_operator.plan.model.text import format_names, format_rfc3339
+from trainium_operator.plan.model.text import format_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

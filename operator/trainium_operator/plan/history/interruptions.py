@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, Rung
 from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
-from trainium_operator.plan.model.text import format_names, format_rfc3339, format_sentence
+from trainium_operator.plan.model.text import format_names, format_sentence
 from trainium_operator.plan.view.progress import find_last_step
 
 if TYPE_CHECKING:

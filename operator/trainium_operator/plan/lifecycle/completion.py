@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.job import CleanPodPolicy, TrainingJobStatus
+from trainium_contract.rfc3339 import format_rfc3339, parse_rfc3339
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.failed_spec import FailedSpecStatus, compare_failed_spec, record_failed_spec
 from trainium_contract.status.interruptions import Interruption, Rung
@@ -23,7 +24,7 @@ from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, find_fi
 from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, event
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count, format_rfc3339, parse_rfc3339
+from trainium_operator.plan.model.text import format_count
 from trainium_operator.plan.view.progress import find_last_step
 from trainium_operator.plan.view.workers import build_deletion
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
-from trainium_operator.plan.model.text import format_rfc3339, format_sentence
+from trainium_operator.plan.model.text import format_sentence
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus

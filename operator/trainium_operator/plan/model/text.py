@@ -1,8 +1,7 @@
-"""Format text for status, conditions and events: bounded, on one line, without secrets; and RFC 3339 times."""
+"""Format text for status, conditions and events: bounded, on one line, without secrets."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -58,17 +57,3 @@ def format_figure(figure: EvaluationFigure) -> str:
     value = "none" if figure.after is None else f"{figure.after:.4g}"
     value += "" if figure.standard_error is None else f" ± {figure.standard_error:.2g}"
     return f"{figure.name} {value}" if figure.before is None else f"{figure.name} {figure.before:.4g} -> {value}"
-
-
-def format_rfc3339(seconds: float) -> str:
-    """Return the time as `2026-01-31T12:00:00Z`, rounded down."""
-    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-@lru_cache(maxsize=1024)
-def parse_rfc3339(text: str) -> float | None:
-    """Return the Unix seconds of such a text; None for an empty text or another format."""
-    try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return None

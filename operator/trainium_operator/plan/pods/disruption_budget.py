@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.job import CleanPodPolicy, TrainingJobStatus
+from trainium_contract.rfc3339 import format_rfc3339, parse_rfc3339
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.manifests.owned_object import build_owned_object
@@ -22,7 +23,6 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyOptional, PolicyResult
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_rfc3339, parse_rfc3339
 from trainium_operator.plan.view.progress import is_past_steps
 
 if TYPE_CHECKING:

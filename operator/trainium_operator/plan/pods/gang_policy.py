@@ -18,12 +18,12 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.model.actions import PolicyResult, event
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_rfc3339
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.view.facts import Facts, describe_creation_refusal, find_creation_blocker
 from trainium_operator.plan.view.size import count_needed_workers

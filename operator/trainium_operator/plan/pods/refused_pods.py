@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.start_failures import MAX_MESSAGE, MAX_NODES, StartFailureNode, StartFailuresStatus
 from trainium_operator.plan.model.observed import PodPhase, PodView
-from trainium_operator.plan.model.text import format_names, format_rfc3339
+from trainium_operator.plan.model.text import format_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

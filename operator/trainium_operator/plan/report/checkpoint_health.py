@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.status.conditions import ConditionStatus, ConditionType
 from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import parse_rfc3339
 from trainium_operator.plan.view.progress import is_past_steps
 
 if TYPE_CHECKING:

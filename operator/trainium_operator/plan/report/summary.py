@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.node_polarity import Severity
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status import public
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
@@ -28,7 +29,7 @@ from trainium_operator.plan.model.actions import EventIntent, PolicyResult, even
 from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count, format_names, format_rfc3339
+from trainium_operator.plan.model.text import format_count, format_names
 from trainium_operator.plan.pods.gang_policy import set_admitted
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health

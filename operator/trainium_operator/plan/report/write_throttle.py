@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import parse_rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus

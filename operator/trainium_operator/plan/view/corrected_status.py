@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.rfc3339 import format_rfc3339, parse_rfc3339
 from trainium_contract.status.public import MembershipStatus, PublicStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.model.conditions import is_terminal
-from trainium_operator.plan.model.text import format_rfc3339, parse_rfc3339
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus

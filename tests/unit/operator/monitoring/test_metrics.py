@@ -9,6 +9,7 @@ import pytest
 from tests.testing.operator.metric_builders import NOW, job_view, read_samples
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.internal import GangStatus
@@ -19,7 +20,6 @@ from trainium_contract.wire.messages import CheckResult, HeartbeatRequest, Stuck
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.fleet.memory import Machine, MachineState
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
-from trainium_operator.plan.model.text import format_rfc3339
 
 MOST_SERIES = 1_500
 """Limit for one operator: about as many as one node exporter has."""

@@ -4,12 +4,12 @@ from typing import Any
 
 from tests.testing.operator.metric_builders import NOW, job_view, read_samples
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import RestartsStatus
 from trainium_contract.status.public import CheckpointStatus, ProgressStatus
 from trainium_contract.status.results import EvaluationFigure, MilestoneEvaluation
 from trainium_operator.monitoring.metrics import Metrics
-from trainium_operator.plan.model.text import format_rfc3339
 
 
 def status(**fields: Any) -> TrainingJobStatus:

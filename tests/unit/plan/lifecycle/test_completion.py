@@ -10,12 +10,12 @@ from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.job import TrainingJobStatus
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.model.actions import DeleteJob
 from trainium_operator.plan.model.conditions import is_terminal
 from trainium_operator.plan.model.observed import NodeReadiness, PodPhase
-from trainium_operator.plan.model.text import format_rfc3339
 
 
 def ended_job(kind: ConditionType = ConditionType.COMPLETE, *, ago: float = 100, **job_spec: Any) -> Any:

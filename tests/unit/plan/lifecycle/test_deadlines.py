@@ -10,6 +10,7 @@ from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Rung
@@ -18,7 +19,6 @@ from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import NodeReadiness
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_rfc3339
 
 LIMIT = 40
 

@@ -9,12 +9,12 @@ from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.observed import Observed, PodPhase, PodView
-from trainium_operator.plan.model.text import format_rfc3339
 
 LAST_STEP = Progress(
     step=100, total_steps=100, loss=1.5, memory_step=100, durable_step=100, updated=NOW - 61, productive_seconds=50.0

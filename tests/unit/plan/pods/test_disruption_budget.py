@@ -9,12 +9,12 @@ from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
 from tests.unit.plan.plan_results import make_plan
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.wire.messages import Progress
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyOptional
 from trainium_operator.plan.model.conditions import find_condition, is_true
-from trainium_operator.plan.model.text import format_rfc3339
 from trainium_operator.plan.pods import disruption_budget
 
 STORAGE = {"storage": {"hostPath": {"path": "/fsx"}}}

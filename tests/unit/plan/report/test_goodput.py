@@ -12,6 +12,7 @@ from tests.unit.plan.plan_cluster import FakeCluster
 from tests.unit.plan.plan_results import check_ledger, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.status.internal import WINDOW_SAMPLES, StepWindow
 from trainium_contract.status.interruptions import Interruption, Rung
@@ -19,7 +20,6 @@ from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, SizeAc
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Progress, StepTiming, WorkerPhase
 from trainium_operator.plan.model.observed import Observed, PodPhase
-from trainium_operator.plan.model.text import format_rfc3339
 from trainium_operator.plan.report.step_time import reference_seconds
 
 

@@ -13,6 +13,7 @@ from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_cluster import FakeCluster
 from tests.unit.plan.plan_results import check_ledger, get_condition, make_plan, with_written_status
 from trainium_contract.faults.causes import Cause
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import OVERHEAD, STARTUP
@@ -20,7 +21,6 @@ from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, Eval
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import Observed
-from trainium_operator.plan.model.text import format_rfc3339
 
 STEPS = 40
 """Twenty seconds."""

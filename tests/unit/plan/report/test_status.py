@@ -8,6 +8,7 @@ from tests.unit.plan.plan_builders import NOW, SETTINGS
 from tests.unit.plan.plan_results import make_plan, with_written_status
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.public import MembershipStatus
@@ -17,7 +18,7 @@ from trainium_contract.wire.messages import AlertKind, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.model.text import SENTENCE_LIMIT, format_names, format_rfc3339, format_sentence
+from trainium_operator.plan.model.text import SENTENCE_LIMIT, format_names, format_sentence
 from trainium_operator.plan.report.events import list_events
 from trainium_operator.plan.report.summary import SLOW_INIT_SECONDS
 

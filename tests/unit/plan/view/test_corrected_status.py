@@ -10,13 +10,13 @@ from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_results import make_plan, with_written_status
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.internal import FailureRecord, GangStatus
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import MembershipStatus, ProgressStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.features.idle_nodes import policy as idle_nodes
 from trainium_operator.plan.model.observed import Observed
-from trainium_operator.plan.model.text import format_rfc3339
 from trainium_operator.plan.pods import gang_policy
 from trainium_operator.plan.report.write_throttle import only_progress_differs
 from trainium_operator.plan.view.corrected_status import correct_status

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.rfc3339 import format_rfc3339, parse_rfc3339
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.results import MAX_EVALUATIONS, EvaluationFigure, MilestoneEvaluation, RunResults
 from trainium_contract.trainer.artifacts import ArtifactKind
@@ -26,7 +27,7 @@ from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluat
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_figure, format_rfc3339, format_sentence, parse_rfc3339
+from trainium_operator.plan.model.text import format_figure, format_sentence
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
