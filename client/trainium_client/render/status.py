@@ -11,8 +11,8 @@ from trainium_contract.pages.facts import job_facts, step_text
 from trainium_contract.pages.formatting import (
     format_age,
     format_bytes,
-    format_count,
     format_duration,
+    format_large_number,
     format_measurement,
     format_number,
     pluralize,
@@ -86,7 +86,7 @@ def _format_milestone(milestone: MilestoneView) -> str:
         f"{item.name} {format_measurement(item.after, item.standard_error)}" for item in milestone.figures
     )
     figures = figures or milestone.message or "not measured yet"
-    return f"step {milestone.step}, {format_count(milestone.tokens)} tokens: {figures}"
+    return f"step {milestone.step}, {format_large_number(milestone.tokens)} tokens: {figures}"
 
 
 def _format_fact(fact: Fact) -> Text:

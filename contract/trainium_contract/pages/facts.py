@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.pages.formatting import (
     format_age,
-    format_count,
     format_duration,
+    format_large_number,
     format_number,
     format_percent,
     format_utc,
@@ -123,7 +123,7 @@ def _speed(view: JobView) -> str:
     parts = [f"loss {format_number(view.loss, 5)}"] if view.loss is not None else []
     parts += [f"{100 * view.reward_accuracy:.0f} % preferred"] if view.reward_accuracy is not None else []
     if not view.stale:
-        parts += [f"{format_count(view.tokens_per_second)} tokens/s"] if view.tokens_per_second else []
+        parts += [f"{format_large_number(view.tokens_per_second)} tokens/s"] if view.tokens_per_second else []
         parts += [f"{format_number(view.samples_per_second, 3)} samples/s"] if view.samples_per_second else []
     parts += [f"{format_duration(view.step_seconds)} a step"] if view.step_seconds else []
     return ", ".join(parts)

@@ -43,8 +43,8 @@ def format_measurement(value: float | None, standard_error: float | None) -> str
     )
 
 
-def format_count(value: float) -> str:
-    """Format a count: 0.4, 420, 12.3k, 4.5M."""
+def format_large_number(value: float) -> str:
+    """Format a number for its size: 0.4, 420, 12.3k, 4.5M."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
@@ -64,8 +64,9 @@ def format_utc(at: float | None) -> str:
 
 
 def pluralize(number: int, thing: str) -> str:
-    """Format as 1 spare, 2 spares."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    """Format as 1 spare, 2 spares, 2 processes."""
+    plural = f"{thing}es" if thing.endswith("s") else f"{thing}s"
+    return f"{number} {thing if number == 1 else plural}"
 
 
 def shorten(text: str, max_length: int) -> str:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from trainium_contract.pages.facts import job_facts
 from trainium_contract.pages.formatting import (
     format_bytes,
-    format_count,
     format_duration,
+    format_large_number,
     format_measurement,
     format_number,
     format_utc,
@@ -329,7 +329,7 @@ def _results_section(view: JobView) -> str:
     milestones = [
         (
             str(milestone.step),
-            format_count(milestone.tokens),
+            format_large_number(milestone.tokens),
             measure.name,
             format_measurement(measure.after, measure.standard_error),
         )

@@ -10,7 +10,7 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from trainium_contract.pages.formatting import format_count, shorten
+from trainium_contract.pages.formatting import format_large_number, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -119,7 +119,7 @@ def draw_line_chart(
         f'<text x="-6" y="{y_scale.position(value) + 4}" text-anchor="end">{text}</text>'
         for value, text in zip(y_ticks, _format_ticks(y_ticks), strict=True)
     ]
-    labels = zip(map(x_scale.position, x_ticks), map(format_count, x_ticks), strict=True)
+    labels = zip(map(x_scale.position, x_ticks), map(format_large_number, x_ticks), strict=True)
     parts += _place_labels(list(labels), height - 8)
     parts.append(_draw_area(points, spread, (x_scale, y_scale), bottom))
     parts += [
@@ -172,7 +172,7 @@ def find_runs(steps: Sequence[int]) -> list[tuple[int, int]]:
 
 def _format_ticks(values: Sequence[float]) -> list[str]:
     """Format the values of an axis with the digits that distinguish them."""
-    texts = [format_count(value) if abs(value) >= 1000 else f"{value:.3g}" for value in values]
+    texts = [format_large_number(value) if abs(value) >= 1000 else f"{value:.3g}" for value in values]
     digits = 4
     while len(set(texts)) < len(texts) and digits < 16:
         texts = [f"{value:.{digits}g}" for value in values]

@@ -93,7 +93,7 @@ def _plan_ended(facts: Facts) -> PolicyResult:
 def _plan_deadline(facts: Facts, result: PolicyResult) -> PolicyResult:
     """Return the plan once a deadline ends the job: no other policy decides any more."""
     result = result.with_status(_close_all(facts, result.status))
-    result = _summarized(facts, result)
+    result = _summarize_unless_stale(facts, result)
     return result.then(stopping.stop_after_deadline(facts, result.status))
 
 
@@ -111,7 +111,7 @@ def _plan_active(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) -
         result = _plan_workers(facts, result, losses)
     for feature in facts.features:
         result = result.then(feature.reconcile(facts, result.status))
-    return _summarized(facts, result.then(summary.count_outdated_pods(facts, result.status)))
+    return _summarize_unless_stale(facts, result.then(summary.count_outdated_pods(facts, result.status)))
 
 
 def _plan_workers(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) -> PolicyResult:
@@ -121,13 +121,13 @@ def _plan_workers(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) 
     failed = frozenset(loss.member.pod_uid for loss in losses)
     for feature in facts.features:
         result = result.then(feature.resize(facts, result.status, failed))
-    result = result.then(_decide(facts, result.status, losses))
+    result = result.then(_start_or_keep_generation(facts, result.status, losses))
     withheld, released = gang_policy.withhold_pods(facts, result.status)
     result = result.then(released)
     return result if withheld else result.then(replicas.reconcile_pods(facts, result.status, losses))
 
 
-def _decide(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
+def _start_or_keep_generation(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
     """Start the new generation, or keep the current one published and close entries that it has outlived."""
     decision = decisions.decide_generation(facts, status, losses)
     decided = PolicyResult(status=decision.status, requeue_at=decision.requeue_at)
@@ -141,7 +141,7 @@ def _close_all(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     return recovery.close_abandoned(facts, recovery.close_recovered(facts, status))
 
 
-def _summarized(facts: Facts, result: PolicyResult) -> PolicyResult:
+def _summarize_unless_stale(facts: Facts, result: PolicyResult) -> PolicyResult:
     """Add the summary, unless the status names a newer generation than this process's record.
 
     Either the record is about to be written, and the next plan counts; or another operator wrote it, and these counts
@@ -160,7 +160,7 @@ def _initial_result(facts: Facts, diagnosis: Diagnosis) -> PolicyResult:
     kind = ConditionType.SIZE_LEGAL
     status = conditions.with_condition(status, kind, legal, size.reason, size.message, now=facts.now)
     status = summary.record_compiled_sizes(facts, status)
-    desired = _within_quota(facts) or status.desired
+    desired = _limit_size_to_quota(facts) or status.desired
     status = summary.set_nodes_healthy(facts, decisions.record_size_request(facts, status, desired))
     avoided = failure_budgets.list_avoided_nodes(status.failures, facts.now)
     status = status.replaced(
@@ -173,7 +173,7 @@ def _initial_result(facts: Facts, diagnosis: Diagnosis) -> PolicyResult:
     return PolicyResult(status=status, events=diagnosis.events, requeue_at=requeue_at)
 
 
-def _within_quota(facts: Facts) -> int:
+def _limit_size_to_quota(facts: Facts) -> int:
     """Return the size to work towards: the spec's, unless a queue grants less."""
     if facts.grant is None or facts.grant.releases_workers:
         return facts.size.desired

@@ -16,6 +16,7 @@ import typer
 from trainium_agent.linux.open_files import read_limit
 from trainium_contract.models.families import PRESETS
 from trainium_contract.models.parameters import count_parameters
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.requirements.descriptors import count_required_files, explain_file_limit
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.parallelism import BackendChoice
@@ -107,7 +108,7 @@ def check(
     elsewhere = document.get("kind") == KIND or ranks is not None
     if document.get("kind") == KIND:
         plan = resolve_sizes(config, document, overrides or ())
-        start = f"{_pluralize(plan.nodes[0], 'node')} of {_pluralize(plan.cores_per_node, 'process')}"
+        start = f"{pluralize(plan.nodes[0], 'node')} of {pluralize(plan.cores_per_node, 'process')}"
         header = [f"job: starts on {start}; {_format_sizes(plan.nodes)}"]
         ranks = ranks or plan.nodes[0] * plan.cores_per_node
         nodes = max(1, ranks // plan.cores_per_node)
@@ -155,11 +156,6 @@ def _find_missing_tokenizer(config: TrainingConfig) -> str:
     return f"data.tokenizer.path {path} is not on this machine: its vocabulary was not compared with the model's"
 
 
-def _pluralize(number: int, unit: str) -> str:
-    plural = f"{unit}es" if unit.endswith("s") else f"{unit}s"
-    return f"{number} {unit if number == 1 else plural}"
-
-
 def _format_sizes(nodes: tuple[int, ...]) -> str:
     """Format sizes, at most one line of them."""
     sizes = sorted(nodes)
@@ -187,8 +183,8 @@ def describe_run(settings: Settings, nodes: int = 1) -> list[str]:
             f"{degrees.pipeline}" + (f" x context {degrees.context}" if degrees.context > 1 else "")
         ),
         (
-            f"step: {_pluralize(settings.batch, unit)}{near} of {multiplier}{length} tokens = {per_step:,} tokens; "
-            f"{_pluralize(settings.passes, 'pass')} of {_pluralize(batch.micro_size, unit)} on each data-parallel rank"
+            f"step: {pluralize(settings.batch, unit)}{near} of {multiplier}{length} tokens = {per_step:,} tokens; "
+            f"{pluralize(settings.passes, 'pass')} of {pluralize(batch.micro_size, unit)} on each data-parallel rank"
             f"{empty}"
         ),
         _describe_length(config),

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.job import CleanPodPolicy, TrainingJobStatus
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.rfc3339 import format_rfc3339, parse_rfc3339
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.failed_spec import FailedSpecStatus, compare_failed_spec, record_failed_spec
@@ -24,7 +25,6 @@ from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, find_fi
 from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, event
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count
 from trainium_operator.plan.view.progress import find_last_step
 from trainium_operator.plan.view.workers import build_deletion
 
@@ -107,7 +107,7 @@ def build_termination_status(observed: Observed) -> TrainingJobStatus:
     blockers = [_FINALIZER_TEXTS.get(name, f"finalizer {name}") for name in job.finalizers]
     if observed.pods:
         verb = "is" if len(observed.pods) == 1 else "are"
-        blockers.append(f"{format_count(len(observed.pods), 'pod')} of it {verb} left")
+        blockers.append(f"{pluralize(len(observed.pods), 'pod')} of it {verb} left")
     message = f"the job is being deleted; it waits for: {', '.join(blockers) or 'the API server'}"
     status = job.status.replaced(phase=Phase.TERMINATING)
     for kind in (ConditionType.RUNNING, ConditionType.RECOVERING, ConditionType.RESIZING):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.start_failures import StartFailuresStatus
@@ -24,7 +25,7 @@ from trainium_operator.plan.lifecycle.completion import stop
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count, format_sentence
+from trainium_operator.plan.model.text import format_sentence
 from trainium_operator.plan.view.progress import has_stepped
 from trainium_operator.plan.view.workers import build_deletion
 
@@ -52,7 +53,7 @@ def suspend(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     status, workers, kind = released.status, facts.workers.values(), ConditionType.SUSPENDED
     if workers:
         verbs = "saves and leaves" if len(workers) == 1 else "save and leave"
-        message = f"{format_count(len(workers), 'worker')} {verbs}"
+        message = f"{pluralize(len(workers), 'worker')} {verbs}"
         status = with_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
     else:
         status = with_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=facts.now)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.wire.worker_env import ranks_grace
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.manifests.worker_pod import build_pod_template
 from trainium_operator.plan.model.actions import EventIntent, event
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count
 
 if TYPE_CHECKING:
     from trainium_contract.wire.messages import Member
@@ -41,7 +41,7 @@ def _report_grace(facts: Facts, members: tuple[Member, ...]) -> tuple[EventInten
         return ()
     asked = facts.job.spec.recovery.grace_period_seconds
     note = (
-        f"The ranks of {format_count(len(times), 'worker')} have {min(times):g} s to save when they are stopped, not "
+        f"The ranks of {pluralize(len(times), 'worker')} have {min(times):g} s to save when they are stopped, not "
         f"the {asked} s of recovery.gracePeriodSeconds: a pod template, a webhook, or an earlier value of the field "
         "gave their pods a shorter terminationGracePeriodSeconds"
     )

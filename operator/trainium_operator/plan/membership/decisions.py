@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Member, Transition, WorkerPhase
@@ -35,7 +36,6 @@ from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.ranks import assign_ranks, build_member, build_rank_context, order_first_ranks
 from trainium_operator.plan.model.conditions import StatusT, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count
 from trainium_operator.plan.view.facts import Facts, list_healthy_joiners, list_joiners
 from trainium_operator.plan.view.progress import is_settled
 from trainium_operator.plan.view.workers import RECONNECT_SECONDS
@@ -163,7 +163,7 @@ def record_size_request(facts: Facts, status: StatusT, desired: int) -> StatusT:
     """Record that the user changed the size; until it is reached, a change of size is attributed to the user."""
     if facts.current is None or status.desired == 0 or status.desired - status.idle_nodes.taken == desired:
         return status
-    message = f"from {len(facts.current.members)} to {format_count(desired, 'node')}"
+    message = f"from {len(facts.current.members)} to {pluralize(desired, 'node')}"
     return with_condition(status, ConditionType.RESIZING, True, Reason.SIZE_REQUESTED, message, now=facts.now)
 
 
@@ -240,7 +240,7 @@ def _record_resize(facts: Facts, status: TrainingJobStatus, size: int) -> Traini
     new = NewInterruption(
         cause=Cause.RESIZE if requested else Cause.CAPACITY,
         rung=Rung.RESIZE if requested or size < present else Rung.GROW,
-        message=f"from {present} to {format_count(size, 'node')}{_describe_resize(facts, status, size - present)}",
+        message=f"from {present} to {pluralize(size, 'node')}{_describe_resize(facts, status, size - present)}",
         failed_at=facts.now,
         attempt=status.membership.attempt,
     )
@@ -252,9 +252,9 @@ def _describe_resize(facts: Facts, status: PublicStatus, more: int) -> str:
         return f": the queue grants {status.desired} of {facts.size.desired}"
     taken = status.idle_nodes.taken
     if more > 0 and taken:
-        return f": {format_count(taken, 'idle node')} beyond the {status.desired - taken} requested"
+        return f": {pluralize(taken, 'idle node')} beyond the {status.desired - taken} requested"
     if more < 0 and facts.observed.nodes_wanted_by_gangs:
-        nodes = format_count(-more, "idle node")
+        nodes = pluralize(-more, "idle node")
         return f": {nodes} released, because other jobs wait for {facts.observed.nodes_wanted_by_gangs}"
     return ""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Member, Membership, Transition
 from trainium_operator.plan.history.interruptions import find_open_membership_entry, replace_entry
@@ -17,7 +18,6 @@ from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.membership.changed_pods import report_changed_pods, with_shorter_grace
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, PublishMembership, event
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count
 
 if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
@@ -79,7 +79,7 @@ def start_generation(facts: Facts, status: TrainingJobStatus, new: NewGeneration
         # A decision repeated after a crash was reported already.
         # The first generation answers no interruption, so it has no cause.
         why = f" ({new.cause.value}, {new.transition.value})" if number > 1 else ""
-        note = f"Generation {number} begins on {format_count(size, 'node')}{why}."
+        note = f"Generation {number} begins on {pluralize(size, 'node')}{why}."
         events = (event(Reason.GENERATION_STARTED, note), *report_changed_pods(facts, members))
     return PolicyResult(status=_with_date_of_decision(facts, status), actions=(publish,), events=events)
 

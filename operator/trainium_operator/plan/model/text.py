@@ -41,11 +41,6 @@ def _indentation(line: str) -> str:
     return " " * min(_MAX_INDENTATION, len(line) - len(line.lstrip()))
 
 
-def format_count(number: int, thing: str) -> str:
-    """Format a count as `1 pod`, `2 pods`."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
 def format_names(names: tuple[str, ...], max_names: int = 3) -> str:
     """Format names as `a, b, c and 4 more`."""
     shown = ", ".join(names[:max_names])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_operator.plan.history.interruptions import entry_identity
 from trainium_operator.plan.model.actions import EventIntent, event
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count
 from trainium_operator.plan.report.run_results import artifact_key, describe_artifact, describe_evaluation
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ def _list_begin_events(entry: Interruption) -> Iterator[EventIntent]:
 
 
 def _list_end_events(old: PublicStatus, new: PublicStatus, entry: Interruption) -> Iterator[EventIntent]:
-    steps_lost = "" if entry.steps_lost is None else f", {format_count(entry.steps_lost, 'step')} lost"
+    steps_lost = "" if entry.steps_lost is None else f", {pluralize(entry.steps_lost, 'step')} lost"
     # Without a step nobody knows when a program trains.
     subject = "Training goes on" if new.progress.step > 0 else "The processes run again"
     yield event(
         Reason.RESIZED if entry.rung in (Rung.RESIZE, Rung.GROW) else Reason.RECOVERED,
         f"{subject} after {entry.recovered_seconds} s ({entry.cause.value}, {entry.rung.value}{steps_lost}, "
-        f"{format_count(entry.pods_replaced, 'pod')} replaced).",
+        f"{pluralize(entry.pods_replaced, 'pod')} replaced).",
     )
     durable_step = old.checkpoint.durable_step
     if entry.resume_step is not None and entry.resume_step < durable_step:

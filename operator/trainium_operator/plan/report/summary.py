@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.node_polarity import Severity
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status import public
@@ -29,7 +30,7 @@ from trainium_operator.plan.model.actions import EventIntent, PolicyResult, even
 from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
 from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count, format_names
+from trainium_operator.plan.model.text import format_names
 from trainium_operator.plan.pods.gang_policy import set_admitted
 from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health
@@ -335,11 +336,11 @@ def _set_pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
     ) + sum(worker.finished for uid, worker in facts.workers.items() if uid in members)
     kind = ConditionType.PODS_READY
     if registered >= desired:
-        message = f"{format_count(desired, 'worker')} {'is' if desired == 1 else 'are'} registered"
+        message = f"{pluralize(desired, 'worker')} {'is' if desired == 1 else 'are'} registered"
         return with_condition(status, kind, True, Reason.ALL_READY, message, now=facts.now)
     reason, explanation = _explain_missing_workers(facts, status)
     message = (
-        f"{registered} of {format_count(desired, 'worker')} {'is' if desired == 1 else 'are'} registered. {explanation}"
+        f"{registered} of {pluralize(desired, 'worker')} {'is' if desired == 1 else 'are'} registered. {explanation}"
     )
     return with_condition(status, kind, False, reason, message, now=facts.now)
 
@@ -429,7 +430,7 @@ def _describe_capacity(facts: Facts) -> str:
 def _set_running(facts: Facts, status: StatusT) -> StatusT:
     kind = ConditionType.RUNNING
     if is_settled(facts):
-        message = f"{describe_activity(status)} on {format_count(status.replicas, 'node')}"
+        message = f"{describe_activity(status)} on {pluralize(status.replicas, 'node')}"
         return with_condition(status, kind, True, Reason.TRAINING, message, now=facts.now)
     if facts.current is None:
         return with_condition(status, kind, False, Reason.NOT_STARTED, "no generation is in force", now=facts.now)
@@ -454,7 +455,7 @@ def _set_resizing(facts: Facts, status: StatusT) -> StatusT:
     kind, present, desired = ConditionType.RESIZING, len(facts.current.members), status.desired
     is_requested = is_true(status, kind)
     if present == desired and not any(entry.rung is Rung.RESIZE for entry in _open_entries(status)):
-        return with_condition(status, kind, False, Reason.AT_SIZE, format_count(present, "node"), now=facts.now)
+        return with_condition(status, kind, False, Reason.AT_SIZE, pluralize(present, "node"), now=facts.now)
     if is_requested or present >= desired:
         return status
     message = f"training on {present} of {desired} nodes until more workers are there"

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.pages.formatting import pluralize
 from trainium_contract.requirements.worker_requests import explain_misfit
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_count, format_sentence
+from trainium_operator.plan.model.text import format_sentence
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
@@ -111,7 +112,7 @@ def _explain_size(replicas: int, requested: int, largest: int, desired: int, sha
         speed = "program.batch is not given, so the batch changes with the size unless the trainer is elastic"
     idle = _describe_idle_ranks(desired, shape)
     if desired == replicas:
-        nodes = format_count(desired, "node")
+        nodes = pluralize(desired, "node")
         return Reason.AS_REQUESTED, f"{nodes}{f': {speed}' if short else ''}{f'.{idle}' if idle else ''}"
     reserve = f" {largest - desired} in reserve: more would save no pass." if largest > desired else ""
     if largest == replicas:
@@ -128,7 +129,7 @@ def _explain_size(replicas: int, requested: int, largest: int, desired: int, sha
 
 def _explain_floor(floor: int, workers: WorkersSpec) -> str:
     return (
-        f"It does not shrink below {format_count(floor, 'node')}, although minReplicas is {workers.min_replicas}: on "
+        f"It does not shrink below {pluralize(floor, 'node')}, although minReplicas is {workers.min_replicas}: on "
         f"fewer a process needs more than a core of {workers.accelerator.instance_type} has for weights, gradients and "
         "optimizer alone."
     )
