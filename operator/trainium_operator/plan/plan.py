@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.diagnosis import Diagnosis
-    from trainium_operator.plan.diagnose.loss import Loss
+    from trainium_operator.plan.diagnose.failed_member import FailedMember
     from trainium_operator.plan.model.observed import Observed, PlanSettings
 
 _MIN_REQUEUE_SECONDS = 0.05
@@ -61,9 +61,9 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     verdict = failure_policy.reach_verdict(facts)
     is_unadmitted = facts.grant is not None and facts.grant.releases_workers
     if verdict is None and not (facts.job.spec.suspend or is_unadmitted):
-        is_member_lost = bool(diagnosis.losses)
+        is_member_lost = bool(diagnosis.failed_members)
         result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=is_member_lost))
-        result = result.with_status(interruptions.record_losses(facts, result.status, diagnosis.losses))
+        result = result.with_status(interruptions.record_failed_members(facts, result.status, diagnosis.failed_members))
     result = result.with_status(recovery.close_recovered(facts, result.status))
     verdict = verdict or failure_policy.verdict_on_budgets(facts, result.status)
     if verdict is not None:
@@ -72,7 +72,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     result = result.then(stopping.watch_deadlines(facts, result.status))
     if stopping.is_ending(result.status):
         return _finalize(facts, _plan_deadline(facts, result))
-    return _finalize(facts, _plan_active(facts, result, diagnosis.losses))
+    return _finalize(facts, _plan_active(facts, result, diagnosis.failed_members))
 
 
 def _plan_completion(facts: Facts, result: PolicyResult) -> PolicyResult:
@@ -97,7 +97,7 @@ def _plan_deadline(facts: Facts, result: PolicyResult) -> PolicyResult:
     return result.then(stopping.stop_after_deadline(facts, result.status))
 
 
-def _plan_active(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) -> PolicyResult:
+def _plan_active(facts: Facts, result: PolicyResult, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
     """Return the plan of a job that is to run, or to wait until it may."""
     result = result.then(replicas.reconcile_configuration(facts, result.status))
     for feature in facts.features:
@@ -108,32 +108,34 @@ def _plan_active(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) -
         result = result.with_status(stopping.clear_suspended(facts, recovery.close_abandoned(facts, result.status)))
         result = result.then(stopping.delete_workers(facts, result.status))
     else:
-        result = _plan_workers(facts, result, losses)
+        result = _plan_workers(facts, result, failed_members)
     for feature in facts.features:
         result = result.then(feature.reconcile(facts, result.status))
     return _summarize_unless_stale(facts, result.then(summary.count_outdated_pods(facts, result.status)))
 
 
-def _plan_workers(facts: Facts, result: PolicyResult, losses: tuple[Loss, ...]) -> PolicyResult:
+def _plan_workers(facts: Facts, result: PolicyResult, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
     """Decide which workers train, and reconcile the pods for them."""
     result = result.with_status(stopping.clear_suspended(facts, result.status))
     result = result.then(stragglers.find_stragglers(facts, result.status))
-    failed = frozenset(loss.member.pod_uid for loss in losses)
+    failed_uids = frozenset(failed.member.pod_uid for failed in failed_members)
     for feature in facts.features:
-        result = result.then(feature.resize(facts, result.status, failed))
-    result = result.then(_start_or_keep_generation(facts, result.status, losses))
+        result = result.then(feature.resize(facts, result.status, failed_uids))
+    result = result.then(_start_or_keep_generation(facts, result.status, failed_members))
     withheld, released = gang_policy.withhold_pods(facts, result.status)
     result = result.then(released)
-    return result if withheld else result.then(replicas.reconcile_pods(facts, result.status, losses))
+    return result if withheld else result.then(replicas.reconcile_pods(facts, result.status, failed_members))
 
 
-def _start_or_keep_generation(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
+def _start_or_keep_generation(
+    facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
+) -> PolicyResult:
     """Start the new generation, or keep the current one published and close entries that it has outlived."""
-    decision = decisions.decide_generation(facts, status, losses)
+    decision = decisions.decide_generation(facts, status, failed_members)
     decided = PolicyResult(status=decision.status, requeue_at=decision.requeue_at)
     if decision.new is not None:
         return decided.then(generation.start_generation(facts, decision.status, decision.new))
-    status = decision.status if losses else recovery.close_lapsed(facts, decision.status)
+    status = decision.status if failed_members else recovery.close_lapsed(facts, decision.status)
     return decided.then(PolicyResult(status=status, actions=generation.republish_membership(facts)))
 
 

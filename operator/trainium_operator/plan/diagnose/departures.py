@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.diagnose.node_failures import find_members_to_move
 from trainium_operator.plan.model.actions import EventIntent, event
 from trainium_operator.plan.model.reasons import Reason
@@ -54,10 +54,10 @@ def can_continue_without(facts: Facts, leaving: int) -> bool:
     return facts.size.legal_at_most(len(facts.members) - leaving + len(list_joiners(facts))) > 0
 
 
-def build_departure(facts: Facts, member: Member, worker: Worker, *, keeps_pod: bool) -> Loss:
-    """Return the loss of a member that leaves now, before its node does."""
+def build_departure(facts: Facts, member: Member, worker: Worker, *, keeps_pod: bool) -> FailedMember:
+    """Return the failure of a member that leaves now, before its node does."""
     problem = facts.node_problems[member.pod_uid]
-    return Loss(
+    return FailedMember(
         member=member,
         worker=worker,
         cause=Cause.PREEMPTED,

@@ -26,11 +26,11 @@ from trainium_operator.plan.diagnose.departures import (
     can_continue_without,
     find_leaving_members,
 )
+from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.diagnose.join_timeouts import detect_join_timeout, find_join_deadlines
-from trainium_operator.plan.diagnose.loss import Loss
 from trainium_operator.plan.diagnose.node_failures import detect_deleted_node, detect_node_failure, find_handovers
 from trainium_operator.plan.diagnose.pod_failures import detect_ended_pod, detect_leaving_pod
-from trainium_operator.plan.diagnose.process_failures import detect_process_failure, find_culprit_losses
+from trainium_operator.plan.diagnose.process_failures import detect_process_failure, find_culprits
 from trainium_operator.plan.diagnose.silence import (
     Evidence,
     collect_evidence,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 class Diagnosis:
     """Problems of the members of the generation in force."""
 
-    losses: tuple[Loss, ...]
+    failed_members: tuple[FailedMember, ...]
     """Members that cannot continue or leave now, the most severe cause first."""
     requeue_at: tuple[float, ...]
     """When to diagnose again (Unix seconds)."""
@@ -65,11 +65,11 @@ class Diagnosis:
 
 def diagnose(facts: Facts) -> Diagnosis:
     """Return the failed members, those that leave now, and when the others must leave."""
-    losses, requeue_at = find_losses(facts)
-    lost_uids = {loss.member.pod_uid for loss in losses}
+    failed_members, requeue_at = find_failed_members(facts)
+    lost_uids = {failed.member.pod_uid for failed in failed_members}
     leaving = [pair for pair in find_leaving_members(facts) if pair[0].pod_uid not in lost_uids]
     if not leaving:
-        return Diagnosis(losses=losses, requeue_at=requeue_at)
+        return Diagnosis(failed_members=failed_members, requeue_at=requeue_at)
     known_since = facts.job.status.leaving_since
     since = facts.now if known_since is None else known_since
     taint_keys = [taint.key for _, worker in leaving if worker.node is not None for taint in worker.node.taints]
@@ -78,24 +78,29 @@ def diagnose(facts: Facts) -> Diagnosis:
     # A job with more workers than it requested gives the node up at once.
     has_surplus = len(facts.members) - len(leaving) >= facts.job.status.desired - facts.job.status.idle_nodes.taken
     shrink_at = min(since + (0.0 if has_surplus else facts.job.spec.recovery.rescale_after_seconds), depart_by)
-    departures: tuple[Loss, ...] = ()
+    departures: tuple[FailedMember, ...] = ()
     if any(worker is not None and worker.finished for _, worker in facts.members):
         pass  # the run ends; no rank is handed over any more
-    elif not losses and is_settled(facts) and facts.now >= shrink_at and can_continue_without(facts, len(leaving)):
+    elif (
+        not failed_members
+        and is_settled(facts)
+        and facts.now >= shrink_at
+        and can_continue_without(facts, len(leaving))
+    ):
         departures = tuple(build_departure(facts, *pair, keeps_pod=True) for pair in leaving)
     elif facts.now >= depart_by:
         departures = tuple(build_departure(facts, *pair, keeps_pod=False) for pair in leaving)
     return Diagnosis(
-        losses=losses + departures,
+        failed_members=failed_members + departures,
         requeue_at=(*requeue_at, *(at for at in (shrink_at, depart_by) if facts.now < at < math.inf)),
         leaving_since=since,
         events=(build_notice_event(facts, leaving),) if known_since is None else (),
     )
 
 
-def find_losses(facts: Facts) -> tuple[tuple[Loss, ...], tuple[float, ...]]:
+def find_failed_members(facts: Facts) -> tuple[tuple[FailedMember, ...], tuple[float, ...]]:
     """Return the failed members, most severe cause first, and when to requeue for suspects (Unix seconds)."""
-    losses: list[Loss] = []
+    failed_members: list[FailedMember] = []
     requeue_at: list[float] = []
     evidence = collect_evidence(facts)
     join_deadlines = find_join_deadlines(facts)
@@ -106,23 +111,27 @@ def find_losses(facts: Facts) -> tuple[tuple[Loss, ...], tuple[float, ...]]:
         requeue_at.append(facts.now + facts.status_interval)
     for member, worker in facts.members:
         join_by = join_deadlines.get(member.node_rank)
-        loss = _detect_loss(facts, evidence, member, worker, join_by)
-        if loss is not None:
-            losses.append(loss)
+        failed = _detect_failure(facts, evidence, member, worker, join_by)
+        if failed is not None:
+            failed_members.append(failed)
         elif worker is not None and not worker.finished:
             if not is_steady or is_suspect(worker):
                 requeue_at.append(next_silence_check_at(facts, evidence, worker))
             if join_by is not None:
                 requeue_at.append(join_by)
-    losses = find_handovers(facts, evidence, losses or find_culprit_losses(facts)) or find_straggler_handover(facts)
-    if losses and len(losses) < len(facts.members):
-        losses += _finished_peers(facts, {loss.member.pod_uid for loss in losses})
-    return tuple(sorted(losses, key=lambda loss: (severity(loss.cause), loss.member.node_rank))), tuple(requeue_at)
+    failed_members = find_handovers(facts, evidence, failed_members or find_culprits(facts)) or find_straggler_handover(
+        facts
+    )
+    if failed_members and len(failed_members) < len(facts.members):
+        failed_members += _finished_peers(facts, {failed.member.pod_uid for failed in failed_members})
+    return tuple(sorted(failed_members, key=lambda failed: (severity(failed.cause), failed.member.node_rank))), tuple(
+        requeue_at
+    )
 
 
-def _detect_loss(
+def _detect_failure(
     facts: Facts, evidence: Evidence, member: Member, worker: Worker | None, join_by: float | None
-) -> Loss | None:
+) -> FailedMember | None:
     if worker is None:
         agent = facts.observed.agents.get(member.pod_uid)
         since = agent.last_seen if agent is not None else find_failure_time(facts, None)
@@ -131,9 +140,9 @@ def _detect_loss(
         message = f"pod {member.pod_name} on node {member.node_name} {state}"
         node = facts.observed.nodes.get(member.node_name)
         if node is None or node.ready is NodeReadiness.TRUE:
-            return Loss(member=member, worker=None, cause=Cause.POD_LOST, failed_at=since, message=message)
+            return FailedMember(member=member, worker=None, cause=Cause.POD_LOST, failed_at=since, message=message)
         message += ", and its node does not report"
-        return Loss(member=member, worker=None, cause=Cause.NODE_LOST, failed_at=since, message=message)
+        return FailedMember(member=member, worker=None, cause=Cause.NODE_LOST, failed_at=since, message=message)
     if worker.finished:
         return None
     return (
@@ -147,13 +156,13 @@ def _detect_loss(
     )
 
 
-def _finished_peers(facts: Facts, lost: set[str]) -> list[Loss]:
-    """Return the losses of workers that finished before a peer was lost.
+def _finished_peers(facts: Facts, lost: set[str]) -> list[FailedMember]:
+    """Return the workers that finished before a peer was lost.
 
     Their processes have ended, so the next generation replaces them.
     """
     return [
-        Loss(
+        FailedMember(
             member=member,
             worker=worker,
             cause=Cause.FINISHED,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.failed_member import FailedMember
 
 if TYPE_CHECKING:
     from trainium_contract.wire.messages import Member
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.workers import Worker
 
 
-def detect_join_timeout(facts: Facts, member: Member, worker: Worker, join_by: float | None) -> Loss | None:
-    """Return the loss of a member that has not joined by `join_by` (Unix seconds), see `find_join_deadlines`.
+def detect_join_timeout(facts: Facts, member: Member, worker: Worker, join_by: float | None) -> FailedMember | None:
+    """Return the failure of a member that has not joined by `join_by` (Unix seconds), see `find_join_deadlines`.
 
     It failed when the others began to wait for it, by the operator's clock; the message states for how long they have
     waited.
@@ -27,7 +27,7 @@ def detect_join_timeout(facts: Facts, member: Member, worker: Worker, join_by: f
     if join_by is None or facts.now < join_by:
         return None
     seconds = facts.now - join_by + _join_limit_seconds(facts)
-    return Loss(
+    return FailedMember(
         member=member,
         worker=worker,
         cause=Cause.HANG,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.diagnose.silence import Evidence, find_failure_time, last_step_at
 from trainium_operator.plan.view.progress import is_settled
 
@@ -25,46 +25,48 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.workers import Worker
 
 
-def detect_deleted_node(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    """Return the loss of a member whose node is deleted or out of service; its pod is deleted by force."""
+def detect_deleted_node(facts: Facts, member: Member, worker: Worker) -> FailedMember | None:
+    """Return the failure of a member whose node is deleted or out of service; its pod is deleted by force."""
     if not worker.node_deleted:
         return None
     state = "no longer exists" if worker.node is None else "was declared out of service"
     message = f"node {worker.pod.node} of pod {worker.pod.name} {state}"
     failed_at = find_failure_time(facts, worker)
-    return Loss(
+    return FailedMember(
         member=member, worker=worker, cause=Cause.NODE_LOST, failed_at=failed_at, message=message, force_delete=True
     )
 
 
-def detect_node_failure(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> Loss | None:
-    """Return the loss of a member on a permanently broken node; it saves if it can, and no replacement is awaited."""
+def detect_node_failure(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> FailedMember | None:
+    """Return the failure of a member on a permanently broken node; it saves if it can; no replacement is awaited."""
     problem = facts.node_problems.get(worker.pod.uid)
     if problem is None or problem.severity is not Severity.FATAL:
         return None
-    return _bad_node_loss(facts, member, worker, problem, can_save=_is_training(facts, evidence, worker))
+    return _build_bad_node_failure(facts, member, worker, problem, can_save=_is_training(facts, evidence, worker))
 
 
-def find_handovers(facts: Facts, evidence: Evidence, losses: list[Loss]) -> list[Loss]:
-    """Add the losses of members on bad nodes whose ranks free candidates can take over.
+def find_handovers(facts: Facts, evidence: Evidence, failed_members: list[FailedMember]) -> list[FailedMember]:
+    """Add the members on bad nodes whose ranks free candidates can take over.
 
     A member on a broken node that is handed over this way keeps its pod until its rank is elsewhere.
     """
-    by_uid = {loss.member.pod_uid: loss for loss in losses}
-    fatal = [loss for loss in losses if _is_fatal(facts, loss)]
-    free_candidates = len(facts.candidates) - len(losses)
+    by_uid = {failed.member.pod_uid: failed for failed in failed_members}
+    fatal = [failed for failed in failed_members if _is_fatal(facts, failed)]
+    free_candidates = len(facts.candidates) - len(failed_members)
     if free_candidates >= 0:
-        losses = [replace(loss, keeps_pod=loss.can_save) if loss in fatal else loss for loss in losses]
+        failed_members = [
+            replace(failed, keeps_pod=failed.can_save) if failed in fatal else failed for failed in failed_members
+        ]
     for member, worker in find_members_to_move(facts):
         if free_candidates <= 0:
             break
         if member.pod_uid not in by_uid and not worker.silent and not worker.node_bad:
             can_save = is_settled(facts) and _is_training(facts, evidence, worker)
             problem = facts.node_problems[worker.pod.uid]
-            loss = _bad_node_loss(facts, member, worker, problem, can_save=can_save)
-            losses.append(replace(loss, keeps_pod=can_save))
+            failed = _build_bad_node_failure(facts, member, worker, problem, can_save=can_save)
+            failed_members.append(replace(failed, keeps_pod=can_save))
             free_candidates -= 1
-    return losses
+    return failed_members
 
 
 def find_members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
@@ -75,14 +77,16 @@ def find_members_to_move(facts: Facts) -> Iterator[tuple[Member, Worker]]:
             yield member, worker
 
 
-def _bad_node_loss(facts: Facts, member: Member, worker: Worker, problem: NodeProblem, *, can_save: bool) -> Loss:
+def _build_bad_node_failure(
+    facts: Facts, member: Member, worker: Worker, problem: NodeProblem, *, can_save: bool
+) -> FailedMember:
     message = f"node {worker.pod.node} of pod {worker.pod.name} is bad: {problem}"
     if problem.message:
         message += f": {problem.message}"
     failed_at = problem.since if problem.severity is Severity.FATAL else None
     if failed_at is None or not worker.pod.created <= failed_at <= facts.now:
         failed_at = facts.now  # the ranks train on until now
-    return Loss(
+    return FailedMember(
         member=member,
         worker=worker,
         cause=problem.cause,
@@ -94,9 +98,9 @@ def _bad_node_loss(facts: Facts, member: Member, worker: Worker, problem: NodePr
     )
 
 
-def _is_fatal(facts: Facts, loss: Loss) -> bool:
-    problem = facts.node_problems.get(loss.member.pod_uid)
-    return loss.worker is not None and loss.can_save and problem is not None and problem.severity is Severity.FATAL
+def _is_fatal(facts: Facts, failed: FailedMember) -> bool:
+    problem = facts.node_problems.get(failed.member.pod_uid)
+    return failed.worker is not None and failed.can_save and problem is not None and problem.severity is Severity.FATAL
 
 
 def _is_training(facts: Facts, evidence: Evidence, worker: Worker) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.responses import Response
-from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.diagnose.process_failures import find_give_up_failure
 from trainium_operator.plan.diagnose.silence import find_failure_time
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.workers import Worker
 
 
-def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    """Return the loss of a member whose pod has ended, with the cause that its reason, exit code and message have.
+def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> FailedMember | None:
+    """Return the failure of a member whose pod has ended, with the cause that its reason, exit code and message have.
 
     A pod that ended while it was being deleted has the cause of the deletion, unless a device failed.
     """
@@ -39,7 +39,7 @@ def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> Loss | Non
     blames_node = verdict.response is Response.REPLACE_NODE if given_up is None and not was_deleted else None
     exit_code = "" if pod.exit_code is None else f"exit code {pod.exit_code}"
     description = ", ".join(part for part in (pod.reason, exit_code, pod.message) if part)
-    return Loss(
+    return FailedMember(
         member=member,
         worker=worker,
         cause=_find_cause_of_leaving(worker) if was_deleted else verdict.cause,
@@ -50,8 +50,8 @@ def detect_ended_pod(facts: Facts, member: Member, worker: Worker) -> Loss | Non
     )
 
 
-def detect_leaving_pod(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    """Return the loss of a member whose pod is being deleted or evicted; it saves if its agent still answers."""
+def detect_leaving_pod(facts: Facts, member: Member, worker: Worker) -> FailedMember | None:
+    """Return the failure of a member whose pod is being deleted or evicted; it saves if its agent still answers."""
     if not worker.pod.deleting and not worker.pod.disrupted:
         return None
     cause, problem = _find_cause_of_leaving(worker), facts.node_problems.get(worker.pod.uid)
@@ -60,7 +60,7 @@ def detect_leaving_pod(facts: Facts, member: Member, worker: Worker) -> Loss | N
         seen = f", because its node does not report{seen}"
     elif find_eviction_cause(worker.pod) is not None:
         seen = f": {worker.pod.message}"
-    return Loss(
+    return FailedMember(
         member=member,
         worker=worker,
         cause=cause,

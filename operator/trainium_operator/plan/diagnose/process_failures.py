@@ -25,7 +25,7 @@ from trainium_contract.faults.classify import (
     select_kernel_lines,
 )
 from trainium_contract.faults.responses import Response
-from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.failed_member import FailedMember
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -232,8 +232,8 @@ def format_signs(failure: ProcessFailure) -> str:
 _REPLACING_RESPONSES = (Response.REPLACE_NODE, Response.REPLACE_WORKER)
 
 
-def detect_process_failure(facts: Facts, member: Member, worker: Worker) -> Loss | None:
-    """Return the loss of a member that gave up, or that reported a fault which only another node can fix."""
+def detect_process_failure(facts: Facts, member: Member, worker: Worker) -> FailedMember | None:
+    """Return the failure of a member that gave up, or that reported a fault which only another node can fix."""
     heartbeat = worker.heartbeat
     if heartbeat is None or not (heartbeat.failures or heartbeat.verdict):
         return None
@@ -252,8 +252,8 @@ def detect_process_failure(facts: Facts, member: Member, worker: Worker) -> Loss
     )
 
 
-def find_culprit_losses(facts: Facts) -> list[Loss]:
-    """Return the loss of the culprit if an agent gave up that had only lost its peers; empty without a known one."""
+def find_culprits(facts: Facts) -> list[FailedMember]:
+    """Return the failure of the culprit if an agent gave up that had only lost its peers; empty without a known one."""
     for _, heartbeat in facts.heartbeats:
         failure = heartbeat.verdict
         if failure is None or not classify_process_failure(heartbeat, failure, facts.job.spec.recovery.rules).indirect:
@@ -264,7 +264,7 @@ def find_culprit_losses(facts: Facts) -> list[Loss]:
             return []
         message = f"pod {culprit.member.pod_name} on node {culprit.member.node_name}: {culprit.why}"
         return [
-            Loss(
+            FailedMember(
                 member=culprit.member,
                 worker=worker,
                 cause=culprit.cause,
@@ -314,12 +314,12 @@ def _build_loss(
     classification: Classification,
     *,
     suffix: str = "",
-) -> Loss:
+) -> FailedMember:
     message = (
         f"rank {failure.rank} of pod {worker.pod.name} on node {worker.pod.node}: {classification.sentence} "
         f"({format_signs(failure)}){suffix}; {failure.message}"
     )
-    return Loss(
+    return FailedMember(
         member=member,
         worker=worker,
         cause=classification.cause,

@@ -19,7 +19,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import find_output_line, find_runtime_status
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.model.observed import HEARTBEAT_SECONDS, SILENCE_REPORTED_SECONDS
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ def last_step_at(facts: Facts) -> float:
     )
 
 
-def detect_silent_agent(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> Loss | None:
-    """Return the loss of a member that is silent, or refuses connections, for a reason that something else reports."""
+def detect_silent_agent(facts: Facts, evidence: Evidence, member: Member, worker: Worker) -> FailedMember | None:
+    """Return the failure of a member that is silent or refuses connections, as something else confirms."""
     if not worker.silent and not worker.is_refusing:
         return None
     why = explain_silence(evidence, member, worker, facts.now)
@@ -164,7 +164,7 @@ def detect_silent_agent(facts: Facts, evidence: Evidence, member: Member, worker
         f"no message from pod {worker.pod.name} on node {worker.pod.node} for {worker.silent_seconds:.1f} s, and "
         f"{why}; {since}"
     )
-    return Loss(
+    return FailedMember(
         member=member,
         worker=worker,
         cause=Cause.POD_LOST if host_answers else Cause.NODE_LOST,
@@ -180,7 +180,7 @@ def is_suspect(worker: Worker) -> bool:
 
 
 def next_silence_check_at(facts: Facts, evidence: Evidence, worker: Worker) -> float:
-    """Return when silence could become a loss: at its deadline, then whenever training would count as stalled."""
+    """Return when silence could become a failure: at its deadline, then whenever training would count as stalled."""
     deadline = facts.now - worker.silent_seconds + worker.timeout
     if worker.agent is None or not worker.silent:
         return max(deadline, facts.now)

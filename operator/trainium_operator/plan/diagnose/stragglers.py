@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.public import StragglerStatus
-from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import Facts, is_second_choice
@@ -72,8 +72,8 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     return PolicyResult(status=status, events=tuple(events), requeue_at=tuple(requeue_at))
 
 
-def find_straggler_handover(facts: Facts) -> list[Loss]:
-    """Return the loss of the slowest reported member if a spare takes over or training is faster without it."""
+def find_straggler_handover(facts: Facts) -> list[FailedMember]:
+    """Return the failure of the slowest reported member if a spare takes over or training is faster without it."""
     spec = facts.job.spec.recovery.stragglers
     slow = {entry.pod: entry for entry in facts.job.status.stragglers if entry.reported}
     if not slow or not spec.evict or facts.observed.fleet.frozen or not _trains_steadily(facts):
@@ -93,7 +93,7 @@ def find_straggler_handover(facts: Facts) -> list[Loss]:
     if not has_replacement and not is_faster_without_straggler(facts):
         return []
     return [
-        Loss(
+        FailedMember(
             member=member,
             worker=worker,
             cause=Cause.STRAGGLER,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.internal import InternalStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_contract.wire.messages import Member, RestartRecord
-    from trainium_operator.plan.diagnose.loss import Loss
+    from trainium_operator.plan.diagnose.failed_member import FailedMember
     from trainium_operator.plan.view.facts import Facts
 
 
@@ -128,17 +128,21 @@ MAX_SUSPECTS = 16
 """Maximum number of workers lost at once whose nodes are recorded; enough for a rack, and the record stays small."""
 
 
-def record_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> TrainingJobStatus:
+def record_failed_members(
+    facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]
+) -> TrainingJobStatus:
     """Open the interruption of the current generation, unless it is open or the next generation is decided."""
-    if not losses or facts.current is None:
+    if not failed_members or facts.current is None:
         return status
     generation = facts.current.generation
     if find_open_membership_entry(status, generation) is not None:
-        return status.replaced(failures=_with_suspects(facts, status, losses))
+        return status.replaced(failures=_with_suspects(facts, status, failed_members))
     if status.membership.generation != generation:
         return status
-    first = losses[0]
-    others = "" if len(losses) == 1 else f"; {len(losses)} workers: {format_names(_names(losses))}"
+    first = failed_members[0]
+    others = (
+        "" if len(failed_members) == 1 else f"; {len(failed_members)} workers: {format_names(_names(failed_members))}"
+    )
     status = open_interruption(
         facts,
         status,
@@ -152,23 +156,25 @@ def record_losses(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, .
             suspected_node=first.suspected_node,
         ),
     )
-    return status.replaced(failures=_with_suspects(facts, status, losses), waiting_since=facts.now)
+    return status.replaced(failures=_with_suspects(facts, status, failed_members), waiting_since=facts.now)
 
 
-def _with_suspects(facts: Facts, memory: InternalStatus, losses: tuple[Loss, ...]) -> tuple[FailureRecord, ...]:
+def _with_suspects(
+    facts: Facts, memory: InternalStatus, failed_members: tuple[FailedMember, ...]
+) -> tuple[FailureRecord, ...]:
     """Return the failures with the suspected nodes of all workers that failed together, without duplicates."""
-    names = frozenset(_names(losses))
+    names = frozenset(_names(failed_members))
     recovery, recorded = facts.job.spec.recovery, {record.pod for record in memory.failures if record.node}
     failures = memory.failures
-    for loss in losses[:MAX_SUSPECTS]:
-        pod = loss.member.pod_name
-        if loss.suspected_node and pod not in recorded and is_recorded(loss.cause, recovery):
+    for failed in failed_members[:MAX_SUSPECTS]:
+        pod = failed.member.pod_name
+        if failed.suspected_node and pod not in recorded and is_recorded(failed.cause, recovery):
             earlier = [record.at for record in failures if record.node and record.pod in names]
             at = min(earlier, default=facts.now)
-            failure = FailureRecord(at=at, cause=loss.cause, pod=pod, node=loss.suspected_node)
+            failure = FailureRecord(at=at, cause=failed.cause, pod=pod, node=failed.suspected_node)
             failures = record_failure(failures, failure, recovery)
     return failures
 
 
-def _names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
-    return tuple(loss.member.pod_name for loss in losses)
+def _names(failed_members: tuple[FailedMember, ...]) -> tuple[str, ...]:
+    return tuple(failed.member.pod_name for failed in failed_members)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
-    from trainium_operator.plan.diagnose.loss import Loss
+    from trainium_operator.plan.diagnose.failed_member import FailedMember
     from trainium_operator.plan.view.workers import Worker
 
 
@@ -70,15 +70,18 @@ _CREATION_ROUNDING = 1.0
 """Kubernetes truncates creation times to seconds, so a pod created right after the failure may look older than it."""
 
 
-def replace_failed(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
+def replace_failed(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> Decision:
     """Form the next generation without the failed members; None while too few workers are available."""
     assert facts.current is not None
-    lost_uids = {loss.member.pod_uid for loss in losses}
+    lost_uids = {failed.member.pod_uid for failed in failed_members}
     survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost_uids)
     newcomers = list_joiners(facts)
     available = len(survivors) + len(newcomers)
     deadline = _wait_until(
-        facts, status, available, skip_wait=all(loss.keeps_pod or not loss.awaits_replacement for loss in losses)
+        facts,
+        status,
+        available,
+        skip_wait=all(failed.keeps_pod or not failed.awaits_replacement for failed in failed_members),
     )
     if deadline is not None:
         return Decision(status=status, requeue_at=(deadline,))
@@ -88,11 +91,11 @@ def replace_failed(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, 
     members = assign_ranks(select_survivors(facts, survivors, size), newcomers, size, build_rank_context(facts))
     member_uids = {member.pod_uid for member in members}
     joined = tuple(worker for worker in newcomers if worker.pod.uid in member_uids)
-    all_can_save = all(loss.can_save for loss in losses if loss.cause is not Cause.FINISHED)
+    all_can_save = all(failed.can_save for failed in failed_members if failed.cause is not Cause.FINISHED)
     new = NewGeneration(
         members=members,
         transition=Transition.GRACEFUL if all_can_save else Transition.IMMEDIATE,
-        cause=losses[0].cause,
+        cause=failed_members[0].cause,
     )
     return Decision(status=_record_rung(facts, status, size, joined), new=new)
 
@@ -301,15 +304,15 @@ def finish_decided_generation(facts: Facts, status: TrainingJobStatus) -> Decisi
     return Decision(status=status, new=new)
 
 
-def decide_generation(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
+def decide_generation(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> Decision:
     """Return the decision; `status` has the interruption that the failures opened."""
-    decision = _decide(facts, status, losses)
-    since = _waiting_since(facts, status, decision.new, losses)
+    decision = _decide(facts, status, failed_members)
+    since = _waiting_since(facts, status, decision.new, failed_members)
     return replace(decision, status=decision.status.replaced(waiting_since=since))
 
 
 def _waiting_since(
-    facts: Facts, status: TrainingJobStatus, new: NewGeneration | None, losses: tuple[Loss, ...]
+    facts: Facts, status: TrainingJobStatus, new: NewGeneration | None, failed_members: tuple[FailedMember, ...]
 ) -> float | None:
     """Return since when the job waits for missing workers (Unix seconds); None while none is missing."""
     since = facts.now if status.waiting_since is None else status.waiting_since
@@ -317,19 +320,19 @@ def _waiting_since(
         return facts.now if len(new.members) < status.desired else None
     if facts.current is None:
         return since
-    if losses or any(worker is not None and worker.finished for _, worker in facts.members):
+    if failed_members or any(worker is not None and worker.finished for _, worker in facts.members):
         return status.waiting_since
     return None if len(facts.current.members) == status.desired else since
 
 
-def _decide(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> Decision:
+def _decide(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> Decision:
     if facts.current is None:
         return form_first_generation(facts, status)
-    if losses:
-        wait_until = _find_wait_for_survivors(facts, losses)
+    if failed_members:
+        wait_until = _find_wait_for_survivors(facts, failed_members)
         if wait_until is not None:
             return Decision(status=status, requeue_at=(wait_until,))
-        return replace_failed(facts, status, losses)
+        return replace_failed(facts, status, failed_members)
     requeue_at: tuple[float, ...] = ()
     for policy in (restart_stopped, replace_forgotten_generation, resize, finish_decided_generation):
         decision = policy(facts, status)
@@ -339,12 +342,12 @@ def _decide(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -
     return Decision(status=status, new=decision.new, requeue_at=requeue_at)
 
 
-def _find_wait_for_survivors(facts: Facts, losses: tuple[Loss, ...]) -> float | None:
+def _find_wait_for_survivors(facts: Facts, failed_members: tuple[FailedMember, ...]) -> float | None:
     """Return until when a new operator waits for the agent of a member that is left; None if it may decide.
 
     After a restore from a backup only such an agent knows the number that the next generation must exceed.
     """
-    lost = {loss.member.pod_uid for loss in losses}
+    lost = {failed.member.pod_uid for failed in failed_members}
     left = [worker for member, worker in facts.members if worker is not None and member.pod_uid not in lost]
     if not left or any(worker.agent is not None and worker.agent.heartbeat is not None for worker in left):
         return None

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.internal import InternalStatus
     from trainium_contract.status.public import PublicStatus
-    from trainium_operator.plan.diagnose.loss import Loss
+    from trainium_operator.plan.diagnose.failed_member import FailedMember
     from trainium_operator.plan.model.actions import Action, DeletePod, EventIntent
 
 _DIGITS = re.compile(r"\d+")
@@ -79,19 +79,19 @@ def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyRe
     return PolicyResult(status=status, actions=(ApplyObject(manifest),))
 
 
-def reconcile_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
+def reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
     """Delete and create pods until they match the desired ones."""
-    result = _reconcile_pods(facts, status, losses)
-    deleted = (*facts.outsiders, *(loss.worker for loss in losses if loss.worker is not None))
+    result = _reconcile_pods(facts, status, failed_members)
+    deleted = (*facts.outsiders, *(failed.worker for failed in failed_members if failed.worker is not None))
     return replace(result, actions=delete_ended_last(result.actions, deleted))
 
 
-def _reconcile_pods(facts: Facts, status: TrainingJobStatus, losses: tuple[Loss, ...]) -> PolicyResult:
-    lost_uids = {loss.member.pod_uid for loss in losses}
+def _reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
+    lost_uids = {failed.member.pod_uid for failed in failed_members}
     deletions: list[DeletePod] = []
-    for loss in losses:
-        if loss.worker is not None and not loss.keeps_pod:
-            deletions += build_deletion(loss.worker, force=loss.force_delete)
+    for failed in failed_members:
+        if failed.worker is not None and not failed.keeps_pod:
+            deletions += build_deletion(failed.worker, force=failed.force_delete)
     outsiders, result = _sort_outsiders(facts, status)
     result = PolicyResult(status=status, actions=tuple(deletions)).then(result)
     status = result.status.replaced(start_failures=record_start_failures(facts, result.status))

@@ -12,7 +12,7 @@ from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import CompiledStatus, MembershipStatus
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
-from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.membership.decisions import decide_generation
 from trainium_operator.plan.model.observed import PodPhase
 
@@ -21,7 +21,7 @@ OPEN = build.interruption(Rung.REPLACE, ago=30, took=None, **LOSS)
 
 
 def with_open_loss(observed: Any, **status: Any) -> Any:
-    """Return the observation after the loss was recorded."""
+    """Return the observation after the failure was recorded."""
     fields = {"history": (OPEN,), "waiting_since": NOW - 30, **status}
     return build.with_status(observed, **fields)
 
@@ -160,9 +160,11 @@ def test_a_complete_job_resumes_at_an_uncompiled_size() -> None:
     assert len(make_plan(observed).published_members) == 4
 
 
-def decide_waiting_since(observed: Any, since: float | None, losses: tuple[Loss, ...] = ()) -> float | None:
+def decide_waiting_since(
+    observed: Any, since: float | None, failed_members: tuple[FailedMember, ...] = ()
+) -> float | None:
     status = observed.job.status.replaced(waiting_since=since)
-    return decide_generation(build.facts(observed), status, losses).status.waiting_since
+    return decide_generation(build.facts(observed), status, failed_members).status.waiting_since
 
 
 def test_waiting_since_is_set_once_and_cleared_when_complete() -> None:
@@ -176,9 +178,9 @@ def test_waiting_since_is_set_once_and_cleared_when_complete() -> None:
     assert decide_waiting_since(finished, None) is None, "at the end of a run there is no wait"
     assert decide_waiting_since(finished, NOW - 30) == NOW - 30
     member, worker = build.facts(complete).members[1]
-    lost = (Loss(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
+    lost = (FailedMember(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
     assert decide_waiting_since(complete, NOW - 5, lost) == NOW - 5
-    assert decide_waiting_since(complete, None, lost) is None, "the loss itself has written it"
+    assert decide_waiting_since(complete, None, lost) is None, "the failure itself has written it"
 
 
 # --- a record that is older than an agent ------------------------------------------------------------------------

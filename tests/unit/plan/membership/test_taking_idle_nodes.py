@@ -14,7 +14,7 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_contract.wire.messages import WorkerPhase
-from trainium_operator.plan.diagnose.loss import Loss
+from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.features.idle_nodes.policy import use_idle_nodes
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import with_condition
@@ -58,15 +58,17 @@ def with_resize_cost(price: float, ago: float = 5000.0, **fields: Any) -> Traini
     return TrainingJobStatus(history=(build.interruption(Rung.REPLACE, ago=ago, took=price),), **fields)
 
 
-def decide(observed: Observed, status: TrainingJobStatus | None = None, losses: tuple[Loss, ...] = ()) -> PolicyResult:
+def decide(
+    observed: Observed, status: TrainingJobStatus | None = None, failed_members: tuple[FailedMember, ...] = ()
+) -> PolicyResult:
     return use_idle_nodes(
-        build.facts(observed), status or idle_status(), frozenset(loss.member.pod_uid for loss in losses)
+        build.facts(observed), status or idle_status(), frozenset(failed.member.pod_uid for failed in failed_members)
     )
 
 
-def loss_of_member(observed: Observed, ordinal: int) -> tuple[Loss, ...]:
+def loss_of_member(observed: Observed, ordinal: int) -> tuple[FailedMember, ...]:
     member, worker = build.facts(observed).members[ordinal]
-    return (Loss(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
+    return (FailedMember(member=member, worker=worker, cause=Cause.CRASH, failed_at=NOW, message=""),)
 
 
 def sizes(result: PolicyResult) -> tuple[int, int, int]:
@@ -146,7 +148,7 @@ def test_no_extras_while_a_member_does_not_train_or_no_steps_are_left(
 
 def test_no_extras_while_a_member_is_lost_or_the_job_is_too_small() -> None:
     observed = job_with_extras()
-    assert sizes(decide(observed, losses=loss_of_member(observed, 1))) == (2, 0, 0)
+    assert sizes(decide(observed, failed_members=loss_of_member(observed, 1))) == (2, 0, 0)
     assert sizes(decide(job_with_extras(members=1))) == (2, 0, 0)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class FailedMember:
     """One member that cannot continue."""
 
     member: Member
