@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from safetensors.torch import load_file
 
 from benchmarks.ranks import run_ranks
 from trainium_contract.trainer.artifacts import ArtifactPrecision
+from trainium_devcluster.demos.metrics import read_steps
 from trainium_trainer.artifacts.export import export
 from trainium_trainer.models.llama import Llama
 
@@ -27,8 +27,7 @@ def run_trainer(config: Path, overrides: Sequence[str], *, ranks: int, folder: P
     for override in (*overrides, f"checkpoint.path={folder / 'run'}"):
         argv += ["--set", override]
     run_ranks(argv, ranks, folder)
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    return [record["loss"] for record in read_steps(folder / "run" / "metrics.jsonl").values() if "loss" in record]
 
 
 def compare_curves(losses: list[float], reference: list[float]) -> dict[str, Any]:

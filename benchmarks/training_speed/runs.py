@@ -17,6 +17,7 @@ import yaml
 from benchmarks.parity.preferences import PEER, write_task
 from benchmarks.ranks import run_ranks
 from trainium_contract.models.families import FAMILIES
+from trainium_devcluster.demos.metrics import read_steps
 from trainium_trainer.configuration.config import load
 
 if TYPE_CHECKING:
@@ -156,8 +157,7 @@ def run_trainer(task: Task, folder: Path, text: Path, overrides: Sequence[str] =
     for override in overrides:
         argv += ["--set", override]
     host_bytes = run_ranks(argv, task.ranks, folder)
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = [step for step in read_steps(folder / "run" / "metrics.jsonl").values() if "loss" in step]
     # The reference's log-probabilities are computed ahead; their seconds count for the steps that need them.
     reference_time = re.search(r"references ([\d.]+) s", (folder / "rank-0.log").read_text())
     added_seconds = float(reference_time[1]) / len(steps) if reference_time else 0.0
