@@ -32,22 +32,24 @@ def main() -> None:
     if options.rank:
         train(options.rank[0], options.rank[1], Path(options.rank[2]))
         return
-    print("| parameters | step without | step with | added | ratio |\n|---|---|---|---|---|")
+    print("| parameters | step | with `elastic` | added | processor time of a rank | with `elastic` | added |")
+    print("|---|---|---|---|---|---|---|")
     for size in options.sizes:
-        rounds = [(measure("plain", size), measure("elastic", size)) for _ in range(options.rounds)]
-        plain, elastic = (statistics.median(seconds) * 1000 for seconds in zip(*rounds, strict=True))
-        print(
-            f"| {size} | {plain:.1f} ms | {elastic:.1f} ms | {elastic - plain:.1f} ms | {elastic / plain:.3f} |",
-            flush=True,
-        )
+        runs = [(measure("plain", size), measure("elastic", size)) for _ in range(options.rounds)]
+        cells = [size]
+        for kind in range(2):
+            plain, elastic = (statistics.median(run[mode][kind] for run in runs) * 1000 for mode in range(2))
+            cells += [f"{plain:.1f} ms", f"{elastic:.1f} ms", f"{elastic - plain:.1f} ms, {elastic / plain - 1:.1%}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def measure(mode: str, size: str) -> float:
-    """Return the median seconds of a step of one run."""
+def measure(mode: str, size: str) -> tuple[float, float]:
+    """Return the median seconds of a step of one run, and those of the first rank's processor time."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
         run_ranks([sys.executable, "-m", "benchmarks.elastic_cost", "--rank", mode, size, name], RANKS, folder)
-        return float((folder / "seconds").read_text())
+        seconds, processor = map(float, (folder / "seconds").read_text().split())
+    return seconds, processor
 
 
 def train(mode: str, size: str, folder: Path) -> None:
@@ -71,11 +73,11 @@ def train(mode: str, size: str, folder: Path) -> None:
     width, layers, tokens = SIZES[size]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    starts: list[float] = []
+    starts: list[tuple[float, float]] = []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            starts.append(time.perf_counter())
+            starts.append((time.perf_counter(), time.process_time()))
 
     class Rows(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
@@ -97,8 +99,9 @@ def train(mode: str, size: str, folder: Path) -> None:
     trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=Rows(), callbacks=[Clock()])
     (elastic(trainer) if mode == "elastic" else trainer).train()
     if rank == "0":
-        steps = [end - start for start, end in zip(starts[WARM_UP:], starts[WARM_UP + 1 :], strict=False)]
-        (folder / "seconds").write_text(str(statistics.median(steps)))
+        pairs = [*zip(starts[WARM_UP:], starts[WARM_UP + 1 :], strict=False)]
+        medians = (statistics.median(end[kind] - start[kind] for start, end in pairs) for kind in range(2))
+        (folder / "seconds").write_text(" ".join(map(str, medians)))
 
 
 if __name__ == "__main__":

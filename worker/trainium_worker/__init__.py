@@ -46,6 +46,8 @@ ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
 """The path of the record; the agent sets it for each process."""
 ENV_GENERATION = "TRAINIUM_GENERATION"
 ENV_ATTEMPT = "TRAINIUM_ATTEMPT"
+ENV_WORLD_SIZE = "TRAINIUM_WORLD_SIZE"
+"""The number of processes that the agents started; a launcher in them starts more, and sets another WORLD_SIZE."""
 MEMORY = "memory"
 """`location` of `saved` for a snapshot in the memory of the nodes."""
 STOPPED = 75
@@ -140,8 +142,18 @@ def _current_reporter() -> _Reporter:
         return _reporter
 
 
+def count_launched_ranks() -> int:
+    """Return the number of ranks that a launcher started in each process of the agents; 1 without a launcher."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return max(1, world_size // int(os.environ.get(ENV_WORLD_SIZE, world_size)))
+
+
 def _open_record(path: str | None) -> ProgressWriter:
-    """Return the record of this process; without an agent, or if the file cannot be written, one without a reader."""
+    """Return the record of this process; without an agent, or if the file cannot be written, one without a reader.
+
+    The ranks of a launcher have one record, which its first rank writes.
+    """
+    path = path if count_launched_ranks() == 1 or os.environ.get("LOCAL_RANK") == "0" else None
     attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
     try:
         return ProgressWriter(Path(path) if path else None, generation=__getattr__("generation"), attempt=attempt)
@@ -209,5 +221,8 @@ def should_stop() -> bool:
     """Return whether to save and exit now, with exit code `STOPPED`.
 
     Call it on every rank, once after each step: it is True on all ranks after the same step, without a collective.
+    The agents do not see each rank of a launcher: there it is always False, and the launcher gets SIGTERM.
     """
+    if count_launched_ranks() > 1:
+        return False
     return _current_reporter().should_stop()

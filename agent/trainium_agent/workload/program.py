@@ -159,6 +159,7 @@ class Program(ProgramMonitor):
         environment = rank_environment(self._settings, layout, local_rank, agent_serves=False)
         if layout.rank(local_rank) == 0 and ENV_URL not in self._environment:
             environment |= self.accept_posts(layout, local_rank)
+        environment[worker_env.ENV_WORLD_SIZE] = str(layout.world_size)
         if layout.accumulation:
             environment[worker_env.ENV_ACCUMULATION] = str(layout.accumulation)
         if self._program.batch is not None:

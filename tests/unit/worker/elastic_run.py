@@ -49,9 +49,16 @@ class Run:
         return self.root / "output"
 
     def start(
-        self, nodes: list[int], *, agent: bool = False, batch: int | None = None, requested: int = 2, **options: Any
+        self,
+        nodes: list[int],
+        *,
+        agent: bool = False,
+        batch: int | None = None,
+        requested: int = 2,
+        processes: int | None = None,
+        **options: Any,
     ) -> list[int]:
-        """Start a rank on each node, and return the exit codes."""
+        """Start a rank on each node, and return the exit codes; `processes`: those of the agents, with a launcher."""
         self.attempt += 1
         results = self.root / f"results-{self.attempt}"
         results.mkdir()
@@ -65,6 +72,7 @@ class Run:
                 "TRAINIUM_MEMORY_DIR": str(self.root / f"node-{node}"), "TRAINIUM_REQUESTED_WORLD_SIZE": str(requested),
                 **({"TRAINIUM_PROGRESS_FILE": str(self.progress(node))} if agent else {}),
                 **({"TRAINIUM_GLOBAL_BATCH": str(batch)} if batch else {}),
+                **({"TRAINIUM_WORLD_SIZE": str(processes)} if processes else {}),
             }
             for rank, node in enumerate(nodes)
         ]  # fmt: skip

@@ -51,6 +51,12 @@ def test_samples_and_losses_do_not_depend_on_the_number_of_ranks(undisturbed: Ru
     assert run.losses == pytest.approx(undisturbed.losses, rel=1e-6)
 
 
+def test_the_ranks_of_a_launcher_have_the_batch_of_the_requested_nodes(undisturbed: Run, run: Run) -> None:
+    assert run.start([0, 1], requested=1, processes=1) == [0, 0], run.errors
+    assert run.ledger == undisturbed.ledger
+    assert run.losses == undisturbed.losses, "bitwise equal"
+
+
 def test_a_mean_over_rows_does_not_depend_on_the_number_of_ranks(run: Run, tmp_path: Path) -> None:
     curves = []
     for ranks in (2, 3):

@@ -165,6 +165,7 @@ def test_environment_variables_equal_those_of_the_contract() -> None:
     assert (module.ENV_PROGRESS_FILE, module.ENV_GENERATION, module.ENV_ATTEMPT) == (
         worker_env.ENV_PROGRESS_FILE, worker_env.ENV_GENERATION, worker_env.ENV_ATTEMPT,
     )  # fmt: skip
+    assert module.ENV_WORLD_SIZE == worker_env.ENV_WORLD_SIZE
     assert (session.ENV_MEMORY_DIRECTORY, session.ENV_RUN_ID, session.DEFAULT_MEMORY_DIRECTORY) == (
         worker_env.ENV_MEMORY_DIRECTORY, worker_env.ENV_RUN_ID, worker_env.MEMORY_DIRECTORY,
     )  # fmt: skip
@@ -232,6 +233,21 @@ def test_a_stop_request_without_a_reply_times_out(record: Path, monkeypatch: pyt
     stop_at(record, 2)
     assert trainium_worker.should_stop()
     assert trainium_worker.should_stop(), "the answer does not change"
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_ranks_of_a_launcher_have_one_record_and_no_agreed_stop(
+    record: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int
+) -> None:
+    for name, number in {"TRAINIUM_WORLD_SIZE": 2, "WORLD_SIZE": 64, "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, str(number))
+    assert trainium_worker.count_launched_ranks() == 32
+    trainium_worker.step(1)
+    assert record.exists() == (local_rank == 0)
+    if record.exists():
+        assert progress(record).step == 1
+        stop_at(record, 1)
+    assert not trainium_worker.should_stop(), "the agents cannot agree with ranks that they do not see"
 
 
 def test_a_stop_request_to_an_earlier_attempt_is_ignored(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:

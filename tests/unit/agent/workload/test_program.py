@@ -40,6 +40,7 @@ def test_a_rank_has_the_environment_of_torchrun_and_of_the_job(tmp_path: Path) -
     assert (env["MASTER_PORT"], env["TORCHELASTIC_USE_AGENT_STORE"]) == ("29500", "False")
     assert (env["TORCHELASTIC_RESTART_COUNT"], env["TRAINIUM_GENERATION"]) == ("1", "3")
     assert env["TRAINIUM_ACCUMULATION"] == "8"
+    assert env["TRAINIUM_WORLD_SIZE"] == env["WORLD_SIZE"], "a launcher changes the second one"
     assert "OMP_NUM_THREADS" not in env, "the job has set it"
     assert env["PYTHONUNBUFFERED"] == "1"
     assert not [name for name in env if name.startswith("NEURON")], "the node has no device"

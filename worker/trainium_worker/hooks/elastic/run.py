@@ -50,7 +50,9 @@ class Run:
         self.data_rank = args.process_index // replicas
         self.seed = args.seed if args.data_seed is None else args.data_seed
         self._rank_batch = args.train_batch_size * args.gradient_accumulation_steps
-        requested = int(os.environ.get(ENV_REQUESTED_WORLD_SIZE) or args.world_size) // replicas
+        processes = os.environ.get(ENV_REQUESTED_WORLD_SIZE)
+        ranks = int(processes) * trainium_worker.count_launched_ranks() if processes else args.world_size
+        requested = ranks // replicas
         self.global_batch = int(os.environ.get(ENV_GLOBAL_BATCH) or self._rank_batch * requested)
         self.sampler: TrainerSampler | None = None
         self.completed = 0
