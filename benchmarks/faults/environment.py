@@ -96,7 +96,7 @@ class FaultEnvironment:
         for folder in (faults.parent, faults, faults / "lib"):
             folder.mkdir(mode=0o777, exist_ok=True)
             folder.chmod(0o777)
-        for source in (HERE / "trainium_fault_injector.py", ROOT / "manifests" / "examples" / "train_ddp.py"):
+        for source in (HERE / "trainium_fault_injector.py", ROOT / "tests" / "testing" / "cluster" / "train_ddp.py"):
             shutil.copy(source, faults / "lib")
         install_operator(self.cluster, {"statusIntervalSeconds": 1, "replicas": 1})
         self.log("the operator is installed")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.suite.timeouts import Deadline
+from trainium_contract.status.internal import INTERNAL_KEY, unpack_internal
 from trainium_contract.wire.recorded_membership import parse_members
 from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.demos.metrics import read_steps
@@ -53,9 +54,8 @@ class TargetJob:
         return f"/apis/trainium.dev/v1alpha1/namespaces/{self.job.namespace}/trainingjobs/{self.job.name}"
 
     def status(self) -> Json:
-        """Return the status of the job; empty before the first one."""
-        status: Json = self.api.get(self._path).get("status") or {}
-        return status
+        """Return the status of the job, with its internal fields; empty before the first one."""
+        return unpack_internal(self.api.get(self._path).get("status") or {})
 
     def size(self) -> int:
         """Return the number of members."""
@@ -213,8 +213,18 @@ class TargetJob:
 
     def clear_failures(self) -> None:
         """Clear the failures that budgets and backoff count, because rows measure single faults."""
-        if self.status().get("failures"):
-            self.api.patch(f"{self._path}/status", {"status": {"failures": [], "avoidedNodes": []}})
+        self.wait_until(self._try_clear_failures, "a status without failures", 30)
+
+    def _try_clear_failures(self) -> bool:
+        job = self.api.get(self._path)
+        internal = json.loads(job["status"].get(INTERNAL_KEY, "{}"))
+        if not internal.pop("failures", None):
+            return True
+        status = {INTERNAL_KEY: json.dumps(internal, separators=(",", ":")), "avoidedNodes": []}
+        version = {"resourceVersion": job["metadata"]["resourceVersion"]}
+        # A conflict is retried: the operator has written the status meanwhile.
+        self.api.patch(f"{self._path}/status", {"metadata": version, "status": status})
+        return True
 
     def remove(self) -> None:
         """Delete the job and wait until its pods are deleted."""

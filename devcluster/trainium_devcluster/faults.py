@@ -100,10 +100,15 @@ class Faults:
         """Stop a component, gracefully for up to `seconds`, and do not restart it; 0 kills it."""
         self._cluster.request_supervisor({"op": "stop-component", "component": component, "seconds": seconds})
 
-    def start(self, component: Component) -> None:
-        """Start a stopped component again and wait until it is ready."""
-        self._cluster.request_supervisor({"op": "start-component", "component": component})
-        self._cluster.wait_for_component(component)
+    def start(self, *components: Component) -> None:
+        """Start stopped components again, in this order, and wait until all are ready.
+
+        etcd counts as ready when the API server has reached it.
+        """
+        for component in components:
+            self._cluster.request_supervisor({"op": "start-component", "component": component})
+        for component in components:
+            self._cluster.wait_for_component(component)
 
     def restart_apiserver(self) -> None:
         """Restart the API server at the same address, and wait until it is ready."""

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import time
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from trainium_devcluster.controlplane.components import Component
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from benchmarks.faults.target import TargetJob
+    from benchmarks.faults.target import Json, TargetJob
     from trainium_devcluster.faults import Faults
 
 OUTAGE_SECONDS = 20.0
@@ -70,12 +71,13 @@ def _end_without_operator(run: Run) -> RunResult:
     try:
         target.signal(run.random_member()["podName"], "KILL")
         target.wait_until(lambda: {pod["status"]["phase"] for pod in target.pods()} == {"Succeeded"}, "end", 180)
+        ended_at = max(_read_end(pod) for pod in target.pods())
     finally:
         run.env.operator.scale(1)
     started_at = time.time()
     target.wait_until(lambda: target.status()["phase"] == "Completed", "completion", 60)
     detection_seconds = round(time.time() - started_at, 3)
-    status, ended_at = target.status(), target.records()[LAST_STEP]["time"]
+    status = target.status()
     missing_seconds = seconds_before + ended_at - taken_at - status["goodput"]["wallSeconds"]
     figures = (status["progress"]["step"], status["checkpoint"].get("durableStep"), status["restarts"]["total"])
     interruptions = [(entry["rung"], entry["cause"]) for entry in status["history"]]
@@ -84,6 +86,12 @@ def _end_without_operator(run: Run) -> RunResult:
     findings.expect(interruptions == [("InPlace", "Crash")], f"the history is {interruptions}")
     findings.expect(abs(missing_seconds) < _MISSING_SECONDS, f"{missing_seconds:.1f} s are missing in the goodput")
     return run.result(findings, detection_seconds=detection_seconds, steps_lost=0)
+
+
+def _read_end(pod: Json) -> float:
+    """Return when the container of a worker ended (Unix seconds)."""
+    (container,) = pod["status"]["containerStatuses"]
+    return datetime.fromisoformat(container["state"]["terminated"]["finishedAt"]).timestamp()
 
 
 def _stop_api_server(run: Run) -> RunResult:
@@ -230,8 +238,7 @@ def _stopped_control_plane(faults: Faults) -> Iterator[None]:
     try:
         yield
     finally:
-        for component in reversed(components):
-            faults.start(component)
+        faults.start(*reversed(components))
 
 
 def _resize_during_recovery(run: Run) -> RunResult:

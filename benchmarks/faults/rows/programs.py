@@ -1,4 +1,4 @@
-"""Define the rows in which a job runs a program without support for it (`manifests/examples/train_ddp.py`)."""
+"""Define the rows in which a job runs a program without support for it (`tests/testing/cluster/train_ddp.py`)."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ Guarantees:
 - `on_change` is called with each new or changed object after a list and at each watch event, and with `deleted` when an
   object is deleted, also if only a new list shows that.
 - A broken connection is retried for ever with a pause of at most two seconds.
+- After the end of a watch the objects are listed again: the versions of a server that was restored from a backup are
+  older, and it sends no event to a watch from a version that it has not reached.
 """
 
 import asyncio
@@ -47,8 +49,7 @@ class Reflector:
             try:
                 version = await self._list()
                 pause = _FIRST_PAUSE
-                while True:
-                    version = await self._watch(version)
+                await self._watch(version)
             except ApiError as error:
                 if error.status != _GONE and str(error) != self._last_error:
                     self._last_error = str(error)
@@ -72,25 +73,20 @@ class Reflector:
         self.synced.set()
         return str(answer["metadata"]["resourceVersion"])
 
-    async def _watch(self, version: str) -> str:
+    async def _watch(self, version: str) -> None:
         seconds = random.randint(*_WATCH_SECONDS)  # noqa: S311 - spreads load, guards nothing
         params = {
             **self._params,
             "resourceVersion": version,
-            "allowWatchBookmarks": "true",
             "timeoutSeconds": str(seconds),
         }
         async for kind, item in self._api.watch(self._path, params):
-            version = item["metadata"]["resourceVersion"]
-            if kind == "BOOKMARK":
-                continue
             if kind == "DELETED":
                 self.objects.pop(uid(item), None)
                 self._on_change(item, True)
             else:
                 self.objects[uid(item)] = item
                 self._on_change(item, False)
-        return version
 
 
 class WatchedObject:
