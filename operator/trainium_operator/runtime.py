@@ -20,7 +20,7 @@ from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler, releases
 from trainium_operator.cluster.api import client, errors, resources
 from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
-from trainium_operator.cluster.execute import events, executor, status_writes
+from trainium_operator.cluster.execute import events, executor, owner_check, status_writes
 from trainium_operator.cluster.fleet import fleet_reconciler
 from trainium_operator.cluster.queue import (
     creation_backoff,
@@ -193,8 +193,9 @@ class Runtime:
         )
         backoff, outcomes = creation_backoff.CreationBackoff(clock), write_outcomes.WriteOutcomes(clock)
         warnings = pod_warnings.PodWarnings(self.api, self.caches.pods, clock)
+        owners = owner_check.OwnerCheck(self.acting, self.recorder, backoff)
         statuses = status_writes.StatusWrites(
-            self.acting, self.caches, self.recorder, clock, on_refused=self.metrics.refused_statuses.inc
+            self.acting, self.caches, self.recorder, owners, clock, on_refused=self.metrics.refused_statuses.inc
         )
         observer = observe.Observer(
             caches=self.caches,
@@ -221,6 +222,7 @@ class Runtime:
                 backoff,
                 outcomes,
                 statuses,
+                owners,
                 clock,
             ),
             statuses=statuses,

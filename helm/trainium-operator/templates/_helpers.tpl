@@ -139,3 +139,7 @@ authorization:
 {{- define "trainium-operator.ofAJob" -}}
 has({{ . }}.metadata.ownerReferences) && has({{ . }}.metadata.labels) && 'trainium.dev/job-name' in {{ . }}.metadata.labels && {{ . }}.metadata.ownerReferences.exists(o, o.kind == 'TrainingJob' && o.apiVersion.startsWith('trainium.dev/') && has(o.controller) && o.controller && o.name == {{ . }}.metadata.labels['trainium.dev/job-name'])
 {{- end }}
+{{- /* CEL: whether a job wrote the object and was deleted without it, so that no controller is left (OwnerCheck). */}}
+{{- define "trainium-operator.leftByAJob" -}}
+has({{ . }}.metadata.labels) && 'trainium.dev/job-name' in {{ . }}.metadata.labels && has({{ . }}.metadata.annotations) && 'trainium.dev/job-uid' in {{ . }}.metadata.annotations && !(has({{ . }}.metadata.ownerReferences) && {{ . }}.metadata.ownerReferences.exists(o, has(o.controller) && o.controller))
+{{- end }}

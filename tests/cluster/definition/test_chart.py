@@ -640,6 +640,17 @@ def test_the_operator_cannot_adopt_foreign_objects(restricted_api: Api) -> None:
     assert "changes and deletes only" in refusal_of_write(restricted_api, foreign, "replace")
 
 
+def test_the_operator_can_adopt_only_what_a_job_left(restricted_api: Api) -> None:
+    tenant = NAMESPACES[0]
+    left = owned_object("ConfigMap", "left", tenant)
+    left["metadata"]["annotations"] = {"trainium.dev/job-uid": "earlier"}
+    reference = left["metadata"].pop("ownerReferences")
+    restricted_api.kubectl("-n", tenant, "create", "-f", "-", stdin=json.dumps(left))
+    assert "writes only objects" in refusal_of_write(restricted_api, left, "replace")
+    left["metadata"]["ownerReferences"] = reference
+    assert refusal_of_write(restricted_api, left, "replace") == ""
+
+
 def test_the_admission_policy_binds_only_the_operator(restricted_api: Api) -> None:
     restricted_api.make_namespaces("system")
     memory = owned_object("ConfigMap", f"{NAME}-quarantine", "system")

@@ -19,10 +19,19 @@ from tests.testing.virtual.operator_process import OperatorProcess, training_job
 from tests.testing.virtual.replicas import Scenario
 from trainium_contract.status.internal import unpack_internal
 from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
-from trainium_operator.cluster.api.resources import CONFIG_MAPS, DISRUPTION_BUDGETS, EVENTS, JOBS, PODS, Resource
+from trainium_operator.cluster.api.resources import (
+    CONFIG_MAPS,
+    DISRUPTION_BUDGETS,
+    EVENTS,
+    JOBS,
+    NETWORK_POLICIES,
+    PODS,
+    Resource,
+)
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.http.errors import ForbiddenError
 from trainium_operator.plan.model import names
+from trainium_operator.settings import Settings
 
 
 def owner_reference(cluster: FakeCluster, **changes: Any) -> dict[str, Any]:
@@ -206,3 +215,64 @@ async def test_a_compression_bomb_in_a_record_is_not_unpacked(namespace: str) ->
         assert workers.step >= step + 15
         assert cluster.get(JOBS, "default", "llama")["status"]["phase"] == "Running"
         assert process.runtime.live_problem() == ""
+
+
+SETTINGS = Settings(job_network_policy=True, operator_labels="app=operator")
+LEFT = (
+    (CONFIG_MAPS, "llama-config"),
+    (CONFIG_MAPS, "llama-membership"),
+    (DISRUPTION_BUDGETS, "llama"),
+    (NETWORK_POLICIES, "llama-workers"),
+)
+
+
+@in_virtual_time
+async def test_objects_that_an_orphaning_deletion_left_become_those_of_the_next_job() -> None:
+    async with Scenario(training_job("llama"), nodes=6, settings=SETTINGS) as scenario:
+        cluster = scenario.cluster
+        await until(lambda: scenario.condition("DisruptionAllowed").get("status") == "True", 120, "all are created")
+        for resource, name in LEFT:
+            cluster.change(resource, "default", name, lambda raw: raw["metadata"].pop("ownerReferences"))
+        cluster.change(CONFIG_MAPS, "default", "llama-membership", lambda raw: raw.update(data={"status": "{}"}))
+        for name in cluster.names(PODS):
+            cluster.change(PODS, "default", name, lambda raw: raw["metadata"].pop("ownerReferences"))
+        old = cluster.get(JOBS, "default", "llama")["metadata"]["uid"]
+        cluster.remove(JOBS, "default", "llama")
+        new = cluster.add(JOBS, training_job("llama"))["metadata"]["uid"]
+        await until(lambda: scenario.status().get("phase") == "Running", 120, "the next job trains")
+        for resource, name in LEFT:
+            metadata = cluster.get(resource, "default", name)["metadata"]
+            assert [owner["uid"] for owner in metadata["ownerReferences"]] == [new], name
+            assert metadata["annotations"][names.ANNOTATION_JOB_UID] == new
+        assert "status" not in cluster.get(CONFIG_MAPS, "default", "llama-membership").get("data", {})
+        notes = [raw["message"] for key, raw in cluster.objects.items() if key[0] == EVENTS.plural]
+        for resource, name in LEFT:
+            origin = f"{resource.kind} {name} was left by an earlier job of this name (uid {old})"
+            assert f"{origin} and becomes this job's" in notes
+
+
+@pytest.mark.parametrize("change", [{"labels": {}}, {"annotations": {}}], ids=["labels", "annotations"])
+@in_virtual_time
+async def test_an_object_that_is_not_provably_of_an_earlier_job_is_left_alone(change: dict[str, Any]) -> None:
+    scenario = Scenario(nodes=3)
+    labels, annotations = names.object_labels("llama", "configuration"), {names.ANNOTATION_JOB_UID: "earlier"}
+    metadata = {"name": "llama-config", "labels": labels, "annotations": annotations, **change}
+    left = scenario.cluster.add(CONFIG_MAPS, {"metadata": metadata, "data": {"mine": "x"}})
+    scenario.cluster.add(JOBS, training_job("llama"))
+    async with scenario:
+        await until(lambda: scenario.condition("PodsReady").get("reason") == "NameTaken", 120, "the name is reported")
+        assert scenario.cluster.get(CONFIG_MAPS, "default", "llama-config") == left
+
+
+@in_virtual_time
+async def test_a_job_names_the_object_of_an_earlier_job_that_it_waits_for() -> None:
+    scenario = Scenario(nodes=3)
+    reference = {"apiVersion": JOBS.api_version, "kind": JOBS.kind, "name": "llama", "uid": "earlier"}
+    metadata = {"name": "llama-config", "ownerReferences": [{**reference, "controller": True}]}
+    scenario.cluster.add(CONFIG_MAPS, {"metadata": metadata})
+    scenario.cluster.add(JOBS, training_job("llama"))
+    async with scenario:
+        sentence = "ConfigMap llama-config belongs to an earlier job of this name; waiting until it is deleted"
+        await until(lambda: sentence in scenario.condition("PodsReady").get("message", ""), 120, "the sentence")
+        scenario.cluster.remove(CONFIG_MAPS, "default", "llama-config")
+        await until(lambda: scenario.status().get("phase") == "Running", 120, "it trains")

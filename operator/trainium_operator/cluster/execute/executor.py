@@ -22,17 +22,13 @@ from typing import TYPE_CHECKING, Any, cast
 from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import add_labels
 from trainium_operator.cluster.api.resources import (
-    CONFIG_MAPS,
-    DISRUPTION_BUDGETS,
     JOBS,
-    NETWORK_POLICIES,
     PODS,
     TEMPLATES,
     WORKLOADS,
     find_resource,
 )
 from trainium_operator.cluster.cache.kueue_views import with_conditions
-from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.concurrency import MAX_WRITES_PER_JOB, WriteSlots, run_all, run_with_slow_start
 from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimiter, ForceDeleteLimitError
 from trainium_operator.cluster.execute.events import EventRecorder, event_of_intent, write_failed_event
@@ -64,6 +60,7 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import IndexedCache
+    from trainium_operator.cluster.execute.owner_check import OwnerCheck
     from trainium_operator.cluster.execute.status_writes import StatusWrites
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
     from trainium_operator.cluster.queue.observe import Caches
@@ -76,7 +73,6 @@ MIN_REPORTED_PAUSE_SECONDS = 2.0
 """Pause in seconds from which refused creations show as an event."""
 MAX_DELETIONS_DURING_START = 8
 """Concurrent deletions of ended pods behind creations, so that they do not delay the binding and start of new pods."""
-_OPTIONAL = (NETWORK_POLICIES, DISRUPTION_BUDGETS)
 
 
 class Executor:
@@ -94,9 +90,11 @@ class Executor:
         creation_backoff: CreationBackoff,
         outcomes: WriteOutcomes,
         statuses: StatusWrites,
+        owners: OwnerCheck,
         clock: Callable[[], float],
     ) -> None:
         self._statuses = statuses
+        self._owners = owners
         self._force_deletions = ForceDeleteLimiter(clock)
         self._outcomes = outcomes
         self._creation_backoff = creation_backoff
@@ -105,9 +103,7 @@ class Executor:
         self._recorder = recorder
         self._publisher = publisher
         self._slots = WriteSlots()
-        self._memberships = MembershipWrites(
-            api, caches.config_maps, lambda job, current: self._check_ours(job, CONFIG_MAPS, current)
-        )
+        self._memberships = MembershipWrites(api, caches.config_maps, owners)
 
     async def execute(self, job: JobView, plan: Plan) -> None:
         """Execute the plan. Raises the ApiError of the first write that failed."""
@@ -222,10 +218,10 @@ class Executor:
             except errors.AlreadyExistsError:
                 pass  # ours, from before this process, or another's
             else:
-                self._check_ours(job, resource, created)
+                await self._owners.check(job, resource, created)
                 return created
         current = await self._get_live(resource, job.namespace, name)
-        self._check_ours(job, resource, current)
+        await self._owners.check(job, resource, current)
         metadata = {**manifest["metadata"], "resourceVersion": current["metadata"]["resourceVersion"]}
         patch = {**replace_content(current, manifest), "metadata": metadata}
         return await self._api.merge(resource, job.namespace, name, patch)
@@ -235,26 +231,6 @@ class Executor:
             return await self._api.get(resource, namespace, name)
         except errors.NotFoundError as error:
             raise errors.ConflictError(f"{resource.kind} {name} was deleted meanwhile", status=409) from error
-
-    def _check_ours(self, job: JobView, resource: Resource, current: Json) -> None:
-        """Record whose object it is. Raises NotOursError."""
-        name = current["metadata"]["name"]
-        place = f"{resource.kind}/{name}"
-        owner = controlling_job(current)
-        if owner == job.id:
-            self._creation_backoff.clear_name_conflict(job.uid, place)
-            return
-        if owner is not None and (owner.namespace, owner.name) == (job.namespace, job.name):
-            raise errors.ConflictError(
-                f"{place} belongs to an earlier job of this name; waiting until it is gone", status=409
-            )
-        sentence = (
-            f"{resource.kind} {name} exists and does not belong to this job; it is left alone: delete it, or give the "
-            "job another name"
-        )
-        if resource not in (PODS, *_OPTIONAL):  # a new attempt renames the pod
-            self._creation_backoff.record_name_conflict(job.uid, place, sentence)
-        raise errors.NotOursError(sentence, status=409)
 
     async def _set_quota_conditions(self, job: JobView, action: SetQuotaConditions) -> None:
         """Write conditions of a Workload, and release its quota if the plan decides so. Raises ConflictError.
@@ -325,7 +301,7 @@ class Executor:
                 raw = await self._api.create(PODS, job.namespace, action.manifest)
             except errors.AlreadyExistsError:
                 raw = await self._api.get(PODS, job.namespace, name)
-                self._check_ours(job, PODS, raw)
+                await self._owners.check(job, PODS, raw)
             try:
                 check_identity(action.manifest, raw)
             except errors.ChangedError:

@@ -20,11 +20,10 @@ from trainium_operator.cluster.execute.merge_patch import replace_content
 from trainium_operator.cluster.queue.write_outcomes import check_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from trainium_operator.cluster.api.client import Api, Json
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.views import ChildRecord
+    from trainium_operator.cluster.execute.owner_check import OwnerCheck
     from trainium_operator.plan.model.actions import PublishMembership
     from trainium_operator.plan.model.observed import JobView
 
@@ -37,8 +36,7 @@ class MembershipWrites:
 
     api: Api
     records: Lister[ChildRecord]
-    check_ours: Callable[[JobView, Json], None]
-    """Check the owner. Raises NotOursError, or ConflictError while an earlier job's object still exists."""
+    owners: OwnerCheck
 
     async def write(self, job: JobView, action: PublishMembership) -> None:
         """Write the record. Raises ConflictError when the object holds a generation other than the one to replace.
@@ -78,7 +76,8 @@ class MembershipWrites:
             current = await self.api.get(CONFIG_MAPS, job.namespace, name)
         except NotFoundError:
             return await self._create(job, action)
-        self.check_ours(job, current)
+        if await self.owners.check(job, CONFIG_MAPS, current):
+            return await self._merge(job, action, current, current["metadata"]["resourceVersion"], keep=())
         recorded = read_membership(current)
         if recorded == action.membership:
             return current
@@ -96,13 +95,21 @@ class MembershipWrites:
             raw = await self.api.create(CONFIG_MAPS, job.namespace, action.manifest)
         except AlreadyExistsError as error:
             raise ConflictError(str(error), status=409) from error
-        self.check_ours(job, raw)
+        await self.owners.check(job, CONFIG_MAPS, raw)
         return raw
 
-    async def _merge(self, job: JobView, action: PublishMembership, current: Json, version: str) -> Json:
+    async def _merge(
+        self,
+        job: JobView,
+        action: PublishMembership,
+        current: Json,
+        version: str,
+        keep: tuple[str, ...] = (STATUS_KEY, REFUSAL_KEY),
+    ) -> Json:
+        """Replace the content except for the keys of a refused status (see `status_writes`)."""
         metadata = {**action.manifest["metadata"], "resourceVersion": version}
         data = as_mapping(current.get("data"))
-        kept = {key: data[key] for key in (STATUS_KEY, REFUSAL_KEY) if key in data}  # see `status_writes`
+        kept = {key: data[key] for key in keep if key in data}
         manifest = {**action.manifest, "data": kept} if kept else action.manifest
         patch = {**replace_content(current, manifest), "metadata": metadata}
         return await self.api.merge(CONFIG_MAPS, job.namespace, metadata["name"], patch)

@@ -20,8 +20,8 @@ from trainium_contract.wire.recorded_membership import REFUSAL_KEY, STATUS_KEY
 from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import add_labels
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS
-from trainium_operator.cluster.cache.ownership import controlling_job
 from trainium_operator.cluster.execute.events import EventRecorder, write_failed_event
+from trainium_operator.cluster.execute.merge_patch import replace_content
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.plan.manifests.owned_object import build_owned_object
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.cluster.api.client import Api, Json
+    from trainium_operator.cluster.execute.owner_check import OwnerCheck
     from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.plan.model.observed import JobView
 
@@ -47,12 +48,14 @@ class StatusWrites:
         api: Api,
         caches: Caches,
         recorder: EventRecorder,
+        owners: OwnerCheck,
         clock: Callable[[], float],
         on_refused: Callable[[], None],
     ) -> None:
         self._api = api
         self._caches = caches
         self._recorder = recorder
+        self._owners = owners
         self._clock = clock
         self._on_refused = on_refused
         self._undeclared = UndeclaredFields(clock)
@@ -140,8 +143,10 @@ class StatusWrites:
                 {**manifest, "data": {key: text for key, text in data.items() if text is not None}},
             )
         else:
-            if controlling_job(current) != job.id:
-                raise errors.NotOursError(f"ConfigMap {name} exists and does not belong to this job", status=409)
-            version = {"resourceVersion": current["metadata"]["resourceVersion"]}
-            raw = await self._api.merge(CONFIG_MAPS, job.namespace, name, {"metadata": version, "data": data})
+            patch: Json = {"metadata": {}, "data": data}
+            if await self._owners.check(job, CONFIG_MAPS, current):
+                kept = {key: text for key, text in data.items() if text is not None}
+                patch = {**replace_content(current, {"data": kept}), "metadata": manifest["metadata"]}
+            metadata = {**patch["metadata"], "resourceVersion": current["metadata"]["resourceVersion"]}
+            raw = await self._api.merge(CONFIG_MAPS, job.namespace, name, {**patch, "metadata": metadata})
         self._caches.config_maps.write_through(raw)

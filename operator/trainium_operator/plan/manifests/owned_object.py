@@ -44,7 +44,6 @@ def build_owned_object(job: JobView, api_version: str, kind: str, name: str, con
         "ownerReferences": [build_owner_reference(job)],
     }
     manifest = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **content}
-    return {
-        **manifest,
-        "metadata": {**metadata, "annotations": {names.ANNOTATION_CONTENT_HASH: compute_content_hash(manifest)}},
-    }
+    digest = compute_content_hash(manifest)
+    annotations = {names.ANNOTATION_CONTENT_HASH: digest, names.ANNOTATION_JOB_UID: job.uid}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}

@@ -15,6 +15,8 @@ from trainium_contract.wire.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, L
 
 ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
 """On the configuration ConfigMap, the budget and the NetworkPolicy: digest of the content when it was applied."""
+ANNOTATION_JOB_UID = f"{GROUP}/job-uid"
+"""On every object with a fixed name: uid of the job that it was written for, also after its owner was removed."""
 ANNOTATION_PART = f"{GROUP}/part"
 """On a Workload of Kueue: the part of the job's quota that it requests."""
 ANNOTATION_EVALUATES = f"{GROUP}/evaluates"

@@ -107,6 +107,7 @@ class Reason(StrEnum):
     WRITE_FAILED = "WriteFailed"
     OBJECT_CHANGED = "ObjectChanged"
     STRAY_PODS = "StrayPods"
+    ORPHAN_ADOPTED = "OrphanAdopted"
     DELETION_PENDING = "DeletionPending"
     RECONCILED = "Reconciled"
     UNREADABLE = "Unreadable"

@@ -11,6 +11,7 @@ from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
+from trainium_operator.cluster.execute.owner_check import OwnerCheck
 from trainium_operator.cluster.execute.status_writes import StatusWrites
 from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
 from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
@@ -41,6 +42,7 @@ class ExecutorHarness:
         self.now = 1000.0
         self.creation_backoff = CreationBackoff(lambda: self.now)
         self.outcomes = WriteOutcomes(lambda: self.now)
+        owners = OwnerCheck(api, self.recorder, self.creation_backoff)
         self.executor = Executor(
             api,
             self.caches,
@@ -48,7 +50,8 @@ class ExecutorHarness:
             cast("CoordinatorState", self),
             self.creation_backoff,
             self.outcomes,
-            StatusWrites(api, self.caches, self.recorder, lambda: self.now, on_refused=lambda: None),
+            StatusWrites(api, self.caches, self.recorder, owners, lambda: self.now, on_refused=lambda: None),
+            owners,
             lambda: self.now,
         )
         run_virtual(self.caches.jobs.refresh())

@@ -57,7 +57,11 @@ def build_workload(
         "name": names.workload_name(job.name, part),
         "namespace": job.namespace,
         "labels": {**names.object_labels(job.name, "quota"), LABEL_JOB_UID: job.uid},
-        "annotations": {names.ANNOTATION_PART: str(part), names.ANNOTATION_CONTENT_HASH: compute_content_hash(spec)},
+        "annotations": {
+            names.ANNOTATION_PART: str(part),
+            names.ANNOTATION_CONTENT_HASH: compute_content_hash(spec),
+            names.ANNOTATION_JOB_UID: job.uid,
+        },
         "ownerReferences": [build_owner_reference(job)],
     }
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
