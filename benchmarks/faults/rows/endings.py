@@ -262,14 +262,14 @@ ROWS = (
     Row(
         number=44,
         fault="exit codes with rules of the job",
-        injected=f"exit code {AVOID_CODE} of a rank (rule: Host, AvoidNode), then {STOP_CODE} (rule: UserCode, Stop)",
+        injected=f"exit code {AVOID_CODE} of a rank (rule: Host, AvoidNode), then {STOP_CODE} (rule: UserError, Stop)",
         expected="the spare takes the first rank and its node is avoided; the second stops the job",
         checked="history: Host, Spare or Replace, that pod and node; then condition Failed, reason UserError",
         run_once=_apply_rules,
         spares=2,
         spec=(
             f"recovery: {{rules: [{{exitCodes: [{AVOID_CODE}], cause: Host, action: AvoidNode}}, "
-            f"{{exitCodes: [{STOP_CODE}], cause: UserCode, action: Stop}}]}}"
+            f"{{exitCodes: [{STOP_CODE}], cause: UserError, action: Stop}}]}}"
         ),
         job_per_run=True,
         max_runs=5,

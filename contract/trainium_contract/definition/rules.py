@@ -285,7 +285,7 @@ RECOVERY_RULE_RULES: tuple[Rule, ...] = (
     Rule(
         f"!(self.cause in {_cel_list(NO_FAULT_CAUSES)})",
         f"{_NO_FAULT_NAMES} are no faults: give the cause that the failure is to be attributed to, "
-        "for instance UserCode",
+        "for instance UserError",
         ".cause",
     ),
     Rule(

@@ -14,8 +14,8 @@ class Cause(StrEnum):
     """Why a training process, a pod or a job stopped."""
 
     FINISHED = "Finished"
-    USER_CODE = "UserCode"
-    NUMERICAL = "Numerical"
+    USER_ERROR = "UserError"
+    NUMERICAL = "NumericalError"
     MEMORY = "Memory"
     LOCAL_STORAGE = "LocalStorage"
     """A pod exceeded its own limit of local storage."""
@@ -82,7 +82,7 @@ _P, _I = Budget.PROCESS, Budget.INFRASTRUCTURE
 
 CAUSES: tuple[CauseRow, ...] = (
     CauseRow(
-        Cause.USER_CODE,
+        Cause.USER_ERROR,
         Blame.USER,
         None,
         "the program, its configuration or its data is wrong",

@@ -47,7 +47,7 @@ NEW_WORKER = Responses(Response.REPLACE_WORKER, Response.REPLACE_WORKER)
 LEAVE_NODE = Responses(Response.REPLACE_NODE, Response.REPLACE_NODE)
 
 RESPONSES: dict[Cause, Responses] = {
-    Cause.USER_CODE: STOP,
+    Cause.USER_ERROR: STOP,
     Cause.NUMERICAL: STOP,
     Cause.DEVICE: LEAVE_NODE,
     Cause.DEVICE_REPAIRABLE: RESTART_THEN_LEAVE_NODE,

@@ -152,7 +152,7 @@ EXIT_CODES = (
     _code(ExitCode.FINISHED, Cause.FINISHED, "finished"),
     _code(
         ExitCode.USER_ERROR,
-        Cause.USER_CODE,
+        Cause.USER_ERROR,
         "configuration or user error (bad config, missing data, import error, shape)",
     ),
     _code(ExitCode.NUMERICAL, Cause.NUMERICAL, "non-finite loss or gradient that persisted"),
@@ -185,11 +185,11 @@ RUNTIME_STATUSES = (
     _status(
         1003, "NRT_EXEC_COMPLETED_WITH_NUM_ERR", Cause.NUMERICAL, "the device computed NaN; its hardware is healthy"
     ),
-    _status(1002, "NRT_EXEC_BAD_INPUT", Cause.USER_CODE, "invalid input to the compiled program"),
-    _status(1006, "NRT_EXEC_OOB", Cause.USER_CODE, "an access of the compiled program was out of bounds"),
-    _status(2, "NRT_INVALID", Cause.USER_CODE, "invalid compiled program (NEFF) or arguments"),
-    _status(10, "NRT_UNSUPPORTED_NEFF_VERSION", Cause.USER_CODE, "compiled for another version of the runtime"),
-    _status(9, "NRT_LOAD_NOT_ENOUGH_NC", Cause.USER_CODE, "the compiled program needs more cores than the worker has"),
+    _status(1002, "NRT_EXEC_BAD_INPUT", Cause.USER_ERROR, "invalid input to the compiled program"),
+    _status(1006, "NRT_EXEC_OOB", Cause.USER_ERROR, "an access of the compiled program was out of bounds"),
+    _status(2, "NRT_INVALID", Cause.USER_ERROR, "invalid compiled program (NEFF) or arguments"),
+    _status(10, "NRT_UNSUPPORTED_NEFF_VERSION", Cause.USER_ERROR, "compiled for another version of the runtime"),
+    _status(9, "NRT_LOAD_NOT_ENOUGH_NC", Cause.USER_ERROR, "the compiled program needs more cores than the worker has"),
     _status(4, "NRT_RESOURCE", Cause.MEMORY, "out of memory or other resources of the device"),
     _status(11, "NRT_FAIL_HOST_MEM_ALLOC", Cause.MEMORY, "the runtime is out of host memory"),
     _status(1005, "NRT_EXEC_NC_BUSY", Cause.RUNTIME, "another process still held the core", RESTART),
@@ -209,11 +209,11 @@ RUNTIME_STATUSES = (
     ),
     _status(5, "NRT_TIMEOUT", Cause.RUNTIME, "an execution timed out on the device", indirect=True),
     _status(1100, "NRT_COLL_PENDING", Cause.PEER_LOST, "a collective was still pending", indirect=True),
-    _status(3, "NRT_INVALID_HANDLE", Cause.USER_CODE, "invalid handle given to the runtime"),
-    _status(7, "NRT_QUEUE_FULL", Cause.USER_CODE, "the runtime's execution queue was full"),
-    _status(13, "NRT_UNINITIALIZED", Cause.USER_CODE, "the runtime was used before its start"),
-    _status(14, "NRT_CLOSED", Cause.USER_CODE, "the runtime was used after its end"),
-    _status(15, "NRT_QUEUE_EMPTY", Cause.USER_CODE, "the runtime's queue was empty"),
+    _status(3, "NRT_INVALID_HANDLE", Cause.USER_ERROR, "invalid handle given to the runtime"),
+    _status(7, "NRT_QUEUE_FULL", Cause.USER_ERROR, "the runtime's execution queue was full"),
+    _status(13, "NRT_UNINITIALIZED", Cause.USER_ERROR, "the runtime was used before its start"),
+    _status(14, "NRT_CLOSED", Cause.USER_ERROR, "the runtime was used after its end"),
+    _status(15, "NRT_QUEUE_EMPTY", Cause.USER_ERROR, "the runtime's queue was empty"),
     _status(1, "NRT_FAILURE", Cause.RUNTIME, "the runtime failed and gives no reason", indirect=True),
 )
 """The most specific first: if the output names several, for instance 5 and 1201, the first of these counts."""
@@ -339,8 +339,8 @@ KERNEL_LINES = (
 
 POD_REASONS = (
     _pod("OOMKilled", Cause.MEMORY),
-    _pod("StartError", Cause.USER_CODE),
-    _pod("ContainerCannotRun", Cause.USER_CODE),
+    _pod("StartError", Cause.USER_ERROR),
+    _pod("ContainerCannotRun", Cause.USER_ERROR),
     _pod("Evicted", Cause.PREEMPTED),
     _pod("Preempting", Cause.PREEMPTED),
     _pod("TerminationByKubelet", Cause.PREEMPTED),

@@ -200,7 +200,7 @@ def test_a_failed_job_is_explained_and_retried(new_job: Callable[..., Job], trn:
     uid = job.object()["metadata"]["uid"]
 
     report = trn(job, "why")
-    assert report["entry"]["cause"] == "UserCode"
+    assert report["entry"]["cause"] == "UserError"
     assert "/nowhere.parquet" in report["entry"]["message"]
     assert "/nowhere.parquet" in trn(job, "status", as_json=False)
 

@@ -102,7 +102,7 @@ def test_a_failed_job_shows_its_verdict_and_how_to_retry() -> None:
     assert view.eta_seconds is None
     assert view.checkpoints.durable_step is None
     assert "none on storage" in status_text(view)
-    assert re.search(r"Stopped +UserCode on ", status_text(view)), "the end of a job is no interruption"
+    assert re.search(r"Stopped +UserError on ", status_text(view)), "the end of a job is no interruption"
 
 
 def test_memory_checkpoints_are_not_shown_without_pods() -> None:

@@ -72,7 +72,7 @@ def test_every_condition_has_a_polarity() -> None:
 
 def test_a_lost_peer_is_the_least_specific_cause_and_a_users_error_the_most() -> None:
     assert severity(Cause.PEER_LOST) == len(Cause) - 1
-    assert severity(Cause.USER_CODE) == 0
+    assert severity(Cause.USER_ERROR) == 0
     assert severity(Cause.DEVICE) < severity(Cause.CRASH) < severity(Cause.NODE_LOST) < severity(Cause.POD_LOST)
 
 

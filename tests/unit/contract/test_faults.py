@@ -70,7 +70,7 @@ def test_harmless_kernel_lines_match_no_sign(line: str) -> None:
     ("code", "status", "kernel", "cause"),
     [
         (76, 5, (HW.format("DMA_ERROR"),), Cause.DEVICE),
-        (64, 1202, (HW.format("DMA_ERROR"),), Cause.USER_CODE),
+        (64, 1202, (HW.format("DMA_ERROR"),), Cause.USER_ERROR),
         (137, None, (DISK, OOM), Cause.MEMORY),
         (76, 1, (), Cause.PEER_LOST),
         (80, 5, (), Cause.DEVICE),
@@ -97,7 +97,7 @@ def rule(**fields: Any) -> RecoveryRule:
 
 
 def test_the_first_rule_that_matches_counts_and_all_its_conditions_must_hold() -> None:
-    rules = (rule(exitCodes=[3], message="seat", cause="UserCode", action="Stop"), rule(exitCodes=[3]))
+    rules = (rule(exitCodes=[3], message="seat", cause="UserError", action="Stop"), rule(exitCodes=[3]))
     assert match_rules(rules, code=3, texts=("no seat",)).response is Response.STOP
     assert match_rules(rules, code=3, texts=("other",)).response is Response.REPLACE_NODE
     assert match_rules(rules, code=4, texts=("no seat",)) is None

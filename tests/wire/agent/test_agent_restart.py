@@ -249,7 +249,7 @@ async def test_a_rule_added_to_a_running_job_stops_it(job: AgentJob) -> None:
     await start_with_kernel_logs(job, "a", "b")
     exit_rank(job, 0, 3, "no seat is free")
     await job.until_training("a", "b", attempt=1, step=8)
-    rule = {"exitCodes": [3], "message": "no seat", "cause": "UserCode", "action": "Stop"}
+    rule = {"exitCodes": [3], "message": "no seat", "cause": "UserError", "action": "Stop"}
     (job.folder / "rules.json").write_text(json.dumps([rule]))
     exit_rank(job, 0, 3, "no seat is free")
     await job.until_verdict("a")

@@ -109,4 +109,4 @@ async def test_a_program_with_an_unreadable_checkpoint_fails_on_its_second_node(
         scenario.workers.give_up("llama", 1, 1)
         await until(lambda: scenario.status().get("phase") == "Failed", 60, "the job has failed")
         assert "in /checkpoints/run, a lost node has torn that file" in scenario.status()["verdict"]
-        assert [entry["cause"] for entry in scenario.status()["history"]] == ["Crash", "UserCode"]
+        assert [entry["cause"] for entry in scenario.status()["history"]] == ["Crash", "UserError"]

@@ -49,7 +49,7 @@ MAX_START_FAILURES = 2
 """Worker pods that may fail before any step until the job counts as the cause."""
 
 _REASONS: dict[Cause, Reason] = {
-    Cause.USER_CODE: Reason.USER_ERROR,
+    Cause.USER_ERROR: Reason.USER_ERROR,
     Cause.NUMERICAL: Reason.NUMERICAL,
     Cause.MEMORY: Reason.OUT_OF_MEMORY,
     Cause.RUNTIME: Reason.ACCELERATOR_RUNTIME,
@@ -162,7 +162,7 @@ def _verdict_on_size(facts: Facts) -> StopVerdict | None:
     """Stop a job of an impossible size that has never run; a running one keeps its size."""
     if facts.size.desired > 0 or facts.observed.membership is not None:
         return None
-    return StopVerdict(reason=facts.size.reason, cause=Cause.USER_CODE, message=facts.size.message)
+    return StopVerdict(reason=facts.size.reason, cause=Cause.USER_ERROR, message=facts.size.message)
 
 
 def _verdict_on_processes(facts: Facts) -> StopVerdict | None:
@@ -288,10 +288,10 @@ def _verdict_on_crashes_before_any_step(facts: Facts) -> StopVerdict | None:
             continue
         rank = _describe_rank(member, failure)
         message = f"The training process crashed before its first step and again after a restart: {rank}"
-        advice = get_cause_row(Cause.USER_CODE).advice
+        advice = get_cause_row(Cause.USER_ERROR).advice
         return _build_verdict(
             Reason.USER_ERROR,
-            Cause.USER_CODE,
+            Cause.USER_ERROR,
             message,
             failure=failure,
             advice=advice,
@@ -332,7 +332,7 @@ def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
         advice = _CHECKPOINT_ADVICE.format(f" in {folder}" if folder else "")
         return _build_verdict(
             Reason.USER_ERROR,
-            Cause.USER_CODE,
+            Cause.USER_ERROR,
             message,
             failure=failure,
             advice=advice,
@@ -367,7 +367,7 @@ def _verdict_on_start_failures(facts: Facts) -> StopVerdict | None:
     )
     advice = _NEVER_STARTED_ADVICE if pod.reason in _NEVER_STARTED_REASONS else ""
     return _build_verdict(
-        Reason.WORKERS_DO_NOT_START, Cause.USER_CODE, message, advice=advice, pod=pod.name, node=pod.node
+        Reason.WORKERS_DO_NOT_START, Cause.USER_ERROR, message, advice=advice, pod=pod.name, node=pod.node
     )
 
 

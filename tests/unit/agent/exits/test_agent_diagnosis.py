@@ -31,7 +31,7 @@ def build_diagnoser(rules: Path | None = None) -> ExitDiagnoser:
         (1, "nrt_execute: status=1003", Cause.NUMERICAL, Response.RESTART_IN_PLACE),
         (134, "nrt_execute: status=1205", Cause.DEVICE_REPAIRABLE, Response.RESTART_IN_PLACE),
         (1, "nrt_execute: status=1206", Cause.NETWORK, Response.RESTART_IN_PLACE),
-        (64, "nrt_execute: status=1202", Cause.USER_CODE, Response.STOP),
+        (64, "nrt_execute: status=1202", Cause.USER_ERROR, Response.STOP),
         (76, "nrt_execute: status=5", Cause.PEER_LOST, Response.RESTART_IN_PLACE),
         (76, "nrt_execute: status=1201", Cause.DEVICE, Response.REPLACE_NODE),
         (1, "ImportError: torch", Cause.CRASH, Response.RESTART_IN_PLACE),
@@ -61,7 +61,7 @@ SUMMARY = "".join(f"{line}\n" for line in range(30))
         (139, GLOO, Cause.CRASH),
         (1, GLOO + "step 1\n" * 200, Cause.CRASH),
         (1, "requests.exceptions.ConnectionError: Connection reset by peer\n", Cause.CRASH),
-        (64, GLOO, Cause.USER_CODE),
+        (64, GLOO, Cause.USER_ERROR),
     ],
 )
 def test_an_error_of_a_lost_connection_at_the_end_is_a_lost_peer(code: int, output: str, cause: Cause) -> None:
@@ -108,15 +108,15 @@ def test_a_rule_of_the_job_takes_precedence_and_is_reloaded(tmp_path: Path) -> N
     path = tmp_path / "rules.json"
     diagnoser = build_diagnoser(path)
     assert diagnoser.diagnose(ended_rank(3)).verdict.cause is Cause.CRASH
-    write_rules(path, {"exitCodes": [3], "message": "license", "cause": "UserCode", "action": "Stop"})
+    write_rules(path, {"exitCodes": [3], "message": "license", "cause": "UserError", "action": "Stop"})
     assert diagnoser.diagnose(ended_rank(3)).verdict.cause is Cause.CRASH
     verdict = diagnoser.diagnose(ended_rank(3, "no license left")).verdict
-    assert (verdict.cause, verdict.response) == (Cause.USER_CODE, Response.STOP)
+    assert (verdict.cause, verdict.response) == (Cause.USER_ERROR, Response.STOP)
     write_rules(path, {"reason": "NRT_TIMEOUT", "cause": "Device", "action": "AvoidNode"})
     assert diagnoser.diagnose(ended_rank(1, "nrt_execute: status=5")).verdict.response is Response.REPLACE_NODE
 
 
-@pytest.mark.parametrize("text", ["", "{", "[{}]", '[{"cause": "UserCode"}]', "[1]", "\xff", "null"])
+@pytest.mark.parametrize("text", ["", "{", "[{}]", '[{"cause": "UserError"}]', "[1]", "\xff", "null"])
 def test_unreadable_rules_are_ignored(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rules.json"
     path.write_text(text, encoding="latin-1")

@@ -67,7 +67,7 @@ def test_a_kill_is_attributed_to_the_limit_or_to_the_node(
     assert event.at == pytest.approx(time.time(), abs=60)
     for code in (137, 1, 139):  # a rank whose child was killed ends with another code
         assert classify_exit(code, kernel=[event.line]).cause is cause
-    assert classify_exit(64, kernel=[event.line]).cause is Cause.USER_CODE
+    assert classify_exit(64, kernel=[event.line]).cause is Cause.USER_ERROR
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -40,7 +40,7 @@ def test_the_config_map_has_the_rules_of_the_job() -> None:
 
 
 def test_a_rule_stops_the_job_for_a_matching_crash() -> None:
-    rule = {"exitCodes": [3], "message": "licence", "cause": "UserCode", "action": "Stop"}
+    rule = {"exitCodes": [3], "message": "licence", "cause": "UserError", "action": "Stop"}
     result = make_plan(build.running_job(4, spares=1, job_spec=spec_with_rules(rule), agents=crashed_agents()))
     assert result.status.phase is Phase.FAILED
     assert "spec.recovery.rules[0]" in result.status.verdict
