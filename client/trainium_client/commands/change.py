@@ -83,7 +83,7 @@ def _set_suspend(session: Session, name: str, *, suspend: bool) -> None:
         sentence = (
             f"{name} saves and releases its nodes; to resume it: kubectl trn resume {name}"
             if suspend
-            else f"{name} resumes from its newest checkpoint; see: kubectl trn watch {name}"
+            else f"{name} resumes, from its newest checkpoint if it has one; see: kubectl trn watch {name}"
         )
     else:
         sentence = f"{name} is {'suspended' if suspend else 'not suspended'} already"

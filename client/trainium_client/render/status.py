@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _EVENT_COUNT = 5
 _BAR_MIN_WIDTH = 60
+_COMPARED = 200
+"""Characters of an event that are compared with the verdict; events are cut."""
+_TRACEBACK = " | Traceback (most recent call last)"
 _MAX_EVENT_LENGTH = 300
 """Limit of an event, so that it fits a screen; the advice of the operator's events is within it."""
 
@@ -38,13 +41,18 @@ def status_page(view: JobView, *, now: float, width: int) -> RenderableType:
     """Render the screen."""
     # Alerts have separate rows; repeated ones would displace the other events.
     alerts = {alert.kind for alert in view.alerts}
-    events = tuple(event for event in view.events if event.reason not in alerts)
+    events = tuple(event for event in view.events if event.reason not in alerts and not _repeats_verdict(event, view))
+    advice = (restore_lines(sentence) for sentence in view.advice if sentence != view.verdict)
     return vertical_group(
         label_grid(_fact_rows(view, now, width)),
         *_event_table(events[:_EVENT_COUNT], now, width),
-        *_section("What to do", tuple(map(restore_lines, view.advice))),
+        *_section("What to do", tuple(advice)),
         *_section("Not shown", view.not_shown, style="dim"),
     )
+
+
+def _repeats_verdict(event: EventView, view: JobView) -> bool:
+    return bool(view.verdict) and event.message[:_COMPARED] == view.verdict[:_COMPARED]
 
 
 def _section(title: str, lines: tuple[str, ...], style: str = "") -> list[RenderableType]:
@@ -62,16 +70,17 @@ def status_line(view: JobView) -> str:
 
 
 def _fact_rows(view: JobView, now: float, width: int) -> list[tuple[str, str | Text]]:
-    facts = job_facts(view, with_bar=width >= _BAR_MIN_WIDTH)
-    alerts = [fact for fact in facts if fact.label == "Alert"]
+    phase, *facts = [fact for fact in job_facts(view, with_bar=width >= _BAR_MIN_WIDTH) if fact.label != "Alert"]
     return [
         ("Job", f"{view.namespace}/{view.name}, {view.model}, {format_duration(view.age_seconds)} old"),
-        *((fact.label, _format_fact(fact)) for fact in facts if fact.label != "Alert"),
+        (phase.label, _format_fact(phase)),
+        ("Verdict", restore_lines(view.verdict)),
+        *((fact.label, _format_fact(fact)) for fact in facts),
         (
             "Stopped" if view.last and view.last.stopped else "Last",
             _format_interruption(view.last, now) if view.last else "",
         ),
-        *((alert.label, _format_fact(alert)) for alert in alerts),
+        *(("Alert", _format_fact(alert)) for alert in job_facts(view) if alert.label == "Alert"),
         *(("Artifact", f"{a.kind} of step {a.step}: {a.path} ({format_bytes(a.bytes)})") for a in view.artifacts),
         *(
             ("Evaluation", f"{f.name} {format_number(f.before)} -> {format_measurement(f.after, f.standard_error)}")
@@ -112,8 +121,17 @@ def _event_table(events: tuple[EventView, ...], now: float, width: int) -> list[
         return []
     columns = (Column("AGE", 6, right=True), Column("REASON", 8), Column("MESSAGE", 9, fold=True))
     rows = [
-        (format_duration(max(0.0, now - event.at)), Text(event.reason, "yellow" if event.warning else ""),
-         shorten(drop_noise(event.message), _MAX_EVENT_LENGTH) + (f" (x{event.count})" if event.count > 1 else ""))
+        (
+            format_duration(max(0.0, now - event.at)),
+            Text(event.reason, "yellow" if event.warning else ""),
+            _format_message(event),
+        )
         for event in events
-    ]  # fmt: skip
+    ]
     return [heading("What happened last"), table(columns, rows, width)]
+
+
+def _format_message(event: EventView) -> str:
+    """Return the message without the traceback, which `why` shows in lines."""
+    message = shorten(drop_noise(event.message.partition(_TRACEBACK)[0]), _MAX_EVENT_LENGTH)
+    return message + (f" (x{event.count})" if event.count > 1 else "")

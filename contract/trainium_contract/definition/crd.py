@@ -30,6 +30,7 @@ from trainium_contract.definition.rules import (
     STORAGE_RULES,
 )
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.internal import INTERNAL_KEY, MAX_INTERNAL_TEXT, internal_fields
 from trainium_contract.wire.worker_env import GROUP, KIND, PLURAL, VERSION
 
@@ -101,9 +102,10 @@ def _printer_columns() -> list[dict[str, Any]]:
         given = {"name": name, "type": kind, "jsonPath": path, "description": description}
         return given | ({"priority": priority} if priority else {})
 
+    ready = f'.status.conditions[?(@.type=="{ConditionType.READY}")].reason'
     return [
         column("Phase", "string", ".status.phase", "What the job is doing."),
-        column("Stage", "string", ".status.stage", "Train, Export or Evaluate."),
+        column("Reason", "string", ready, "Why it is in that phase."),
         column("Ready", "integer", ".status.readyReplicas", "Workers that are training."),
         column("Desired", "integer", ".spec.workers.replicas", "Requested workers."),
         column("Step", "integer", ".status.progress.step", "Newest finished optimizer step."),
@@ -112,6 +114,7 @@ def _printer_columns() -> list[dict[str, Any]]:
         column("Restarts", "integer", ".status.restarts.total", "Interruptions so far."),
         column("Updated", "date", ".status.progress.updated", "Time since a new step was reported."),
         column("Age", "date", ".metadata.creationTimestamp", "Time since the job was created."),
+        column("Stage", "string", ".status.stage", "Train, Export or Evaluate.", 1),
         column("Size", "integer", ".status.replicas", "Workers in the membership.", 1),
         column("DP", "integer", ".status.membership.dataParallel", "Data-parallel degree.", 1),
         column("Tokens/s", "number", ".status.progress.tokensPerSecond", "Throughput of the whole job.", 1),

@@ -86,16 +86,15 @@ CAUSES: tuple[CauseRow, ...] = (
         Blame.USER,
         None,
         "the program, its configuration or its data is wrong",
-        "Correct the configuration, the data or the image and run the job again (kubectl trn retry); it resumes from "
-        "its newest checkpoint.",
+        "Correct the configuration, the data or the image and run the job again (kubectl trn retry).",
     ),
     CauseRow(
         Cause.NUMERICAL,
         Blame.USER,
         None,
         "the numbers went wrong (NaN or infinity), the devices did not",
-        "Lower the learning rate, look at the data of that step, or raise spec.trainer.nonFiniteTolerance; a new job "
-        "of the same name resumes from the newest checkpoint.",
+        "Lower the learning rate, look at the data of that step, or raise spec.trainer.nonFiniteTolerance, and "
+        "run the job again (kubectl trn retry).",
     ),
     CauseRow(
         Cause.DEVICE,

@@ -154,7 +154,7 @@ def _workers(view: JobView) -> str:
 
 def _checkpoint(view: JobView, *, ages: bool) -> str:
     durable, memory = view.checkpoints.durable_step, view.checkpoints.memory_step
-    if any(condition.reason == "CheckpointsUnknown" for condition in view.conditions):
+    if not view.has_known_checkpoints:
         return "not known: spec.program.checkpoints is not given"
     age = f", {format_age(view.checkpoints.durable_age_seconds)}".rstrip(", ") if ages else ""
     kept = "none on storage" if durable is None else f"step {durable} on storage{age}"

@@ -185,6 +185,11 @@ class JobView:
         return self.phase in {"Completed", "Failed"}
 
     @property
+    def has_known_checkpoints(self) -> bool:
+        """Return whether the checkpoints can be known: not those of a program that does not describe them."""
+        return all(condition.reason != "CheckpointsUnknown" for condition in self.conditions)
+
+    @property
     def step_is_old(self) -> bool:
         """Return whether a training job has reported no step for long, so that a reader needs the step's age."""
         expected = not self.ended and self.phase not in {"", "Suspended"} and not self.managed_by
@@ -428,6 +433,8 @@ def advise_retry(view: JobView) -> str:
     """Explain how to run a failed job again, unchanged or corrected, and what was already changed."""
     saved = view.checkpoints.durable_step
     start = "from the beginning (storage has no checkpoint)" if saved is None else f"from step {saved}"
+    if not view.has_known_checkpoints:
+        start = "from where its program begins (spec.program.checkpoints is not given)"
     file = f"kubectl trn retry {view.name} -f FILE"
     if view.changes:
         return (

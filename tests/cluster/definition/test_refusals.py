@@ -309,6 +309,7 @@ def test_the_columns_of_kubectl_get_show_progress(api_with_job: Api) -> None:
         {
             "phase": "Running",
             "stage": "Train",
+            "conditions": [{"type": "Ready", "status": "True", "reason": "Training", "lastTransitionTime": "x"}],
             "readyReplicas": 4,
             "progress": {"step": 70, "loss": 4.25},
             "checkpoint": {"durableStep": 60},
@@ -317,8 +318,8 @@ def test_the_columns_of_kubectl_get_show_progress(api_with_job: Api) -> None:
         },
     )
     head, row = api_with_job.kubectl("get", "trn", "-o", "wide").splitlines()
-    assert head.split()[:9] == ["NAME", "PHASE", "STAGE", "READY", "DESIRED", "STEP", "LOSS", "CKPT", "RESTARTS"]
-    assert row.split()[:9] == ["good", "Running", "Train", "4", "4", "70", "4.25", "60", "2"]
+    assert head.split()[:9] == ["NAME", "PHASE", "REASON", "READY", "DESIRED", "STEP", "LOSS", "CKPT", "RESTARTS"]
+    assert row.split()[:9] == ["good", "Running", "Training", "4", "4", "70", "4.25", "60", "2"]
     assert row.split()[-1] == "97.0%", "there is no artifact yet"
     artifacts = [{"kind": kind, "path": f"/out/{kind}", "step": 70} for kind in ("Adapter", "Model")]
     api_with_job.report_status("good", {"artifacts": artifacts})

@@ -28,10 +28,12 @@ def table(jobs: Sequence[Mapping[str, Any]], now: float, *, wide: bool = False) 
 
 def _cell(job: Mapping[str, Any], column: Mapping[str, Any], now: float) -> str:
     value: Any = job
-    for name, index in re.findall(r"\.(\w+)(?:\[(-?\d+)\])?", column["jsonPath"]):
+    for name, index, kind in re.findall(r'\.(\w+)(?:\[(-?\d+)\]|\[\?\(@\.type=="(\w+)"\)\])?', column["jsonPath"]):
         value = value.get(name) if isinstance(value, dict) else None
         if index:
             value = value[int(index)] if value else None
+        if kind:
+            value = next((each for each in value or () if each["type"] == kind), None)
     if value is None:
         return ""
     return age(now - (parse_rfc3339(value) or now)) if column["type"] == "date" else f"{value}"

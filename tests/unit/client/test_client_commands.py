@@ -267,7 +267,10 @@ def test_actions_print_the_next_command_and_where_a_retry_resumes(trn: Command, 
     job = recorded_object("job")
     server.answers[f"{JOBS}/llama"] = job
     job["spec"]["suspend"] = True
-    assert trn("resume", "llama").err == "llama resumes from its newest checkpoint; see: kubectl trn watch llama\n"
+    assert (
+        trn("resume", "llama").err
+        == "llama resumes, from its newest checkpoint if it has one; see: kubectl trn watch llama\n"
+    )
     job["spec"]["suspend"] = False
     assert trn("suspend", "llama").err.endswith("to resume it: kubectl trn resume llama\n")
 

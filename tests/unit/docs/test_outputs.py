@@ -186,5 +186,5 @@ def test_an_age_has_the_format_of_kubectl(seconds: float, reported: str) -> None
 def test_a_table_has_the_columns_of_the_definition_and_empty_cells() -> None:
     job = {"metadata": {"name": "a"}, "spec": {}, "status": {"phase": "Pending", "artifacts": [{"path": "/out"}]}}
     heading, row = table([job], 0.0, wide=True).splitlines()
-    assert heading.split()[:4] == ["NAME", "PHASE", "STAGE", "READY"]
+    assert heading.split()[:4] == ["NAME", "PHASE", "REASON", "READY"]
     assert row.split() == ["a", "Pending", "/out"]

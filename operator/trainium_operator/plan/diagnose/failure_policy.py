@@ -59,7 +59,7 @@ _ADVICE: dict[Reason, str] = {
     Reason.WORKERS_DO_NOT_START: "Look at the pod's log (kubectl logs); correct the image, the command or the "
     "template.",
     Reason.BUDGET_EXHAUSTED: "See status.history for what failed; correct it or raise the budget, and run the job "
-    "again (kubectl trn retry); it resumes from its newest checkpoint.",
+    "again (kubectl trn retry).",
 }
 
 _CHECKPOINT_ADVICE = (

@@ -67,8 +67,7 @@ def clear_suspended(facts: Facts, status: StatusT) -> StatusT:
 
 
 _ADVICE = {
-    Reason.DEADLINE_EXCEEDED: "Raise spec.activeDeadlineSeconds and run the job again (kubectl trn retry); it resumes "
-    "from its newest checkpoint.",
+    Reason.DEADLINE_EXCEEDED: "Raise spec.activeDeadlineSeconds and run the job again (kubectl trn retry).",
     Reason.STARTUP_DEADLINE_EXCEEDED: "Remove what holds the workers up, or raise spec.startupDeadlineSeconds, and "
     "run the job again (kubectl trn retry).",
 }

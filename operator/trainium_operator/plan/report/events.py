@@ -76,7 +76,7 @@ def _list_transitions(old: PublicStatus, new: PublicStatus) -> Iterator[EventInt
         if condition is not None and is_true(new, kind) and not is_true(old, kind):
             yield event(reason or Reason(condition.reason), condition.message, warning=warning)
     if is_true(old, ConditionType.SUSPENDED) and not is_true(new, ConditionType.SUSPENDED):
-        yield event(Reason.RESUMED, "The job is active again; it resumes from its newest checkpoint.")
+        yield event(Reason.RESUMED, "The job is active again; it resumes from its newest checkpoint, if it has one.")
     yield from _list_new_reasons(old, new, ConditionType.ADMITTED, Reason.WAITING_FOR_QUEUE, Reason.EVICTED)
     yield from _list_new_reasons(old, new, ConditionType.NODES_HEALTHY, Reason.CONTACT_LOST, warning=True)
     reported, before = (find_condition(status, ConditionType.PROGRESS_REPORTED) for status in (new, old))

@@ -149,6 +149,9 @@ _PHASE_REASONS: dict[Phase, Reason] = {
     Phase.STOPPING: Reason.STOPPING,
     Phase.TERMINATING: Reason.TERMINATING,
 }
+_WAITING_PHASES = frozenset({Phase.PENDING, Phase.STARTING})
+_WAITING_CONDITIONS = (ConditionType.SIZE_LEGAL, ConditionType.PODS_READY, ConditionType.ADMITTED)
+_GENERAL_REASONS = frozenset({Reason.WAITING_FOR_WORKERS, Reason.WAITING_FOR_GANG})
 _BLOCKING_REASONS = frozenset(
     {Reason.NO_LEGAL_SIZE, Reason.INVALID_SPEC, Reason.GANG_API_MISSING, Reason.DEVICE_API_MISSING, Reason.NAME_TAKEN}
 )
@@ -167,15 +170,26 @@ def set_standard_conditions(status: StatusT, now: float) -> StatusT:
         status = with_condition(status, ConditionType.READY, True, Reason.COMPLETED, text, now=now)
         status = with_condition(status, ConditionType.STALLED, False, Reason.COMPLETED, "", now=now)
         return with_condition(status, ConditionType.FINISHED, True, Reason.COMPLETED, text, now=now)
-    reason = _PHASE_REASONS.get(status.phase, Reason.TRAINING)
-    is_ready = reason is Reason.TRAINING
-    status = with_condition(status, ConditionType.READY, is_ready, reason, "" if is_ready else "see the phase", now=now)
+    reason, message = _explain_phase(status)
+    status = with_condition(status, ConditionType.READY, reason is Reason.TRAINING, reason, message, now=now)
     blocked = next(
         (condition for condition in status.conditions if _is_blocking(condition.status, condition.reason)), None
     )
     stalled_reason, message = (Reason(blocked.reason), blocked.message) if blocked else (Reason.PROGRESSING, "")
     status = with_condition(status, ConditionType.STALLED, blocked is not None, stalled_reason, message, now=now)
     return with_condition(status, ConditionType.FINISHED, False, Reason.PROGRESSING, "", now=now)
+
+
+def _explain_phase(status: StatusT) -> tuple[Reason, str]:
+    """Return why the job is in its phase: of a job that waits, the reason of what it waits for."""
+    reason = _PHASE_REASONS.get(status.phase, Reason.TRAINING)
+    if status.phase in _WAITING_PHASES:
+        found = (find_condition(status, kind) for kind in _WAITING_CONDITIONS)
+        waits = [each for each in found if each is not None and each.status is ConditionStatus.FALSE]
+        specific = next((each for each in waits if each.reason not in _GENERAL_REASONS), waits[0] if waits else None)
+        if specific is not None:
+            return Reason(specific.reason), specific.message
+    return reason, "" if reason is Reason.TRAINING else "see the phase"
 
 
 def _is_blocking(state: ConditionStatus, reason: str) -> bool:

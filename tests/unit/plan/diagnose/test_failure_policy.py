@@ -68,7 +68,7 @@ def test_a_long_verdict_keeps_cause_and_advice() -> None:
     result = make_plan(build.running_job(4, agents={1: build.failed_agent(1, 64, rank=1, message="x" * 1024)}))
     assert len(result.status.verdict) <= 1024
     assert "Configuration or user error" in result.status.verdict
-    assert result.status.verdict.endswith("newest checkpoint.")
+    assert result.status.verdict.endswith("(kubectl trn retry).")
 
 
 def test_a_repeated_crash_before_the_first_step_is_a_user_error() -> None:
