@@ -37,7 +37,7 @@ from trainium_agent.threads import BlockingWorker, EventLoop
 from trainium_agent.workload.base import progress_file
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
-from trainium_contract.wire.completion import encode_completion
+from trainium_contract.wire.last_report import encode_last_report
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ _FLUSH_SECONDS = 2.0
 """Time for the last heartbeat, which reports the last save; part of the margin between grace period and kill."""
 _INTERNAL_ERROR = 70
 _ASKED_TO_END = "the pod was asked to end (SIGTERM) before its ranks had finished; its events say by whom"
+_UNANSWERED = "the ranks of another worker failed, and no operator answered"
 
 
 class AgentSupervisor:
@@ -132,10 +133,7 @@ class AgentSupervisor:
             self._give_up(failure.code or ExitCode.USER_ERROR, failure.sentence)
         try:
             code = await self._exit
-            if code == ExitCode.FINISHED:
-                log_lines.write_termination_message(encode_completion(self._report.heartbeat()))
-            elif code == ExitCode.YIELDING and self._pod.terminating:
-                log_lines.write_termination_message(_ASKED_TO_END)
+            self._write_last_report(code)
             if self._pod.terminating:
                 await self._client.flush(_FLUSH_SECONDS)
             return code
@@ -151,6 +149,16 @@ class AgentSupervisor:
             survivors = kill_descendants(_LAST_KILL_SECONDS)
             if survivors:
                 _log.error("processes %s did not end", survivors)
+
+    def _write_last_report(self, code: int) -> None:
+        """Write the last heartbeat as the pod's termination message; without figures the kubelet adds the log's end."""
+        text = ""
+        if code == ExitCode.YIELDING:
+            text = _ASKED_TO_END if self._pod.terminating else _UNANSWERED
+        if self._report.generation and code in (ExitCode.FINISHED, ExitCode.YIELDING, self._report.verdict_code):
+            text = encode_last_report(self._report.heartbeat(), text)
+        if text:
+            log_lines.write_termination_message(text)
 
     # From any thread.
 

@@ -27,13 +27,14 @@ from trainium_operator.plan.report import events, reconciled, summary, write_thr
 from trainium_operator.plan.view.corrected_status import correct_status
 from trainium_operator.plan.view.facts import Facts, build_facts, pin_running_image
 from trainium_operator.plan.view.size import decide_size, find_size_within_quota
-from trainium_operator.plan.view.workers import with_completions
+from trainium_operator.plan.view.workers import RECONNECT_SECONDS, with_last_reports
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.diagnosis import Diagnosis
     from trainium_operator.plan.diagnose.failed_member import FailedMember
+    from trainium_operator.plan.diagnose.failure_policy import StopVerdict
     from trainium_operator.plan.model.observed import Observed, PlanSettings
 
 _MIN_REQUEUE_SECONDS = 0.05
@@ -47,7 +48,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
             return Plan(status=observed.job.status)
         return Plan(status=summary.set_standard_conditions(completion.build_termination_status(observed), observed.now))
     size = decide_size(observed.job.spec)
-    observed = correct_status(with_completions(observed), size)
+    observed = correct_status(with_last_reports(observed), size)
     used_features = tuple(feature for feature in registry.FEATURES if feature.is_used(observed, settings))
     facts = build_facts(observed, pin_running_image(observed, settings), size, used_features)
     if conditions.is_terminal(observed.job.status):
@@ -59,13 +60,15 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
     if stopping.is_ending(result.status):
         return _finalize(facts, _plan_deadline(facts, result))
     verdict = failure_policy.reach_verdict(facts)
+    if verdict is not None:
+        return _finalize(facts, _plan_failure(completion.at_end(facts), result, verdict))
     is_unadmitted = facts.grant is not None and facts.grant.releases_workers
-    if verdict is None and not (facts.job.spec.suspend or is_unadmitted):
+    if not (facts.job.spec.suspend or is_unadmitted):
         is_member_lost = bool(diagnosis.failed_members)
         result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=is_member_lost))
         result = result.with_status(interruptions.record_failed_members(facts, result.status, diagnosis.failed_members))
     result = result.with_status(recovery.close_recovered(facts, result.status))
-    verdict = verdict or failure_policy.verdict_on_budgets(facts, result.status)
+    verdict = failure_policy.verdict_on_budgets(facts, result.status)
     if verdict is not None:
         result = result.then(summary.summarize(facts, result.status))
         return _finalize(facts, result.then(completion.stop(facts, result.status, verdict)))
@@ -81,6 +84,20 @@ def _plan_completion(facts: Facts, result: PolicyResult) -> PolicyResult:
     result = result.with_status(_close_all(facts, result.status))
     result = result.then(summary.summarize(facts, result.status))
     return result.then(completion.complete(facts, result.status))
+
+
+def _plan_failure(facts: Facts, result: PolicyResult, verdict: StopVerdict) -> PolicyResult:
+    """Return the plan for a verdict that workers report; its last heartbeats may be from a time without an operator.
+
+    Just after a start of the operator it waits for them, because the final figures are in those of all members.
+    """
+    if not summary.have_members_reported(facts):
+        reports_by = facts.observed.coordinator_since + RECONNECT_SECONDS
+        return result.then(PolicyResult(status=result.status, requeue_at=(reports_by,)))
+    result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=False))
+    result = result.with_status(recovery.close_recovered(facts, result.status))
+    result = result.then(summary.summarize(facts, result.status))
+    return result.then(completion.stop(facts, result.status, verdict))
 
 
 def _plan_ended(facts: Facts) -> PolicyResult:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +16,7 @@ from tests.testing.cluster.installed import NAMESPACE, RELEASE
 from tests.testing.suite.timeouts import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.testing.cluster.jobs import Job
     from tests.testing.cluster.shared_cluster import SharedCluster
@@ -114,14 +116,24 @@ def _stop_ranks(job: Job) -> bool:
     return True
 
 
+@contextmanager
+def without_operator(cluster: SharedCluster) -> Iterator[None]:
+    replicas = cluster.get("deployment", RELEASE, "-n", NAMESPACE)["spec"]["replicas"]
+    cluster.kubectl("scale", "deployment", RELEASE, "-n", NAMESPACE, "--replicas=0")
+    selector = f"app.kubernetes.io/instance={RELEASE}"
+    until(lambda: not cluster.get("pods", "-n", NAMESPACE, "-l", selector)["items"], "the operator has ended", 60)
+    try:
+        yield
+    finally:
+        cluster.kubectl("scale", "deployment", RELEASE, "-n", NAMESPACE, f"--replicas={replicas}")
+
+
 def test_a_job_that_ends_without_an_operator_shows_its_final_figures(
     operator: SharedCluster, new_job: Callable[..., Job]
 ) -> None:
     job = new_job()
     job.until_step(10)
-    replicas = operator.get("deployment", RELEASE, "-n", NAMESPACE)["spec"]["replicas"]
-    operator.kubectl("scale", "deployment", RELEASE, "-n", NAMESPACE, "--replicas=0")
-    try:
+    with without_operator(operator):
         job.kill_rank(0)
         until(
             lambda: all(pod["status"]["phase"] == "Succeeded" for pod in job.pods()),
@@ -130,8 +142,6 @@ def test_a_job_that_ends_without_an_operator_shows_its_final_figures(
         )
         before = job.status()
         assert before["phase"] == "Running"
-    finally:
-        operator.kubectl("scale", "deployment", RELEASE, "-n", NAMESPACE, f"--replicas={replicas}")
     status = job.until_phase("Completed", seconds=180)
     assert status["progress"]["step"] == 60
     assert status["checkpoint"]["durableStep"] == 60
@@ -139,3 +149,37 @@ def test_a_job_that_ends_without_an_operator_shows_its_final_figures(
     assert status["restarts"]["total"] == 1
     assert status["goodput"]["wallSeconds"] > before["goodput"]["wallSeconds"]
     assert status["goodput"]["productiveSeconds"] > before["goodput"]["productiveSeconds"]
+
+
+@pytest.mark.parametrize("pods", ["wait for an operator", "have ended"])
+def test_a_job_that_fails_without_an_operator_shows_its_final_figures(
+    operator: SharedCluster, namespace: str, pods: str
+) -> None:
+    job = ProgramJob(operator, namespace, "program")
+    folder = f"/checkpoints/{namespace}/{job.name}"
+    failing = PROGRAM.replace("while step < last:", "while not (folder / 'end').exists():")
+    failing += "\nif os.environ['RANK'] == '1':\n    sys.exit('the data is exhausted')\ntime.sleep(600)"
+    program = {
+        "command": ["python", "-c", failing, folder, "no handler", "0"],
+        "checkpoints": {"path": folder, "committed": "done-{step}"},
+    }
+    rules = [{"exitCodes": [1], "cause": "UserCode", "action": "Stop"}]
+    job.change = json.dumps({"program": program, "recovery": {"gracePeriodSeconds": 2, "rules": rules}})
+    job.apply()
+    job.until("steps", lambda status: step_of(status) >= 10)
+    with without_operator(operator):
+        before = job.status()
+        failing_pod = members(job)[1]
+        time.sleep(3)
+        job.exec_in_pod(failing_pod, "touch", f"{folder}/end")
+        read_log = partial(operator.kubectl, "logs", failing_pod, "-n", namespace)
+        until(lambda: "the data is exhausted" in read_log(), "the program fails", 120)
+        if pods == "have ended":  # as by themselves five minutes later
+            terminate(job, *members(job))
+            until(lambda: all(pod["status"]["phase"] == "Failed" for pod in job.pods()), "the pods end", 120)
+        assert job.status() == before
+    status = job.until_phase("Failed", seconds=120)
+    assert "the data is exhausted" in status["verdict"]
+    assert step_of(status) > step_of(before) + 5
+    assert status["checkpoint"]["durableStep"] > before["checkpoint"].get("durableStep", -1)
+    assert status["goodput"]["wallSeconds"] > before["goodput"]["wallSeconds"]

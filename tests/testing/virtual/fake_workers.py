@@ -24,7 +24,7 @@ from tests.testing.operator.wire_messages import member, registration
 from tests.testing.virtual.operator_process import OperatorProcess, wall_clock
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
-from trainium_contract.wire.completion import encode_completion
+from trainium_contract.wire.last_report import encode_last_report
 from trainium_contract.wire.messages import (
     CheckResult,
     HeartbeatRequest,
@@ -178,7 +178,7 @@ class Workers:
                     raw["status"]["podIP"],
                 )
             elif agent.finished:
-                message = encode_completion(self._heartbeat(agent))
+                message = encode_last_report(self._heartbeat(agent))
                 self.cluster.change(PODS, namespace, name, end_worker(0, "Completed", "Succeeded", message))
         for uid in set(self.agents) - set(running):
             del self.agents[uid]

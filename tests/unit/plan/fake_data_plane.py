@@ -195,7 +195,7 @@ class FakeDataPlane:
             elif pod.agent is not None and pod.agent.phase is WorkerPhase.FINISHED:
                 report = self._heartbeat(pod, pod.agent)
                 pod.view = replace(
-                    pod.view, phase=PodPhase.SUCCEEDED, exit_code=0, ready=False, finished=self.now, completion=report
+                    pod.view, phase=PodPhase.SUCCEEDED, exit_code=0, ready=False, finished=self.now, last_report=report
                 )
                 pod.agent = None
             elif pod.agent is not None and (code := self._exit_code(pod.agent)) and not node.partitioned:

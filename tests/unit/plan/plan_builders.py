@@ -86,7 +86,7 @@ def pod(ordinal: int, **changes: Any) -> PodView:
 def finished_pod(ordinal: int, **changes: Any) -> PodView:
     """Return a pod whose agent ended because its ranks had finished generation 1."""
     report = heartbeat(ordinal, messages.WorkerPhase.FINISHED, generation=1, **changes)
-    return pod(ordinal, phase=PodPhase.SUCCEEDED, exit_code=0, reason="Completed", ready=False, completion=report)
+    return pod(ordinal, phase=PodPhase.SUCCEEDED, exit_code=0, reason="Completed", ready=False, last_report=report)
 
 
 def heartbeat(

@@ -13,8 +13,8 @@ from tests.testing.suite.timeouts import scaled
 from tests.wire.agent.agent_job import AgentJob
 from tests.wire.agent.test_agent_program import program_environment, start_generation
 from trainium_agent.linux.kernel import descendants
-from trainium_contract.wire.completion import parse_completion
-from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.last_report import parse_last_report
+from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 
 PROGRAM = """
 import os, signal, sys, time
@@ -32,6 +32,11 @@ FIRST_RANK_FINISHES = 'import os, time; time.sleep(0 if os.environ["RANK"] == "0
 
 def program(*arguments: str) -> dict[str, str]:
     return program_environment(sys.executable, "-c", *arguments) | {"TRAINIUM_GRACE_SECONDS": "1"}
+
+
+def read_report(job: AgentJob, name: str) -> tuple[HeartbeatRequest | None, str]:
+    agent = job.agents[name]
+    return parse_last_report(agent.termination_message, f"uid-{name}", agent.code)
 
 
 async def end(job: AgentJob, *names: str, seconds_apart: float = 0.0) -> None:
@@ -117,10 +122,40 @@ async def test_a_finished_worker_proves_it_with_its_final_figures(job: AgentJob,
     await job.until_ended("a", "b")
     for name in "ab":
         assert job.agents[name].code == 0
-        report = parse_completion(job.agents[name].termination_message, f"uid-{name}")
+        report, text = read_report(job, name)
         assert report is not None
+        assert text == ""
         assert report.progress is not None
         assert (report.generation, report.attempt, report.progress.step) == (1, 0, 40)
+
+
+@pytest.mark.parametrize("coordinator", ["answers", "is away"])
+async def test_a_worker_that_gives_up_reports_its_final_figures_and_shows_why(job: AgentJob, coordinator: str) -> None:
+    await job.train("a", "b", step=3, TRAINIUM_GRACE_SECONDS="1")
+    if coordinator == "is away":
+        job.coordinators[0].leader = False
+    job.command_ranks("exit-1", "64")
+    await job.until(lambda: "rank 1 leaves with 64" in job.agents["b"].log, "the rank ends")
+    if coordinator == "is away":
+        await asyncio.sleep(2)  # else the agent itself ends after five minutes
+        for name in "ab":
+            job.agents[name].signal(signal.SIGTERM)
+        await job.until_ended("a", "b")
+        assert job.agents["a"].code == 75
+        report, text = read_report(job, "a")
+        assert report is not None
+        assert report.progress is not None
+        assert report.progress.step >= 3
+        assert "asked to end" in text
+    await job.until_ended("b")
+    assert job.agents["b"].code == 64
+    report, text = read_report(job, "b")
+    assert report is not None
+    assert report.progress is not None
+    assert report.verdict is not None
+    assert (report.phase, report.verdict.message) == (WorkerPhase.FAILED, "rank 1 leaves with 64")
+    assert report.progress.step >= 3
+    assert text == "rank 1 leaves with 64\n"
 
 
 async def test_a_program_that_its_workload_refuses_never_reports_to_have_finished(job: AgentJob) -> None:

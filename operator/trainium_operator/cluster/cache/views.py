@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.spec.managed_by import MAX_MANAGER, is_managed_here
 from trainium_contract.wire import worker_env
-from trainium_contract.wire.completion import parse_completion
+from trainium_contract.wire.last_report import parse_last_report
 from trainium_contract.wire.log_line import LINE_BYTES, format_log_text
 from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_operator.cluster.cache.device_views import read_claim_template, read_device_health
@@ -172,9 +172,9 @@ def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
     reason, message = _reason_and_message(status, scheduled, worker, init)
     exit_code, termination_message = as_integer(terminated.get("exitCode")), as_text(terminated.get("message"))
-    completion = parse_completion(termination_message, metadata["uid"]) if exit_code == 0 else None
-    if completion is not None and message == termination_message:
-        message = ""  # it is no text for people
+    last_report, text = parse_last_report(termination_message, metadata["uid"], exit_code)
+    if message == termination_message:
+        message = text
     phase, node = as_text(status.get("phase")), as_name(spec.get("nodeName"))
     return observed.PodView(
         name=metadata["name"],
@@ -211,7 +211,7 @@ def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
         claim_template=read_claim_template(raw),
         evaluates=as_text(annotations.get(names.ANNOTATION_EVALUATES)),
         device_health=read_device_health(raw),
-        completion=completion,
+        last_report=last_report,
         grace_seconds=as_integer(spec.get("terminationGracePeriodSeconds")),
         limits=_limits(spec),
     )

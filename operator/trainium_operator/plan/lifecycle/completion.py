@@ -56,7 +56,7 @@ def at_end(facts: Facts) -> Facts:
     """Return the facts as of the end of the last member, which may be before this operator started."""
     ends = [worker.pod.finished for _, worker in facts.members if worker is not None and worker.ended]
     known_ends = [at for at in ends if at is not None]
-    if len(known_ends) < len(facts.members):
+    if not known_ends or len(known_ends) < len(facts.members):
         return facts
     ended_at = min(max(*known_ends, facts.job.status.goodput.accounted_until or 0.0), facts.now)
     return replace(facts, observed=replace(facts.observed, now=ended_at))

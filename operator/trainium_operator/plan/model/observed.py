@@ -174,8 +174,8 @@ class PodView:
     """Value of the annotation `names.ANNOTATION_EVALUATES`; empty for a worker."""
     device_health: tuple[str, str] | None = None
     """Health of the worst claimed device, and its name with its message."""
-    completion: HeartbeatRequest | None = None
-    """The last heartbeat of an agent that ended because its ranks had finished, from the termination message."""
+    last_report: HeartbeatRequest | None = None
+    """The last heartbeat of an agent that ended by itself, from the termination message."""
     grace_seconds: int | None = None
     """Its terminationGracePeriodSeconds as stored, which admission may have changed."""
     limits: tuple[tuple[str, str], ...] = ()
@@ -252,7 +252,7 @@ class AgentView:
     """One pod's agent, as the coordinator knows it."""
 
     registration: RegisterRequest | None
-    """None if this process knows the agent only by the completion in its pod's status."""
+    """None if this process knows the agent only by the last report in its pod's status."""
     last_seen: float
     """When its last message of any kind was received."""
     first_seen: float

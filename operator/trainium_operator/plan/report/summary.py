@@ -207,7 +207,7 @@ UNANSWERED_SECONDS = 30.0
 
 def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Compute the status; call after the policies."""
-    if not _all_members_reported(facts):
+    if not have_members_reported(facts):
         return PolicyResult(status=status)
     status = _set_counts(facts, status)
     status = _set_progress(facts, status)
@@ -232,7 +232,7 @@ def _find_slow_start_times(facts: Facts) -> tuple[float, ...]:
     return tuple(at for at in deadlines if at > facts.now)
 
 
-def _all_members_reported(facts: Facts) -> bool:
+def have_members_reported(facts: Facts) -> bool:
     """Return False just after a start of the operator, while members have not reported yet."""
     if facts.current is None or facts.now >= facts.observed.coordinator_since + RECONNECT_SECONDS:
         return True

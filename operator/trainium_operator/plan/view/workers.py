@@ -219,15 +219,15 @@ def build_workers(observed: Observed) -> dict[str, Worker]:
     return workers
 
 
-def with_completions(observed: Observed) -> Observed:
-    """Return the observation with the last heartbeats of agents that have finished, from their pods' status."""
+def with_last_reports(observed: Observed) -> Observed:
+    """Return the observation with the last heartbeats of agents that have ended, from their pods' status."""
     agents = dict(observed.agents)
     for pod in observed.pods:
-        if pod.completion is not None:
+        if pod.last_report is not None:
             ended_at = observed.now if pod.finished is None else min(pod.finished, observed.now)
             known = agents.get(pod.uid) or AgentView(registration=None, last_seen=ended_at, first_seen=ended_at)
-            agents[pod.uid] = replace(known, heartbeat=pod.completion)
-    return replace(observed, agents=agents) if any(pod.completion for pod in observed.pods) else observed
+            agents[pod.uid] = replace(known, heartbeat=pod.last_report)
+    return replace(observed, agents=agents) if any(pod.last_report for pod in observed.pods) else observed
 
 
 def _find_finished(observed: Observed) -> frozenset[str]:
@@ -277,7 +277,8 @@ def _with_worker_phase(pod: PodView) -> PodView:
     """Return the pod with the phase of its worker container, which other containers may hide."""
     if pod.exit_code is None and pod.phase is not PodPhase.SUCCEEDED:
         return pod
-    return replace(pod, phase=PodPhase.FAILED if pod.completion is None else PodPhase.SUCCEEDED)
+    has_finished = pod.last_report is not None and pod.last_report.phase is WorkerPhase.FINISHED
+    return replace(pod, phase=PodPhase.SUCCEEDED if has_finished else PodPhase.FAILED)
 
 
 def with_contact(workers: dict[str, Worker], contact: Contact) -> dict[str, Worker]:
@@ -324,7 +325,8 @@ def _expected_since(observed: Observed) -> float:
         return latest_start
     members = observed.membership.members
     agents = (observed.agents.get(member.pod_uid) for member in members)
-    seen_at = [max(agent.first_seen, observed.coordinator_since) for agent in agents if agent is not None]
+    seen = [agent for agent in agents if agent is not None and agent.registration is not None]
+    seen_at = [max(agent.first_seen, observed.coordinator_since) for agent in seen]
     if not seen_at or len(members) - len(seen_at) > max(1.0, _MISSING_FRACTION * len(members)):
         return latest_start
     return min(latest_start, max(seen_at))

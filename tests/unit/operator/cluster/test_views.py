@@ -17,7 +17,7 @@ from tests.testing.fuzz.objects import NODE, POD
 from tests.testing.operator import wire_messages
 from tests.testing.suite.any_json import SLOW_ALLOWED, as_json, mutated_values
 from trainium_contract.wire import worker_env
-from trainium_contract.wire.completion import encode_completion
+from trainium_contract.wire.last_report import encode_last_report
 from trainium_contract.wire.messages import MAX_GENERATION, HeartbeatRequest, Membership, WorkerPhase
 from trainium_contract.wire.recorded_membership import MAX_RECORD_BYTES, MEMBERSHIP_KEY
 from trainium_operator.cluster.cache import views
@@ -447,16 +447,18 @@ def test_an_invalid_time_stamp_does_not_mark_a_pod_as_finished(stamp: Any) -> No
     assert (view.created, view.finished, view.exit_code) == (0.0, None, 70)
 
 
-def test_the_completion_of_an_agent_is_read_only_of_its_pod_that_ended_with_0() -> None:
+def test_the_last_report_of_an_agent_is_read_only_of_its_pod_and_with_its_exit_code() -> None:
     report = wire_messages.heartbeat("j-w-7", phase=WorkerPhase.FINISHED, pod_uid="u")
-    message = encode_completion(report)
+    message = encode_last_report(report)
 
     def read(**state: Any) -> tuple[HeartbeatRequest | None, str]:
         view = views.pod_view(pod({"phase": "Succeeded", "containerStatuses": [terminated_status(**state)]}))
-        return view.completion, view.message
+        return view.last_report, view.message
 
     assert read(exitCode=0, message=message) == (report, ""), "it is no text for people"
     assert read(exitCode=137, message=message)[0] is None
-    assert read(exitCode=0, message=encode_completion(report.replaced(pod_uid="other")))[0] is None
+    assert read(exitCode=0, message=encode_last_report(report.replaced(pod_uid="other")))[0] is None
     assert read(exitCode=0)[0] is None
     assert read(exitCode=0, message=message, name="aside")[0] is None
+    yielded = report.replaced(phase=WorkerPhase.YIELDED)
+    assert read(exitCode=75, message=encode_last_report(yielded, "asked to end")) == (yielded, "asked to end")

@@ -27,13 +27,13 @@ def ended(ordinal: int, how: str) -> PodView:
     """Return a pod that has ended in one of the ways in which its ranks did not finish."""
     succeeded = build.pod(ordinal, phase=PodPhase.SUCCEEDED, exit_code=0, reason="Completed", ready=False)
     finished = build.finished_pod(ordinal)
-    assert finished.completion is not None
+    assert finished.last_report is not None
     return {
         "asked to end": replace(succeeded, phase=PodPhase.FAILED, exit_code=75, reason="Error"),
         "Succeeded without proof": succeeded,
         "Succeeded without an exit code": replace(succeeded, exit_code=None, reason=""),
         "evicted with code 0": replace(succeeded, phase=PodPhase.FAILED, reason="Evicted", disrupted=True),
-        "finished another generation": replace(finished, completion=finished.completion.replaced(generation=7)),
+        "finished another generation": replace(finished, last_report=finished.last_report.replaced(generation=7)),
         "a sidecar runs on": replace(succeeded, phase=PodPhase.RUNNING),
     }[how]
 
@@ -106,6 +106,67 @@ def test_a_job_that_ended_without_an_operator_shows_its_final_figures(job_spec: 
     assert status.restarts.total == 1
     assert status.goodput.wall_seconds == pytest.approx(70.0), "the minute without a job is not the job's"
     assert status.completion_time == format_rfc3339(NOW - 60)
+
+
+FAILURE = build.failure(64, attempt=1, rank=1, step=100, message="KeyError: 'x'")
+
+
+def failed_pods(**report: Any) -> tuple[PodView, ...]:
+    """Return pods whose agents ended a minute ago: rank 1 gave up, and nobody answered the others either."""
+    codes = {0: 75, 1: 64, 2: 75}
+    verdicts: dict[int, Any] = {1: {"verdict": FAILURE, "failures": (FAILURE,)}}
+    reports = {
+        ordinal: build.heartbeat(ordinal, WorkerPhase.FAILED, generation=1, **report, **verdicts.get(ordinal, {}))
+        for ordinal in codes
+    }
+    return tuple(
+        build.pod(
+            ordinal, phase=PodPhase.FAILED, exit_code=code, reason="Error", ready=False,
+            last_report=reports[ordinal], finished=NOW - 60,
+        )
+        for ordinal, code in codes.items()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("job_spec", [PROGRAM, TRAINER], ids=["program", "trainer"])
+def test_a_job_that_failed_without_an_operator_shows_its_final_figures(job_spec: Any) -> None:
+    record = build.restart_record(
+        1, failed_at=NOW - 90, detected_at=NOW - 89.9, resumed_at=NOW - 80, step_before=20, resume_step=20
+    )
+    pods = failed_pods(progress=LAST_STEP, attempt=1, restarts=(record,))
+    observed = build.running_job(3, job_spec=job_spec, pods=pods, coordinator_since=NOW - 1, published=0)
+    goodput = observed.job.status.goodput.replaced(accounted_until=NOW - 120, wall_seconds=10.0, starting=False)
+    status = make_plan(build.with_status(replace(observed, agents={}), goodput=goodput)).status
+    assert status.phase is Phase.FAILED
+    assert "KeyError: 'x'" in status.verdict
+    assert (status.progress.step, status.progress.loss) == (100, 1.5)
+    assert (status.checkpoint.durable_step, status.committed_step) == (100, 100)
+    assert [entry.rung for entry in status.history] == [Rung.IN_PLACE, Rung.STOP]
+    assert status.history[0].recovered_seconds is not None
+    assert status.restarts.total == 1
+    assert status.goodput.wall_seconds == pytest.approx(70.0), "the minute without a job is not the job's"
+    assert status.completion_time == format_rfc3339(NOW - 60)
+
+
+def test_a_verdict_waits_for_the_reports_of_all_members_after_a_start_of_the_operator() -> None:
+    """The member with the verdict may be the first that reports; the figures of rank 0 come with its own report."""
+    reports = build.agents(range(3), WorkerPhase.FAILED, generation=1, progress=LAST_STEP)
+    reports[1] = build.agent(1, WorkerPhase.FAILED, generation=1, verdict=FAILURE, failures=(FAILURE,))
+    observed = build.running_job(3, agents=reports, coordinator_since=NOW - 1)
+    early = replace(observed, agents={uid: agent for uid, agent in observed.agents.items() if uid == "uid-1"})
+    result = make_plan(early)
+    assert (result.status.phase, result.actions) == (early.job.status.phase, ())
+    assert result.requeue_after is not None
+    assert make_plan(replace(early, coordinator_since=NOW - 10)).status.phase is Phase.FAILED, "not for ever"
+    status = make_plan(observed).status
+    assert (status.phase, status.progress.step) == (Phase.FAILED, 100)
+
+
+def test_an_ended_pod_gives_the_other_agents_no_less_time_to_find_a_new_operator() -> None:
+    pods = (failed_pods(progress=LAST_STEP)[0], build.pod(1))
+    observed = build.running_job(2, pods=pods, coordinator_since=NOW - 8)
+    result = make_plan(replace(observed, agents={}))
+    assert [entry.pod for entry in result.status.history] == ["demo-w-0"]
 
 
 def test_a_job_is_complete_when_some_report_and_others_have_ended() -> None:

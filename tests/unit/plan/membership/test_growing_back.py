@@ -20,7 +20,7 @@ from trainium_operator.plan.model.conditions import find_condition, with_conditi
 from trainium_operator.plan.model.grant import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.workers import with_completions
+from trainium_operator.plan.view.workers import with_last_reports
 
 RESCALE_AFTER_SECONDS = 30
 
@@ -70,7 +70,7 @@ def test_a_job_grows_gracefully_once_all_workers_are_warm() -> None:
         elastic_job(2, 2, agents={1: build.agent(1, WorkerPhase.LOADING, generation=1)}),
         elastic_job(2, 2, agents={1: build.training_agent(1, generation=0)}),
         elastic_job(2, 2, agents={1: build.agent(1, WorkerPhase.FINISHED, generation=1)}),
-        with_completions(
+        with_last_reports(
             replace(elastic_job(2, 2), pods=(build.finished_pod(0), build.pod(1), build.pod(2), build.pod(3)))
         ),
     ],

@@ -21,7 +21,7 @@ from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.grant import AdmissionState, Grant
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.workers import with_completions
+from trainium_operator.plan.view.workers import with_last_reports
 
 RESCALE_AFTER_SECONDS = 30
 FIRST_SEEN = NOW - 50
@@ -130,7 +130,7 @@ RESIZING = with_condition(
         (job_with_extras(agents={1: build.agent(1, WorkerPhase.LOADING, generation=1)}), idle_status()),
         (job_with_extras(), idle_status(RESIZING)),
         (job_with_extras(), idle_status(TrainingJobStatus(stage="Export"))),
-        (with_completions(replace(job_with_extras(), pods=(build.finished_pod(0), build.pod(1)))), idle_status()),
+        (with_last_reports(replace(job_with_extras(), pods=(build.finished_pod(0), build.pod(1)))), idle_status()),
         (replace(job_with_extras(), pods=(build.pod(0),)), idle_status().replaced(desired=3)),
     ],
 )
