@@ -1,7 +1,8 @@
 """Find out from the counters of the container's cgroup when the kernel kills one of its processes for memory.
 
 Unlike /dev/kmsg they need no privilege. cgroup v2 counts in `memory.events`, v1 in `memory.oom_control` (Linux 4.13 and
-later) and `memory.failcnt`. The kernel counts a kill in the cgroup of the killed process before it sends the signal,
+later) and `memory.failcnt`, which stays 0 on newer kernels (seen: 6.18): there the highest usage shows whether the
+limit was reached. The kernel counts a kill in the cgroup of the killed process before it sends the signal,
 also when the node and not the cgroup ran out of memory; the second counter distinguishes these.
 
 Source: the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst, and `memcg_memory_event` in its
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _ONE_KILL_SECONDS = 10.0
 """The counters of one kill may be read this long apart: the kernel reclaims memory between the limit and the kill."""
+_LIMIT_MARGIN_BYTES = 1 << 20
+"""The kernel reserves memory in batches of 64 pages, so a usage this close has reached the limit."""
 _UNLIMITED = 1 << 60
 """v1 shows "no limit" as the largest multiple of a page."""
 
@@ -38,9 +41,11 @@ class _CgroupFiles:
     limit_hits: str
     """Name of the key in `kills` (v2), or a file (v1), that counts how often the limit was reached."""
     limit: str
+    peak: str = ""
+    """Name of the file of the highest usage, where the second counter may not count."""
 
 
-_V1 = _CgroupFiles("memory.oom_control", "memory.failcnt", "memory.limit_in_bytes")
+_V1 = _CgroupFiles("memory.oom_control", "memory.failcnt", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
 _V2 = _CgroupFiles("memory.events", "oom", "memory.max")
 
 
@@ -76,7 +81,7 @@ class MemoryKills:
         # Without a limit only the node stops a program that needs too much.
         if limit is None:
             text = f"{MEMORY_LIMIT_REACHED}, which is the memory of the node"
-        elif is_limit_hit:
+        elif is_limit_hit or (new.limit_hits == 0 and self._has_reached(limit)):
             text = f"{MEMORY_LIMIT_REACHED} of {limit >> 20:,} MiB"
         else:
             text = f"{NODE_MEMORY_EXHAUSTED} of {limit >> 20:,} MiB"
@@ -91,6 +96,13 @@ class MemoryKills:
             return None
         hits = counters.get(files.limit_hits)
         return _Counters(counters["oom_kill"], _read_number(folder / files.limit_hits) or 0 if hits is None else hits)
+
+    def _has_reached(self, limit: int) -> bool:
+        """Return whether the highest usage has reached the limit, where the kernel shows it."""
+        if self._found is None or not self._found[1].peak:
+            return False
+        peak = _read_number(self._found[0] / self._found[1].peak)
+        return peak is not None and peak >= limit - _LIMIT_MARGIN_BYTES
 
     def _read_limit(self) -> int | None:
         if self._found is None:

@@ -86,6 +86,19 @@ def test_a_limit_that_is_counted_shortly_before_its_kill_explains_the_kill(
     assert classify_exit(137, kernel=[event.line for event in events.newest]).cause is cause
 
 
+@pytest.mark.parametrize(("peak", "cause"), [((512 << 20) - 65536, Cause.MEMORY), (300 << 20, Cause.HOST)])
+def test_a_kernel_that_counts_no_hits_of_the_limit_shows_them_by_the_highest_usage(
+    tmp_path: Path, peak: int, cause: Cause
+) -> None:
+    """Linux 6.18 leaves memory.failcnt at 0 when it kills at the limit of a v1 cgroup."""
+    machine, events = Machine(tmp_path, 1), KernelEvents(lambda: None)
+    kills = MemoryKills(events, tmp_path)
+    machine.count(1, 0)
+    (machine.folder / "memory.max_usage_in_bytes").write_text(f"{peak}\n")
+    kills.observe()
+    assert classify_exit(137, kernel=[event.line for event in events.newest]).cause is cause
+
+
 @pytest.mark.parametrize("kept", ["nothing", "no kills", "no memory controller"])
 def test_counters_that_cannot_be_read_explain_nothing(tmp_path: Path, kept: str) -> None:
     if kept != "nothing":
