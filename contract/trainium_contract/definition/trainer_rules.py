@@ -162,7 +162,7 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "has(self.trainer.data.source) || has(self.trainer.data.hub) || has(self.trainer.data.sources)",
-        "trainer.data does not say what to train on: give trainer.data.source (a file, a folder, s3://bucket/prefix, "
+        "trainer.data names nothing to train on: give trainer.data.source (a file, a folder, s3://bucket/prefix, "
         "or python-docs for a first try), trainer.data.hub or trainer.data.sources",
         ".trainer.data.source",
         reason=RefusalReason.REQUIRED,

@@ -353,7 +353,7 @@ def test_data_without_a_source_is_refused_with_what_can_be_given(
         ["train", "--config", config],
     ):
         assert cli.run(argv) == ExitCode.USER_ERROR
-        assert "data does not say what to train on: give data.source (a file, a folder" in capsys.readouterr().err
+        assert "data names nothing to train on: give data.source (a file, a folder" in capsys.readouterr().err
 
 
 def test_data_that_exists_or_is_optional_here_is_not_reported(

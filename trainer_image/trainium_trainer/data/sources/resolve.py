@@ -87,7 +87,7 @@ def _source_name(source: str | None, hub: HubConfig | None) -> str:
         return format_location(hub)
     if source is None:
         raise UserError(
-            "data does not say what to train on: give data.source (a file, a folder, s3://bucket/prefix, or "
+            "data names nothing to train on: give data.source (a file, a folder, s3://bucket/prefix, or "
             f"{PYTHON_DOCS} for a first try), data.hub or data.sources"
         )
     return source
