@@ -69,8 +69,9 @@ two workers, a spare, the built-in trainer, and a program that saves every five 
 SIGTERM and one that exits with 0 were asked in every way; one that exits with 75 and one that ignores it by `kill 1`,
 by a liveness probe, by an eviction, and all processes at once. The images had the files of ours without our
 Dockerfile, the trainer's files came from the node, and each injection into the trainer came twice. The rows marked with
-a dagger (†) were played later, on an overloaded machine, with images of operator, agent and trainer (`trainer-cpu` with
-CUDA, 5.7 GB) that our Dockerfile built. The runtime's stop is the call that `crictl stop --timeout 10` makes.
+a dagger (†) were tried later, on an overloaded machine, with images of operator, agent and trainer (`trainer-cpu` with
+CUDA, 5.7 GB) that our Dockerfile built; the program's image was a plain Python. The runtime's stop is the call that
+`crictl stop --timeout 10` makes.
 
 - Every pod whose end was read failed with code 75 or as `Evicted`. None ended in phase Succeeded, and none completed
   its job. The codes of the trainer's two probed pods were not read.
@@ -98,12 +99,12 @@ CUDA, 5.7 GB) that our Dockerfile built. The runtime's stop is the call that `cr
 
 The ranks of the program do not wait for each other, so its checkpoint is as old as the step of the slower one.
 
-Limits of the pod itself, with the same images and one program that exceeds them in each attempt:
+Limits of the pod itself, which one program exceeds in each attempt (for the second the agent was built again):
 
 - `sizeLimit: 10Mi` of an emptyDir: the kubelet evicted three pods. Each is `LocalStorage` in the `process` budget, 0
   steps lost. With 2 failures allowed, the verdict names the volume and the limit.
 - A memory limit of 300 MiB, cgroup v1, Linux 6.18: the kernel killed the rank 11 times. Each is `Memory`, 2 to 4 steps
-  lost. With 10 failures allowed, the verdict says that the container reached its memory limit."""
+  lost. With 10 failures allowed, the verdict names the memory limit of the container."""
 
 _KUBELETS_HEADING = "\n## On genuine kubelets\n"
 _OLDER_MARK = " (older)"
