@@ -169,6 +169,7 @@ class GenerationRunner:
                 report.record_hang(self._generation, process, sentence)
             case actions.ReportVerdict(local_rank):
                 report.set_verdict(None if local_rank is None else self._ranks[local_rank])
+                self._workload.list_checkpoints(0.0)  # for the final figures, without a delay of the verdict
             case actions.ReportNodeVerdict(code, sentence):
                 report.set_pod_verdict(code, sentence)
             case actions.ReportWaiting(nodes):

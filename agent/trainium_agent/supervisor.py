@@ -57,6 +57,8 @@ _TRAINING_SECONDS = 0.5
 _UNACKNOWLEDGED_SECONDS = 300.0
 _LAST_KILL_SECONDS = 5.0
 _SLACK_SECONDS = 5.0
+_LAST_LIST_SECONDS = 0.5
+"""Longest wait for the list of the last checkpoints; less than the shortest grace period, that of an eviction (1 s)."""
 _FLUSH_SECONDS = 2.0
 """Time for the last heartbeat, which reports the last save; part of the margin between grace period and kill."""
 _INTERNAL_ERROR = 70
@@ -133,6 +135,9 @@ class AgentSupervisor:
             self._give_up(failure.code or ExitCode.USER_ERROR, failure.sentence)
         try:
             code = await self._exit
+            if code != ExitCode.FINISHED:  # what finished has listed its checkpoints already
+                await asyncio.to_thread(self._workload.list_checkpoints, _LAST_LIST_SECONDS)
+                self._report.observe()
             self._write_last_report(code)
             if self._pod.terminating:
                 await self._client.flush(_FLUSH_SECONDS)

@@ -95,6 +95,9 @@ class Workload(ABC):
         """
         return ""
 
+    def list_checkpoints(self, seconds: float) -> None:  # noqa: B027
+        """List the checkpoints in storage again, for at most so many seconds because storage may hang; blocks."""
+
     def record_success(self, process: RankProcess) -> None:  # noqa: B027
         """Record that a rank has ended with code 0, in the event loop, before the agent reports it."""
 

@@ -198,9 +198,13 @@ class ProgramMonitor(Workload):
 
     def on_finish(self, processes: Sequence[RankProcess]) -> str:  # noqa: ARG002 - what the program needs
         """List the folder once more for the last checkpoint of a program."""
-        if self._checkpoints is not None:
-            self._checkpoints.list_now().join(_LAST_LIST_SECONDS)
+        self.list_checkpoints(_LAST_LIST_SECONDS)
         return ""
+
+    def list_checkpoints(self, seconds: float) -> None:
+        """List the folder of the program's checkpoints again; blocks for at most so many seconds."""
+        if self._checkpoints is not None:
+            self._checkpoints.list_now().join(seconds)
 
     def step_limit(self, path: Path, limit: float) -> float:
         """Allow for unreported saves and validations between steps that are found in output."""

@@ -163,7 +163,7 @@ def test_a_job_that_fails_without_an_operator_shows_its_final_figures(
         "command": ["python", "-c", failing, folder, "no handler", "0"],
         "checkpoints": {"path": folder, "committed": "done-{step}"},
     }
-    rules = [{"exitCodes": [1], "cause": "UserCode", "action": "Stop"}]
+    rules = [{"exitCodes": [1], "cause": "UserError", "action": "Stop"}]
     job.change = json.dumps({"program": program, "recovery": {"gracePeriodSeconds": 2, "rules": rules}})
     job.apply()
     job.until("steps", lambda status: step_of(status) >= 10)

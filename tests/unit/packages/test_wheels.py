@@ -74,7 +74,10 @@ OF_THE_IMAGE = {"trainium-trainer": {"neuronx_distributed", "torch_neuronx", "to
 """Modules of the vendor's images, which no index has: `backends/choose.py` asks before `backends/nxd` is imported."""
 
 
-OF_THE_PROGRAM = {"trainium-worker": {"accelerate", "lightning", "numpy", "torch", "transformers"}}
+OF_THE_PROGRAM = {
+    "trainium-devcluster": {"tokenizers", "torch", "transformers", "trl"},
+    "trainium-worker": {"accelerate", "lightning", "numpy", "torch", "transformers"},
+}
 """Modules that a training program has, or else imports no module of ours that needs them."""
 
 

@@ -88,13 +88,13 @@ def test_a_run_resumes_from_its_checkpoint_in_the_second_epoch(
 ) -> None:
     saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     assert -9 in run.start([0, 1], kill=[1, 7], arguments=saves)
-    assert sorted(path.name for path in run.output.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert sorted(path.name for path in run.output.iterdir()) == ["checkpoint-4", "checkpoint-6", "metrics.jsonl"]
     assert run.start(list(range(ranks)), arguments=saves) == [0] * ranks, run.errors
     assert "resuming after step 6, from" in run.errors
     assert sorted(run.ledger) == [7, 8]
     assert run.ledger == {step: undisturbed.ledger[step] for step in (7, 8)}
     assert run.losses == pytest.approx(undisturbed.losses, rel=tolerance)
-    assert sorted(path.name for path in run.output.iterdir()) == ["checkpoint-6", "checkpoint-8"]
+    assert sorted(path.name for path in run.output.iterdir()) == ["checkpoint-6", "checkpoint-8", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize("options", [{}, {"fsdp": True}, {"lora": True, "dropout": 0.1}], ids=["ddp", "fsdp", "lora"])
@@ -127,7 +127,7 @@ def test_a_lost_node_and_another_size_cost_at_most_one_step(run: Run, undisturbe
 
 def test_a_requested_stop_saves_and_exits_on_all_ranks(run: Run, undisturbed: Run) -> None:
     assert run.start([0, 1], agent=True, stop_at=5) == [STOPPED, STOPPED], run.errors
-    assert [path.name for path in run.output.iterdir()] == ["checkpoint-5"]
+    assert sorted(path.name for path in run.output.iterdir()) == ["checkpoint-5", "metrics.jsonl"]
     assert read_progress(run.progress(0)).durable_step == 5
     for node in (0, 1):
         run.lose_node(node)
