@@ -193,7 +193,7 @@ def _format_spread(values: Iterable[float | None]) -> str:
 
 def _deviation_list(row: Row, result: RowResult) -> Iterator[str]:
     cluster = f" ({result.cluster.value})" if result.cluster is ClusterKind.KUBELETS else ""
-    yield f"**{row.name}, {row.fault}**{cluster}:"
+    yield f"**{row.name}, {row.fault}**{cluster}:\n"
     for sentence, count in Counter(map(_shorten, result.all_deviations)).most_common(6):
         yield f"- {sentence}{f' ({count} times)' if count > 1 else ''}"
     yield ""
