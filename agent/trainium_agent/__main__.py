@@ -18,9 +18,9 @@ _YIELDING = 75
 def main() -> None:
     """Run the agent and end the process with the pod's exit code."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_YIELDING))
-    from trainium_agent.linux.open_files import raise_limit  # noqa: PLC0415 - after the handler is set
     from trainium_agent.ranks import standby  # noqa: PLC0415 - as above
     from trainium_contract.temporary_folder import set_temporary_folder  # noqa: PLC0415 - as above
+    from trainium_contract.worker_process.open_files import raise_limit  # noqa: PLC0415 - after the handler is set
 
     raise_limit()  # the ranks inherit both
     set_temporary_folder(os.environ)

@@ -17,7 +17,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainium_agent import log_lines
 from trainium_agent.checks.preflight import check_results, preflight
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.standby import StandbyPlan, fork
@@ -25,6 +24,7 @@ from trainium_agent.ranks.standby_manager import Standby
 from trainium_agent.settings import AgentSettings, SettingsError, settings_from
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogSource
+from trainium_contract.worker_process import log_lines
 
 if TYPE_CHECKING:
     import socket

@@ -9,30 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainium_agent.linux import kernel
 from trainium_agent.show_ranks import newest_records
-from trainium_worker.progress_record import replace_text
+from trainium_worker.progress_record import PROFILE_SIGNAL, profile_request_path, replace_text
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-PROFILE_SIGNAL = signal.SIGRTMIN + 5
 _POLL_SECONDS = 0.05
 _SLACK_SECONDS = 120.0
 """Time beyond the steps: the first trace of a process loads a library, and a trace is compressed."""
 _STEP_FACTOR = 4.0
 """Longest duration of a recorded step, as a multiple of the newest step."""
-
-
-def profile_request_path(progress: Path) -> Path:
-    """Return the path of the request, beside the progress record."""
-    return progress.with_name(f"{progress.name}.profile")
 
 
 def request_profile(local_rank: int, first: int, steps: int) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from trainium_agent import log_lines
 from trainium_agent.background_compile import BackgroundCompiler
 from trainium_agent.checks.node_checks import NodeChecks
 from trainium_agent.checks.preflight import compare_clocks
@@ -39,6 +38,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.last_report import encode_last_report
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Transition, WorkerPhase
+from trainium_contract.worker_process import log_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from benchmarks.proof import artifact_checks
 from benchmarks.proof.kill_points import ARTIFACTS
-from trainium_agent.workload.base import read_results
+from trainium_contract.status.results import read_results
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_devcluster.demos.metrics import read_samples
 from trainium_trainer.artifacts.manifest import UNFINISHED

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from trainium_agent import log_lines
-from trainium_agent.linux.open_files import raise_limit
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.temporary_folder import set_temporary_folder
 from trainium_contract.wire.log_format import choose_log_format
+from trainium_contract.worker_process import log_lines
+from trainium_contract.worker_process.open_files import raise_limit
 from trainium_trainer import exits, neuron_environment
 from trainium_trainer.backends.choose import refuse_unsupported
 from trainium_trainer.commands import artifacts, check, convert, evaluate

@@ -15,9 +15,9 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
-from trainium_agent import log_lines
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.classify import match_output_line
+from trainium_contract.worker_process import log_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,6 +15,7 @@ import json
 import math
 import mmap
 import os
+import signal
 import struct
 import time
 import zlib
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 TRAIN = "Train"
 """The stage of the training steps."""
+PROFILE_SIGNAL = signal.SIGRTMIN + 5
+"""The signal by which the agent asks a process with a handler for it to record a trace."""
 
 _MAGIC = 0x544E5250
 _VERSION = 8
@@ -286,6 +289,11 @@ def notice_path(path: Path) -> Path:
 def alerts_path(path: Path) -> Path:
     """Return the path of the alerts of a record: a JSON object, kind -> step and message."""
     return path.with_name(f"{path.name}.alerts")
+
+
+def profile_request_path(path: Path) -> Path:
+    """Return the path of the request for a trace, which `PROFILE_SIGNAL` announces."""
+    return path.with_name(f"{path.name}.profile")
 
 
 def read_notice(path: Path) -> str:

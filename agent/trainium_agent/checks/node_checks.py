@@ -13,18 +13,19 @@ import logging
 import shutil
 import threading
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainium_agent.ranks.processes import end_processes
 from trainium_agent.ranks.standby import StartRequest
 from trainium_agent.ranks.standby_manager import StandbyLostError
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.check_tasks import NodeTask
 from trainium_contract.wire.messages import CheckResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.ranks.standby_manager import StandbyManager
@@ -37,27 +38,6 @@ _WRONG = {
     PreflightCheck.MATMUL: "a matrix product is wrong on core {cores}",
     PreflightCheck.LOOPBACK: "an all-reduce among the processes of the node is wrong at process {cores}",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class NodeTask:
-    """The arguments of one check process."""
-
-    index: int
-    """Index of the process on the node, and of the core that it tests."""
-    size: int
-    folder: str
-    seconds: float
-    """Longest wait for the node's other processes, in seconds."""
-    matmul: bool = True
-    loopback: bool = True
-    bandwidth: bool = False
-    """Measure the all-reduce of `loopback` too."""
-
-    @property
-    def result(self) -> Path:
-        """File for the result."""
-        return Path(self.folder) / f"{self.index}.json"
 
 
 class NodeChecks:

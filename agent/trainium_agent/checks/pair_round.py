@@ -17,13 +17,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_agent.checks import pairing
-from trainium_agent.checks.pairing import Group, PairingResult, Wave, WaveResults
+from trainium_agent.checks.pairing import Group, Wave, WaveResults
 from trainium_agent.ranks.processes import end_processes
 from trainium_agent.ranks.standby import StartRequest
 from trainium_agent.ranks.standby_manager import StandbyLostError
 from trainium_agent.shared_state.store import StoreLostError
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.check_tasks import PairingResult, PairTask
 from trainium_contract.wire.messages import CheckResult
 
 if TYPE_CHECKING:
@@ -43,23 +44,6 @@ _START_SECONDS = 2.0
 _OWN_CHECKS_SECONDS = 15.0
 """Time limit of a node's own checks; unfinished ones count as passed."""
 _SECONDS_PER_NODE = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class PairTask:
-    """The arguments of one process of an exchange."""
-
-    index: int
-    """Index in the group."""
-    size: int
-    host: str
-    port: int
-    seconds: float
-    """Longest wait for the other members of the group, in seconds."""
-    result: str
-    """Path of the file for the result."""
-    bandwidth: bool = False
-    """Measure only the bandwidth of the job's collectives."""
 
 
 @dataclass(frozen=True, slots=True)

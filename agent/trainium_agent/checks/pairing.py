@@ -12,8 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainium_agent.exits.restart_policy import GenerationState
+    from trainium_contract.wire.check_tasks import PairingResult
 
 UNEXPLAINED = 2
 """Number of collective failures without a known culprit that triggers the test."""
@@ -35,29 +35,6 @@ Group = tuple[int, ...]
 """Node ranks that exchange with each other; the first one hosts the store."""
 Wave = tuple[Group, ...]
 """Disjoint groups, which exchange at the same time."""
-
-
-@dataclass(frozen=True, slots=True)
-class PairingResult:
-    """The result of one node in one exchange."""
-
-    passed: bool
-    """Whether the exchange completed with correct numbers."""
-    seconds: float = 0.0
-    healthy: bool = True
-    """Whether the node's own computation was correct."""
-    detail: str = ""
-    gigabits: float = 0.0
-    """Bandwidth of the exchange in Gbit/s: the data that a node sends in a ring, over the time; 0 if unknown."""
-
-    def encode(self) -> str:
-        """Return the value as text."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def decode(text: str) -> PairingResult:
-        """Decode a text of an agent of the same generation."""
-        return PairingResult(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)

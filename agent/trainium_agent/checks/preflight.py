@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_agent.linux.open_files import read_limit
-from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.requirements.descriptors import explain_file_limit
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import CheckResult
+from trainium_contract.worker_process.open_files import read_limit
+from trainium_contract.worker_process.write_access import FORBIDDEN, explain_forbidden
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -16,10 +16,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from trainium_agent.exits.diagnosis import MESSAGE_CHARACTERS, ExitDiagnoser, describe_exit, last_runtime_message
-from trainium_agent.workload.base import read_results
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.sizes import MAX_COMPILED
-from trainium_contract.status.results import FIGURES, Alert, RunStage
+from trainium_contract.status.results import FIGURES, Alert, RunStage, read_results
 from trainium_contract.wire.messages import (
     CheckResult,
     HeartbeatRequest,

@@ -23,6 +23,7 @@ from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWaitSampler
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
+from trainium_contract.worker_process.process_tree import descendants
 from trainium_worker.progress_record import ProgressPhase
 from trainium_worker.pulse import Activity, Waiting
 
@@ -180,7 +181,7 @@ class RankSampler:
         """Return the state of a stopped descendant: a program may be a shell or launcher of the process that trains."""
         searched_at, letter = self._stopped_descendants.get(pid, (-math.inf, ""))
         if now >= searched_at + self._spec.step_floor_seconds / _SEARCHES_PER_LIMIT:
-            letters = (kernel.process_state(descendant).letter for descendant in kernel.descendants(pid))
+            letters = (kernel.process_state(descendant).letter for descendant in descendants(pid))
             letter = next((found for found in letters if found in STOPPED), "")
             self._stopped_descendants[pid] = (now, letter)
         return letter

@@ -82,27 +82,6 @@ def thread_names() -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def descendants(pid: int) -> list[int]:
-    """Return every live descendant of a process, parents before children."""
-    processes: list[int] = []
-    pending = [pid]
-    while pending:
-        new = children(pending.pop())
-        processes += new
-        pending += new
-    return processes
-
-
-def children(pid: int) -> list[int]:
-    """Return the children of a process."""
-    pids: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                pids += [int(child) for child in (task / "children").read_text().split()]
-    return pids
-
-
 def process_name(pid: int) -> str:
     """Return the name of a process and its pid."""
     try:

@@ -236,8 +236,8 @@ def _import_modules(plan: StandbyPlan, program: python_imports.ProgramImports | 
 
 def _log(sentence: str, error: str = "") -> None:
     try:
-        from trainium_agent import log_lines  # noqa: PLC0415 - not there in the interpreter of an image
         from trainium_contract.wire.log_line import LogLevel, LogSource  # noqa: PLC0415 - as above
+        from trainium_contract.worker_process import log_lines  # noqa: PLC0415 - not there in the interpreter of an image
     except ImportError:
         sys.stderr.write(f"{error}{sentence}\n")
         return

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from trainium_contract.status.results import RunResults
 from trainium_contract.wire import worker_env
 from trainium_worker.progress_record import read_with_pulse
 
@@ -142,19 +141,6 @@ class AttemptLayout:
 def progress_file(settings: AgentSettings, generation: int, local_rank: int) -> Path:
     """Return the file to which a local rank writes its progress."""
     return settings.progress_directory / f"g{generation}-r{local_rank}"
-
-
-def results_path(progress: Path) -> Path:
-    """Return the path of the results (a `RunResults` in JSON) that a rank writes beside its progress record."""
-    return progress.with_name(f"{progress.name}.results")
-
-
-def read_results(progress: Path) -> RunResults:
-    """Read the results beside a record; empty if they cannot be read."""
-    try:
-        return RunResults.model_validate_json(results_path(progress).read_bytes())
-    except (OSError, ValueError):
-        return RunResults()
 
 
 def rank_environment(

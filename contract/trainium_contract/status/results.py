@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -165,3 +166,16 @@ class RunResults(MessageModel):
 
 def _artifact_key(report: ArtifactReport) -> tuple[str, int, str]:
     return report.kind, report.step, report.path
+
+
+def results_path(progress: Path) -> Path:
+    """Return the path of the results (a `RunResults` in JSON) that a rank writes beside its progress record."""
+    return progress.with_name(f"{progress.name}.results")
+
+
+def read_results(progress: Path) -> RunResults:
+    """Read the results beside a record; empty if they cannot be read."""
+    try:
+        return RunResults.model_validate_json(results_path(progress).read_bytes())
+    except (OSError, ValueError):
+        return RunResults()

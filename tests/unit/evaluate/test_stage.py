@@ -11,8 +11,7 @@ import pytest
 
 from tests.testing.trainer.fork_server import fork_context
 from tests.testing.trainer.s3_gateway import run_gateway
-from trainium_agent.workload.base import read_results
-from trainium_contract.status.results import ArtifactReport, RunStage
+from trainium_contract.status.results import ArtifactReport, RunStage, read_results
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_devcluster.ports import reserve_port
 from trainium_trainer.evaluate.answering.folder import ModelLocations

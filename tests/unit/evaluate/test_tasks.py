@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from tests.testing.suite.timeouts import scaled
-from trainium_agent.workload.base import read_results
-from trainium_contract.status.results import EvaluationFigure, RunResults
+from trainium_contract.status.results import EvaluationFigure, RunResults, read_results
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.cli import run
 from trainium_trainer.evaluate.answering.folder import ModelLocations

@@ -63,7 +63,8 @@ def start_agent(order: dict[str, Any]) -> None:
     sys.path[:0] = order["env"].get("PYTHONPATH", "").split(":")
     if "WITHOUT_COLLECTOR" in order["env"]:
         gc.disable()
-    from trainium_agent import __main__, log_lines
+    from trainium_agent import __main__
+    from trainium_contract.worker_process import log_lines
 
     log_lines.TERMINATION_LOG = Path(order["log"]).with_suffix(".termination")
     log_lines.TERMINATION_LOG.touch()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.testing.suite.processes import has_ended
 from tests.wire.agent.agent_job import AgentJob
-from trainium_agent.linux.kernel import descendants
+from trainium_contract.worker_process.process_tree import descendants
 
 pytestmark = pytest.mark.timeout(180)  # processes that import torch again
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.testing.suite.processes import has_ended
 from tests.wire.agent.agent_job import AgentJob
-from trainium_agent.linux.kernel import descendants
 from trainium_contract.wire.messages import Transition
+from trainium_contract.worker_process.process_tree import descendants
 
 
 async def test_a_generation_starts_each_rank_on_its_node(job: AgentJob) -> None:

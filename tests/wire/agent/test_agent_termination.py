@@ -12,9 +12,9 @@ from tests.testing.suite.processes import has_ended
 from tests.testing.suite.timeouts import scaled
 from tests.wire.agent.agent_job import AgentJob
 from tests.wire.agent.test_agent_program import program_environment, start_generation
-from trainium_agent.linux.kernel import descendants
 from trainium_contract.wire.last_report import parse_last_report
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
+from trainium_contract.worker_process.process_tree import descendants
 
 PROGRAM = """
 import os, signal, sys, time

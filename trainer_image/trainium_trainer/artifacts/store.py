@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainium_agent.linux.write_access import FORBIDDEN, FULL, explain_forbidden
+from trainium_contract.worker_process.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_trainer.exits import StorageError
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed import HashStore
 
-from trainium_agent.linux.network_interface import use_interface
 from trainium_contract.trainer.parallelism import DeviceChoice
 from trainium_trainer.exits import UserError
+from trainium_trainer.network_interface import use_interface
 from trainium_trainer.neuron_environment import DEVICE_FILES
 
 if TYPE_CHECKING:

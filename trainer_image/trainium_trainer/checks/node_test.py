@@ -15,9 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_agent.checks.node_checks import NodeTask
-from trainium_agent.linux.network_interface import ENV_INTERFACE, LOOPBACK
+from trainium_contract.wire.check_tasks import NodeTask
 from trainium_trainer.checks.pair_test import bandwidth, has_exact_product, time_sums
+from trainium_trainer.network_interface import ENV_INTERFACE, LOOPBACK
 from trainium_worker.progress_record import replace_text
 
 if TYPE_CHECKING:

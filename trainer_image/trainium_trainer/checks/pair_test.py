@@ -23,9 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_agent.checks.pair_round import PairTask
-from trainium_agent.checks.pairing import PairingResult
-from trainium_agent.linux.network_interface import use_interface
+from trainium_contract.wire.check_tasks import PairingResult, PairTask
+from trainium_trainer.network_interface import use_interface
 from trainium_worker.progress_record import replace_text
 
 if TYPE_CHECKING:

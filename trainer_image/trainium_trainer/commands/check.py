@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainium_agent.linux.open_files import read_limit
 from trainium_contract.models.families import PRESETS
 from trainium_contract.models.parameters import count_parameters
 from trainium_contract.pages.formatting import pluralize
@@ -22,6 +21,7 @@ from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import BASE_REFERENCE
 from trainium_contract.wire.worker_env import KIND
+from trainium_contract.worker_process.open_files import read_limit
 from trainium_trainer.backends.choose import choose_backend, refuse_unsupported
 from trainium_trainer.commands.options import DEFAULT_CONFIG, ConfigFile, Overrides
 from trainium_trainer.compile.sizes import resolve_sizes

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from filelock import SoftFileLease, Timeout
 
-from trainium_agent import log_lines
-from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.wire import worker_env
+from trainium_contract.worker_process import log_lines
+from trainium_contract.worker_process.write_access import FORBIDDEN, explain_forbidden
 from trainium_trainer import neuron_environment
 from trainium_trainer.backends.choose import choose_backend, refuse_unsupported
 from trainium_trainer.backends.nxd import extraction

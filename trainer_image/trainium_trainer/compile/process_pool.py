@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trainium_agent.linux.kernel import descendants
+from trainium_contract.worker_process.process_tree import descendants
 from trainium_trainer.evaluate.memory import available_bytes
 
 if TYPE_CHECKING:

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_agent.request_profile import PROFILE_SIGNAL, profile_request_path
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.monitor import MAX_PROFILED_STEPS
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.neuron_environment import CAPTURE_ENABLED
 from trainium_trainer.storage import open_storage
-from trainium_worker.progress_record import replace_text
+from trainium_worker.progress_record import PROFILE_SIGNAL, profile_request_path, replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,9 +20,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from trainium_agent import log_lines
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogLevel
+from trainium_contract.worker_process import log_lines
 from trainium_trainer import exits
 from trainium_worker.pulse import Activity, Pulse, PulseReading, Waiting
 

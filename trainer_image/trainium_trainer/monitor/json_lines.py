@@ -18,7 +18,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from trainium_agent.linux.write_access import FORBIDDEN, FULL, explain_forbidden
+from trainium_contract.worker_process.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_trainer.exits import StorageError
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from trainium_agent.workload.base import read_results, results_path
-from trainium_contract.status.results import RunResults
+from trainium_contract.status.results import RunResults, read_results, results_path
 from trainium_worker import progress_record
 from trainium_worker.progress_record import replace_text
 

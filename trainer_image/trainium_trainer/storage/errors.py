@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from trainium_agent.linux.write_access import FORBIDDEN, FULL, explain_forbidden
+from trainium_contract.worker_process.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_trainer.exits import StorageError
 
 __all__ = ["DamagedFileError", "StorageError", "is_transient", "storage_error"]

@@ -20,8 +20,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from trainium_agent import log_lines
 from trainium_contract.redaction import redact_secrets
+from trainium_contract.worker_process import log_lines
 from trainium_trainer.monitor.json_lines import read_step
 from trainium_trainer.trackers.process import STARTS_NAME, STATE_NAME, TrackedRun
 from trainium_trainer.trackers.services import SERVICES, Service, Step

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainium_agent.linux.write_access import FORBIDDEN, explain_forbidden
+from trainium_contract.worker_process.write_access import FORBIDDEN, explain_forbidden
 from trainium_trainer.data.tokens.tokenizer import OTHER_FORMATS, TOKENIZER_FILE, explain_conversion
 from trainium_trainer.exits import StorageError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from trainium_agent.checks.pairing import (
     Group,
-    PairingResult,
     WaveResults,
     count_unexplained,
     disconnected_nodes,
@@ -20,6 +19,7 @@ from trainium_agent.checks.pairing import (
 )
 from trainium_agent.exits.restart_policy import GenerationState, decide_restart
 from trainium_contract.faults.causes import Cause
+from trainium_contract.wire.check_tasks import PairingResult
 
 
 def run_waves(nodes: int, bad: set[int], *, slow: bool = False, links: tuple[Group, ...] = ()) -> list[WaveResults]:

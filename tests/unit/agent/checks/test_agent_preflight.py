@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 
 from tests.unit.agent.pod_environment import environment
 from trainium_agent.checks import node_checks, preflight
-from trainium_agent.checks.node_checks import NodeChecks, NodeTask
+from trainium_agent.checks.node_checks import NodeChecks
 from trainium_agent.checks.preflight import explain_version_mismatch, read_driver_version, read_runtime_version
-from trainium_agent.linux.open_files import raise_limit
 from trainium_agent.ranks.standby import StartRequest, is_readable
 from trainium_agent.ranks.standby_manager import StandbyLostError
 from trainium_agent.settings import QUICK_CHECKS, AgentSettings, settings_from
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
+from trainium_contract.wire.check_tasks import NodeTask
 from trainium_contract.wire.messages import CheckResult
+from trainium_contract.worker_process.open_files import raise_limit
 from trainium_trainer.checks import pair_test
 from trainium_trainer.checks.pair_test import has_exact_product
 

@@ -4,13 +4,13 @@ import socket
 import pytest
 
 from tests.testing.trainer.fork_server import run_python
-from trainium_agent.linux.network_interface import ENV_INTERFACE, LOOPBACK, find_interface, use_interface
 from trainium_contract.wire.worker_env import ENV_POD_IP
+from trainium_trainer.network_interface import ENV_INTERFACE, LOOPBACK, find_interface, use_interface
 
 JOIN_GROUP = """
 import os, sys
 from torch import distributed as dist
-from trainium_agent.linux.network_interface import use_interface
+from trainium_trainer.network_interface import use_interface
 use_interface("localhost")
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
 print(os.environ["GLOO_SOCKET_IFNAME"])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from trainium_agent import log_lines
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import EXIT_LOGGER, read_log_line
+from trainium_contract.worker_process import log_lines
 from trainium_trainer import exits
 
 

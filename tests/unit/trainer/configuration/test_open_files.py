@@ -37,7 +37,7 @@ def limit_files(soft: int, hard: int) -> Callable[[], None]:
 
 
 def test_a_process_raises_its_soft_limit_to_the_hard_one() -> None:
-    code = "from trainium_agent.linux.open_files import raise_limit, read_limit; print(raise_limit(), read_limit())"
+    code = "from trainium_contract.worker_process import open_files as f; print(f.raise_limit(), f.read_limit())"
     completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limit_files(256, 900), check=False
     )

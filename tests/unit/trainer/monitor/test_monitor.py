@@ -13,8 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from trainium_agent.workload.base import read_results, results_path
-from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
+from trainium_contract.status.results import (
+    MAX_ARTIFACTS,
+    ArtifactReport,
+    EvaluationFigure,
+    RunStage,
+    read_results,
+    results_path,
+)
 from trainium_trainer.monitor.json_lines import LineWriter, truncate_after
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_trainer.monitor.step_metrics import Rewards, StepMetrics

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from enum import Flag, auto
 from typing import TYPE_CHECKING, TypeAlias
 
-from trainium_agent.linux.write_access import FULL
 from trainium_contract.wire.checkpoint_manifest import CheckpointKind, Manifest, folder_name, milestone_name
+from trainium_contract.worker_process.write_access import FULL
 from trainium_trainer.checkpoint.collectives import reduce_on_root
 from trainium_trainer.checkpoint.errors import TooSlowError, explain_failure
 from trainium_trainer.checkpoint.format.live_state import SavePlan, StagingBuffers, flatten, is_weight, plan_saves

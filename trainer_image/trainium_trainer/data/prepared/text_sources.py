@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from trainium_agent.linux.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_contract.trainer.data import BosToken, DataConfig
+from trainium_contract.worker_process.write_access import FORBIDDEN, FULL, explain_forbidden
 from trainium_trainer.data.prepared.build import BuildInputs, BuildProgress, build
 from trainium_trainer.data.prepared.reader import FORMAT, PreparedData, PreparedManifest, is_prepared, read_manifest
 from trainium_trainer.data.prepared.s3_copy import copy_from_s3
