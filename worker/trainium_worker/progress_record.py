@@ -36,7 +36,7 @@ PROFILE_SIGNAL = signal.SIGRTMIN + 5
 """The signal by which the agent asks a process with a handler for it to record a trace."""
 
 _MAGIC = 0x544E5250
-_VERSION = 8
+_VERSION = 9
 _HEADER = struct.Struct("<IIQ")  # magic, version, sequence
 _CHECKSUM = struct.Struct("<I")
 _READ_ATTEMPTS = 5
@@ -94,6 +94,8 @@ class ProgressRecord:
     """The mean difference of the rewards of two answers in the newest step (preference tuning)."""
     reward_accuracy: float = math.nan
     """The fraction of pairs of the newest step whose preferred answer has the greater reward."""
+    newer_generation: int = 0
+    """The generation that owns the checkpoints of the run, because of which this process ended; 0 for none."""
     stage: str = TRAIN
     """The stage of the run: `Train`, or one before or after the steps."""
 

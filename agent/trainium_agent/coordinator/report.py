@@ -20,6 +20,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status.results import FIGURES, Alert, RunStage, read_results
 from trainium_contract.wire.messages import (
+    MAX_GENERATION,
     CheckResult,
     HeartbeatRequest,
     ProcessFailure,
@@ -61,6 +62,7 @@ class _Failure:
     """Reason, for a process that the agent ended; the output does not show it."""
     at: float = 0.0
     """Unix seconds, for a process that the agent ended."""
+    newer_generation: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -82,6 +84,7 @@ class _Failure:
             message=self.sentence[:MESSAGE_CHARACTERS] or describe_exit(self.process),
             runtime_status=runtime_message.status if runtime_message is not None else None,
             output_line="" if self.sentence else self.process.output.last_error_sign(),
+            newer_generation=self.newer_generation,
             at=self.at or self.process.ended_at,
         )
 
@@ -202,8 +205,11 @@ class PodReport:
     ) -> None:
         files, index = self.progress_files, process.local_rank
         reading = self._workload.read(files[index]) if index < len(files) else None
-        step = reading.record.step if reading is not None and self._is_of_current_attempt(reading.record) else -1
-        self._failures.append(_Failure(self._next_failure, generation, process, code, step, sentence, at))
+        step, newer = -1, 0
+        if reading is not None and self._is_of_current_attempt(reading.record):
+            step, newer = reading.record.step, reading.record.newer_generation
+        newer = newer if 0 < newer <= MAX_GENERATION else 0
+        self._failures.append(_Failure(self._next_failure, generation, process, code, step, sentence, at, newer))
         self._next_failure += 1
         self._send_now()
 

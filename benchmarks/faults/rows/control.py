@@ -215,9 +215,13 @@ def _restore_backup(run: Run) -> RunResult:
     env.operator.kill()
     target.wait_until(partial(_has_newer_generation, target, known), "generation above the agents'", 180)
     target.wait_for_step(step + 20, 180)
-    findings = Findings()
+    findings, reached = Findings(), _read_generation(target)
+    findings.expect(reached == known + 1, f"generation {reached} instead of {known + 1}, the first above the agents'")
+    counted = target.status().get("restarts", {}).get("byCause", {})
+    findings.expect("Crash" not in counted, f"counted as failures of a process: {counted}")
     seconds = next(record["time"] for at, record in sorted(target.records().items()) if at > step) - restored_at
-    return run.result(findings, recovery_seconds=round(seconds, 3), note=f"generation {known} before the restore")
+    note = f"generation {known} before the restore, then {reached}; counted restarts: {counted}"
+    return run.result(findings, recovery_seconds=round(seconds, 3), note=note)
 
 
 def _read_generation(target: TargetJob) -> int:
@@ -367,7 +371,7 @@ ROWS = (
         fault="etcd restored from a backup",
         injected="a copy of etcd's data; two members deleted by force, one after the other; the copy put back",
         expected="a generation above that of every agent; training continues",
-        checked="the generation in the status; steps. Its time is that from the restore to the first new step",
+        checked="the generation, no crash counted; steps. Its time is that from the restore to the first new step",
         run_once=_restore_backup,
         require=lambda env: env.faults,
         spares=2,

@@ -67,6 +67,8 @@ _MAX_SAFE_INTEGER = 2**53
 _MAX_INT32 = 2**31 - 1
 MAX_GENERATION = _MAX_INT32 - 1_000_000
 """No job reaches it; a larger number in a record or a status is refused, so that numbers remain."""
+MAX_GENERATION_LEAD = 1_000
+"""Largest lead of a reported generation that counts, so that a wrong report cannot use up all numbers."""
 Count = Annotated[int, Field(ge=-1, le=_MAX_SAFE_INTEGER)]
 """A step or a number of items; -1 for none."""
 Ordinal = Annotated[int, Field(ge=-1, le=_MAX_INT32)]
@@ -225,6 +227,8 @@ class ProcessFailure(WireMessage):
     """Status of the Neuron runtime (nrt_status.h) in the last output; absent if there is none."""
     output_line: Text = ""
     """Name of the output line (`faults.signs.OUTPUT_LINES`) with the reason of the end; empty for none."""
+    newer_generation: Ordinal = 0
+    """Generation of the run that owns its checkpoints already, which is why the process ended; 0 for none."""
     at: Seconds
 
 

@@ -13,7 +13,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from trainium_contract.wire.membership_change import MembershipChange, diff_memberships
-from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest, WorkerPhase
+from trainium_contract.wire.messages import (
+    MAX_GENERATION_LEAD,
+    HeartbeatRequest,
+    Membership,
+    RegisterRequest,
+    WorkerPhase,
+)
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, AgentView
 
 if TYPE_CHECKING:
@@ -30,8 +36,6 @@ _PROBE_AGAIN_SECONDS = 30.0
 FULL_HEARTBEATS_PER_SECOND = 8.0
 """Full heartbeats of one job per second. All of its ranks make the same steps, so any heartbeat has the newest."""
 MAX_FULL_HEARTBEAT_SECONDS = 10.0
-MAX_GENERATION_LEAD = 1_000
-"""Largest lead of an agent's generation over the served one, because a record may be lost."""
 
 
 @dataclass(frozen=True, slots=True)

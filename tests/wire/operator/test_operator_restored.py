@@ -58,7 +58,7 @@ def test_members_that_all_exist_start_again_above_the_generation_that_they_are_i
 
     known, messages = run_virtual(scenario())
 
-    assert any(f"an agent is in generation {known}" in message for message in messages)
+    assert any(f"of generation {known}, and" in message for message in messages)
 
 
 @pytest.mark.parametrize("losses", [1, 3])

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
+from trainium_contract.wire.messages import MAX_GENERATION_LEAD
 from trainium_trainer.exits import PeerLostError, StorageError, TrainerError, UserError
 
 
 class StaleGenerationError(PeerLostError):
     """A newer start of the run owns this folder: this process is outdated and must not write."""
+
+    def __init__(self, message: str, newer: int = 0) -> None:
+        """Create the error; `newer` is the generation of the owner, 0 if it is of the same one or unknown."""
+        super().__init__(message)
+        self.newer = newer
 
 
 class TooSlowError(TrainerError):
@@ -18,6 +25,24 @@ class TooSlowError(TrainerError):
 
 class UnusableCheckpointError(UserError):
     """This configuration cannot continue the existing checkpoints; a user must decide."""
+
+
+def refuse_older_generation(where: str, newest: int, own: int) -> None:
+    """Raise StaleGenerationError if `where` has a newer generation of this run, which the operator then starts above.
+
+    Raises UnusableCheckpointError if the number is too large to be one of this run.
+    """
+    if newest > own + MAX_GENERATION_LEAD:
+        raise UnusableCheckpointError(
+            f"{where} belongs to generation {newest} of this run, and this process is of generation {own}: such a lead "
+            f"is no fault of a cluster. Remove the file {GENERATION_FENCE_NAME} there if no other cluster runs this job"
+        )
+    if newest > own:
+        raise StaleGenerationError(
+            f"{where} belongs to generation {newest} now: this process is of generation {own}, an older start of the "
+            "run, and must not write",
+            newest,
+        )
 
 
 def explain_failure(error: BaseException, where: str) -> BaseException:

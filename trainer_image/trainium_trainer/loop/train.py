@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import AlertKind
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
+from trainium_trainer.checkpoint.errors import StaleGenerationError
 from trainium_trainer.data.loader import validation_batches
 from trainium_trainer.exits import NumericalError
 from trainium_trainer.loop.profile import StepProfiler, step_profiler
@@ -56,6 +57,9 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
         run.recorder.close()
         run.loader.close()
         run.backend.close()
+    except StaleGenerationError as error:
+        progress.publish(phase=ProgressPhase.FAILED, newer_generation=error.newer)
+        raise
     except BaseException:
         progress.set_phase(ProgressPhase.FAILED)
         raise

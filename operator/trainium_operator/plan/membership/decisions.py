@@ -4,8 +4,8 @@ The first generation begins when enough workers are warm; an elastic job that la
 `rescaleAfterSeconds`. A failed member is replaced by a warm spare, else by a new pod, else (elastic jobs, after a wait)
 the job shrinks. A job that had to shrink grows back when all workers are there; a size that a user requests is taken at
 once. A generation that was decided on and never recorded, because the operator died between the two writes, is finished
-by the members that are there once each of them was seen. One that only agents know, because the cluster's state was
-restored from a backup, is replaced by a higher one.
+by the members that are there once each of them was seen. One that only agents or checkpoints know, because the state of
+the cluster was restored from a backup, is replaced by a higher one.
 
 Guarantees:
 - The first policy that wants a new generation gets it. This module alone writes `waitingSince`, except for its start
@@ -263,10 +263,10 @@ def _describe_resize(facts: Facts, status: PublicStatus, more: int) -> str:
 
 
 def replace_forgotten_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
-    """Start the same members above a generation that an agent reports and the record does not know.
+    """Start the same members above a generation that an agent or a rank reports and the record does not know.
 
     The cluster's state was restored from a backup. Agents never join an older generation than they have been in, so
-    those that know the newer one would wait for the others forever.
+    those that know the newer one would wait for the others forever, and ranks of an older one cannot save.
     """
     assert facts.current is not None
     recorded, newest = facts.current.generation, find_newest_generation(facts)
@@ -276,8 +276,8 @@ def replace_forgotten_generation(facts: Facts, status: TrainingJobStatus) -> Dec
         return Decision(status=status)
     if find_open_membership_entry(status, recorded) is None:
         message = (
-            f"an agent is in generation {newest}, and the record of the cluster ends with generation {recorded}, as "
-            "after a restore of etcd from a backup; all workers start again"
+            f"an agent or the checkpoints are of generation {newest}, and the record of the cluster ends with "
+            f"generation {recorded}, as after a restore of etcd from a backup; all workers start again"
         )
         new_entry = NewInterruption(
             cause=Cause.POD_LOST,

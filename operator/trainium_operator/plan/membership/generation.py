@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.pages.formatting import pluralize
 from trainium_contract.status.public import MembershipStatus
-from trainium_contract.wire.messages import Member, Membership, Transition
+from trainium_contract.wire.messages import MAX_GENERATION_LEAD, Member, Membership, Transition
 from trainium_operator.plan.history.interruptions import find_open_membership_entry, replace_entry
 from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.membership.changed_pods import report_changed_pods, with_shorter_grace
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from trainium_contract.faults.causes import Cause
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
-
-
-_MAX_GENERATION_LEAD = 1_000
-"""Largest lead of an agent's generation that counts, so that a faulty agent cannot use up all numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +98,20 @@ def republish_membership(facts: Facts) -> tuple[PublishMembership, ...]:
 
 
 def find_newest_generation(facts: Facts) -> int:
-    """Return the newest generation that is recorded, served or reported by an agent; 0 for none."""
+    """Return the newest generation that is recorded, served, or reported by an agent or a member's rank; 0 for none.
+
+    A rank reports the one that owns the checkpoints of the run. Each report counts up to a limited lead.
+    """
     recorded = facts.observed.membership.generation if facts.observed.membership else 0
     newest_known = max(recorded, facts.observed.published, facts.job.status.membership.generation)
     reported = [agent.heartbeat.generation for agent in facts.observed.agents.values() if agent.heartbeat is not None]
-    credible = [each for each in reported if each <= newest_known + _MAX_GENERATION_LEAD]
+    reported += [
+        failure.newer_generation
+        for _, heartbeat in facts.heartbeats
+        for failure in heartbeat.failures
+        if failure.generation == heartbeat.generation
+    ]
+    credible = [each for each in reported if each <= newest_known + MAX_GENERATION_LEAD]
     return max([recorded, facts.observed.published, *credible])
 
 

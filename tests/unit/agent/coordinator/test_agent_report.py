@@ -14,7 +14,7 @@ from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.results import FIGURES, ArtifactReport, EvaluationFigure, RunStage
-from trainium_contract.wire.messages import WorkerPhase
+from trainium_contract.wire.messages import MAX_GENERATION, WorkerPhase
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_worker.progress_record import ProgressPhase, ProgressReading, ProgressRecord
 
@@ -69,6 +69,7 @@ class FakeWorkload:
             stage=stage,
             stage_progress=stage_progress,
             stage_since=0.0 if stage is RunStage.TRAIN else 2000.0 + attempt,
+            newer_generation=0,
         )
 
 
@@ -190,6 +191,16 @@ def test_failures_are_numbered_and_the_newest_eight_are_sent(report: PodReport) 
     for _ in range(10):
         report.record_failure(1, ended_rank(1))
     assert [failure.sequence for failure in report.heartbeat().failures] == list(range(2, 10))
+
+
+@pytest.mark.parametrize(("claimed", "sent"), [(5, 5), (MAX_GENERATION + 1, 0), (2**62, 0), (-5, 0)])
+def test_the_generation_that_owns_the_checkpoints_is_sent_with_the_failure_of_its_rank(
+    report: PodReport, ranks: FakeWorkload, claimed: int, sent: int
+) -> None:
+    ranks.set_progress(10)
+    ranks.progress.newer_generation = claimed
+    report.record_failure(1, ended_rank(76))
+    assert report.heartbeat().failures[0].newer_generation == sent
 
 
 def test_a_verdict_is_the_newest_failure_with_its_last_lines(report: PodReport) -> None:

@@ -124,8 +124,9 @@ def test_a_newer_generation_reads_older_snapshots_and_stops_their_writer(tmp_pat
     old.manager.before_update()
     new = start_run(tmp_path / "root", tmp_path / "memory", generation=4)
     assert (new.resumed.step, new.wrong_tensors) == (4, [])
-    with pytest.raises(StaleGenerationError, match="belongs to generation 4"):
+    with pytest.raises(StaleGenerationError, match="belongs to generation 4") as caught:
         old.advance()
+    assert caught.value.newer == 4
     new.run_to(8)
     new.close()
     assert {path.name.split("-")[0] for path in list_snapshots(tmp_path / "memory")} == {"g4"}

@@ -1,5 +1,7 @@
 """Choose a checkpoint of a root, refuse checkpoints of other settings, and claim the fence and the records."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ from tests.testing.trainer.s3_gateway import run_gateway
 from tests.unit.checkpoint.checkpoint_builders import ALPHA, BETA, HookedStorage, committed_checkpoint, start_run
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME, OWNER_PREFIX, Owner
+from trainium_contract.wire.messages import MAX_GENERATION, MAX_GENERATION_LEAD
 from trainium_trainer.checkpoint.errors import StaleGenerationError, UnusableCheckpointError
-from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, claim_fence, publish, read_fence
+from trainium_trainer.checkpoint.root.commit import FenceToken, Receipt, check_fence, claim_fence, publish, read_fence
 from trainium_trainer.checkpoint.root.commit_lease import CommitLease, format_differences, refuse_foreign
 from trainium_trainer.checkpoint.root.metrics_copy import RecordCopies, records_folder
 from trainium_trainer.checkpoint.root.owner import NOBODY, OwnerRecords
@@ -128,11 +131,28 @@ def test_a_commit_whose_response_was_lost_is_recognized_as_ours(tmp_path: Path) 
         (b"\xff", None),
         (b"[1]", None),
         (b"7", None),
+        (b'{"generation": -1}', None),
+        (json.dumps({"generation": MAX_GENERATION + 1}).encode(), None),
     ],
 )
 def test_an_unreadable_fence_is_ignored(tmp_path: Path, text: bytes, token: FenceToken | None) -> None:
     (tmp_path / "GENERATION").write_bytes(text)
     assert read_fence(PosixStorage(tmp_path)) == token
+
+
+@pytest.mark.parametrize("generation", [4, 3 + MAX_GENERATION_LEAD])
+def test_an_older_generation_is_refused_with_the_number_of_the_newer_one(tmp_path: Path, generation: int) -> None:
+    claim_fence(PosixStorage(tmp_path), replace(TOKEN, generation=generation))
+    for refused in (claim_fence, check_fence):
+        with pytest.raises(StaleGenerationError, match=f"generation {generation}") as caught:
+            refused(PosixStorage(tmp_path), TOKEN)
+        assert caught.value.newer == generation
+
+
+def test_a_fence_that_no_restore_explains_is_an_error_for_the_user(tmp_path: Path) -> None:
+    claim_fence(PosixStorage(tmp_path), replace(TOKEN, generation=4 + MAX_GENERATION_LEAD))
+    with pytest.raises(UnusableCheckpointError, match="Remove the file GENERATION"):
+        claim_fence(PosixStorage(tmp_path), TOKEN)
 
 
 def create_lease(folder: Path) -> CommitLease:

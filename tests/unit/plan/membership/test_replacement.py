@@ -11,7 +11,7 @@ from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import CompiledStatus, MembershipStatus
-from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
+from trainium_contract.wire.messages import MAX_GENERATION_LEAD, CheckResult, Transition, WorkerPhase
 from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.membership.decisions import decide_generation
 from trainium_operator.plan.model.observed import PodPhase
@@ -204,6 +204,27 @@ def test_a_loss_after_a_restore_is_answered_above_the_newest_agent() -> None:
     result = make_plan(observed)
     assert result.published_membership.generation == 8
     assert "demo-w-1" not in member_names(result.published_membership)
+
+
+@pytest.mark.parametrize(
+    ("claim", "above"),
+    [
+        pytest.param({"newer_generation": 3}, 4, id="refused by a newer generation"),
+        pytest.param({"newer_generation": 3, "generation": 0}, None, id="in another generation"),
+        pytest.param({"newer_generation": 2 + MAX_GENERATION_LEAD}, None, id="no number of this run"),
+    ],
+)
+def test_a_rank_that_newer_checkpoints_refuse_makes_all_start_above_them_at_once(
+    claim: dict[str, int], above: int | None
+) -> None:
+    refused = build.failure(76, step=-1, **claim)
+    observed = build.running_job(4, agents={0: build.agent(0, WorkerPhase.JOINING, generation=1, failures=(refused,))})
+    result = make_plan(observed)
+    membership = result.published_membership
+    assert (membership and membership.generation) == above
+    if above is not None:
+        assert "checkpoints are of generation 3" in result.newest_entry.message
+        assert result.status.restarts.by_cause == {"PodLost": 1}, "no failure of a process"
 
 
 def test_members_that_have_not_registered_again_are_waited_for() -> None:

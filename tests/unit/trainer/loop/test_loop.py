@@ -240,6 +240,15 @@ def test_a_gradient_that_is_not_finite_is_named(launch: Launcher, overrides: lis
     assert re.search(r"nearest to the loss that of model\.layers\.\d\.\S+\), 1 such in a row", last)
 
 
+def test_a_rank_that_newer_checkpoints_refuse_records_their_generation(launch: Launcher, tmp_path: Path) -> None:
+    file, run = tmp_path / "progress", {"TRAINIUM_RUN_ID": "run"}
+    launch(1, "run", ["steps=2"], TRAINIUM_GENERATION="4", **run).finish()
+    refused = launch(1, "run", ["steps=4"], TRAINIUM_PROGRESS_FILE=str(file), TRAINIUM_GENERATION="2", **run)
+    assert refused.wait() == [76], refused.log()
+    record = read_progress(file)
+    assert (record.phase, record.newer_generation) == (ProgressPhase.FAILED, 4)
+
+
 def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "progress" / "r0"
     job = launch(1, "run", ["steps=5"], TRAINIUM_PROGRESS_FILE=str(file), TRAINIUM_GENERATION="4").finish()

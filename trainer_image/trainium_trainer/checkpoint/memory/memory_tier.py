@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
-from trainium_trainer.checkpoint.errors import StaleGenerationError
+from trainium_contract.wire.messages import MAX_GENERATION
+from trainium_trainer.checkpoint.errors import refuse_older_generation
 from trainium_trainer.checkpoint.format.live_state import copy_all
 from trainium_trainer.checkpoint.memory.buddy import SnapshotCopier, SnapshotReceiver, SnapshotSender
 from trainium_trainer.checkpoint.memory.snapshot import (
@@ -307,9 +308,10 @@ class MemoryTier:
 
     def _fence(self) -> int:
         try:
-            return int((self.directory / GENERATION_FENCE_NAME).read_text())
+            newest = int((self.directory / GENERATION_FENCE_NAME).read_text())
         except (FileNotFoundError, ValueError):
             return -1
+        return newest if newest <= MAX_GENERATION else -1
 
     def _check_fence(self) -> None:
         status = (self.directory / GENERATION_FENCE_NAME).stat()
@@ -317,9 +319,5 @@ class MemoryTier:
         if stamp == self._fence_stamp:
             return
         newest = self._fence()
-        if newest > self.generation:
-            raise StaleGenerationError(
-                f"{self.directory} belongs to generation {newest}: this process is of generation {self.generation} "
-                "and must not write snapshots"
-            )
+        refuse_older_generation(str(self.directory), newest, self.generation)
         self._fence_stamp = stamp

@@ -26,7 +26,8 @@ from trainium_contract.wire.checkpoint_manifest import (
     Commit,
     Manifest,
 )
-from trainium_trainer.checkpoint.errors import StaleGenerationError
+from trainium_contract.wire.messages import MAX_GENERATION
+from trainium_trainer.checkpoint.errors import StaleGenerationError, refuse_older_generation
 from trainium_trainer.storage.protocol import Retry, Storage, read_small
 
 
@@ -66,6 +67,8 @@ def parse_fence(data: bytes) -> Fence | None:
     try:
         raw = json.loads(data)
         token = FenceToken(int(raw["generation"]), str(raw.get("run", "")), str(raw.get("session", "")))
+        if not 0 <= token.generation <= MAX_GENERATION:
+            return None
         return Fence(token, frozenset(map(str, raw.get("attempts", ()))))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -89,16 +92,19 @@ def claim_fence(storage: Storage, token: FenceToken) -> None:
 
 def refuse_newer(storage: Storage, token: FenceToken) -> None:
     """Raise StaleGenerationError when this run has a newer generation already."""
-    current = read_fence(storage)
-    if current is not None and current.run == token.run and current.generation > token.generation:
-        raise StaleGenerationError(_refusal(storage, current, token))
+    _refuse_newer(storage, read_fence(storage), token)
 
 
 def check_fence(storage: Storage, token: FenceToken) -> None:
     """Raise StaleGenerationError when another start claimed the fence after `token` did."""
     current = read_fence(storage)
+    _refuse_newer(storage, current, token)
     if current != token:
-        raise StaleGenerationError(_refusal(storage, current, token))
+        owner = "nobody" if current is None else f"generation {current.generation}"
+        raise StaleGenerationError(
+            f"{storage.location} belongs to {owner} now: this process is of generation {token.generation}, another "
+            "start of the run, and must not commit"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +162,6 @@ def read_commit(storage: Storage, folder: str) -> Commit | None:
         raise ValueError(f"{folder}/{COMMIT_NAME} cannot be read") from error
 
 
-def _refusal(storage: Storage, current: FenceToken | None, token: FenceToken) -> str:
-    owner = "nobody" if current is None else f"generation {current.generation}"
-    return (
-        f"{storage.location} belongs to {owner} now: this process is of generation {token.generation}, an older start "
-        "of the run, and must not commit"
-    )
+def _refuse_newer(storage: Storage, current: FenceToken | None, token: FenceToken) -> None:
+    if current is not None and current.run == token.run:
+        refuse_older_generation(storage.location, current.generation, token.generation)
