@@ -28,8 +28,14 @@ class Rung(StrEnum):
     GROW = "Grow"
     RESIZE = "Resize"
     """The user changed the size."""
+    SUSPEND = "Suspend"
+    """All workers were released, and what their ranks made after their newest checkpoint is lost."""
     STOP = "Stop"
     """Ended with a verdict."""
+
+
+PLANNED_RUNGS = frozenset({Rung.GROW, Rung.RESIZE, Rung.SUSPEND})
+"""Responses to no fault."""
 
 
 class Interruption(StatusModel):

@@ -23,6 +23,7 @@ RUNG_DESCRIPTIONS = {
     "Shrink": "trained on with fewer workers",
     "Grow": "grew back to the requested size",
     "Resize": "changed to the requested size",
+    "Suspend": "released all workers, as requested",
     "Stop": "stopped for good",
 }
 """Description of each rung of the recovery ladder."""

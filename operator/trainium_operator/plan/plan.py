@@ -120,9 +120,9 @@ def _plan_active(facts: Facts, result: PolicyResult, failed_members: tuple[Faile
     for feature in facts.features:
         result = result.then(feature.reconcile_before_pods(facts, result.status))
     if facts.job.spec.suspend:
-        result = result.then(stopping.suspend(facts, recovery.close_abandoned(facts, result.status)))
+        result = result.then(stopping.suspend(facts, recovery.release_generation(facts, result.status)))
     elif facts.grant is not None and facts.grant.releases_workers:
-        result = result.with_status(stopping.clear_suspended(facts, recovery.close_abandoned(facts, result.status)))
+        result = result.with_status(stopping.clear_suspended(facts, recovery.release_generation(facts, result.status)))
         result = result.then(stopping.delete_workers(facts, result.status))
     else:
         result = _plan_workers(facts, result, failed_members)

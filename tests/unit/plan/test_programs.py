@@ -268,6 +268,34 @@ def test_steps_after_an_ignored_request_to_stop_are_lost_and_explained() -> None
     assert after.message.count("did not end in the grace period after SIGTERM and were killed") == 1
 
 
+def test_steps_that_a_program_makes_after_an_ignored_suspension_are_lost_and_explained() -> None:
+    killed = build.agents(
+        range(2), WorkerPhase.TRAINING, progress=Progress(step=279, updated=NOW - 20), generation=1, killed_generation=1
+    )
+    spec = build.program_spec(workers={"replicas": 2}, suspend=True)
+    observed = build.running_job(2, job_spec=spec, status={"progress": ProgressStatus(step=79)}, agents=killed)
+    released = make_plan(observed)
+    assert (released.newest_entry.rung, released.newest_entry.step_before) == (Rung.SUSPEND, 279)
+    assert "did not end in the grace period after SIGTERM and were killed" in released.newest_entry.message
+    again = make_plan(build.with_status(observed, released.status))
+    assert (len(again.status.history), again.status.restarts.total) == (1, 0)
+    assert [event.reason for event in again.events] == []
+
+    resumed = Progress(step=280, resume_step=270, updated=NOW - 1, started=NOW - 9, loaded=NOW - 6)
+    training = build.agents(range(2), WorkerPhase.TRAINING, progress=resumed, generation=2)
+    spec = build.program_spec(workers={"replicas": 2})
+    status = again.status.replaced(membership=MembershipStatus(generation=2, size=2))
+    observed = build.with_agents(build.running_job(2, job_spec=spec, status={}), training)
+    observed = replace(observed, membership=build.membership(0, 1, generation=2), published=2)
+    after = make_plan(build.with_status(observed, status))
+    assert (after.newest_entry.step_before, after.newest_entry.resume_step, after.newest_entry.steps_lost) == (
+        279,
+        270,
+        9,
+    )
+    assert after.newest_entry.stages.total == 0, "no time of the suspension is charged"
+
+
 def test_a_program_that_reports_its_first_step_late_has_started_then() -> None:
     cluster = start_job(steps=False)
     cluster.run(90)

@@ -20,7 +20,7 @@ from trainium_contract.faults.classify import (
 )
 from trainium_contract.faults.responses import Response
 from trainium_contract.program_output import LINE_BREAK
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import PLANNED_RUNGS, Rung
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
 from trainium_operator.plan.diagnose.pod_failures import has_failed_by_itself
 from trainium_operator.plan.diagnose.process_failures import (
@@ -387,7 +387,7 @@ def verdict_on_budgets(facts: Facts, status: TrainingJobStatus) -> StopVerdict |
 
 def _find_last_output(facts: Facts, status: PublicStatus, pod: str) -> tuple[str, str]:
     """Return node and last output of the pod that failed last, because its log is deleted with it."""
-    faults = [entry for entry in status.history if entry.message and entry.rung not in (Rung.RESIZE, Rung.GROW)]
+    faults = [entry for entry in status.history if entry.message and entry.rung not in PLANNED_RUNGS]
     named = next((entry for entry in reversed(faults) if entry.pod == pod), None)
     if named is not None:
         return named.node, named.message

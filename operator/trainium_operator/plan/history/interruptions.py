@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.internal import FailureRecord
-from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, Rung
+from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, PLANNED_RUNGS, Interruption, Rung
 from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
 from trainium_operator.plan.model.text import format_names, format_sentence
 from trainium_operator.plan.view.progress import find_last_step
@@ -70,7 +70,7 @@ def open_interruption(facts: Facts, status: TrainingJobStatus, new: NewInterrupt
         rank=find_first_rank(facts, pod),
     )
     status = status.replaced(history=(*status.history, entry)[-HISTORY_LENGTH:])
-    if new.rung not in (Rung.RESIZE, Rung.GROW):
+    if new.rung not in PLANNED_RUNGS:
         status = _count_interruption(status, new.cause)
     recovery = facts.job.spec.recovery
     if not is_recorded(new.cause, recovery):

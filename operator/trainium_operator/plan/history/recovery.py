@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import PLANNED_RUNGS, Interruption, Rung
 from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
-from trainium_operator.plan.history.interruptions import replace_entry
+from trainium_operator.plan.history.interruptions import NewInterruption, open_interruption, replace_entry
 from trainium_operator.plan.model.text import format_sentence
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
 from trainium_operator.plan.view.progress import (
@@ -48,6 +48,7 @@ class _Resumption:
 
 def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Record when, from which step and at what cost training resumed, for each open interruption that is over."""
+    status = _count_released_steps(facts, status)
     for index, entry in enumerate(status.history):
         if not entry.is_open:
             continue
@@ -78,10 +79,13 @@ _KILLED = (
 
 def _describe_kill(facts: Facts, entry: Interruption) -> str:
     """Return the message of an interruption, with what its planned change cost if ranks ignored the request to stop."""
-    was_killed = any(heartbeat.killed_generation == entry.generation > 0 for _, heartbeat in facts.heartbeats)
-    if not was_killed or _KILLED in entry.message:
+    if not _was_killed(facts, entry.generation) or _KILLED in entry.message:
         return entry.message
     return format_sentence(f"{entry.message}; {_KILLED}")
+
+
+def _was_killed(facts: Facts, generation: int) -> bool:
+    return any(heartbeat.killed_generation == generation > 0 for _, heartbeat in facts.heartbeats)
 
 
 def _awaits_first_step(facts: Facts, entry: Interruption) -> bool:
@@ -140,6 +144,45 @@ def close_abandoned(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
             seconds = round(max(0.0, facts.now - (entry.failed_at or facts.now)), 3)
             status = replace_entry(status, index, entry.replaced(recovered_seconds=seconds))
     return status
+
+
+def release_generation(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Close every open interruption, and record the last step of ranks that ignored the request to save and leave."""
+    status = close_abandoned(facts, status)
+    current = facts.current
+    if current is None or not _was_killed(facts, current.generation):
+        return status
+    if not status.history or status.history[-1].rung is not Rung.SUSPEND:
+        new = NewInterruption(
+            cause=Cause.RESIZE,
+            rung=Rung.SUSPEND,
+            message=f"all workers were released; {_KILLED}",
+            failed_at=facts.now,
+            attempt=status.membership.attempt,
+        )
+        status = close_abandoned(facts, open_interruption(facts, status, new))
+    entry = status.history[-1]
+    step_before = max([entry.step_before, *_steps_before(facts, entry)])
+    return replace_entry(status, len(status.history) - 1, entry.replaced(step_before=step_before))
+
+
+def _count_released_steps(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+    """Record what the newest interruption cost if the job was released in it, once the next generation has resumed."""
+    entry = status.history[-1] if status.history else None
+    if entry is None or entry.is_open or entry.step_before < 0 or entry.resume_step is not None:
+        return status
+    resumed = [
+        heartbeat.progress.resume_step
+        for _, heartbeat in facts.heartbeats
+        if heartbeat.generation > entry.generation
+        and heartbeat.progress is not None
+        and heartbeat.progress.resume_step is not None
+    ]
+    if not resumed or entry.rung is Rung.STOP:
+        return status
+    step_before, resume_step = max(entry.step_before, min(resumed)), min(resumed)
+    entry = entry.replaced(step_before=step_before, resume_step=resume_step, steps_lost=step_before - resume_step)
+    return replace_entry(status, len(status.history) - 1, entry)
 
 
 def _close_entry(entry: Interruption, resumed: _Resumption, now: float) -> Interruption:
@@ -276,7 +319,7 @@ def _find_stop_time(facts: Facts, entry: Interruption, progress: Progress) -> fl
 
 
 def _is_planned(entry: Interruption) -> bool:
-    return entry.rung in (Rung.RESIZE, Rung.GROW) or entry.cause in (Cause.PREEMPTED, Cause.STRAGGLER)
+    return entry.rung in PLANNED_RUNGS or entry.cause in (Cause.PREEMPTED, Cause.STRAGGLER)
 
 
 def _are_ranks_past_steps(facts: Facts) -> bool:

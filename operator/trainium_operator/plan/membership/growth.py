@@ -97,7 +97,7 @@ def growth_resumes_at(facts: Facts, status: PublicStatus) -> float:
 def _delays_growth(entry: Interruption) -> bool:
     if entry.rung is Rung.RESIZE:
         return entry.cause is Cause.CAPACITY  # released; the others were requested by a user or a queue
-    return entry.rung not in (Rung.GROW, Rung.STOP)
+    return entry.rung not in (Rung.GROW, Rung.SUSPEND, Rung.STOP)
 
 
 def rescale_at(facts: Facts, memory: InternalStatus) -> float:

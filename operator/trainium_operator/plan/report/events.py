@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.pages.formatting import pluralize
 from trainium_contract.status.conditions import ConditionType
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import PLANNED_RUNGS, Interruption, Rung
 from trainium_operator.plan.history.interruptions import entry_identity
 from trainium_operator.plan.model.actions import EventIntent, event
 from trainium_operator.plan.model.conditions import find_condition, is_true
@@ -27,7 +27,8 @@ def list_events(old: PublicStatus, new: PublicStatus) -> tuple[EventIntent, ...]
         before = old_entries.get(entry_identity(entry))
         if before is None:
             events += _list_begin_events(entry)
-        if entry.recovered_seconds is not None and (before is None or before.recovered_seconds is None):
+        is_over = entry.recovered_seconds is not None and entry.rung is not Rung.SUSPEND
+        if is_over and (before is None or before.recovered_seconds is None):
             events += _list_end_events(old, new, entry)
     return (*events, *_list_transitions(old, new))
 
@@ -50,7 +51,7 @@ def _list_end_events(old: PublicStatus, new: PublicStatus, entry: Interruption) 
     # Without a step nobody knows when a program trains.
     subject = "Training goes on" if new.progress.step > 0 else "The processes run again"
     yield event(
-        Reason.RESIZED if entry.rung in (Rung.RESIZE, Rung.GROW) else Reason.RECOVERED,
+        Reason.RESIZED if entry.rung in PLANNED_RUNGS else Reason.RECOVERED,
         f"{subject} after {entry.recovered_seconds} s ({entry.cause.value}, {entry.rung.value}{steps_lost}, "
         f"{pluralize(entry.pods_replaced, 'pod')} replaced).",
     )

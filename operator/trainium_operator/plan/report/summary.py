@@ -21,7 +21,7 @@ from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status import public
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import PLANNED_RUNGS, Interruption, Rung
 from trainium_contract.status.results import Alert, StepFigures
 from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER, compute_template_hash, is_outdated
@@ -457,7 +457,7 @@ def _set_running(facts: Facts, status: StatusT) -> StatusT:
 
 def _set_recovering(facts: Facts, status: StatusT) -> StatusT:
     kind = ConditionType.RECOVERING
-    faults = [entry for entry in _open_entries(status) if entry.rung not in (Rung.RESIZE, Rung.GROW)]
+    faults = [entry for entry in _open_entries(status) if entry.rung not in PLANNED_RUNGS]
     if not faults:
         return with_condition(status, kind, False, Reason.NO_INTERRUPTION, "", now=facts.now)
     return with_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=facts.now)
