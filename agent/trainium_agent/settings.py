@@ -144,7 +144,7 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
     missing = [name for name in _REQUIRED if not environment.get(name)]
     if missing:
         raise SettingsError(
-            f"trainium-agent needs the environment variable{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+            f"The pod lacks the environment variable{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
             "the operator sets them in every worker pod, so start the agent through a TrainingJob."
         )
     rank_entry = environment.get(ENV_RANK_ENTRY, DEFAULT_RANK_ENTRY)

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from trainium_contract.command_line import describe_usage_error
 from trainium_devcluster.binaries.command import prepare
 from trainium_devcluster.cli_fault import fault_app, node_app
 from trainium_devcluster.cluster import Cluster, node_specs, remove_leftovers
@@ -38,12 +39,14 @@ from trainium_devcluster.options import (
 from trainium_devcluster.progress import to_stderr
 from trainium_devcluster.state import ClusterPaths, cluster_names
 
+_NAME = "trainium-devcluster"
 app = typer.Typer(
-    name="trainium-devcluster",
+    name=_NAME,
     help="A real Kubernetes control plane on loopback with nodes that run pods as local processes. No Docker, no root.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(fault_app, name="fault")
 app.add_typer(node_app, name="node")
@@ -174,16 +177,28 @@ def binaries(
 
 
 def main() -> None:
-    """Run the command line; print a ClusterError as one line."""
+    """Run the command line; an error is one line."""
     try:
-        app()
+        code = app(prog_name=_NAME, standalone_mode=False)
     except ClusterError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
-        raise SystemExit(1) from None
+        code = _fail(str(error))
+    except typer.Abort:
+        code = 130
     except BrokenPipeError:
         # The reader of our output has closed it; Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+        code = 1
+    except Exception as error:
+        sentence = describe_usage_error(error, _NAME)
+        if sentence is None:
+            raise
+        code = _fail(sentence) if sentence else 0
+    raise SystemExit(code)
+
+
+def _fail(sentence: str) -> int:
+    Console(stderr=True, soft_wrap=True).print(f"error: {sentence}", style="red", markup=False, highlight=False)
+    return 1
 
 
 def _suffix(name: str) -> str:

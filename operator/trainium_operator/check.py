@@ -11,14 +11,16 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - typer reads it
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from trainium_contract.wire.stream import STREAM_PATH
+from trainium_operator.command_line import HELP_OPTIONS, PROGRAM, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -149,7 +151,7 @@ def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
     return answer.status, " ".join(text.split())
 
 
-app = typer.Typer(name="trainium-operator check", add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS)
 
 
 @app.command()
@@ -168,6 +170,6 @@ def check(
     raise typer.Exit(0 if found.works else 1)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> NoReturn:
     """Run the command; ends the process with its exit code."""
-    app(args=list(arguments), prog_name="trainium-operator check")
+    sys.exit(run_command(app, arguments, f"{PROGRAM} check"))

@@ -19,6 +19,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from trainium_operator.command_line import fail
 from trainium_operator.logs import configure_logs
 from trainium_operator.memory import freeze_gc, trim_periodically, use_little_memory_per_connection, use_one_heap
 from trainium_operator.settings import Settings, parse_settings, process_identity
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from trainium_operator.check import main as check  # noqa: PLC0415 - nor this
 
         check(given[1:])
-    settings = parse_settings(given, os.environ)
+    settings = parse_settings(given)
     configure_logs(settings.log_level, settings.log_format)
     use_one_heap()
     use_little_memory_per_connection()
@@ -63,7 +64,7 @@ def _simulate(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "trainium_simulator":
             raise
-        sys.exit("the simulator is not installed here: pip install trainium_simulator-*.whl")
+        fail("the simulator is not installed here: pip install trainium_simulator-*.whl")
     return simulate(arguments)
 
 

@@ -5,17 +5,21 @@ Invariant: a flag wins over its variable; an invalid value is refused with a sen
 
 from __future__ import annotations
 
-import argparse
+import inspect
 import json
 import os
 import re
 import socket
+import sys
 import uuid
-from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
 
 from trainium_contract.spec.pod_template import describe_shape_error
 from trainium_contract.wire.worker_env import COORDINATOR_PORT
+from trainium_operator.command_line import HELP_OPTIONS, PROGRAM, fail, run_command
 from trainium_operator.plan.model.observed import WorkerIngress
 
 if TYPE_CHECKING:
@@ -246,34 +250,50 @@ class Settings:
         )
 
 
-def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
-    """Parse a command line. Ends the process with a sentence if it is invalid, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="trainium-operator",
-        description="Runs TrainingJobs. Each option can also be set by the variable named with it.",
-    )
-    command_help = "`run` (may be left out); see also `simulate --help` and `check --help`"
-    parser.add_argument("command", nargs="?", choices=["run"], default="run", help=command_help)
-    types = get_type_hints(Settings)
-    for each in fields(Settings):
-        default = each.default if each.default is not MISSING else None
-        flag = f"--{each.name.replace('_', '-')}"
-        variable = PREFIX + each.name.upper()
-        given = environment.get(variable) or environment.get(each.metadata["variable"] or variable)
-        convert = _CONVERTERS.get(types[each.name], types[each.name])
-        if given is not None:
-            try:
-                default = convert(given)
-            except ValueError:
-                parser.error(f"variable {variable}: {given!r} is not a value for {flag}")
-        shown = f"{each.metadata['help']} [{variable}, default {each.default!r}]"
-        parser.add_argument(flag, type=convert, default=default, metavar="VALUE", help=shown.replace("%", "%%"))
-    parsed = vars(parser.parse_args(arguments))
-    parsed.pop("command")
-    settings = Settings(**parsed)
-    for problem in settings.problems():
-        parser.error(problem)
+_DESCRIPTION = """Run TrainingJobs.
+
+Each option can also be set by its variable. Other commands: trainium-operator check, trainium-operator simulate.
+"""
+
+
+def parse_settings(arguments: Sequence[str]) -> Settings:
+    """Parse a command line and the environment. Ends the process with a sentence if a value is invalid."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS)
+    app.command(help=_DESCRIPTION)(_settings_command())
+    settings = run_command(app, arguments, PROGRAM)
+    if not isinstance(settings, Settings):
+        sys.exit(settings)  # the help was printed
+    problems = settings.problems()
+    if problems:
+        fail(f"{problems[0]}; see {PROGRAM} --help")
     return settings
+
+
+def _settings_command() -> Callable[..., Settings]:
+    """Return a function whose parameters are the settings, each with its flag, its variables and its help."""
+    types = get_type_hints(Settings)
+    parameters = []
+    for each in fields(Settings):
+        kind, variable = types[each.name], PREFIX + each.name.upper()
+        parser, metavar = _PARSERS.get(kind, (None, None))
+        kind = kind if parser is None else str  # a bool would be a flag without a value
+        option = typer.Option(
+            f"--{each.name.replace('_', '-')}",
+            envvar=[variable, each.metadata["variable"]] if each.metadata["variable"] else variable,
+            help=each.metadata["help"],
+            parser=parser,
+            metavar=metavar,
+        )
+        annotation = Annotated[kind, option]  # type: ignore[valid-type]
+        parameters.append(
+            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=annotation)
+        )
+
+    def read(**values: Any) -> Settings:
+        return Settings(**values)
+
+    read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return read
 
 
 def process_identity(environment: Mapping[str, str]) -> str:
@@ -320,17 +340,24 @@ def _is_read(read: Callable[[str], object], text: str) -> bool:
     return True
 
 
-def _boolean(text: str) -> bool:
-    if text.lower() in ("true", "yes", "1"):
+def _boolean(value: str | bool) -> bool:
+    text = str(value).lower()
+    if text in ("true", "yes", "1"):
         return True
-    if text.lower() in ("false", "no", "0"):
+    if text in ("false", "no", "0"):
         return False
-    raise ValueError(text)
+    raise typer.BadParameter(f"must be true or false, not {value!r}")
 
 
-def _optional_integer(text: str) -> int | None:
-    return int(text) if text else None
+def _optional_integer(value: str | int) -> int | None:
+    try:
+        return int(value) if value != "" else None
+    except ValueError:
+        raise typer.BadParameter(f"must be an integer or empty, not {value!r}") from None
 
 
-_CONVERTERS: dict[Any, Callable[[str], Any]] = {bool: _boolean, int | None: _optional_integer}
-"""How texts become values of types that are no converters themselves."""
+_PARSERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
+    bool: (_boolean, "true|false"),
+    int | None: (_optional_integer, "INTEGER"),
+}
+"""Functions that parse values which may be empty, or have no value in a command line of click."""

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
+from trainium_contract.command_line import describe_usage_error
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.workers import MAX_NODES
 from trainium_simulator.errors import InputError, describe_errors
@@ -34,7 +35,13 @@ if TYPE_CHECKING:
 MAX_DAYS = 366.0
 MAX_CASES = 200
 
-app = typer.Typer(name="trainium-operator simulate", add_completion=False, pretty_exceptions_enable=False)
+_NAME = "trainium-operator simulate"
+app = typer.Typer(
+    name=_NAME,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 _OptionalPath = Path | None
 
@@ -176,17 +183,18 @@ def parse_rates(text: str) -> tuple[float, ...]:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit code."""
     try:
-        app(args=list(arguments), prog_name="trainium-operator simulate", standalone_mode=False)
+        app(args=list(arguments), prog_name=_NAME, standalone_mode=False)
     except InputError as error:
-        typer.echo(f"trainium-operator simulate: {error}", err=True)
+        typer.echo(f"error: {error}", err=True)
         return int(ExitCode.USER_ERROR)
     except typer.Exit as request:
         return request.exit_code
     except typer.Abort:
         return 130
     except Exception as error:
-        if hasattr(error, "format_message"):  # click's own: an unknown option, an invalid value
-            typer.echo(f"trainium-operator simulate: {error.format_message()}", err=True)
-            return int(ExitCode.USER_ERROR)
-        raise
+        sentence = describe_usage_error(error, _NAME)
+        if sentence is None:
+            raise
+        typer.echo(f"error: {sentence}", err=True)
+        return int(ExitCode.USER_ERROR)
     return 0

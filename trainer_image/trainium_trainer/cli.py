@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from trainium_contract.command_line import describe_usage_error
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.temporary_folder import set_temporary_folder
 from trainium_contract.wire.log_format import choose_log_format
@@ -46,6 +47,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -109,12 +111,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         result = command()(list(argv) if argv is not None else None, prog_name=_NAME, standalone_mode=False)
     except BaseException as error:  # noqa: BLE001 - this is the place that turns every error into a code
-        # By name, because typer has a vendored click or uses the installed one.
-        if any(kind.__name__ == "ClickException" for kind in type(error).__mro__):
-            problem = str(error).strip().removesuffix(".")
-            context = getattr(error, "ctx", None)
-            return exits.report(exits.UserError(f"{problem}: see {context.command_path if context else _NAME} --help"))
-        return exits.report(error)
+        sentence = describe_usage_error(error, _NAME)
+        if sentence == "":
+            return ExitCode.FINISHED
+        return exits.report(error if sentence is None else exits.UserError(sentence))
     return result if isinstance(result, int) else ExitCode.FINISHED
 
 

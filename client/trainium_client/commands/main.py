@@ -12,20 +12,19 @@ import contextlib
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from trainium_client.commands import bundle, change, inspect, logs, profile, report, show, simulate, ui, watch
 from trainium_client.commands.options import close_connections, with_session
 from trainium_contract.api_server.errors import ClientError
+from trainium_contract.command_line import describe_usage_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NAME = "kubectl trn"
-_SHOWS_HELP = "NoArgsIsHelpError"
-"""Class of the error of a command line without a command, which has printed the help."""
 
 app = typer.Typer(
     name=_NAME,
@@ -71,22 +70,13 @@ def main(arguments: list[str] | None = None) -> None:
         _discard_output()
         code = _fail(f"cannot write the output: {error.strerror or error}")
     except Exception as error:
-        # The class of a usage error differs between versions of the parser.
-        if not hasattr(error, "format_message"):
+        sentence = describe_usage_error(error, _NAME)
+        if sentence is None:
             raise
-        code = _report_usage(error)
+        code = _fail(sentence) if sentence else 0
     finally:
         close_connections()
     sys.exit(code)
-
-
-def _report_usage(error: Any) -> int:
-    """Report a wrong command line; the parser has printed the help of one without a command."""
-    if type(error).__name__ == _SHOWS_HELP:
-        return 0
-    context = getattr(error, "ctx", None)
-    place = context.command_path if context else _NAME
-    return _fail(f"{str(error.format_message()).rstrip('.')}; see {place} --help")
 
 
 def _discard_output() -> int:

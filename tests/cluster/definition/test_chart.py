@@ -58,7 +58,7 @@ def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any
 def settings_of(documents: list[dict[str, Any]]) -> Settings:
     """Return the settings of the operator as the Deployment starts it."""
     (container,) = find(documents, "Deployment", NAME)["spec"]["template"]["spec"]["containers"]
-    return parse_settings(container["args"], {})
+    return parse_settings(container["args"])
 
 
 def granted_rights(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
@@ -169,7 +169,7 @@ def test_network_policies_of_jobs_admit_pods_of_the_chart_and_values(api: Api) -
     first = "networkPolicy.jobs.ingress[0]"
     documents = render_chart(api, f"{first}.from[0].podSelector.matchLabels.app=a b,{first}.ports[0].port=6006")
     pods = find(documents, "Deployment", NAME)["spec"]["template"]
-    ingress = parse_settings(pods["spec"]["containers"][0]["args"], {}).worker_ingress("system")
+    ingress = parse_settings(pods["spec"]["containers"][0]["args"]).worker_ingress("system")
     assert ingress is not None
     assert len(ingress.operator_labels) == 3
     assert ingress.operator_labels.items() <= pods["metadata"]["labels"].items()
@@ -252,7 +252,7 @@ def test_a_monitor_scrapes_over_https_with_certificate_and_token(api: Api) -> No
     (container,) = template["containers"]
     (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "https"]
     (volume,) = [volume for volume in template["volumes"] if volume["name"] == "https"]
-    assert parse_settings(container["args"], {}).https_certificate == mount["mountPath"]
+    assert parse_settings(container["args"]).https_certificate == mount["mountPath"]
     assert volume["secret"]["secretName"] == certificate["secretName"]
 
 
@@ -290,7 +290,7 @@ def test_alerts_and_dashboards_equal_their_files(api: Api) -> None:
 def test_the_operator_accepts_the_arguments_of_the_chart(api: Api, settings: str) -> None:
     deployment = find(render_chart(api, settings), "Deployment", NAME)
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    parsed = parse_settings(container["args"], {"POD_NAMESPACE": "system"})
+    parsed = parse_settings(container["args"])
     assert parsed.lease_name == NAME
     assert parsed.lease_duration == (6 if settings == EVERYTHING else 4)
     assert parsed.lease_renew_deadline == (4 if settings == EVERYTHING else 3)
@@ -515,7 +515,7 @@ def test_the_pod_of_helm_test_needs_no_rights(api: Api, settings: str) -> None:
     deployment = find(documents, "Deployment", NAME)["spec"]
     (container,), (running,) = pod["spec"]["containers"], deployment["template"]["spec"]["containers"]
     assert (container["image"], container["command"]) == (running["image"], running["command"])
-    parsed = parse_settings(running["args"], {})
+    parsed = parse_settings(running["args"])
     assert dict(argument.removeprefix("--").split("=") for argument in container["args"][1:]) == {
         "service": f"{parsed.coordinator_service}.system.svc",
         "authority": "/etc/trainium-operator/coordinator/ca.crt",

@@ -68,7 +68,7 @@ def test_the_agent_starts_in_an_image_without_shell_python_or_libc(image: Path) 
         env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 64, done.stderr
-    assert "needs the environment variables TRAINIUM_COORDINATOR" in done.stderr
+    assert "lacks the environment variables TRAINIUM_COORDINATOR" in done.stderr
 
 
 def test_a_moved_folder_imports_only_its_own_modules(image: Path, tmp_path: Path) -> None:

@@ -89,5 +89,5 @@ async def test_an_error_of_the_environment_is_logged_in_the_schema(job: AgentJob
     job.start("a", TRAINIUM_NAMESPACE="", **JSON)
     await job.until_ended("a")
     (line,) = read_log(job.agents["a"])
-    assert "needs the environment variable TRAINIUM_NAMESPACE" in line.message
+    assert "lacks the environment variable TRAINIUM_NAMESPACE" in line.message
     assert (line.source, line.level, line.job, line.pod) == ("agent", "error", "job", "a")
