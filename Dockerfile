@@ -96,7 +96,7 @@ LABEL org.opencontainers.image.title="trainium-agent" \
       org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN ["/trainium/lib/ld.so", "--library-path", "/trainium/lib", "/trainium/bin/python", "-I", "-c", \
-     "import trainium_agent.bootstrap, trainium_agent.supervisor, trainium_agent.workload.program"]
+     "import trainium_agent.bootstrap, trainium_agent.supervisor"]
 ENTRYPOINT ["/trainium/lib/ld.so", "--library-path", "/trainium/lib", "/trainium/bin/python", "-I", "-m", "trainium_agent"]
 
 FROM ${PYTHON_IMAGE} AS trainer-cpu
@@ -121,7 +121,7 @@ LABEL org.opencontainers.image.title="trainium-trainer" \
       org.opencontainers.image.description="Trainer of language models, without an accelerator" \
       org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.licenses="Apache-2.0"
-RUN python -c 'import torch, trainium_agent.supervisor, trainium_trainer.agent_workload' && trainium-trainer --help >/dev/null
+RUN python -c 'import torch, trainium_agent.supervisor, trainium_trainer.warm' && trainium-trainer --help >/dev/null
 # The agent is process 1: it reaps its children and passes SIGTERM on to the ranks.
 ENTRYPOINT ["trainium-agent"]
 
@@ -142,5 +142,5 @@ LABEL org.opencontainers.image.title="trainium-trainer" \
       org.opencontainers.image.description="Trainer of language models on AWS Trainium" \
       org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.licenses="Apache-2.0"
-RUN python3 -c 'import torch, trainium_agent.supervisor, trainium_trainer.agent_workload' && trainium-trainer --help >/dev/null
+RUN python3 -c 'import torch, trainium_agent.supervisor, trainium_trainer.warm' && trainium-trainer --help >/dev/null
 ENTRYPOINT ["trainium-agent"]

@@ -1,8 +1,7 @@
 """Run the agent as PID 1 of a worker pod: `trainium-agent`, or `python -m trainium_agent`.
 
 This module imports nothing slow: the kernel drops a SIGTERM to PID 1 that has no handler, so a pod that is deleted
-while the agent imports its modules would wait for its whole grace period. The process that starts a program's ranks is
-forked here, so that it holds nothing but the interpreter.
+while the agent imports its modules would wait for its whole grace period.
 """
 
 from __future__ import annotations
@@ -30,16 +29,14 @@ def main() -> None:
     if sys.argv[1:]:
         _refuse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_YIELDING))
-    from trainium_agent.ranks import standby  # noqa: PLC0415 - as above
     from trainium_contract.temporary_folder import set_temporary_folder  # noqa: PLC0415 - as above
     from trainium_contract.worker_process.open_files import raise_limit  # noqa: PLC0415 - after the handler is set
 
     raise_limit()  # the ranks inherit both
     set_temporary_folder(os.environ)
-    forked = standby.fork(standby.StandbyPlan()) if standby.ENV_PROGRAM in os.environ else None
-    from trainium_agent.bootstrap import start  # noqa: PLC0415 - after the fork
+    from trainium_agent.bootstrap import start  # noqa: PLC0415 - as above
 
-    code = start(forked)
+    code = start()
     sys.stdout.flush()
     sys.stderr.flush()
     # Unloading torch takes a second or more on a busy machine, and nothing is left to save.

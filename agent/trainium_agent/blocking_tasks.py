@@ -26,7 +26,7 @@ from trainium_agent.lifecycle.generation import KILL_SECONDS
 from trainium_agent.rendezvous import GenerationRendezvous, GenerationStoppedError
 from trainium_agent.shared_state.state_watcher import WaitInterruptedError
 from trainium_agent.shared_state.store import ExitBarrier, StoreLostError
-from trainium_agent.workload.base import AttemptLayout
+from trainium_agent.workload.attempt import AttemptLayout
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import WorkerPhase
@@ -87,7 +87,7 @@ class BlockingTasks:
             initial=GenerationState(best_progress=services.report.best_progress),
             waiting_for=lambda nodes: post_event(events.WaitingForNodes(nodes)),
             watcher=watcher,
-            reserve_port=services.workload.reserve_port,
+            reserve_port=services.reserve_port,
             pair_rounds={
                 check: PairRound(
                     settings,
@@ -96,7 +96,7 @@ class BlockingTasks:
                     check,
                     watcher=watcher,
                     standby_manager=services.standby_manager,
-                    reserve_port=services.workload.reserve_port,
+                    reserve_port=services.reserve_port,
                     report=services.record_check,
                 )
                 for check in (PreflightCheck.PAIRWISE, PreflightCheck.BANDWIDTH)

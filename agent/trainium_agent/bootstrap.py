@@ -9,34 +9,29 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
-import signal
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainium_agent.checks.preflight import check_results, preflight
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.standby import StandbyPlan, fork
 from trainium_agent.ranks.standby_manager import Standby
-from trainium_agent.settings import AgentSettings, SettingsError, settings_from
+from trainium_agent.settings import SettingsError, settings_from
+from trainium_agent.workload.workload import Workload
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.log_line import LogSource
 from trainium_contract.worker_process import log_lines
 
 if TYPE_CHECKING:
-    import socket
-
-    from trainium_agent.workload.base import Workload
+    from trainium_agent.settings import AgentSettings
 
 
-def start(forked: tuple[int, socket.socket] | None = None) -> int:
-    """Run the agent with the settings of the environment; return the pod's exit code.
-
-    `forked`: a standby that executes commands (`standby.fork`), if one was forked already.
-    """
+def start() -> int:
+    """Run the agent with the settings of the environment; return the pod's exit code."""
     try:
         settings = settings_from(os.environ)
     except SettingsError as error:
@@ -51,33 +46,23 @@ def start(forked: tuple[int, socket.socket] | None = None) -> int:
         logging.getLogger(__name__).log(
             logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence
         )
-    # Only the workload of the job is imported, since the libraries of another one may be missing.
-    module, _, name = settings.workload.partition(":")
-    workload: Workload = getattr(importlib.import_module(module), name)(settings)
-    standby = _spawn_warm(workload)
-    if standby is not None and forked is not None:
-        _end_standby(*forked)
-    standby = standby or Standby(*forked or fork(workload.plan))
-    return asyncio.run(_supervise(settings, workload, standby, findings, checked))
+    workload = Workload(settings)
+    return asyncio.run(_supervise(settings, workload, _start_standby(workload), findings, checked))
 
 
-def _spawn_warm(workload: Workload) -> Standby | None:
-    """Start a standby in the interpreter of the program, if it has one that can be started."""
+def _start_standby(workload: Workload) -> Standby:
+    """Start a standby in the interpreter of the program, if it has one that can be started; else fork it."""
+    ranks = workload.ranks
     try:
-        return Standby.spawn(workload.plan) if workload.plan.python else None
+        if ranks.plan.python:
+            return Standby.spawn(ranks.plan)
     except OSError as error:
         logging.getLogger(__name__).warning(
-            "%s cannot be started (%s), so nothing is imported ahead", workload.plan.python, error.strerror
+            "%s cannot be started (%s), so nothing is imported ahead", ranks.plan.python, error.strerror
         )
-        workload.plan = StandbyPlan()
-        return None
-
-
-def _end_standby(pid: int, channel: socket.socket) -> None:
-    """End a forked standby, so that it is not taken for a process that the program left running."""
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    channel.close()
+        workload.ranks = replace(ranks, plan=StandbyPlan())
+    os.environ.update(workload.ranks.plan.environment)
+    return Standby(*fork(workload.ranks.plan))
 
 
 async def _supervise(settings: AgentSettings, workload: Workload, standby: Standby, findings: Any, checked: Any) -> int:

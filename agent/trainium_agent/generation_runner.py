@@ -23,7 +23,7 @@ from trainium_agent.lifecycle.generation import step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
 from trainium_agent.shared_state.agreed_stop import AgreedStop
 from trainium_agent.shared_state.state_watcher import StateWatcher
-from trainium_agent.workload.base import progress_file
+from trainium_agent.workload.attempt import progress_file
 from trainium_contract.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class GenerationRunner:
             case actions.SimpleAction.KILL:
                 self._signal(signal.SIGKILL)
             case actions.RequestExit(memory_ends):
-                self._request_exit(self._workload.exit_signal(memory_ends=memory_ends))
+                self._request_exit(self._workload.ranks.storage_signal if memory_ends else signal.SIGTERM)
             case actions.EnterPhase(phase, attempt):
                 report.set_phase(phase, generation=self._generation, attempt=attempt)
             case actions.ReportRestart(attempt, cause, failed_at):
@@ -222,7 +222,7 @@ class GenerationRunner:
 
     def _join_stop(self) -> AgreedStop | None:
         """Join the agreed stop, once in an attempt; None for ranks that do not ask."""
-        if not self._workload.agrees_on_stop or not self._ranks:
+        if not self._workload.ranks.asks_for_stop or not self._ranks:
             return None
         attempt = self._ranks[0].attempt
         if self._stop is None or self._stop.attempt != attempt:

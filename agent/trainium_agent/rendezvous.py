@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from trainium_agent.checks import pairing
 from trainium_agent.shared_state.state_watcher import MAX_PUBLISH_INTERVAL_SECONDS, StatePublisher
 from trainium_agent.shared_state.store import GenerationStore, StoreLostError
+from trainium_agent.workload.master_port import MasterPort
 from trainium_contract.spec.health import PreflightCheck
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from trainium_agent.checks.pair_round import PairRound
     from trainium_agent.exits.restart_policy import GenerationState
     from trainium_agent.shared_state.state_watcher import StateWatcher
-    from trainium_agent.workload.base import RankPort
+    from trainium_agent.workload.rank_port import RankPort
     from trainium_contract.wire.messages import Membership
 
 _POLL_SECONDS = 0.01
@@ -74,7 +75,7 @@ class GenerationRendezvous:
         self.attempt = initial.attempt
         """Newest attempt that was joined."""
 
-    def next_rendezvous(self) -> tuple[GenerationState, int]:
+    def next_rendezvous(self) -> tuple[GenerationState, MasterPort]:
         """Join the newest attempt, wait for all members, and return its state and the port of the ranks' store.
 
         Raises WaitInterruptedError, GenerationStoppedError, and NodeFailedPairTestError for this node.
@@ -96,10 +97,15 @@ class GenerationRendezvous:
     def shutdown(self) -> None:
         """Close the connection to the generation's store; on node 0 also the ranks' store and the publications."""
         self.store.close()
-        self._rank_port = None
+        self._close_port()
         if self._publisher is not None:
             self._publisher.stop()
             self._publisher = None
+
+    def _close_port(self) -> None:
+        if self._rank_port is not None:
+            self._rank_port.close()
+            self._rank_port = None
 
     def _connect(self) -> None:
         self.store.connect()
@@ -116,7 +122,7 @@ class GenerationRendezvous:
             self._watcher.next_observation(observations, pause)
             pause = min(2 * pause, _MAX_BEGIN_PAUSE_SECONDS)
 
-    def _join(self, state: GenerationState) -> tuple[GenerationState, int] | None:
+    def _join(self, state: GenerationState) -> tuple[GenerationState, MasterPort] | None:
         """Join one attempt; None when a newer attempt began meanwhile."""
         if state.stopped is not None:
             raise GenerationStoppedError("the generation stopped")
@@ -124,8 +130,9 @@ class GenerationRendezvous:
         store, attempt = self.store, state.attempt
         port_key, release_key = store.key(attempt, "port"), store.key(attempt, "go")
         if self._node_rank == 0:
+            self._close_port()
             self._rank_port = self._reserve_port(self._membership.members[0].pod_ip)
-            store.set(port_key, str(self._rank_port.port))
+            store.set(port_key, self._rank_port.master.encode())
         store.set(store.key(attempt, "joined", self._node_rank))
         if not (self._gather(attempt) if self._node_rank == 0 else self._await_release(attempt)):
             return None
@@ -135,7 +142,7 @@ class GenerationRendezvous:
             if verdict.bad_nodes:
                 self._await_withdrawal(attempt, verdict.bad_nodes)
                 return None
-        return state, int(store.get(port_key))
+        return state, MasterPort.decode(store.get(port_key))
 
     def _gather(self, attempt: int) -> bool:
         """On node 0, release all agents once all have joined; return False for a newer attempt or a stop."""

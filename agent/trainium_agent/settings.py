@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 ENV_RANK_ENTRY = "TRAINIUM_RANK_ENTRY"
 """`module:function` that each training process calls instead of the trainer's command line."""
 DEFAULT_RANK_ENTRY = "trainium_trainer.cli:main"
-_TRAINER, _PROGRAM = "trainium_trainer.agent_workload:Trainer", "trainium_agent.workload.program:Program"
 ENV_PAIR_ENTRY = "TRAINIUM_PAIR_ENTRY"
 """`module:function` that each process of the pairwise test calls."""
 ENV_PAIR_SECONDS = "TRAINIUM_PAIR_SECONDS"
@@ -104,12 +103,10 @@ class AgentSettings:
     pair_seconds: float = 8.0
     """Time limit of one exchange of the pairwise test, at least a second."""
     log_format: LogFormat = LogFormat.TEXT
-    workload: str = _TRAINER
-    """`module:class` of the workload."""
     required_files: tuple[Path, ...] = ()
     """Files that the ranks read, and that must not be empty."""
     program: ProgramSpec | None = None
-    """Program of the job, if its workload takes one."""
+    """Program of the job; None for the built-in trainer."""
 
     @property
     def run_id(self) -> str:
@@ -152,9 +149,9 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         raise SettingsError(f"{ENV_RANK_ENTRY}={rank_entry!r} must have the form module:function.")
     program = _parse_spec(ProgramSpec, environment, worker_env.ENV_PROGRAM, "spec.program")
     config_path, checks = Path(environment[worker_env.ENV_CONFIG]), _parse_checks(environment)
-    workload, files = _TRAINER, [config_path]
+    files: tuple[Path, ...] = (config_path,)
     if program is not None:
-        workload, files, checks = _PROGRAM, [], checks & QUICK_CHECKS
+        files, checks = (), checks & QUICK_CHECKS
     return AgentSettings(
         coordinator=_parse_endpoints(environment[worker_env.ENV_COORDINATOR]),
         namespace=environment[worker_env.ENV_NAMESPACE],
@@ -183,8 +180,7 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
         scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
         log_format=_parse_log_format(environment),
-        workload=workload,
-        required_files=tuple(files),
+        required_files=files,
         program=program,
     )
 

@@ -33,7 +33,7 @@ from trainium_agent.ranks.output import OutputPump
 from trainium_agent.ranks.processes import Reaper, kill_descendants
 from trainium_agent.ranks.standby_manager import Standby, StandbyManager
 from trainium_agent.threads import BlockingWorker, EventLoop
-from trainium_agent.workload.base import progress_file
+from trainium_agent.workload.attempt import progress_file
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.last_report import encode_last_report
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from trainium_agent.lifecycle.state import LocalGeneration
     from trainium_agent.settings import AgentSettings
     from trainium_agent.shared_state.server import StoreServer
-    from trainium_agent.workload.base import Workload
+    from trainium_agent.workload.workload import Workload
     from trainium_contract.wire.messages import CheckResult
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class AgentSupervisor:
         self._reaper = Reaper()
         self._report = PodReport(settings, workload, lambda: event_loop.post(self._client.heartbeat_now))
         self._standby_manager = StandbyManager(
-            workload.plan,
+            workload.ranks.plan,
             standby,
             self._reaper,
             OutputPump(settings),

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.unit.agent.workload.test_program import build_program
-from trainium_agent.workload.base import AttemptLayout
+from trainium_agent.workload.attempt import AttemptLayout
+from trainium_agent.workload.master_port import MasterPort
 
 pytestmark = pytest.mark.torch_xla
 
@@ -47,7 +48,7 @@ def read_by_torch_xla(
 def test_torch_xla_gives_a_rank_its_core_and_its_place_in_the_world(
     tmp_path: Path, nodes: int, ranks_per_node: int, node: int, local_rank: int
 ) -> None:
-    layout = AttemptLayout(1, 0, node, nodes, ranks_per_node, "10.0.0.1", 29500)
+    layout = AttemptLayout(1, 0, node, nodes, ranks_per_node, "10.0.0.1", MasterPort(29500))
     rank = node * ranks_per_node + local_rank
     variables = read_by_torch_xla(tmp_path, layout, local_rank)[f"rank-{rank}"]
     assert variables["NEURON_RT_VISIBLE_CORES"] == str(local_rank)
@@ -59,18 +60,18 @@ def test_torch_xla_gives_a_rank_its_core_and_its_place_in_the_world(
 
 
 def test_torch_xla_shares_the_cores_of_the_job_among_the_ranks(tmp_path: Path) -> None:
-    layout = AttemptLayout(1, 0, 0, 1, 4, "10.0.0.1", 29500)
+    layout = AttemptLayout(1, 0, 0, 1, 4, "10.0.0.1", MasterPort(29500))
     variables = read_by_torch_xla(tmp_path, layout, 2, NEURON_RT_VISIBLE_CORES="4-7")["rank-2"]
     assert variables["NEURON_RT_VISIBLE_CORES"] == "6"
 
 
 def test_torch_xla_brackets_the_address_of_a_cluster_with_ipv6(tmp_path: Path) -> None:
-    layout = AttemptLayout(1, 0, 0, 1, 1, "fd00::1", 29500)
+    layout = AttemptLayout(1, 0, 0, 1, 1, "fd00::1", MasterPort(29500))
     assert read_by_torch_xla(tmp_path, layout, 0)["rank-0"]["NEURON_RT_ROOT_COMM_ID"] == "[fd00::1]:62182"
 
 
 def test_a_launcher_started_by_the_agent_gives_its_own_ranks_their_cores(tmp_path: Path) -> None:
-    layout = AttemptLayout(1, 0, 0, 1, 1, "127.0.0.1", 29500)
+    layout = AttemptLayout(1, 0, 0, 1, 1, "127.0.0.1", MasterPort(29500))
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
     records = read_by_torch_xla(tmp_path, layout, 0, *torchrun)
     assert {name: values["NEURON_RT_VISIBLE_CORES"] for name, values in records.items()} == {

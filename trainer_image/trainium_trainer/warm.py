@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.trainer.parallelism import TorchCompile
 from trainium_trainer.exits import TrainerError, UserError
+from trainium_trainer.reverse_lookups import stop_reverse_lookups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,7 @@ def warm(config_path: str | None = None) -> None:
     """Import the modules that a rank needs; all of them if the configuration is unknown or invalid."""
     for name in _ALWAYS:
         importlib.import_module(name)
+    stop_reverse_lookups()  # all ranks inherit it
     sys.modules["trainium_trainer.cli"].command()
     config = _configuration(config_path)
     if config is None or config.parallelism.tensor > 1:

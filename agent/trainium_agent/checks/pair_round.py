@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainium_agent.settings import AgentSettings
     from trainium_agent.shared_state.state_watcher import StateWatcher
     from trainium_agent.shared_state.store import GenerationStore
-    from trainium_agent.workload.base import RankPort
+    from trainium_agent.workload.rank_port import RankPort
     from trainium_contract.wire.messages import Membership
 
 _log = logging.getLogger(__name__)
@@ -137,15 +137,16 @@ class PairRound:
         try:
             return self._run_exchange(task, result, others)
         finally:
-            del reserved  # closes the store of the exchange
+            if reserved is not None:
+                reserved.close()
 
     def _open_exchange(self, number: int, group: Group) -> tuple[RankPort | None, int | None]:
         """Return the store of the exchange, on its first node only, and the store's port."""
         key = self._key(number, "port", group[0])
         if self._node_rank == group[0]:
             reserved = self._reserve_port(self._settings.pod_ip)
-            self._store.set(key, str(reserved.port))
-            return reserved, int(reserved.port)
+            self._store.set(key, str(reserved.master.port))
+            return reserved, reserved.master.port
         deadline = time.monotonic() + self._seconds
         while not self._store.has(key):
             self._watcher.raise_if_interrupted()

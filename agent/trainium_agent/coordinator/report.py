@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.settings import AgentSettings
-    from trainium_agent.workload.base import Workload
+    from trainium_agent.workload.workload import Workload
     from trainium_contract.faults.causes import Cause
     from trainium_contract.spec.health import PreflightCheck
     from trainium_contract.spec.precompile import CompiledSize
@@ -373,8 +373,8 @@ class PodReport:
         """Return when the ranks passed the step at which the failure had stopped them; None before."""
         if record.step > max(step_before, record.resume_step):
             return record.updated
-        is_program = self._workload.hang_detection is not None
-        if is_program and record.step < 0 and step_before < 0 and record.phase is ProgressPhase.TRAINING:
+        may_report_none = self._workload.hang_detection is not None
+        if may_report_none and record.step < 0 and step_before < 0 and record.phase is ProgressPhase.TRAINING:
             return record.updated  # a program without steps runs as soon as its processes do
         has_passed_step = RunStage.parse(record.stage) is not RunStage.TRAIN and record.step >= step_before
         return record.stage_since if has_passed_step else None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainium_agent.ranks.processes import RankProcess
-    from trainium_agent.workload.base import Workload
+    from trainium_agent.workload.workload import Workload
     from trainium_contract.spec.recovery import HangSpec
 
 _MAX_INTERVAL_SECONDS = 0.5

@@ -23,7 +23,7 @@ from trainium_agent.hang.detection import Finding, FindingKind, Stall
 from trainium_agent.hang.rank_sampler import RankSampler
 from trainium_agent.lifecycle.events import HangFound, InquiryUpdated, RanksSampled
 from trainium_agent.linux import stacks
-from trainium_agent.workload.base import progress_file
+from trainium_agent.workload.attempt import progress_file
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.messages import StuckRank
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.settings import AgentSettings
     from trainium_agent.shared_state.store import GenerationStore
-    from trainium_agent.workload.base import Workload
+    from trainium_agent.workload.workload import Workload
     from trainium_contract.wire.messages import Membership
 
 _log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainium_agent.exits.restart_policy import GenerationState
+    from trainium_agent.workload.master_port import MasterPort
     from trainium_contract.faults.causes import Cause
     from trainium_contract.wire.messages import StepTiming, StuckRank, WorkerPhase
 
@@ -45,7 +46,7 @@ class SimpleTask(StrEnum):
 class StartRanks:
     """Start the attempt's ranks from the standby: RanksStarted."""
 
-    port: int
+    port: MasterPort
 
 
 @dataclass(frozen=True, slots=True)

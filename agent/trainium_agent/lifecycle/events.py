@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainium_agent.exits.restart_policy import GenerationState
+    from trainium_agent.workload.master_port import MasterPort
     from trainium_contract.faults.causes import Cause
     from trainium_contract.wire.messages import StepTiming, StuckRank
 
@@ -110,8 +111,7 @@ class AttemptJoined:
     """Every member has joined the attempt of this state."""
 
     state: GenerationState
-    port: int
-    """Port of the ranks' store, at node rank 0."""
+    port: MasterPort
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,17 @@ _SHEBANG = re.compile(rb"#!\s*(?:\S*/env\s+(?:-S\s+)?)?(?P<python>\S*python[0-9.
 _SHEBANG_BYTES = 512
 _AGENT_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 """Files of the frames that stand before those of the program."""
+_LAUNCHERS = frozenset(
+    (
+        "accelerate",
+        "accelerate.commands.accelerate_cli",
+        "accelerate.commands.launch",
+        "deepspeed",
+        "torch.distributed.launch",
+        "torch.distributed.run",
+        "torchrun",
+    )
+)
 _VALUED_OPTIONS = ("-X", "-W")
 _ENV_SHELL = "TRAINIUM_SHELL_PID"
 _REPORT_START = """\
@@ -72,6 +83,12 @@ def find_python(command: Sequence[str]) -> PythonCommand | None:
                 name = os.fsdecode(shebang["python"])
                 return PythonCommand(shutil.which(name) or name, (script, *rest))
     return None
+
+
+def is_launcher(python: PythonCommand) -> bool:
+    """Return whether a command starts ranks itself, which meet at a port that it serves."""
+    first, *rest = [*split_options(python.arguments), ""]
+    return (rest[0] if first == "-m" else Path(first).name) in _LAUNCHERS
 
 
 def _find_in_shell(command: Sequence[str]) -> PythonCommand | None:

@@ -13,8 +13,9 @@ Guarantees:
 - A rank whose pid the agent has not received runs nothing, so a start that the agent repeats runs once.
 
 Protocol: one JSON object per packet of a SOCK_SEQPACKET pair; a request includes the write end of the rank's output
-pipe, and the read end of a pipe to which the agent writes a byte when the rank may run. See
-docs/decisions/0010-forked-standby.md for the measurements behind the fork.
+pipe, and the read end of a pipe to which the agent writes a byte when the rank may run; other descriptors are passed
+to the entry point by their numbers. The answer is the pid, or null if the entry needs a module that is not imported.
+See docs/decisions/0010-forked-standby.md for the measurements behind the fork.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainium_agent.linux import kernel, stacks
-from trainium_agent.ranks import python_imports
+from trainium_agent.ranks import python_imports, torch_store
 from trainium_agent.ranks.python_command import exit_with_error, find_python, run_command
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ if TYPE_CHECKING:
 
 PACKET_BYTES = 1 << 18
 ENV_PROGRESS_FILE = "TRAINIUM_PROGRESS_FILE"
-ENV_PROGRAM = "TRAINIUM_PROGRAM"
-"""Names of `worker_env`."""
+"""A name of `worker_env`."""
 _RECORD_SECONDS = 5.0
 """Time between two looks for modules that ranks have imported and the standby has not."""
 _THREAD_POLL_SECONDS = 0.0002
@@ -150,11 +150,12 @@ def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:
         if not packet:
             os._exit(0)
         request = StartRequest.decode(packet)
-        pid = _fork_rank()
+        is_impossible = request.entry == torch_store.ENTRY and not torch_store.can_serve()
+        pid = None if is_impossible else _fork_rank()
         if pid == 0:
             channel.close()
-            output, permission = descriptors
-            return _run_rank(request, output, permission, agent_pid, plan)
+            output, permission, *inherited = descriptors
+            return _run_rank(request, output, permission, inherited, agent_pid, plan)
         for descriptor in descriptors:
             os.close(descriptor)
         _send(channel, {"pid": pid})
@@ -266,7 +267,9 @@ def _fork_rank() -> int:
     return int(text)
 
 
-def _run_rank(request: StartRequest, output: int, permission: int, agent_pid: int, plan: StandbyPlan) -> Any:
+def _run_rank(
+    request: StartRequest, output: int, permission: int, inherited: Sequence[int], agent_pid: int, plan: StandbyPlan
+) -> Any:
     if not os.read(permission, 1):  # the agent gave up this start, or ended
         os._exit(0)
     os.close(permission)
@@ -303,7 +306,7 @@ def _run_rank(request: StartRequest, output: int, permission: int, agent_pid: in
         return 0
     sys.argv = ["trainium-trainer", *request.argv]
     module, _, function = entry.partition(":")
-    return getattr(importlib.import_module(module), function)([*request.argv])
+    return getattr(importlib.import_module(module), function)([*request.argv, *map(str, inherited)])
 
 
 def _change_directory(directory: str) -> None:

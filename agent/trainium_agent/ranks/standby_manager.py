@@ -32,7 +32,7 @@ from trainium_contract.wire import worker_env
 from trainium_contract.worker_process.process_tree import descendants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from trainium_agent.ranks.output import OutputPump
     from trainium_agent.ranks.standby import StandbyPlan
@@ -55,6 +55,10 @@ class StandbyLostError(RuntimeError):
     """The standby ended or does not answer."""
 
 
+class ModuleMissingError(RuntimeError):
+    """The standby has not imported a module that an entry point needs."""
+
+
 def _interpreter(plan: StandbyPlan) -> list[str]:
     """Return the command that runs the standby's module: in the plan's interpreter, or as this process was started."""
     if plan.python:
@@ -72,6 +76,12 @@ standby.main()"""
     # Through the loader that was copied into the container, if any: it precedes the interpreter.
     prefix = started[: started.index("-m")] if "-m" in started else [sys.executable]
     return [*prefix, "-m", standby.__name__]
+
+
+def _parse_pid(answer: dict[str, Any], request: standby.StartRequest) -> int:
+    if answer["pid"] is None:
+        raise ModuleMissingError(request.entry)
+    return int(answer["pid"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +155,22 @@ class Standby:
                 self._lock.release()
         return self._warm.is_set() and not self._lost.is_set()
 
-    def start(self, request: standby.StartRequest, output: int) -> ForkedRank:
-        """Fork a rank. Raises StandbyLostError if the standby ended or does not answer in time."""
+    def start(self, request: standby.StartRequest, output: int, descriptors: Sequence[int] = ()) -> ForkedRank:
+        """Fork a rank, which inherits the descriptors.
+
+        Raises StandbyLostError if the standby ended or does not answer in time, and ModuleMissingError.
+        """
         read_end, permission = os.pipe()
         try:
             with self._lock:
                 try:
                     # Also before it is warm: a waiting request ends the low priority of the imports.
-                    socket.send_fds(self._channel, [request.encode()], [output, read_end])
+                    socket.send_fds(self._channel, [request.encode()], [output, read_end, *descriptors])
                 except OSError as error:
                     self._lost.set()
                     raise StandbyLostError(f"the standby process has ended ({error})") from error
                 self._await_ready(_WARM_UP_SECONDS)
-                return ForkedRank(int(self._receive(_START_SECONDS)["pid"]), permission)
+                return ForkedRank(_parse_pid(self._receive(_START_SECONDS), request), permission)
         except BaseException:
             os.close(permission)  # a rank that was forked nevertheless ends
             raise
@@ -248,17 +261,18 @@ class StandbyManager:
         on_exit: Callable[[RankProcess], None] = lambda _process: None,
         on_line: Callable[[bytes], None] | None = None,
         label: str = "",
+        descriptors: Sequence[int] = (),
     ) -> RankProcess:
         """Start a rank, or another process, which has no attempt; `label` then starts each line of its output.
 
         `on_exit` is called from the reaper's thread, `on_line` from the output's. Raises StandbyLostError if two
-        standbys in a row ended during the start.
+        standbys in a row ended during the start, and ModuleMissingError.
         """
         write_end, tail = self._pump.open(_output_source(request, rank, attempt, label), on_line)
         with self._starting:
             try:
                 self._reaper.clear_unclaimed()
-                forked = self._start_on_any(request, write_end)
+                forked = self._start_on_any(request, write_end, descriptors)
             finally:
                 os.close(write_end)
             process = RankProcess(local_rank, rank, attempt, forked.pid, tail)
@@ -290,15 +304,15 @@ class StandbyManager:
         self._closed.set()
         self._current().kill()
 
-    def _start_on_any(self, request: standby.StartRequest, write_end: int) -> ForkedRank:
+    def _start_on_any(self, request: standby.StartRequest, write_end: int, descriptors: Sequence[int]) -> ForkedRank:
         first = self._current()
         try:
-            return first.start(request, write_end)
+            return first.start(request, write_end, descriptors)
         except StandbyLostError as loss:
             _log.warning("%s; a new one starts cold", loss)
             first.kill()
         self._wait_for_replacement(first)
-        return self._current().start(request, write_end)
+        return self._current().start(request, write_end, descriptors)
 
     def _current(self) -> Standby:
         with self._changed:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainium_contract.spec.program import STEP_GROUP, ProgramCheckpoints, ProgramSpec
+from trainium_contract.spec.program import STEP_GROUP, ProgramCheckpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,10 +42,9 @@ def find_committed(checkpoints: ProgramCheckpoints) -> Iterator[tuple[int, Path]
 class CheckpointFolder:
     """Finds the newest checkpoint of a program."""
 
-    def __init__(self, program: ProgramSpec) -> None:
-        assert program.checkpoints is not None
-        self._checkpoints = program.checkpoints
-        self._root = Path(program.checkpoints.path)
+    def __init__(self, checkpoints: ProgramCheckpoints) -> None:
+        self._checkpoints = checkpoints
+        self._root = Path(checkpoints.path)
         self._steps: deque[tuple[float, int]] = deque(maxlen=_STEPS)
         """When steps ended, by Unix seconds; only for a file that each save replaces."""
         self._written: float | None = None

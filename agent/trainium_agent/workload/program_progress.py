@@ -1,4 +1,4 @@
-"""Follow a program from outside: steps in its output and signs of activity.
+"""Follow the ranks of a job: by their reports, and a program also from outside, by its output and signs of activity.
 
 A step that is found in output, or that transformers posts where no pattern is given, is written to a progress record
 beside the record of the library `trainium_worker`, so that readers treat both alike. The library's record takes
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from trainium_agent.linux import kernel
 from trainium_agent.ranks.output import strip_escapes
-from trainium_agent.workload.base import Workload, progress_file
+from trainium_agent.workload.attempt import progress_file
 from trainium_agent.workload.posted_progress import PostedProgressServer
 from trainium_agent.workload.program_checkpoints import CheckpointFolder
 from trainium_contract.spec.program import STEP_GROUP
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
     from trainium_agent.ranks.processes import RankProcess
     from trainium_agent.settings import AgentSettings
-    from trainium_agent.workload.base import AttemptLayout
+    from trainium_agent.workload.attempt import AttemptLayout
     from trainium_agent.workload.posted_progress import PostedProgress
-    from trainium_contract.spec.program import ProgramSpec
+    from trainium_agent.workload.rank_spec import RankSpec
 
 _log = logging.getLogger(__name__)
 
@@ -100,12 +100,13 @@ class _Rank:
         return self.step < 0 < self.first_at < time.monotonic() - _UNMATCHED_SECONDS
 
 
-class ProgramMonitor(Workload):
-    """Follows the ranks of a program without their cooperation."""
+class ProgramMonitor:
+    """Follows ranks; those that do not report each step, without their cooperation."""
 
-    def __init__(self, settings: AgentSettings, program: ProgramSpec) -> None:
+    def __init__(self, settings: AgentSettings, ranks: RankSpec) -> None:
         self._settings = settings
-        self._pattern = re.compile(program.progress.pattern.encode()) if program.progress.pattern else None
+        self.ranks = ranks
+        self._pattern = re.compile(ranks.progress_pattern.encode()) if ranks.progress_pattern else None
         self._ranks: dict[int, _Rank] = {}
         self._records: list[tuple[_Rank, ProgressRecord]] = []
         self._read_at = 0.0
@@ -113,11 +114,16 @@ class ProgramMonitor(Workload):
         self._backwards = ""
         self.end_problem = ""
         """Problem that the output of a rank shows although it ended with code 0."""
-        self._checkpoints = CheckpointFolder(program) if program.checkpoints else None
+        self._checkpoints = CheckpointFolder(ranks.checkpoints) if ranks.checkpoints else None
         self._server: PostedProgressServer | None = None
 
-    def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None]:
-        """Start to follow a rank; return the callback for each line of its output."""
+    def on_output(self, layout: AttemptLayout, local_rank: int) -> Callable[[bytes], None] | None:
+        """Start to follow a rank; return the callback for each line of its output, if it is needed.
+
+        It is called in the output thread.
+        """
+        if self.ranks.reports_each_step:
+            return None
         path = progress_file(self._settings, layout.generation, local_rank)
         rank = _Rank(layout.rank(local_rank), layout.node_rank, path, layout.generation, layout.attempt)
         self._ranks = {**self._ranks, local_rank: rank}
@@ -151,7 +157,7 @@ class ProgramMonitor(Workload):
         return self._server.add_receiver(start, append_post)
 
     def observe(self, *, fresh: bool = False) -> None:
-        """Search the lines that have arrived since the last call; in the main thread."""
+        """Read the ranks' progress in the main thread; `fresh`: also progress that was read a moment ago."""
         for rank in self._ranks.values():
             while rank.lines:
                 at, line = rank.lines.popleft()
@@ -169,15 +175,26 @@ class ProgramMonitor(Workload):
             if self._checkpoints is not None and self._records:
                 self._checkpoints.record_step(*max((record.updated, record.step) for _, record in self._records))
 
-    def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:  # noqa: ARG002 - what others need
-        """Return the record with the highest step, as of the last read, and its file."""
+    def newest(self, files: Sequence[Path]) -> tuple[ProgressRecord, Path] | None:
+        """Return the record with the highest step, as of the last read, and its file; called in the event loop.
+
+        It is that of the first rank if all are in the same step.
+        """
+        if self.ranks.reports_each_step:
+            first = read_progress(files[0]) if files else None
+            return None if first is None else (first, files[0])
         if not self._records:
             return None
         rank, record = max(self._records, key=lambda rank_record: rank_record[1].step)
         return record, rank.path
 
     def read(self, path: Path) -> ProgressReading | None:
-        """Return the progress of a rank: from the library, else from its output, else only that the program runs."""
+        """Return the progress of a rank: from the library, else from its output, else only that the program runs.
+
+        It may be called from any thread; `path` is the rank's progress file.
+        """
+        if self.ranks.reports_each_step:
+            return read_with_pulse(path)
         rank = next((local_rank for local_rank in self._ranks.values() if local_rank.path == path), None)
         reported, printed = (
             reading if reading is not None and (rank is None or rank.attempt <= reading.record.attempt) else None
@@ -237,8 +254,10 @@ class ProgramMonitor(Workload):
         return any(record.step >= record.total_steps > 0 for _, record in self._records)
 
     @property
-    def hang_detection(self) -> HangDetection:
-        """The signal that detects hangs now."""
+    def hang_detection(self) -> HangDetection | None:
+        """The signal that detects hangs now; None for ranks that report each step."""
+        if self.ranks.reports_each_step:
+            return None
         if not self._settings.hang.enabled:
             return HangDetection.OFF
         if self.has_steps:

@@ -14,6 +14,7 @@ from trainium_agent.lifecycle import actions, events
 from trainium_agent.lifecycle.events import GenerationOutcome, Order
 from trainium_agent.lifecycle.generation import step, wake_at
 from trainium_agent.lifecycle.state import GenerationLimits, LocalGeneration, Stage
+from trainium_agent.workload.master_port import MasterPort
 from trainium_contract.faults.causes import Cause
 
 LIMITS = GenerationLimits(generation=3, grace_seconds=20.0, sample_seconds=2.0)
@@ -248,7 +249,7 @@ class VirtualGeneration:
             self.apply_event(events.WaitingForNodes((1,)))
             self.schedule(self.random_duration(3.0), self.join)
         else:
-            self.finish(events.AttemptJoined(self.shared, 29_500))
+            self.finish(events.AttemptJoined(self.shared, MasterPort(29_500)))
 
     def finish(self, result: events.Result) -> None:
         self.task = None

@@ -75,7 +75,7 @@ def test_a_moved_folder_imports_only_its_own_modules(image: Path, tmp_path: Path
     moved = tmp_path / "elsewhere"
     shutil.copytree(image / "trainium", moved)
     code = (
-        "import sys, trainium_agent.bootstrap, trainium_agent.supervisor, trainium_agent.workload.program\n"
+        "import sys, trainium_agent.bootstrap, trainium_agent.supervisor\n"
         "print(sys.prefix, 'torch' in sys.modules, 'numpy' in sys.modules)\n"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmRSS')))\n"
         "print(*sorted({m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)}), sep='\\n')\n"

@@ -13,7 +13,7 @@ CHILD = """
 import ctypes, os, sys
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 import torch.distributed
-from trainium_trainer.agent_workload import NAMELESS, serve_store, stop_reverse_lookups
+from trainium_trainer.reverse_lookups import NAMELESS, open_store, stop_reverse_lookups
 
 port, stop = int(sys.argv[1]), sys.argv[2] == "stop"
 before = len(os.listdir("/proc/self/task"))
@@ -32,7 +32,7 @@ for index, byte in enumerate((2, 0, *port.to_bytes(2, "big"), 127, 0, 0, 1)):
 threads = len(os.listdir("/proc/self/task")) - before
 pid = os.fork()
 if pid == 0:
-    serve_store(NAMELESS)
+    open_store(NAMELESS)
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
 print(threads)

@@ -15,14 +15,14 @@ from typing import Any
 
 
 def main() -> None:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the agent does before it imports torch
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the agent does before its standby imports torch
 
-    import torch.distributed  # noqa: F401 - the agent imports it for each pod, in 2.3 seconds
+    import torch.distributed  # noqa: F401 - each standby imports it, in 2.3 seconds
 
     from trainium_agent import __main__, bootstrap, supervisor  # noqa: F401
     from trainium_agent.shared_state import store  # noqa: F401
-    from trainium_agent.workload import program  # noqa: F401
-    from trainium_trainer import agent_workload  # noqa: F401
+    from trainium_agent.workload import workload  # noqa: F401
+    from trainium_trainer import warm  # noqa: F401
     from trainium_trainer.checks import node_test, pair_test  # noqa: F401
     from trainium_trainer.monitor import progress  # noqa: F401
 

@@ -350,3 +350,25 @@ async def test_a_warm_standby_forks_ranks_with_imported_modules(job: AgentJob, t
     await job.until_ended("a")
     assert job.agents["a"].log.count(f"warm True ['{script}', '--x'] __main__ {tmp_path}") == 2
     assert job.last_heartbeat("a").attempt == 1
+
+
+async def test_the_agent_serves_the_store_of_ranks_whose_standby_has_imported_torch(
+    job: AgentJob, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "ranks = torch.ones(())\n"
+        "dist.all_reduce(ranks)\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print(f\"attempt {attempt}, {ranks:.0f} ranks\", os.environ['TORCHELASTIC_USE_AGENT_STORE'], flush=True)\n"
+        "os._exit(3 if attempt == '0' else 0)\n"
+    )
+    await start_generation(job, "a", "b", **program_environment(sys.executable, str(script)))
+    await job.until_phase("Finished", "a", "b")
+    await job.until_ended("a", "b")
+    for agent in job.agents.values():
+        for attempt in (0, 1):
+            assert f"attempt {attempt}, 2 ranks True" in agent.log

@@ -107,7 +107,7 @@ async def test_a_worker_that_waits_for_the_others_to_finish_proves_nothing_by_si
 async def test_an_agent_that_is_still_importing_ends_with_75() -> None:
     script = (
         "import os, signal; from trainium_agent import __main__, bootstrap; "
-        "bootstrap.start = lambda forked: os.kill(os.getpid(), signal.SIGTERM); __main__.main()"
+        "bootstrap.start = lambda: os.kill(os.getpid(), signal.SIGTERM); __main__.main()"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
     assert await asyncio.wait_for(process.wait(), scaled(30)) == 75

@@ -22,6 +22,7 @@ from trainium_agent.ranks.processes import RankProcess
 from trainium_agent.shared_state.store import ExitBarrier, GenerationStore, StoreLostError
 from trainium_agent.supervisor import AgentSupervisor
 from trainium_agent.threads import EventLoop
+from trainium_agent.workload.master_port import MasterPort
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.wire.messages import WorkerPhase
 
@@ -321,11 +322,11 @@ def test_a_late_end_of_an_earlier_attempt_is_ignored() -> None:
 @pytest.mark.parametrize("order", [Order.TERMINATE, Order.GRACEFUL])
 def test_an_order_to_leave_prevents_the_start_of_ranks(order: Order) -> None:
     joining = LocalGeneration(LIMITS, stage=Stage.JOINING, running_task=actions.SimpleTask.JOIN, order=order)
-    local, requested = step(joining, events.AttemptJoined(GenerationState(), 29500), 1.0)
+    local, requested = step(joining, events.AttemptJoined(GenerationState(), MasterPort(29500)), 1.0)
     assert local.stage is not Stage.STARTING
     assert not any(isinstance(action, actions.StartRanks) for action in requested)
     free = replace(joining, order=Order.NONE)
-    local, requested = step(free, events.AttemptJoined(GenerationState(attempt=2), 29500), 1.0)
+    local, requested = step(free, events.AttemptJoined(GenerationState(attempt=2), MasterPort(29500)), 1.0)
     assert (local.stage, local.attempt) == (Stage.STARTING, 2)
     assert actions.EnterPhase(WorkerPhase.LOADING, 2) in requested
 

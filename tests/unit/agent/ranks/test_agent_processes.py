@@ -61,7 +61,8 @@ def test_the_exit_of_a_process_that_ends_during_its_start_is_reported() -> None:
         pid = 100
         lost = False
 
-        def start(self, request: StartRequest, _: int) -> ForkedRank:
+        def start(self, request: StartRequest, _: int, descriptors: tuple[int, ...]) -> ForkedRank:
+            assert not descriptors
             pid = 101 if request.title == "short" else 102
             if pid == 101:
                 reaper._unclaimed[pid] = 7  # as `reap` leaves the exit of a child that is not watched yet

@@ -1,6 +1,5 @@
 """The standby process and its manager: start of ranks, replacement of a lost standby, and imports before a fork."""
 
-import importlib
 import json
 import os
 import signal
@@ -24,7 +23,7 @@ from trainium_agent.ranks.processes import RankProcess, Reaper
 from trainium_agent.ranks.standby import StandbyPlan, StartRequest
 from trainium_agent.ranks.standby_manager import Standby, StandbyLostError, StandbyManager
 from trainium_agent.settings import settings_from
-from trainium_trainer import agent_workload as trainer
+from trainium_agent.workload.workload import Workload
 
 REQUEST = StartRequest(("--step", "1"), {"RANK": "0"}, "trainium-rank 0 of 1", "module:main")
 
@@ -292,11 +291,7 @@ def test_the_standby_of_our_trainer_imports_its_modules(monkeypatch: pytest.Monk
     warm = ModuleType("trainium_trainer.warm")
     warm.warm = warmed.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trainium_trainer.warm", warm)
-    monkeypatch.setattr(importlib, "import_module", lambda _: None)
-    monkeypatch.setattr(trainer, "stop_reverse_lookups", lambda: None)
-    plan = trainer.Trainer(settings_from(environment(tmp_path))).plan
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "trainium_trainer.warm", warm)
+    plan = Workload(settings_from(environment(tmp_path))).ranks.plan
     monkeypatch.setattr(kernel, "lower_thread_priority", lambda: None)
     standby_process._import_modules(plan, None)
     assert warmed == [str(tmp_path / "trainer.yaml")]

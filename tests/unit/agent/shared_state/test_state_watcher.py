@@ -27,7 +27,7 @@ from trainium_agent.shared_state.state_watcher import (
     WaitInterruptedError,
 )
 from trainium_agent.shared_state.store import GenerationStore, StoreLostError
-from trainium_agent.workload.program import FreePort
+from trainium_agent.workload.rank_port import reserve_port
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import Membership
 
@@ -89,7 +89,7 @@ class GenerationAgents:
             initial=GenerationState(),
             waiting_for=lambda _missing: None,
             watcher=self.follower().watcher,
-            reserve_port=FreePort,
+            reserve_port=reserve_port,
             pair_rounds={},
         )
         handler.store = CountingStore(self.membership)

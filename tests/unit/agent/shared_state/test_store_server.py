@@ -23,7 +23,7 @@ from trainium_agent.shared_state.store import (
     StoreLostError,
     ValueSigner,
 )
-from trainium_agent.workload.program import FreePort
+from trainium_agent.workload.rank_port import reserve_port
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.wire.messages import Membership
 
@@ -240,7 +240,7 @@ def test_the_first_node_checks_all_others_in_one_request_and_names_the_missing()
         initial=GenerationState(),
         waiting_for=record_missing,
         watcher=StateWatcher(membership, lambda _: None, lambda: None),
-        reserve_port=FreePort,
+        reserve_port=reserve_port,
         pair_rounds={},
     )
     store = handler.store = HasCountingStore(membership)

@@ -13,8 +13,9 @@ import pytest
 from tests.testing.suite.timeouts import until
 from tests.unit.agent.pod_environment import environment
 from trainium_agent.settings import settings_from
-from trainium_agent.workload.base import AttemptLayout, progress_file
-from trainium_agent.workload.program import Program
+from trainium_agent.workload.attempt import AttemptLayout, progress_file
+from trainium_agent.workload.master_port import MasterPort
+from trainium_agent.workload.workload import Workload
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.wire.messages import HangDetection
 
@@ -26,11 +27,11 @@ class PostingProgram:
         self.settings = settings_from(environment(folder))
         self.settings.progress_directory.mkdir(parents=True)
         spec = ProgramSpec.model_validate({"image": "i", "command": ["c"], "progress": progress})
-        self.monitor = Program(replace(self.settings, program=spec), container or {})
+        self.monitor = Workload(replace(self.settings, program=spec), container or {})
 
     def start(self, attempt: int = 0) -> list[dict[str, str]]:
         """Start an attempt; return the environments of its ranks."""
-        layout = AttemptLayout(1, attempt, 0, 1, 2, "127.0.0.1", 1)
+        layout = AttemptLayout(1, attempt, 0, 1, 2, "127.0.0.1", MasterPort(1))
         for rank in range(2):
             self.monitor.on_output(layout, rank)
         return [dict(self.monitor.request(layout, rank).environment) for rank in range(2)]

@@ -13,21 +13,24 @@ import pytest
 
 from tests.unit.agent.pod_environment import environment
 from trainium_agent.settings import SettingsError, settings_from
-from trainium_agent.workload import program as program_module
-from trainium_agent.workload.base import AttemptLayout
-from trainium_agent.workload.program import FreePort, Program, network_environment
+from trainium_agent.workload import rank_port, rank_spec
+from trainium_agent.workload.attempt import AttemptLayout
+from trainium_agent.workload.master_port import MasterPort
+from trainium_agent.workload.rank_port import reserve_port
+from trainium_agent.workload.rank_spec import network_environment
+from trainium_agent.workload.workload import Workload
 from trainium_contract.faults.causes import Cause
 from trainium_trainer.configuration.config import read_launch
 
-LAYOUT = AttemptLayout(3, 1, 1, 2, 4, "10.0.0.1", 29500, accumulation=8)
+LAYOUT = AttemptLayout(3, 1, 1, 2, 4, "10.0.0.1", MasterPort(29500), accumulation=8)
 
 
 def build_program(
     tmp_path: Path, container_environment: dict[str, str], neuron_devices: int = 0, **spec: Any
-) -> Program:
+) -> Workload:
     text = json.dumps({"image": "team/train:1", "command": ["python", "train.py"], "args": ["--x"], **spec})
     settings = settings_from(environment(tmp_path, TRAINIUM_PROGRAM=text))
-    return Program(replace(settings, neuron_devices=neuron_devices), container_environment)
+    return Workload(replace(settings, neuron_devices=neuron_devices), container_environment)
 
 
 def test_a_rank_has_the_environment_of_torchrun_and_of_the_job(tmp_path: Path) -> None:
@@ -54,11 +57,11 @@ def test_a_restarted_rank_has_the_cause_of_its_interruption(tmp_path: Path) -> N
 
 
 def test_the_worker_library_is_appended_to_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_module, "_LIBRARY", tmp_path)
+    monkeypatch.setattr(rank_spec, "_LIBRARY", tmp_path)
     assert build_program(tmp_path, {}).request(LAYOUT, 0).environment["PYTHONPATH"] == str(tmp_path)
     program = build_program(tmp_path, {"PYTHONPATH": "/app"})
     assert program.request(LAYOUT, 0).environment["PYTHONPATH"] == f"/app:{tmp_path}"
-    assert program.plan.environment["PYTHONPATH"] == f"/app:{tmp_path}", (
+    assert program.ranks.plan.environment["PYTHONPATH"] == f"/app:{tmp_path}", (
         "a fork of the standby does not read its own PYTHONPATH"
     )
 
@@ -66,7 +69,7 @@ def test_the_worker_library_is_appended_to_pythonpath(tmp_path: Path, monkeypatc
 def test_a_rank_has_variables_of_efa_and_none_of_the_neuron_runtime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program_module, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(rank_spec, "_INFINIBAND", tmp_path)
     efa = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
     assert network_environment(16) == efa
     assert network_environment(0) == {}
@@ -75,10 +78,30 @@ def test_a_rank_has_variables_of_efa_and_none_of_the_neuron_runtime(
     assert not [name for name in env if name.startswith(("NEURON", "PJRT"))], "torch_xla and TorchNeuron derive them"
 
 
+@pytest.mark.parametrize(
+    ("command", "processes", "is_served"),
+    [
+        ("python train.py", None, True),
+        ("python -m train", 2, True),
+        ("sh -c", None, True),
+        ("python train.py", 1, False),
+        ("python -m torch.distributed.run train.py", None, False),
+        ("python -u -m accelerate.commands.launch train.py", None, False),
+        ("./train", None, False),
+    ],
+)
+def test_the_agent_serves_the_store_of_python_programs_that_start_no_ranks_themselves(
+    tmp_path: Path, command: str, processes: int | None, is_served: bool
+) -> None:
+    words = [*command.split(), *(["exec python train.py"] if command == "sh -c" else [])]
+    spec = {} if processes is None else {"processesPerNode": processes}
+    assert build_program(tmp_path, {}, command=words, **spec).ranks.uses_agent_store is is_served
+
+
 def test_a_port_can_be_bound_by_rank_0_with_and_without_reuse_of_addresses() -> None:
     for reuse in (0, 1):
         for address in ("127.0.0.1", "0.0.0.0"):
-            free = FreePort("127.0.0.1")
+            free = reserve_port("127.0.0.1").master
             with socket.socket() as server:
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
                 server.bind((address, free.port))
@@ -88,15 +111,15 @@ def test_a_port_can_be_bound_by_rank_0_with_and_without_reuse_of_addresses() -> 
 
 def test_no_process_gets_the_port_of_rank_0_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first_assigned = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(10_000 <= FreePort("127.0.0.1").port < min(30_000, first_assigned) for _ in range(20))
-    monkeypatch.setattr(program_module, "_PORT_RANGE", tmp_path / "range")
+    assert all(10_000 <= reserve_port("127.0.0.1").master.port < min(30_000, first_assigned) for _ in range(20))
+    monkeypatch.setattr(rank_port, "_PORT_RANGE", tmp_path / "range")
     (tmp_path / "range").write_text("15000\t65000\n")
-    assert all(10_000 <= FreePort("127.0.0.1").port < 15_000 for _ in range(20))
-    monkeypatch.setattr(program_module, "_list_unassigned_ports", lambda: [port] * 64)
+    assert all(10_000 <= reserve_port("127.0.0.1").master.port < 15_000 for _ in range(20))
+    monkeypatch.setattr(rank_port, "_list_unassigned_ports", lambda: [port] * 64)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
-        assert FreePort("127.0.0.1").port != port, "another one if all are taken"
+        assert reserve_port("127.0.0.1").master.port != port, "another one if all are taken"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"image": "i"}', '{"image": "i", "command": []}'])
@@ -142,7 +165,7 @@ def test_a_python_command_without_a_script_is_an_error() -> None:
 
 def test_the_agent_of_a_program_imports_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, trainium_agent.bootstrap, trainium_agent.supervisor, trainium_agent.workload.program\n"
+        "import sys, trainium_agent.bootstrap, trainium_agent.supervisor\n"
         "print([name for name in ('torch', 'numpy', 'trainium_trainer') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})

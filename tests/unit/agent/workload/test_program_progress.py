@@ -22,8 +22,9 @@ from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess
 from trainium_agent.settings import settings_from
 from trainium_agent.workload import program_checkpoints, program_progress
-from trainium_agent.workload.base import AttemptLayout, progress_file
-from trainium_agent.workload.program import Program
+from trainium_agent.workload.attempt import AttemptLayout, progress_file
+from trainium_agent.workload.master_port import MasterPort
+from trainium_agent.workload.workload import Workload
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.views.checkpoints import parse_checkpoint_rows
 from trainium_contract.wire.messages import HangDetection
@@ -41,11 +42,11 @@ class MonitoredProgram:
         self.settings.progress_directory.mkdir(parents=True)
         progress = {} if pattern is None else {"progress": {"pattern": pattern}}
         spec = ProgramSpec.model_validate({"image": "i", "command": ["c"], **progress, **more})
-        self.monitor = Program(replace(self.settings, program=spec), {})
+        self.monitor = Workload(replace(self.settings, program=spec), {})
         self.start_attempt()
 
     def start_attempt(self, attempt: int = 0, node_rank: int = 0) -> None:
-        layout = AttemptLayout(1, attempt, node_rank, 2, 2, "127.0.0.1", 1)
+        layout = AttemptLayout(1, attempt, node_rank, 2, 2, "127.0.0.1", MasterPort(1))
         self.output: list[Callable[[bytes], None]] = [self.monitor.on_output(layout, rank) for rank in range(2)]
 
     def path(self, rank: int = 0) -> Path:
