@@ -128,7 +128,9 @@ def _in_step(hits: HitCounter, _: random.Random) -> None:
 
 def _in_staging(hits: HitCounter, rng: random.Random) -> None:
     from trainium_trainer.checkpoint.format import live_state
-    from trainium_trainer.checkpoint.memory import buddy, memory_tier, snapshot
+    from trainium_trainer.checkpoint.memory import memory_tier
+    from trainium_worker.snapshots import copies
+    from trainium_worker.snapshots.files import SnapshotFile
 
     def killed_in_copy(copy: Any) -> Any:
         def copy_all(targets: list[Any], sources: list[Any]) -> None:
@@ -143,13 +145,13 @@ def _in_staging(hits: HitCounter, rng: random.Random) -> None:
     if place == "copy":
         memory_tier.copy_all = killed_in_copy(memory_tier.copy_all)  # type: ignore[attr-defined]
     elif place == "finalize":
-        finalize = snapshot.SnapshotFile.finalize
-        snapshot.SnapshotFile.finalize = lambda *arguments: hits.kill_around(lambda: finalize(*arguments))  # type: ignore[method-assign]
+        finish = SnapshotFile.finish
+        SnapshotFile.finish = lambda *arguments: hits.kill_around(lambda: finish(*arguments))  # type: ignore[method-assign]
     else:
-        send, finalize = buddy.SnapshotSender.send, snapshot.SnapshotFile.finalize
-        if rng.random() < 0.5:  # otherwise, and if nothing is sent: at the finalize
-            buddy.SnapshotSender.send = lambda *arguments: hits.kill_around(lambda: send(*arguments))  # type: ignore[method-assign]
-        snapshot.SnapshotFile.finalize = lambda *arguments: hits.kill_around(lambda: finalize(*arguments))  # type: ignore[method-assign]
+        send, finish = copies.send_part, SnapshotFile.finish
+        if rng.random() < 0.5:  # otherwise, and if nothing is sent: when it is finished
+            copies.send_part = lambda *arguments: hits.kill_around(lambda: send(*arguments))
+        SnapshotFile.finish = lambda *arguments: hits.kill_around(lambda: finish(*arguments))  # type: ignore[method-assign]
 
 
 def _in_writing(hits: HitCounter, _: random.Random) -> None:

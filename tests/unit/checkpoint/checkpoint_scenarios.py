@@ -17,8 +17,8 @@ from tests.unit.checkpoint.checkpoint_builders import HookedStorage, Run, start_
 from trainium_contract.wire.checkpoint_manifest import COMMIT_NAME
 from trainium_trainer.checkpoint.collectives import reduce_on_root, scatter_from_root
 from trainium_trainer.checkpoint.interfaces import MeshCoordinates
-from trainium_trainer.checkpoint.memory.snapshot import SnapshotFile
 from trainium_trainer.storage.errors import StorageError
+from trainium_worker.snapshots.files import SnapshotFile
 
 
 def train_until_killed(root: Any, memory: Any, completed: Any) -> None:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.testing.suite.timeouts import scaled
 from tests.testing.trainer.fork_server import fork_context
 from trainium_worker.dcp import MemoryReader, MemoryWriter
-from trainium_worker.snapshot import run_directory
+from trainium_worker.snapshots.store import run_directory
 
 GLOBAL_BATCH = 8
 

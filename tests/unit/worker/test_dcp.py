@@ -8,12 +8,16 @@ import pytest
 import trainium_worker
 from tests.unit.worker.programs import SimulatedJob
 from trainium_worker.dcp import MemoryReader
-from trainium_worker.dcp.parts import Part, SaveId, find_buddies, newest_complete, read_parts
-from trainium_worker.dcp.session import Slots
+from trainium_worker.dcp.parts import find_buddies, newest_complete
 from trainium_worker.progress_record import read_notice, read_progress
-from trainium_worker.snapshot import HEADER_BYTES
+from trainium_worker.snapshots.files import HEADER_BYTES, Part, Version
+from trainium_worker.snapshots.store import SnapshotStore
 
 STEPS = 9
+
+
+def read_parts(directory: Path) -> dict[Path, Part]:
+    return SnapshotStore(directory, print).parts()
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def test_the_newest_of_memory_and_storage_is_loaded(job: SimulatedJob, tmp_path:
 def test_a_damaged_snapshot_falls_back_to_its_copy_and_the_previous_step(job: SimulatedJob) -> None:
     job.run(nodes=[0, 1], mode="fsdp", steps=5)
     newest = {path: part for node in (0, 1) for path, part in read_parts(job.directory(node)).items()}
-    of_rank_0 = [path for path, part in newest.items() if (part.save.step, part.rank) == (5, 0)]
+    of_rank_0 = [path for path, part in newest.items() if (part.version.step, part.name) == (5, "0")]
     assert {path.is_relative_to(job.memory(0)) for path in of_rank_0} == {True, False}
     for path, (resumed, source) in zip(sorted(of_rank_0), ((5, "memory"), (4, "memory")), strict=True):
         with path.open("r+b") as file:
@@ -119,7 +123,7 @@ def test_full_memory_is_reported_and_training_continues(job: SimulatedJob, tmp_p
 
 def test_a_synchronous_save_is_loaded(job: SimulatedJob) -> None:
     assert job.run(nodes=[0], mode="ddp", steps=3, synchronous=True) == [0], job.errors
-    assert [part.save.step for part in read_parts(job.directory(0)).values()].count(3) == 1
+    assert [part.version.step for part in read_parts(job.directory(0)).values()].count(3) == 1
     assert read_progress(job.memory(0) / "progress" / "g1-r0").memory_step == 3
     assert job.run(nodes=[0], mode="ddp", steps=4) == [0], job.errors
     assert job.reports[0]["resumed"] == 3
@@ -129,30 +133,11 @@ def test_a_failed_save_of_one_rank_fails_on_all_ranks(job: SimulatedJob) -> None
     assert job.run(nodes=[0, 1], mode="fsdp", steps=4, unsavable_at=[1, 2]) == [0, 0], job.errors
     assert [report["failures"].keys() for report in job.reports] == [{"2"}, {"2"}]
     assert "cannot be pickled" in job.reports[0]["failures"]["2"], "each rank has the reason"
-    assert sorted({part.save.step for part in read_parts(job.directory(0)).values()}) == [3, 4]
-
-
-def test_a_failed_save_is_overwritten_before_the_newest_complete_one(tmp_path: Path) -> None:
-    slots = Slots(tmp_path, "r0")
-    files = []
-    for _ in range(2):
-        files.append(slots.acquire(4096))
-        files[-1].write_header(b"text")
-    failed = slots.acquire(4096)
-    assert failed is files[0], "the older file"
-    failed.write_header(b"text")
-    failed.invalidate(failed.path)
-    assert slots.acquire(4096) is failed
-    assert files[1].is_finished
-    larger = slots.acquire(3 * 4096)
-    assert (larger.payload_bytes, len(list(tmp_path.iterdir()))) == (3 * 4096, 2)
-    assert files[1].is_finished
-    slots.remove_unfinished()
-    assert list(tmp_path.iterdir()) == [files[1].path]
+    assert sorted({part.version.step for part in read_parts(job.directory(0)).values()}) == [3, 4]
 
 
 def list_parts(step: int, ranks: str, world_size: int = 2, session: str = "a") -> list[Part]:
-    return [Part(SaveId(step, 1, 0, session, world_size), int(rank), 4096, 0) for rank in ranks]
+    return [Part(Version(step, 1, session, str(world_size)), rank, "0", 4096) for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -169,9 +154,9 @@ def list_parts(step: int, ranks: str, world_size: int = 2, session: str = "a") -
 )
 def test_the_newest_complete_save_is_chosen(parts: list[Part], step: int | None) -> None:
     chosen = newest_complete(parts)
-    assert (chosen[0].save.step if chosen else None) == step
-    assert [part.rank for part in chosen] == list(range(len(chosen)))
-    assert len({part.save for part in chosen}) <= 1
+    assert (chosen[0].version.step if chosen else None) == step
+    assert [part.name for part in chosen] == [str(rank) for rank in range(len(chosen))]
+    assert len({part.version for part in chosen}) <= 1
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,7 +39,16 @@ class Position:
     grad_norm: float | None = field(default=None, compare=False)
     """The gradient norm of the last step before clipping; None like `loss`. Ranks do not compare the two."""
     batch: int | None = field(default=None, compare=False)
-    """The samples of the last step; None like `loss`, and in older snapshots."""
+    """The samples of the last step; None like `loss`."""
+
+    def encode(self) -> str:
+        """Return the position, without its step, as the details of a snapshot's version."""
+        return json.dumps([self.samples, self.tokens, self.loss, self.grad_norm, self.batch])
+
+    @staticmethod
+    def decode(step: int, details: str) -> Position:
+        """Return the position of a snapshot of this step."""
+        return Position(step, *json.loads(details))
 
 
 class ResumeSource(StrEnum):

@@ -27,8 +27,8 @@ from trainium_trainer.checkpoint.durable.durable_tier import (
     encode_vote,
 )
 from trainium_trainer.checkpoint.interfaces import MeshCoordinates, Position, ResumeSource, Session, TrainingState
+from trainium_trainer.checkpoint.memory.layout import BufferLayout, shard_name
 from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, ShardKey, StateVersion
 from trainium_trainer.checkpoint.resume.resume import ResumeOutcome, Resumption
 from trainium_trainer.checkpoint.root.commit import FenceToken
 from trainium_trainer.checkpoint.root.commit_lease import CommitLease, OwnershipCheck, settings_digest
@@ -36,7 +36,8 @@ from trainium_trainer.checkpoint.root.owner import OwnerRecords, RunStart
 from trainium_trainer.storage import open_storage
 from trainium_trainer.storage.errors import StorageError
 from trainium_trainer.storage.protocol import Retry, Storage
-from trainium_worker.snapshot import run_directory
+from trainium_worker.snapshots.files import Version
+from trainium_worker.snapshots.store import run_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,7 +115,7 @@ class CheckpointManager:
         it, and UnusableCheckpointError if the checkpoints cannot be continued and a user must decide.
         """
         self._open_group()
-        key = self._shard_key()
+        key = self._shard_name()
         layout = BufferLayout.of(self._state.local_tensors())
         self._memory = self._open_memory(key, layout)
         token = FenceToken(self._start.generation, self._start.name, self._session_id)
@@ -266,13 +267,13 @@ class CheckpointManager:
             dist.broadcast_object_list(session_id, src=0, group=self._group)
         self._session_id = session_id[0]
 
-    def _open_memory(self, key: ShardKey, layout: BufferLayout) -> MemoryTier | None:
+    def _open_memory(self, key: str, layout: BufferLayout) -> MemoryTier | None:
         if self._memory_directory is None:
             return None
         try:
             return MemoryTier(
                 self._memory_directory,
-                key=key,
+                name=key,
                 layout=layout,
                 generation=self._start.generation,
                 session=self._session_id,
@@ -287,10 +288,10 @@ class CheckpointManager:
             log.warning("%s", warning)
             return None
 
-    def _shard_key(self) -> ShardKey:
+    def _shard_name(self) -> str:
         mesh = self._mesh
         replicated = not mesh.dp_mode.is_sharded
-        return ShardKey(
+        return shard_name(
             mesh.tp_rank,
             mesh.tp_size,
             0 if replicated else mesh.dp_rank,
@@ -332,7 +333,7 @@ class CheckpointManager:
         if self._snapshot_step == position.step:
             return
         if self._writes_snapshots:
-            version = StateVersion(position, self._start.generation, self._session_id)
+            version = Version(position.step, self._start.generation, self._session_id, position.encode())
             self._memory.stage(version, self._state.local_tensors())
             self._record_finalized()
         else:

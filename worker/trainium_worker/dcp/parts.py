@@ -1,67 +1,28 @@
-"""The parts of a save: one per rank, in a snapshot file with an index of its tensors."""
+"""The parts of a save: one per rank, with an index of its tensors at the end of its payload.
+
+The name of a part is its rank, its layout the offset of the index, and a version has the number of ranks.
+"""
 
 from __future__ import annotations
 
-import json
-import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Union
 
-from trainium_worker import snapshot
-from trainium_worker.snapshot import DamagedSnapshotError
+from trainium_worker.snapshots.copies import pair_stores
 
 if TYPE_CHECKING:
     import io
     import os
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
     import torch
     from torch.distributed.checkpoint.planner import WriteItem
 
-_log = logging.getLogger(__name__)
+    from trainium_worker.snapshots.files import Part, Version
 
-SUFFIX = ".snapshot"
 ALIGNMENT_BYTES = 64
 StrPath = Union[str, "os.PathLike[str]"]
-
-
-@dataclass(frozen=True, order=True)
-class SaveId:
-    """The identity of a save, which its parts have in common; ordered by age."""
-
-    step: int
-    generation: int
-    attempt: int
-    session: str
-    """The session of the processes that saved: two sessions may have reached one step with different states."""
-    world_size: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """One rank's part of a save."""
-
-    save: SaveId
-    rank: int
-    payload_bytes: int
-    index_start: int
-    """The offset of the index in the payload."""
-    checksum: str = ""
-
-    def to_header(self) -> bytes:
-        """Serialize the part as the header of a snapshot."""
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def from_header(header: bytes, name: str) -> Part:
-        """Parse the result of `to_header`. Raises DamagedSnapshotError for a header of another format."""
-        try:
-            values = json.loads(header)
-            return Part(**{**values, "save": SaveId(**values["save"])})
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedSnapshotError(f"{name}: the header is of another format") from error
 
 
 @dataclass(frozen=True)
@@ -115,33 +76,16 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def read_parts(directory: Path) -> dict[Path, Part]:
-    """Return the finished snapshots in a directory with valid headers."""
-    parts: dict[Path, Part] = {}
-    for path in sorted(directory.glob(f"*{SUFFIX}")):
-        try:
-            header = snapshot.read_header(path)
-            part = None if header is None else Part.from_header(header, path.name)
-        except FileNotFoundError:  # another rank of this node has removed it
-            continue
-        except (DamagedSnapshotError, OSError) as error:
-            _log.warning("a snapshot in memory is not used: %s", error)
-            continue
-        if part is not None:
-            parts[path] = part
-    return parts
-
-
 def newest_complete(parts_in_memory: Iterable[Part]) -> tuple[Part, ...]:
     """Return the parts, by rank, of the newest save with all parts; empty if there is none. Pure."""
-    saves: dict[SaveId, dict[int, Part]] = {}
+    saves: dict[Version, dict[str, Part]] = {}
     for part in parts_in_memory:
-        saves.setdefault(part.save, {})[part.rank] = part
-    complete_saves = [save for save, parts in saves.items() if len(parts) == save.world_size]
+        saves.setdefault(part.version, {})[part.name] = part
+    complete_saves = [version for version, parts in saves.items() if str(len(parts)) == version.details]
     if not complete_saves:
         return ()
     newest = max(complete_saves)
-    return tuple(saves[newest][rank] for rank in range(newest.world_size))
+    return tuple(saves[newest][str(rank)] for rank in range(int(newest.details)))
 
 
 def find_buddies(stores: Sequence[str], rank: int) -> tuple[int | None, list[int]]:
@@ -152,7 +96,7 @@ def find_buddies(stores: Sequence[str], rank: int) -> tuple[int | None, list[int
     ranks_by_store: dict[str, list[int]] = {}
     for number, store in enumerate(stores):
         ranks_by_store.setdefault(store, []).append(number)
-    partners = snapshot.pair_stores(list(ranks_by_store))
+    partners = pair_stores(list(ranks_by_store))
 
     def find_target(source: int) -> int | None:
         targets = ranks_by_store.get(partners.get(stores[source], ""))

@@ -8,12 +8,10 @@ import pickle
 import re
 from collections import ChainMap
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, SavePlan
@@ -21,18 +19,19 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 import trainium_worker
-from trainium_worker import snapshot
-from trainium_worker.dcp.parts import newest_complete, read_parts
+from trainium_worker.dcp.parts import newest_complete
 from trainium_worker.dcp.session import TAG, open_session
-from trainium_worker.snapshot import DamagedSnapshotError
+from trainium_worker.snapshots.copies import transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-    from trainium_worker.dcp.parts import Entry, Part, Span, StrPath
+    from trainium_worker.dcp.parts import Entry, Span, StrPath
+    from trainium_worker.snapshots.files import Part
+    from trainium_worker.snapshots.store import SnapshotStore
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +63,8 @@ class MemoryReader(StorageReader):
         self._durable: FileSystemReader | None = None
         self._metadata: Metadata | None = None
         if parts:
-            self.step, self.source = parts[0].save.step, trainium_worker.MEMORY
-            session.resumed = parts[0].save
+            self.step, self.source = parts[0].version.step, trainium_worker.MEMORY
+            session.resumed = parts[0].version
             self._metadata = self._gather_metadata(parts)
         elif folder is not None:
             self.step, self.source = durable_step, str(folder)
@@ -90,53 +89,51 @@ class MemoryReader(StorageReader):
     def _choose_parts(self, durable_step: int) -> tuple[Part, ...]:
         """Return the parts of the newest save whose parts all verify, unless storage has a newer step. Collective."""
         session = self._session
-        if not session.is_enabled or session.directory is None:
+        if not session.is_enabled or session.snapshots is None:
             return ()
-        files = {part: path for path, part in read_parts(session.directory).items()}
+        files = {part: path for path, part in session.snapshots.parts().items()}
         stores_by_part: dict[Part, set[str]] = {}
         for rank, parts in enumerate(session.all_gather(list(files) if session.store_ranks[0] == session.rank else [])):
             for part in parts:
                 stores_by_part.setdefault(part, set()).add(session.stores[rank])
         while True:
             chosen = newest_complete(part for part, stores in stores_by_part.items() if stores)
-            if not chosen or chosen[0].save.step < durable_step:
+            if not chosen or chosen[0].version.step < durable_step:
                 return ()
             local_parts = [part for part in chosen if session.store in stores_by_part[part]]
-            damaged_parts = session.all_gather(self._verify(local_parts, files))
+            damaged_parts = session.all_gather(self._verify(session.snapshots, local_parts, files))
             if not any(damaged_parts):
-                self._stores = {part.rank: min(stores_by_part[part]) for part in chosen}
+                self._stores = {rank: min(stores_by_part[part]) for rank, part in enumerate(chosen)}
                 return chosen
             for rank, parts in enumerate(damaged_parts):
                 for part in parts:
                     stores_by_part[part].discard(session.stores[rank])
 
-    def _verify(self, parts: Sequence[Part], files: dict[Part, Path]) -> list[Part]:
+    def _verify(self, store: SnapshotStore, parts: Sequence[Part], files: dict[Part, Path]) -> list[Part]:
         """Map the parts in this node's store and return damaged ones; the ranks of the node divide the checksums."""
         session, damaged = self._session, []
         self._payloads.clear()
         for number, part in enumerate(parts):
-            verifies_checksum = session.store_ranks[number % len(session.store_ranks)] == session.rank
-            try:
-                self._payloads[part.rank] = snapshot.open_payload(
-                    files[part], part.payload_bytes, part.checksum if verifies_checksum else None
-                )
-            except (DamagedSnapshotError, OSError, KeyError) as error:
+            verifies = session.store_ranks[number % len(session.store_ranks)] == session.rank
+            payload = store.open(files[part], part, verifies=verifies) if part in files else None
+            if payload is None:
                 damaged.append(part)
-                _log.warning("a snapshot in memory is not used: %s", error)
+            else:
+                self._payloads[int(part.name)] = payload
         return damaged
 
     def _gather_metadata(self, parts: Sequence[Part]) -> Metadata:
         """Return the description of the save from the indexes of its parts, each of which one rank has. Collective."""
         session = self._session
         own_indexes = {
-            part.rank: self._payloads[part.rank][part.index_start :].numpy().tobytes()
-            for part in parts
-            if self._select_sender(part.rank, 0) == session.rank
+            rank: self._payloads[rank][int(part.layout) :].numpy().tobytes()
+            for rank, part in enumerate(parts)
+            if self._select_sender(rank, 0) == session.rank
         }
         indexes = ChainMap(*session.all_gather(own_indexes))
         plans = []
-        for part in parts:
-            entries, planner_data = pickle.loads(indexes[part.rank])  # noqa: S301 - written by ranks of this job
+        for rank in range(len(parts)):
+            entries, planner_data = pickle.loads(indexes[rank])  # noqa: S301 - written by ranks of this job
             self._entries.update({entry.item.index: entry for entry in entries})
             plans.append(SavePlan([entry.item for entry in entries], planner_data=planner_data))
         _, metadata = create_default_global_save_plan(plans, rewrite_index_hints=False)
@@ -216,18 +213,18 @@ class MemoryReader(StorageReader):
         requests_by_rank = session.all_gather(missing)
         if session.group is None:
             return {}
-        transfers: list[Callable[..., dist.Work | None]] = []
         fetched: dict[Span, torch.Tensor] = {}
+        into: list[tuple[int, torch.Tensor]] = []
         for sender, spans in missing.items():
             buffer = torch.empty(sum(span.aligned_size for span in spans), dtype=torch.uint8)
-            transfers.append(partial(dist.irecv, buffer, sender))
+            into.append((sender, buffer))
             fetched.update(zip(spans, torch.split(buffer, [span.aligned_size for span in spans])))
-        for requester, requests in enumerate(requests_by_rank):
-            if spans := requests.get(session.rank):
-                transfers.append(partial(dist.isend, self._concatenate(spans), requester))
-        works = [transfer(group=session.group, tag=TAG) for transfer in transfers]
-        for work in works:
-            snapshot.wait_for(work)
+        sends = (
+            (requester, self._concatenate(spans))
+            for requester, requests in enumerate(requests_by_rank)
+            if (spans := requests.get(session.rank))
+        )
+        transfer(session.group, TAG, sends=sends, into=into)
         return fetched
 
     def _concatenate(self, spans: Iterable[Span]) -> torch.Tensor:

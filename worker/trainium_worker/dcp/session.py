@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -12,16 +13,19 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import trainium_worker
-from trainium_worker import snapshot
-from trainium_worker.dcp.parts import SUFFIX, find_buddies, read_parts
-from trainium_worker.snapshot import SnapshotFile
+from trainium_worker.dcp.parts import find_buddies
+from trainium_worker.snapshots.files import SUFFIX
+from trainium_worker.snapshots.store import PartFiles, SnapshotStore, run_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch.distributed import ProcessGroup
 
-    from trainium_worker.dcp.parts import SaveId, StrPath
+    from trainium_worker.dcp.parts import StrPath
+    from trainium_worker.snapshots.files import SnapshotFile, Version
+
+_log = logging.getLogger(__name__)
 
 ENV_MEMORY_DIRECTORY = "TRAINIUM_MEMORY_DIR"
 ENV_RUN_ID = "TRAINIUM_RUN_ID"
@@ -33,40 +37,6 @@ TAG = 1 << 17
 """The tag of the messages between ranks; other tags belong to the program."""
 
 
-class Slots:
-    """The files of one part in one directory, written by one process."""
-
-    def __init__(self, directory: Path, name: str) -> None:
-        self._directory = directory
-        self._name = name
-        self._files: list[SnapshotFile] = []
-
-    def acquire(self, payload_bytes: int) -> SnapshotFile:
-        """Return a file for the next part: an unfinished one, else the older one, else a new one. Raises OSError."""
-        slot = next((candidate for candidate in self._files if not candidate.is_finished), None)
-        if slot is None and len(self._files) == FILES_PER_PART:
-            slot = self._files[0]
-        if slot is not None:
-            self._files.remove(slot)
-            slot.invalidate(slot.path)
-            if not payload_bytes <= slot.payload_bytes <= 2 * payload_bytes:
-                slot.path.unlink(missing_ok=True)
-                slot = None
-        if slot is None:
-            path = self._directory / f"{self._name}-{secrets.token_hex(4)}{SUFFIX}"
-            snapshot.reserve(path, payload_bytes)
-            slot = SnapshotFile(path, payload_bytes)
-        self._files.append(slot)
-        return slot
-
-    def remove_unfinished(self) -> None:
-        """Remove the files without a finished snapshot."""
-        for slot in self._files:
-            if not slot.is_finished:
-                slot.path.unlink(missing_ok=True)
-        self._files = [slot for slot in self._files if slot.is_finished]
-
-
 class Session:
     """The processes of one attempt: their group, the stores of their nodes, and their buddies."""
 
@@ -76,16 +46,19 @@ class Session:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.group: ProcessGroup | None = dist.new_group(backend="gloo") if distributed else None
         self.directory = directory
-        self.stores: list[str] = self.all_gather("" if directory is None else _open_store(directory))
+        self.snapshots = None if directory is None else _open_store(directory)
+        self.stores: list[str] = self.all_gather("" if self.snapshots is None else self.snapshots.read_id())
         """The id of the store of each rank's node; empty for none."""
         self.store = self.stores[self.rank]
-        self.id: str = self.all_gather(secrets.token_hex(8))[0]
+        attempt = int(os.environ.get(trainium_worker.ENV_ATTEMPT, "0"))
+        self.id: str = self.all_gather(f"{attempt:08}-{secrets.token_hex(8)}")[0]
+        """The id of the session; ordered by attempts."""
         self.is_enabled = all(self.stores)
         """Whether saves are kept."""
         self.copy_target, self.copy_sources = find_buddies(self.stores, self.rank)
         self.store_ranks = [rank for rank, store in enumerate(self.stores) if store == self.store]
         """The ranks that share this rank's store, including itself."""
-        self.resumed: SaveId | None = None
+        self.resumed: Version | None = None
         """The save from which this attempt resumed, kept until the attempt has completed one."""
         self.complete_saves = 0
         """The number of complete saves of this attempt."""
@@ -94,9 +67,11 @@ class Session:
         self._stager: DefaultStager | None = None
         self.resumed_payloads: dict[int, torch.Tensor] = {}
         """The parts of the resumed save in this node's store, by rank; mapped until this attempt has a save."""
-        self._slots: dict[int, Slots] = {}
+        self._files: dict[int, PartFiles] = {}
         if directory is not None:
-            self._slots = {rank: Slots(directory, f"r{rank}") for rank in (self.rank, *self.copy_sources)}
+            for rank in (self.rank, *self.copy_sources):
+                generation = trainium_worker.generation
+                self._files[rank] = PartFiles(directory, str(rank), generation=generation, count=FILES_PER_PART)
 
     def copy_state(self, state: dict[str, Any], writer: object) -> Any:
         """Copy the state for a writer, reusing the memory of the last copy unless a save still needs it."""
@@ -110,15 +85,15 @@ class Session:
 
     def reserve(self, sizes: Sequence[int]) -> dict[int, SnapshotFile]:
         """Return the files for the next save, by rank. Raises OSError if there is no space."""
-        return {rank: slots.acquire(sizes[rank]) for rank, slots in self._slots.items()}
+        return {rank: files.next(sizes[rank]) for rank, files in self._files.items()}
 
     def disable(self, files: Iterable[SnapshotFile]) -> None:
         """Stop keeping saves, and discard the one whose parts are in these files."""
         self.is_enabled = False
-        for slot in files:
-            slot.invalidate(slot.path)
-        for slots in self._slots.values():
-            slots.remove_unfinished()
+        for file in files:
+            file.invalidate()
+        for part_files in self._files.values():
+            part_files.remove_unfinished()
 
     def remove_leftovers(self) -> None:
         """Remove the saves of earlier attempts in this node's store, on one rank of the node.
@@ -127,15 +102,16 @@ class Session:
         """
         if self.complete_saves:
             self.resumed_payloads.clear()
-        if self.directory is None or self.complete_saves > 1 or self.store_ranks[0] != self.rank:
+        store = self.snapshots
+        if store is None or self.complete_saves > 1 or self.store_ranks[0] != self.rank:
             return
-        parts = read_parts(self.directory)
-        for path in self.directory.glob(f"*{SUFFIX}"):
-            save = parts[path].save if path in parts else None
-            if save is None:
+        parts = store.parts()
+        for path in store.directory.glob(f"*{SUFFIX}"):
+            version = parts[path].version if path in parts else None
+            if version is None:
                 is_stale = not self.complete_saves
             else:
-                is_stale = save.session != self.id and (self.complete_saves > 0 or save != self.resumed)
+                is_stale = version.session != self.id and (self.complete_saves > 0 or version != self.resumed)
             if is_stale:
                 path.unlink(missing_ok=True)
 
@@ -156,17 +132,18 @@ class Session:
         return [int(rank_value) for rank_value in values]
 
 
-def _open_store(directory: Path) -> str:
-    """Return the id of a directory, created if needed; empty if that fails, which a notice explains."""
+def _open_store(directory: Path) -> SnapshotStore | None:
+    """Return the store in a directory; None if it cannot be created, which a notice explains."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return snapshot.read_store_id(directory)
+        store = SnapshotStore(directory, lambda _, error: _log.warning("a snapshot in memory is not used: %s", error))
+        store.read_id()
     except OSError as error:
         trainium_worker.notice(
             f"no snapshots are kept in memory, only checkpoints on storage count: {directory} of rank "
             f"{trainium_worker.rank}: {error.strerror}"
         )
-        return ""
+        return None
+    return store
 
 
 _sessions: dict[tuple[object, ...], Session] = {}
@@ -176,7 +153,7 @@ def open_session(directory: StrPath | None) -> Session:
     """Return the session of this process; the first call of each rank is collective."""
     volume = _find_memory_volume() if directory is None else Path(directory)
     run = os.environ.get(ENV_RUN_ID) or os.environ.get("TORCHELASTIC_RUN_ID") or "local"
-    folder = None if volume is None else snapshot.run_directory(volume, run)
+    folder = None if volume is None else run_directory(volume, run)
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     key = (os.getpid(), folder, group)
     if key not in _sessions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 import trainium_worker
-from trainium_worker import snapshot
-from trainium_worker.dcp.parts import ALIGNMENT_BYTES, Part, SaveId, lay_out, round_up
+from trainium_worker.dcp.parts import ALIGNMENT_BYTES, lay_out, round_up
 from trainium_worker.dcp.session import FILES_PER_PART, TAG, open_session
-from trainium_worker.snapshot import DamagedSnapshotError
+from trainium_worker.snapshots.copies import receive_part, send_part
+from trainium_worker.snapshots.files import BLOCK_BYTES, DamagedSnapshotError, Part, Version
 
 if TYPE_CHECKING:
     import io
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from trainium_worker.dcp.parts import Entry, StrPath
     from trainium_worker.dcp.session import Session
-    from trainium_worker.snapshot import SnapshotFile
+    from trainium_worker.snapshots.files import SnapshotFile
 
 _log = logging.getLogger(__name__)
 
@@ -133,11 +132,11 @@ class MemoryWriter(StorageWriter, AsyncStager):
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             failure = error
         sizes = session.all_gather_integers(size)
-        outcome, part, slots = _Outcome.FAILED, None, {}
+        outcome, part, files = _Outcome.FAILED, None, {}
         if draft is not None and _NO_SIZE not in sizes:
             try:
-                slots = session.reserve(sizes)
-                part = self._write_part(slots[session.rank], draft, planner)
+                files = session.reserve(sizes)
+                part = self._write_part(files[session.rank], draft, planner)
                 outcome = _Outcome.OK
             except OSError as error:
                 outcome, problem = _Outcome.NO_SPACE, _describe_no_space(session, error, sizes)
@@ -147,20 +146,20 @@ class MemoryWriter(StorageWriter, AsyncStager):
         if job_outcome == _Outcome.OK and part is not None:
             problem = "a copy did not arrive as it was sent"
             try:
-                outcome = _Outcome.OK if self._replicate(slots, part) else _Outcome.FAILED
+                outcome = _Outcome.OK if self._replicate(files, part) else _Outcome.FAILED
             except (RuntimeError, DamagedSnapshotError) as error:
                 outcome, failure = _Outcome.FAILED, error
             job_outcome = max(session.all_gather_integers(outcome))
         if job_outcome == _Outcome.NO_SPACE:
-            session.disable(slots.values())
+            session.disable(files.values())
             reason = next(rank_reason for rank_reason in session.all_gather(problem) if rank_reason)
             trainium_worker.notice(reason)
             if session.rank == 0:
                 _log.warning("%s", reason)
             return 0
         if job_outcome == _Outcome.FAILED:
-            for slot in slots.values():
-                slot.invalidate(slot.path)  # the next save overwrites these files, not the newest complete save
+            for file in files.values():
+                file.invalidate()  # the next save overwrites these files, not the newest complete save
             if failure is not None:
                 raise failure
             raise RuntimeError(f"step {self.step} is not in memory: {problem or 'another rank failed to save it'}")
@@ -168,56 +167,33 @@ class MemoryWriter(StorageWriter, AsyncStager):
         trainium_worker.saved(self.step, trainium_worker.MEMORY)
         return size
 
-    def _write_part(self, slot: SnapshotFile, draft: _Draft, planner: SavePlanner) -> Part:
+    def _write_part(self, file: SnapshotFile, draft: _Draft, planner: SavePlanner) -> Part:
         """Copy the state into a file and finish it."""
         session = self._session
-        draft.copy_to(slot.payload, planner)
-        part = Part(
-            save=SaveId(
-                step=self.step,
-                generation=trainium_worker.generation,
-                attempt=int(os.environ.get(trainium_worker.ENV_ATTEMPT, "0")),
-                session=session.id,
-                world_size=session.world_size,
-            ),
-            rank=session.rank,
-            payload_bytes=draft.payload_bytes,
-            index_start=draft.index_start,
-            checksum=snapshot.checksum(slot.payload[: draft.payload_bytes]),
-        )
-        slot.write_header(part.to_header())
-        return part
+        draft.copy_to(file.payload, planner)
+        version = Version(self.step, trainium_worker.generation, session.id, str(session.world_size))
+        return file.finish(Part(version, str(session.rank), str(draft.index_start), draft.payload_bytes))
 
-    def _replicate(self, slots: dict[int, SnapshotFile], part: Part) -> bool:
+    def _replicate(self, files: dict[int, SnapshotFile], part: Part) -> bool:
         """Send this rank's part to its buddy and receive those of others; return whether all arrived intact."""
         session = self._session
         if session.group is None or session.copy_target is None:
             return True
         with ThreadPoolExecutor(max(1, len(session.copy_sources)), thread_name_prefix="memory-copy") as receivers:
-            futures = [receivers.submit(self._receive, source, slots[source]) for source in session.copy_sources]
-            slot = slots[session.rank]
-            was_sent = snapshot.send_copy(
-                session.group, session.copy_target, TAG, slot.header_page(), slot.payload[: part.payload_bytes]
-            )
+            futures = [receivers.submit(self._receive, source, files[source]) for source in session.copy_sources]
+            payload = files[session.rank].payload[: part.payload_bytes]
+            was_sent = send_part(session.group, session.copy_target, TAG, part.to_page(), payload)
             return all([was_sent, *(future.result() for future in futures)])
 
-    def _receive(self, source: int, slot: SnapshotFile) -> bool:
+    def _receive(self, source: int, file: SnapshotFile) -> bool:
         assert self._session.group is not None, "there are other ranks"
-        received: list[Part] = []
 
-        def allocate(header: bytes) -> torch.Tensor:
-            received.append(Part.from_header(header, f"from rank {source}"))
-            return slot.payload[: received[0].payload_bytes]
+        def choose_file(part: Part) -> SnapshotFile:
+            if part.name != str(source):
+                raise DamagedSnapshotError(f"rank {source} sent part {part.name}")
+            return file
 
-        def finalize() -> bool:
-            (part,) = received
-            is_intact = snapshot.checksum(slot.payload[: part.payload_bytes]) == part.checksum
-            if is_intact:
-                slot.write_header(part.to_header())
-            return is_intact
-
-        snapshot.receive_copy(self._session.group, source, TAG, allocate, finalize)
-        return slot.is_finished
+        return bool(receive_part(self._session.group, source, TAG, choose_file))
 
 
 def _describe_no_space(session: Session, error: OSError, sizes: Sequence[int]) -> str:
@@ -256,7 +232,7 @@ class _Draft:
     @property
     def payload_bytes(self) -> int:
         """The size of the payload, a multiple of the checksum's block."""
-        return round_up(self.index_start + len(self.index), snapshot.BLOCK_BYTES)
+        return round_up(self.index_start + len(self.index), BLOCK_BYTES)
 
     @torch.no_grad()
     def copy_to(self, payload: torch.Tensor, planner: SavePlanner) -> None:

@@ -14,10 +14,11 @@ from tests.testing.trainer.fork_server import fork_context
 from tests.unit.checkpoint.checkpoint_builders import SINGLE_RANK, State, position, start_run
 from tests.unit.checkpoint.checkpoint_scenarios import train_until_killed
 from trainium_trainer.checkpoint.errors import StaleGenerationError
-from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, ShardKey, StateVersion, read_header
+from trainium_trainer.checkpoint.memory.layout import BufferLayout, shard_name
+from trainium_trainer.checkpoint.memory.memory_tier import _COPY_TIMEOUT_SECONDS, MemoryTier
 from trainium_trainer.checkpoint.root.commit_lease import settings_digest
-from trainium_worker.snapshot import checksum, run_directory
+from trainium_worker.snapshots.files import Version, read_part
+from trainium_worker.snapshots.store import run_directory
 
 
 def list_snapshots(memory: Any) -> list[Path]:
@@ -26,8 +27,8 @@ def list_snapshots(memory: Any) -> list[Path]:
 
 def snapshot_of_step(memory: Any, step: int) -> Path:
     for path in list_snapshots(memory):
-        header = read_header(path)
-        if header is not None and header.record.version.position.step == step:
+        part = read_part(path)
+        if part is not None and part.version.step == step:
             return path
     raise AssertionError(f"no snapshot of step {step}")
 
@@ -46,10 +47,10 @@ def test_a_restarted_process_resumes_the_step_that_it_had_completed(tmp_path: Pa
     }
 
 
-def create_tier(folder: Path, tensors: dict[str, torch.Tensor], key: ShardKey | None = None) -> MemoryTier:
+def create_tier(folder: Path, tensors: dict[str, torch.Tensor], name: str | None = None) -> MemoryTier:
     return MemoryTier(
         folder,
-        key=key or ShardKey(0, 1),
+        name=name or shard_name(0, 1),
         layout=BufferLayout.of(tensors),
         generation=1,
         session="session",
@@ -61,7 +62,7 @@ def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) 
     start_run(tmp_path / "root", tmp_path / "memory").run_to(9).close()
     assert len(list_snapshots(tmp_path / "memory")) == 3
     tier = create_tier(run_directory(tmp_path / "memory", str(tmp_path / "root")), State(SINGLE_RANK).local_tensors())
-    assert sorted(record.version.position.step for record in tier.records()) == [7, 8, 9]
+    assert sorted(part.version.step for part in tier.parts().values()) == [7, 8, 9]
     tier.close()
 
 
@@ -145,11 +146,11 @@ def test_snapshots_of_other_settings_are_not_used(tmp_path: Path) -> None:
 def test_leftovers_of_another_layout_are_removed(tmp_path: Path) -> None:
     tensors = State(SINGLE_RANK).local_tensors()
     memory = run_directory(tmp_path / "memory", str(tmp_path / "root"))
-    for key in (ShardKey(1, 2, 0, 2), ShardKey(0, 4)):
-        tier = create_tier(memory, tensors, key)
+    for name in (shard_name(1, 2, 0, 2), shard_name(0, 4)):
+        tier = create_tier(memory, tensors, name)
         tier.claim_fence()
-        assert tier.open_slots()
-        tier.stage(StateVersion(position(2), 1, "session"), tensors)
+        assert tier.open_files()
+        tier.stage(Version(2, 1, "session"), tensors)
         tier.close()
     run = start_run(tmp_path / "root", tmp_path / "memory", generation=2).run_to(1).close()
     assert run.resumed is None
@@ -186,20 +187,6 @@ def test_a_memory_folder_without_space_disables_the_tier_with_a_warning(
     assert (restarted.resumed.step, restarted.wrong_tensors, restarted.report()["source"]) == (3, [], "durable")
 
 
-def test_every_single_bit_changes_the_checksum() -> None:
-    payload = torch.randint(0, 255, (3 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    before = checksum(payload)
-    rng = random.Random(2)
-    for _ in range(300):
-        byte, bit = rng.randrange(len(payload)), rng.randrange(8)
-        payload[byte] ^= 1 << bit
-        assert checksum(payload) != before
-        payload[byte] ^= 1 << bit
-    assert checksum(payload) == before
-    blocks = payload.view(3, 4096)
-    assert checksum(blocks[[1, 0, 2]].reshape(-1)) != before
-
-
 def test_snapshots_are_taken_every_few_steps(tmp_path: Path) -> None:
     start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).run_to(8).close()
     restarted = start_run(tmp_path / "root", tmp_path / "memory", memory_every=3).close()
@@ -230,14 +217,50 @@ def test_a_snapshot_of_a_cuda_device_holds_the_state_of_its_step_whatever_is_com
     noise = torch.randn(8192, 8192, device="cuda")
     tier = create_tier(tmp_path, state)
     tier.claim_fence()
-    assert tier.open_slots()
+    assert tier.open_files()
     for step in range(1, 7):
         tier.wait_for_snapshot()
         state["w"].fill_(step)
-        tier.stage(StateVersion(position(step), 1, "session"), state)
+        tier.stage(Version(step, 1, "session"), state)
         noise = torch.tanh(noise @ noise)
     tier.wait_for_snapshot()
-    for record in tier.records():
-        payload = tier.open_record(record)
-        assert (tier.layout.views(payload)[0] == record.version.position.step).all()
+    for part in tier.parts().values():
+        assert (tier.layout.views(tier.open_part(part))[0] == part.version.step).all()
+    tier.close()
+
+
+class SlowCopy:
+    """The copier of a tier; its copy arrives when the test sets `arrived`."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+        self.newest: int | None = 3
+        self.waits: list[float] = []
+
+    def offer(self, slot: Any, step: int) -> None: ...
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        return self.arrived
+
+    def close(self) -> None: ...
+
+
+def test_a_copy_that_does_not_arrive_is_waited_for_once_and_reported_once(tmp_path: Path) -> None:
+    tier, copy = create_tier(tmp_path, State(SINGLE_RANK).local_tensors()), SlowCopy()
+    tier._copying = copy
+    for _ in range(3):
+        tier.wait_for_snapshot()
+    assert copy.waits == [_COPY_TIMEOUT_SECONDS, 0.0, 0.0]
+    assert len(tier.warnings) == 1
+    assert "has not arrived at its buddy" in tier.warnings[0]
+    assert tier.buddy_step is None
+
+    copy.arrived = True
+    tier.wait_for_snapshot()
+    assert tier.buddy_step == 3
+    copy.arrived = False
+    tier.wait_for_snapshot()
+    assert copy.waits[-1] == _COPY_TIMEOUT_SECONDS, "the next copy has the full timeout again"
+    assert len(tier.warnings) == 2
     tier.close()

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from tests.unit.checkpoint.checkpoint_builders import position
 from tests.unit.checkpoint.resume.test_agreement_law import STEPS, decide_plainly, rank_views
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord, StateVersion
+from trainium_trainer.checkpoint.memory.layout import shard_name
 from trainium_trainer.checkpoint.resume.agreement import (
     RankView,
     ResumeFromMemory,
@@ -19,33 +18,32 @@ from trainium_trainer.checkpoint.resume.agreement import (
     decide,
     snapshot_writers,
 )
+from trainium_worker.snapshots.files import Part, Version
 
 
-def version(step: int, session: str = "a", generation: int = 1) -> StateVersion:
-    return StateVersion(Position(step, step * 8, step * 100), generation, session)
+def version(step: int, session: str = "a", generation: int = 1) -> Version:
+    return Version(step, generation, session, Position(step, step * 8, step * 100).encode())
 
 
-def record(step: int, key: ShardKey | None = None, session: str = "a", layout: str = "L") -> SnapshotRecord:
-    return SnapshotRecord(version(step, session), key or ShardKey(0, 1), layout, f"sum-{step}")
+def record(step: int, key: str | None = None, session: str = "a", layout: str = "L") -> Part:
+    return Part(version(step, session), key or shard_name(0, 1), layout, 4096, f"sum-{step}")
 
 
-def view(
-    rank: int, records: Any, *, store: str | None = None, key: ShardKey | None = None, layout: str = "L"
-) -> RankView:
-    return RankView(rank, store or f"node-{rank}", key or ShardKey(0, 1), layout, frozenset(records))
+def view(rank: int, records: Any, *, store: str | None = None, key: str | None = None, layout: str = "L") -> RankView:
+    return RankView(rank, store or f"node-{rank}", key or shard_name(0, 1), layout, frozenset(records))
 
 
 def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
     views = [view(rank, [], store=f"node-{rank // 4}") for rank in range(8)]
     assert snapshot_writers(views) == {0, 4}
     assert cleanup_ranks(views) == {0, 4}
-    sharded = [view(rank, [], store="node", key=ShardKey(rank, 4)) for rank in range(4)]
+    sharded = [view(rank, [], store="node", key=shard_name(rank, 4)) for rank in range(4)]
     assert snapshot_writers(sharded) == {0, 1, 2, 3}
     assert cleanup_ranks(sharded) == {0}
 
 
 def test_every_combination_of_two_shards_over_three_ranks_and_two_steps() -> None:
-    keys = (ShardKey(0, 2), ShardKey(1, 2))
+    keys = (shard_name(0, 2), shard_name(1, 2))
     options = [frozenset(), *(frozenset({record(s, k)}) for s in (1, 2) for k in keys)]
     options.append(frozenset(record(s, k) for s in (1, 2) for k in keys))
     for needs, held, durable in product(product(keys, repeat=3), product(options, repeat=3), ([], [1], [2])):
@@ -68,32 +66,32 @@ def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds() -> None:
 
 
 def test_recorded_losses_do_not_distinguish_snapshots() -> None:
-    first, second = ShardKey(0, 1, 0, 2), ShardKey(0, 1, 1, 2)
-    with_loss = StateVersion(Position(4, 32, 400, loss=1.5, grad_norm=float("nan")), 1, "a")
+    first, second = shard_name(0, 1, 0, 2), shard_name(0, 1, 1, 2)
+    with_loss = Version(4, 1, "a", Position(4, 32, 400, loss=1.5, grad_norm=float("nan")).encode())
     views = [
         view(0, [record(4, first)], key=first),
-        view(1, [SnapshotRecord(with_loss, second, "L", "sum")], key=second),
+        view(1, [Part(with_loss, second, "L", 4096, "sum")], key=second),
     ]
     decision = decide(views, [])
     assert isinstance(decision, ResumeFromMemory)
-    assert decision.version.position.step == 4
+    assert decision.version.step == 4
 
 
 def test_shards_that_every_node_holds_need_no_copy() -> None:
-    replicas = [view(rank, [], store=f"node-{rank // 2}", key=ShardKey(rank % 2, 2)) for rank in range(8)]
+    replicas = [view(rank, [], store=f"node-{rank // 2}", key=shard_name(rank % 2, 2)) for rank in range(8)]
     assert choose_buddies(replicas, {v.store for v in replicas}) == ()
-    alone = [view(rank, [], store="node", key=ShardKey(0, 1, rank, 4)) for rank in range(4)]
+    alone = [view(rank, [], store="node", key=shard_name(0, 1, rank, 4)) for rank in range(4)]
     assert choose_buddies(alone, {"node"}) == ()
 
 
 def test_nodes_keep_copies_of_each_other_in_pairs_far_apart() -> None:
-    views = [view(rank, [], key=ShardKey(0, 1, rank, 6)) for rank in range(6)]
+    views = [view(rank, [], key=shard_name(0, 1, rank, 6)) for rank in range(6)]
     pairs = {(copy.source, copy.target) for copy in choose_buddies(views, {v.store for v in views})}
     assert pairs == {(0, 3), (3, 0), (1, 4), (4, 1), (2, 5), (5, 2)}
 
 
 def test_an_odd_node_makes_a_ring_of_three() -> None:
-    views = [view(rank, [], key=ShardKey(0, 1, rank, 5)) for rank in range(5)]
+    views = [view(rank, [], key=shard_name(0, 1, rank, 5)) for rank in range(5)]
     pairs = {(copy.source, copy.target) for copy in choose_buddies(views, {v.store for v in views})}
     assert pairs == {(0, 2), (2, 0), (1, 3), (3, 4), (4, 1)}
 
@@ -118,8 +116,8 @@ def test_each_shard_of_a_single_node_has_one_copy_on_another_node(views: Any, wi
     assert max(copies_per_keeper, default=0) <= math.ceil(max(ranks_per_node) / min(ranks_per_node))
 
 
-KEY = ShardKey(0, 1)
-CLAIM = SnapshotRecord(StateVersion(position(3), 1, "s"), KEY, "layout", 7)
+KEY = shard_name(0, 1)
+CLAIM = Part(version(3), KEY, "layout", 4096, "sum")
 
 
 def inventory() -> SnapshotInventory:

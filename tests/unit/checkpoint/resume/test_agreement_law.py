@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.testing.suite.trials import trials
 from trainium_trainer.checkpoint.collectives import pack_values
 from trainium_trainer.checkpoint.interfaces import Position
-from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord, StateVersion
+from trainium_trainer.checkpoint.memory.layout import shard_name
 from trainium_trainer.checkpoint.resume import agreement
 from trainium_trainer.checkpoint.resume.agreement import (
     Decision,
@@ -27,10 +27,10 @@ from trainium_trainer.checkpoint.resume.agreement import (
     decide,
     records_to_report,
 )
+from trainium_worker.snapshots.files import Part, Version
 
 OWN_SNAPSHOTS, BUDDY_COPIES = 3, 2
 """Snapshots that a node holds of each of its shards, and copies of each shard of another node."""
-
 
 # ---- the rules, one after the other, without an index --------------------------------------------------------------
 
@@ -44,20 +44,20 @@ def decide_plainly(views: Sequence[RankView], durable_steps: Sequence[int]) -> D
     ]
     newest = max(durable_steps, default=-1)
     best = max(complete, default=None)
-    if best is not None and best.position.step >= newest:
+    if best is not None and best.step >= newest:
         return ResumeFromMemory(best, broadcast_rounds(views, best))
     return FreshStart() if newest < 0 else ResumeFromDurable(newest)
 
 
-def has_snapshot(views: Sequence[RankView], version: StateVersion, key: ShardKey, layout: str) -> bool:
-    return any((c.version, c.key, c.layout) == (version, key, layout) for view in views for c in view.records)
+def has_snapshot(views: Sequence[RankView], version: Version, key: str, layout: str) -> bool:
+    return any((c.version, c.name, c.layout) == (version, key, layout) for view in views for c in view.records)
 
 
-def broadcast_rounds(views: Sequence[RankView], version: StateVersion) -> tuple[tuple[Transfer, ...], ...]:
+def broadcast_rounds(views: Sequence[RankView], version: Version) -> tuple[tuple[Transfer, ...], ...]:
     """Return rounds in which each store that holds a shard sends it to one that lacks it, lowest ranks first."""
     rounds: list[list[Transfer]] = []
     for key in sorted({view.needs for view in views}):
-        stores_with = {v.store for v in views for c in v.records if (c.version, c.key) == (version, key)}
+        stores_with = {v.store for v in views for c in v.records if (c.version, c.name) == (version, key)}
         stores_without = {v.store for v in views if v.needs == key} - stores_with
         senders = sorted(representative(views, store, key) for store in stores_with)
         receivers = sorted(representative(views, store, key) for store in stores_without)
@@ -72,7 +72,7 @@ def broadcast_rounds(views: Sequence[RankView], version: StateVersion) -> tuple[
     return tuple(tuple(transfers) for transfers in rounds)
 
 
-def representative(views: Sequence[RankView], store: str, key: ShardKey) -> int:
+def representative(views: Sequence[RankView], store: str, key: str) -> int:
     ranks = [view.rank for view in views if view.store == store]
     needing = [view.rank for view in views if view.store == store and view.needs == key]
     return min(needing or ranks)
@@ -86,23 +86,24 @@ def rank_views(draw: Any) -> list[RankView]:
     tp, dp, pp = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 2))
     sharded = draw(st.booleans())
     keys = [
-        ShardKey(t, tp, d if sharded else 0, dp if sharded else 1, p, pp)
+        shard_name(t, tp, d if sharded else 0, dp if sharded else 1, p, pp)
         for p in range(pp)
         for d in range(dp)
         for t in range(tp)
     ]
-    foreign = [ShardKey(t, tp + 1) for t in range(tp + 1)]
+    foreign = [shard_name(t, tp + 1) for t in range(tp + 1)]
     versions = st.builds(
-        lambda step, generation, session: StateVersion(Position(step, 8 * step, 100 * step), generation, session),
+        lambda step, generation, session: Version(step, generation, session, Position(step, 8 * step, 9).encode()),
         st.integers(0, 4),
         st.integers(1, 2),
         st.sampled_from("ab"),
     )
     records = st.builds(
-        SnapshotRecord,
+        Part,
         versions,
         st.sampled_from(keys + foreign),
         st.sampled_from("LLLM"),
+        st.just(4096),
         st.sampled_from(["one", "two"]),
     )
     per_node = draw(st.integers(1, 4))
@@ -110,7 +111,7 @@ def rank_views(draw: Any) -> list[RankView]:
     held = {store: set(draw(st.lists(records, max_size=6))) for store in sorted(set(stores))}
     for version in draw(st.lists(versions, max_size=2)):  # otherwise, a complete version is rare
         for key in keys:
-            held[draw(st.sampled_from(sorted(held)))].add(SnapshotRecord(version, key, "L", "one"))
+            held[draw(st.sampled_from(sorted(held)))].add(Part(version, key, "L", 4096, "one"))
     return [
         RankView(rank, store, key, draw(st.sampled_from("LLLLLLLM")), frozenset(held[store]))
         for rank, (store, key) in enumerate(zip(stores, draw(st.permutations(keys)), strict=True))
@@ -142,7 +143,7 @@ def test_ranks_that_report_each_snapshot_once_decide_as_if_each_had_reported_eve
     reported = report_records(views).views()
     assert decide(reported, durable) == decide_plainly(views, durable)
     needed = {view.needs for view in views}
-    all_records = {(view.store, record) for view in views for record in view.records if record.key in needed}
+    all_records = {(view.store, record) for view in views for record in view.records if record.name in needed}
     assert sum(len(records_to_report(views, view.rank, view.records)) for view in views) == len(all_records)
 
 
@@ -186,8 +187,8 @@ def test_a_rank_receives_a_snapshot_from_a_store_that_held_it(views: list[RankVi
     if not isinstance(decision, ResumeFromMemory):
         return
     for view, original in zip(views, inventory.origins(decision), strict=True):
-        assert (original.version, original.key) == (decision.version, view.needs)
-        held = {record for record in view.records if (record.version, record.key) == (decision.version, view.needs)}
+        assert (original.version, original.name) == (decision.version, view.needs)
+        held = {record for record in view.records if (record.version, record.name) == (decision.version, view.needs)}
         assert original in (held or {record for other in views for record in other.records})
 
 
@@ -199,7 +200,7 @@ def build_rank_views(ranks: int, *, replaced: int = 0) -> list[RankView]:
 
     `replaced`: the number of first nodes that are new and hold nothing.
     """
-    keys = [ShardKey(rank % 8, 8, rank // 8, ranks // 8) for rank in range(ranks)]
+    keys = [shard_name(rank % 8, 8, rank // 8, ranks // 8) for rank in range(ranks)]
     nodes = max(1, ranks // 32)
     views = []
     for node in range(nodes):
@@ -215,9 +216,10 @@ def build_rank_views(ranks: int, *, replaced: int = 0) -> list[RankView]:
     return views
 
 
-def snapshot(key: ShardKey, step: int) -> SnapshotRecord:
-    version = StateVersion(Position(step, 1024 * step, 4_194_304 * step, loss=2.5, grad_norm=0.25), 3, "0123456789ab")
-    return SnapshotRecord(version, key, "a" * 32, hashlib.sha256(f"{key} {step}".encode()).hexdigest()[:32])
+def snapshot(key: str, step: int) -> Part:
+    position = Position(step, 1024 * step, 4_194_304 * step, loss=2.5, grad_norm=0.25)
+    version = Version(step, 3, "0123456789ab", position.encode())
+    return Part(version, key, "a" * 32, 1 << 30, hashlib.sha256(f"{key} {step}".encode()).hexdigest()[:32])
 
 
 def count_bytecodes(module: Any, call: Callable[[], object]) -> int:

@@ -13,7 +13,7 @@ from tests.unit.checkpoint.checkpoint_builders import committed_checkpoint
 from tests.unit.checkpoint.resume.test_agreement_law import STEPS, build_rank_views, decide_plainly, rank_views
 from trainium_trainer.checkpoint.collectives import pack_part, pack_values
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
-from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord
+from trainium_trainer.checkpoint.memory.layout import shard_name
 from trainium_trainer.checkpoint.resume.agreement import (
     FreshStart,
     RankView,
@@ -37,6 +37,7 @@ from trainium_trainer.checkpoint.resume.leader import (
 from trainium_trainer.checkpoint.root.survey import Survey
 from trainium_trainer.exits import UserError
 from trainium_trainer.storage.errors import StorageError
+from trainium_worker.snapshots.files import Part
 
 
 class FakeRanks:
@@ -47,9 +48,9 @@ class FakeRanks:
         self.leader = ResumeLeader("root")
         self.leader.record_survey(Survey([committed_checkpoint(step) for step in sorted(set(durable), reverse=True)]))
         self.stores = {view.store: set(view.records) for view in views}
-        self.own: dict[int, SnapshotRecord] = {}
+        self.own: dict[int, Part] = {}
         """The snapshot that each rank will restore, by rank."""
-        self.sent: dict[tuple[int, ShardKey], SnapshotRecord] = {}
+        self.sent: dict[tuple[int, str], Part] = {}
         self.rounds: list[tuple[list[Any], list[Any]]] = []
 
     def ask(self, sent_values: list[Any], decide: Any) -> list[Any]:
@@ -58,9 +59,7 @@ class FakeRanks:
         assert len(answers) == len(self.views)
         return answers
 
-    def start(
-        self, lost: frozenset[SnapshotRecord] = frozenset(), damaged: frozenset[int] = frozenset()
-    ) -> list[Finish]:
+    def start(self, lost: frozenset[Part] = frozenset(), damaged: frozenset[int] = frozenset()) -> list[Finish]:
         """Run the start to its end; `lost`: snapshots with damaged contents, `damaged`: damaged checkpoints."""
         empty_views = [RankView(view.rank, view.store, view.needs, view.layout) for view in self.views]
         views_of_nodes = self.ask(empty_views, self.leader.collect)
@@ -80,9 +79,7 @@ class FakeRanks:
             orders = self.ask(reports, self.leader.next_orders)
         return orders
 
-    def execute(
-        self, view: RankView, order: Any, lost: frozenset[SnapshotRecord], damaged: frozenset[int]
-    ) -> RankReport:
+    def execute(self, view: RankView, order: Any, lost: frozenset[Part], damaged: frozenset[int]) -> RankReport:
         if isinstance(order, Load):
             step = order.checkpoint.step
             bad = step in damaged and view.rank == step % len(self.views)
@@ -91,17 +88,19 @@ class FakeRanks:
         assert set(order.records) <= self.stores[view.store], "a rank verifies only snapshots of its store"
         self.own.pop(view.rank, None)
         for record in set(order.records) - lost:
-            self.sent[view.rank, record.key] = record
-            if record.key == view.needs:
+            self.sent[view.rank, record.name] = record
+            if record.name == view.needs:
                 self.own[view.rank] = record
         bad = lost & set(order.records)
         return RankReport(not bad, bad)
 
     def exchange(self, orders: list[Exchange]) -> list[RankReport]:
-        moves = sorted({move for order in orders for move in order.moves}, key=lambda move: (move.round, move.tag))
+        moves = sorted(
+            {move for order in orders for move in order.moves}, key=lambda move: (move.round, move.source, move.target)
+        )
         for rank, order in enumerate(orders):
             assert set(order.moves) == {move for move in moves if rank in (move.source, move.target)}
-        assert len({(move.round, move.tag) for move in moves}) == len(moves)
+        assert len({(move.round, move.target) for move in moves}) == len(moves)
         for number in sorted({move.round for move in moves}):
             round_moves = [move for move in moves if move.round == number]
             carried = {move: self.sent[move.source, move.key] for move in round_moves}
@@ -133,11 +132,11 @@ def test_every_rank_ends_with_its_shard_of_the_newest_state_that_is_whole(
     best = decide_plainly(intact, durable)
     if isinstance(decision, ResumeFromMemory):
         assert isinstance(best, ResumeFromMemory)
-        assert decision.version.position.step == best.version.position.step
+        assert decision.version.step == best.version.step
         for view in views:
             own = ranks.own[view.rank]
             assert own not in lost
-            assert (own.version, own.key) == (decision.version, view.needs)
+            assert (own.version, own.name) == (decision.version, view.needs)
     else:
         assert decision == best
     assert {end.cleans_up for end in ends} >= {True}
@@ -157,8 +156,8 @@ def test_a_start_with_nothing_whole_below_its_root_is_refused() -> None:
 
 
 def test_a_rank_whose_mesh_differs_is_named() -> None:
-    views = [RankView(rank, "node", ShardKey(rank, 4), "L") for rank in range(3)]
-    other = RankView(3, "node", ShardKey(1, 2, 1, 2), "L")
+    views = [RankView(rank, "node", shard_name(rank, 4), "L") for rank in range(3)]
+    other = RankView(3, "node", shard_name(1, 2, 1, 2), "L")
     with pytest.raises(UserError, match="rank 3 has the mesh 2 x 2 x 1 and rank 0 4 x 1 x 1"):
         ResumeLeader("root").collect([*views, other])
 

@@ -14,9 +14,9 @@ from tests.unit.checkpoint.checkpoint_scenarios import (
     save_as_a_peer_dies,
     scatter_with_failures,
 )
-from trainium_trainer.checkpoint.memory.snapshot import read_header
 from trainium_trainer.checkpoint.root.survey import survey
 from trainium_trainer.storage.posix import PosixStorage
+from trainium_worker.snapshots.files import read_part
 
 
 def memories(folder: Path, count: int, *, prefix: str = "node") -> list[Path]:
@@ -24,8 +24,8 @@ def memories(folder: Path, count: int, *, prefix: str = "node") -> list[Path]:
 
 
 def snapshot_step(path: Path) -> int:
-    header = read_header(path)
-    return -1 if header is None else header.record.version.position.step
+    part = read_part(path)
+    return -1 if part is None else part.version.step
 
 
 def assert_resumed(reports: list[dict[str, Any]], step: int | None) -> None:

@@ -1,9 +1,9 @@
-"""The memory tier: the newest snapshots of this rank's shard in a folder that outlives the process.
+"""The memory tier: the newest snapshots of this rank's shard in a store that outlives the process.
 
 The training thread copies the state into a mapped, preallocated file, which is the only cost in the step; on CUDA the
 copy overlaps with the next step. A thread then computes the checksum and writes the header. Where no other node holds
-the shard, another thread sends it to a buddy (`buddy.py`). Three files per shard rotate, so that the newest two
-finished ones always exist; the node of a buddy has two more.
+the shard, another thread sends it to a buddy. Three files per shard rotate, so that the newest two finished ones always
+exist; the node of a buddy has two more. Files and copies are those of `trainium_worker.snapshots`.
 
 Guarantees:
 - The newest two finished snapshots are never overwritten.
@@ -25,17 +25,10 @@ from trainium_contract.wire.checkpoint_manifest import GENERATION_FENCE_NAME
 from trainium_contract.wire.messages import MAX_GENERATION
 from trainium_trainer.checkpoint.errors import refuse_older_generation
 from trainium_trainer.checkpoint.format.live_state import copy_all
-from trainium_trainer.checkpoint.memory.buddy import SnapshotCopier, SnapshotReceiver, SnapshotSender
-from trainium_trainer.checkpoint.memory.snapshot import (
-    SUFFIX,
-    BufferLayout,
-    Header,
-    SnapshotFile,
-    SnapshotSlots,
-    key_text,
-    read_header,
-)
-from trainium_worker.snapshot import DamagedSnapshotError, open_payload, read_store_id
+from trainium_trainer.checkpoint.memory.layout import describe_mesh
+from trainium_worker.snapshots.copies import TAGS_PER_PART, CopyReceiver, CopySender
+from trainium_worker.snapshots.files import SUFFIX, DamagedSnapshotError, Part
+from trainium_worker.snapshots.store import PartFiles, SnapshotStore, part_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +36,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord, StateVersion
+    from trainium_trainer.checkpoint.memory.layout import BufferLayout
+    from trainium_worker.snapshots.files import SnapshotFile, Version
 
 _OWN_FILES = 3
 """Two finished snapshots plus the one being written."""
@@ -51,76 +45,82 @@ _KEPT_FILES = 2
 """Copies of another node's shard: a finished one and the one being received."""
 _COPY_TIMEOUT_SECONDS = 60.0
 """The time that a step waits for a copy; a copy takes less than a step unless the network has a problem."""
+_FIRST_TAG = 1 << 16
+"""Above the tags of the exchange at resume."""
 
 
 class MemoryTier:
-    """Snapshots of one rank's shard in one folder; all methods are called from the training thread."""
+    """Snapshots of one rank's shard in one store; all methods are called from the training thread."""
 
     def __init__(
-        self, directory: Path, *, key: ShardKey, layout: BufferLayout, generation: int, session: str, config_digest: str
+        self, directory: Path, *, name: str, layout: BufferLayout, generation: int, session: str, config_digest: str
     ) -> None:
+        """`name`: the shard. Raises OSError if the directory cannot be created."""
         self.directory = directory
-        self.key = key
+        self.name = name
         self.layout = layout
+        self.layout_digest = f"{config_digest}-{layout.digest}"
+        """The layout of the parts, which snapshots of other settings do not have."""
         self.generation = generation
         self.session = session
         """Agreed among the ranks at resume; set before the first snapshot is staged."""
-        self.local_keys = frozenset({key})
-        """The shards that ranks of this node write or keep in this folder; files of other shards are leftovers."""
-        self.config_digest = config_digest
+        self.local_names = frozenset({name})
+        """The shards that ranks of this node write or keep in this store; files of other shards are leftovers."""
         self.finalized_step: int | None = None
         self.buddy_step: int | None = None
         """The newest step of which the buddy has a copy; None without a buddy."""
         self.warnings: list[str] = []
-        self._own = SnapshotSlots(directory, key, generation=generation, count=_OWN_FILES)
-        self._buddy_slots: dict[ShardKey, SnapshotSlots] = {}
-        self._receivers: list[SnapshotReceiver] = []
-        self._copying: SnapshotCopier | None = None
+        self._store = SnapshotStore(directory, self._report_damage)
+        self._own = PartFiles(directory, name, generation=generation, count=_OWN_FILES)
+        self._copies: dict[str, tuple[PartFiles, int]] = {}
+        """The files for shards of other nodes, and the size of a payload."""
+        self._receivers: list[CopyReceiver] = []
+        self._copying: CopySender | None = None
         self._late = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-snapshot")
-        self._finalizing: Future[SnapshotRecord] | None = None
+        self._finalizing: Future[Part] | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._rejected: set[Path] = set()
+        self._warned: set[Path] = set()
         self._staged_in_session = 0
         self._fence_stamp: tuple[int, int] | None = None
-        directory.mkdir(parents=True, exist_ok=True)
 
-    # ---- the folder -------------------------------------------------------------------------------------------------
+    # ---- the store --------------------------------------------------------------------------------------------------
 
     def store_id(self) -> str:
-        """Return an id of the folder that is the same for all processes that share it."""
-        return read_store_id(self.directory)
+        """Return an id of the store that is the same for all processes that share it."""
+        return self._store.read_id()
 
     def claim_fence(self) -> None:
-        """Raise the folder's generation to this process's. Raises StaleGenerationError when it is already higher."""
+        """Raise the store's generation to this process's. Raises StaleGenerationError when it is already higher."""
         if self._fence() < self.generation:
             draft = self.directory / f".{GENERATION_FENCE_NAME}.{os.getpid()}"
             draft.write_text(f"{self.generation}\n")
             draft.replace(self.directory / GENERATION_FENCE_NAME)
         self._check_fence()
 
-    def records(self) -> frozenset[SnapshotRecord]:
-        """Return the finished snapshots in the folder with valid headers that match the configuration."""
-        return frozenset(header.record for header in self._headers().values())
+    def parts(self) -> dict[Path, Part]:
+        """Return the finished snapshots in the store that were written with the settings of this start."""
+        own_settings, _, _ = self.layout_digest.partition("-")
+        parts: dict[Path, Part] = {}
+        for path, part in self._store.parts().items():
+            if part.layout.partition("-")[0] == own_settings:
+                parts[path] = part
+            elif path not in self._warned:
+                self._warned.add(path)
+                self.warnings.append(f"memory snapshot {path.name} was written with other settings and is ignored")
+        return parts
 
-    def open_record(self, record: SnapshotRecord) -> torch.Tensor | None:
-        """Return the verified payload of a recorded snapshot; None, with a warning, when it is damaged or missing."""
-        for path, header in self._headers().items():
-            if header.record != record:
-                continue
-            try:
-                return open_payload(path, header.payload_bytes, header.record.checksum)
-            except (DamagedSnapshotError, OSError) as error:
-                self._reject(path, error)
-        return None
+    def open_part(self, part: Part) -> torch.Tensor | None:
+        """Return the verified payload of a snapshot; None, with a warning, when it is damaged or missing."""
+        payloads = (self._store.open(path, part) for path, found in self.parts().items() if found == part)
+        return next((payload for payload in payloads if payload is not None), None)
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
-    def open_slots(self) -> bool:
+    def open_files(self) -> bool:
         """Reserve the files of this shard; False, with a warning, when the memory volume has no room for them."""
         try:
-            size = self.layout.payload_bytes
-            self._own.open(layout=self.layout.digest, payload_bytes=size, headers=self._headers())
+            self._own.reserve(self.layout.payload_bytes, self.parts(), self.layout_digest)
         except OSError as error:
             need = _OWN_FILES * self.layout.payload_bytes / 2**20
             self.warnings.append(
@@ -130,37 +130,30 @@ class MemoryTier:
             return False
         return True
 
-    def receiving_slot(self) -> SnapshotFile:
+    def receiving_file(self) -> SnapshotFile:
         """Return a file to receive a peer's snapshot of this rank's own shard into."""
-        return self._own.next()
+        return self._own.next(self.layout.payload_bytes)
 
-    def finalize_received(self, slot: SnapshotFile, record: SnapshotRecord) -> bool:
-        """Finalize a received snapshot; return False when it differs from what was sent."""
-        finalized = slot.finalize(record.version, record.key, record.layout, self.config_digest)
-        if finalized != record:
-            slot.invalidate(slot.path)
-            return False
-        return True
-
-    def stage(self, version: StateVersion, tensors: Mapping[str, torch.Tensor]) -> None:
+    def stage(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy the state at the end of a step; the thread finalizes the copy. Waits for the previous snapshot first."""
         self.wait_for_snapshot()
         self._check_fence()
         if self._staged_in_session == _OWN_FILES - 1:
             # Every rank has finalized the first snapshot of this session by now, so snapshots of other sessions for
-            # shards that no rank of this folder has any more are obsolete.
+            # shards that no rank of this store has any more are obsolete.
             for path in self._foreign_files():
                 path.unlink(missing_ok=True)
-        slot = self._own.next()
-        targets, sources = self.layout.views(slot.payload), self.layout.ordered(tensors)
+        file = self._own.next(self.layout.payload_bytes)
+        targets, sources = self.layout.views(file.payload), self.layout.ordered(tensors)
         copied: torch.cuda.Event | None = None
         if sources[0].device.type == "cuda":
-            slot.pin()
+            file.pin()
             copied = self._copy_on_side_stream(targets, sources)
         else:
             copy_all(targets, sources)
         self._staged_in_session += 1
-        self._finalizing = self._thread.submit(self._finalize, slot, version, copied)
+        part = Part(version, self.name, self.layout_digest, self.layout.payload_bytes)
+        self._finalizing = self._thread.submit(self._finalize, file, part, copied)
 
     def wait_for_snapshot(self) -> None:
         """Wait until the last staged snapshot and its copy are finalized.
@@ -169,9 +162,9 @@ class MemoryTier:
         every rank has finalized the step before.
         """
         if self._finalizing is not None:
-            record = self._finalizing.result()
+            part = self._finalizing.result()
             self._finalizing = None
-            self.finalized_step = record.version.position.step
+            self.finalized_step = part.version.step
         if self._copying is not None:
             self._wait_for_copy(self._copying)
 
@@ -181,19 +174,19 @@ class MemoryTier:
         if self._copying is not None:
             self._copying.close()
             self._copying = None
-        for keeper in self._receivers:
-            keeper.close()
+        for receiver in self._receivers:
+            receiver.close()
         self._receivers.clear()
         self._own.close()
-        self._buddy_slots.clear()
+        self._copies.clear()
 
     # ---- buddies ----------------------------------------------------------------------------------------------------
 
-    def open_buddy_slots(self, key: ShardKey, layout: str, payload_bytes: int) -> bool:
+    def open_copy_files(self, name: str, layout: str, payload_bytes: int) -> bool:
         """Reserve the files for copies of another node's shard; False, with a warning, when there is no room."""
-        slots = SnapshotSlots(self.directory, key, generation=self.generation, count=_KEPT_FILES)
+        files = PartFiles(self.directory, name, generation=self.generation, count=_KEPT_FILES)
         try:
-            slots.open(layout=layout, payload_bytes=payload_bytes, headers=self._headers())
+            files.reserve(payload_bytes, self.parts(), layout)
         except OSError as error:
             need = _KEPT_FILES * payload_bytes / 2**20
             self.warnings.append(
@@ -201,25 +194,24 @@ class MemoryTier:
                 "MiB are needed; raise the memory volume's size, or set checkpoint.memory.buddies to 0"
             )
             return False
-        self._buddy_slots[key] = slots
+        self._copies[name] = files, payload_bytes
         return True
 
-    def receive_from(self, key: ShardKey, group: ProcessGroup, source: int, number: int) -> None:
+    def receive_from(self, name: str, group: ProcessGroup, source: int, number: int) -> None:
         """Start to receive the snapshots of a shard for which files are open."""
-        slots = self._buddy_slots[key]
+        files, payload_bytes = self._copies[name]
 
-        def slot() -> SnapshotFile:
+        def choose_file(part: Part) -> SnapshotFile:
+            if part.name != name:
+                raise DamagedSnapshotError(f"rank {source} sent shard {part.name} where {name} belongs")
             self._check_fence()
-            return slots.next()
+            return files.next(payload_bytes)
 
-        def finalize(slot: SnapshotFile, header: Header) -> bool:
-            return header.record.key == key and self.finalize_received(slot, header.record)
-
-        self._receivers.append(SnapshotReceiver(group, source, number, slot=slot, finalize=finalize))
+        self._receivers.append(CopyReceiver(group, source, _FIRST_TAG + TAGS_PER_PART * number, choose_file))
 
     def send_to(self, group: ProcessGroup, target: int, number: int) -> None:
         """Start to send each finalized snapshot to a buddy."""
-        self._copying = SnapshotCopier(SnapshotSender(group, target, number))
+        self._copying = CopySender(group, target, _FIRST_TAG + TAGS_PER_PART * number)
 
     def _copy_on_side_stream(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> torch.cuda.Event:
         """Copy on a separate stream; the state does not change before `wait_for_snapshot`."""
@@ -231,15 +223,15 @@ class MemoryTier:
         copied: torch.cuda.Event = self._stream.record_event()
         return copied
 
-    def _finalize(self, slot: SnapshotFile, version: StateVersion, copied: torch.cuda.Event | None) -> SnapshotRecord:
+    def _finalize(self, file: SnapshotFile, part: Part, copied: torch.cuda.Event | None) -> Part:
         if copied is not None:
             copied.synchronize()
-        record = slot.finalize(version, self.key, self.layout.digest, self.config_digest)
+        finished = file.finish(part)
         if self._copying is not None:
-            self._copying.offer(slot, version.position.step)
-        return record
+            self._copying.offer(file, finished)
+        return finished
 
-    def _wait_for_copy(self, copying: SnapshotCopier) -> None:
+    def _wait_for_copy(self, copying: CopySender) -> None:
         if not copying.wait(0.0 if self._late else _COPY_TIMEOUT_SECONDS):
             if not self._late:
                 self._late = True
@@ -257,54 +249,25 @@ class MemoryTier:
         """Remove snapshots newer than the resumed step, which belong to an abandoned history.
 
         `local` (set on the writer of a shard) selects those of this shard. `others` (set on one rank) selects those of
-        shards that no rank of this folder has, and also incomplete ones and those of another layout of the state.
+        shards that no rank of this store has, and also incomplete ones and those of another layout of the state.
         """
         if local:
-            self._own.discard_after(step)
+            self._own.invalidate(lambda part, _: part.version.step > step)
         if others:
-            headers = self._headers()
+            parts, mesh = self.parts(), describe_mesh(self.name)
             for path in self._foreign_files():
-                header = headers.get(path)
-                useful = (
-                    header is not None
-                    and header.record.version.position.step <= step
-                    and header.record.key.has_same_layout(self.key)
-                )
-                if not useful:
+                part = parts.get(path)
+                if part is None or part.version.step > step or describe_mesh(part.name) != mesh:
                     path.unlink(missing_ok=True)
 
     def _foreign_files(self) -> list[Path]:
-        mine = {str(key) for key in self.local_keys}
-        return [path for path in self.directory.glob(f"*{SUFFIX}") if key_text(path) not in mine]
+        return [path for path in self.directory.glob(f"*{SUFFIX}") if part_name(path) not in self.local_names]
 
     # ---- internals --------------------------------------------------------------------------------------------------
 
-    def _headers(self) -> dict[Path, Header]:
-        headers: dict[Path, Header] = {}
-        for path in sorted(self.directory.glob(f"*{SUFFIX}")):
-            if path in self._rejected:
-                continue
-            try:
-                header = read_header(path)
-            except FileNotFoundError:  # another rank of this node has removed it
-                continue
-            except (DamagedSnapshotError, OSError) as error:
-                self._reject(path, error)
-                continue
-            if header is None:
-                continue
-            if header.config_digest != self.config_digest:
-                self._rejected.add(path)
-                self.warnings.append(f"memory snapshot {path.name} was written with other settings and is ignored")
-                continue
-            headers[path] = header
-        return headers
-
-    def _reject(self, path: Path, error: Exception) -> None:
-        # The file stays until its owner reuses or removes it, because other ranks of the node may be reading it.
-        self._rejected.add(path)
+    def _report_damage(self, damaged: Path, error: Exception) -> None:
         self.warnings.append(f"memory snapshot is damaged and ignored: {error}")
-        self._own.drop(path)
+        self._own.invalidate(lambda _, path: path == damaged)
 
     def _fence(self) -> int:
         try:

@@ -15,12 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from trainium_worker.snapshot import pair_stores
+from trainium_trainer.checkpoint.memory.layout import describe_mesh
+from trainium_worker.snapshots.copies import pair_stores
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord, StateVersion
+    from trainium_worker.snapshots.files import Part, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,10 @@ class RankView:
 
     rank: int
     store: str
-    needs: ShardKey
+    needs: str
+    """The name of the shard."""
     layout: str
-    records: frozenset[SnapshotRecord] = field(default_factory=frozenset)
+    records: frozenset[Part] = field(default_factory=frozenset)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,7 +42,7 @@ class Transfer:
 
     source: int
     target: int
-    key: ShardKey
+    key: str
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,14 +51,14 @@ class BuddyCopy:
 
     source: int
     target: int
-    key: ShardKey
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeFromMemory:
     """Resume this version: after the rounds of transfers, in order, every rank finds its shard in its store."""
 
-    version: StateVersion
+    version: Version
     rounds: tuple[tuple[Transfer, ...], ...]
 
 
@@ -85,14 +87,12 @@ def decide(views: Sequence[RankView], durable_steps: Iterable[int]) -> Decision:
     needed = {(view.needs, view.layout) for view in views}
     # Comparing two sets costs the size of the smaller one, so all comparisons cost at most the number of records.
     version = max((version for version, shards in shards_by_version.items() if needed <= shards.whole), default=None)
-    if version is not None and (durable is None or durable <= version.position.step):
+    if version is not None and (durable is None or durable <= version.step):
         return ResumeFromMemory(version, _plan_rounds(views, shards_by_version[version].stores))
     return FreshStart() if durable is None else ResumeFromDurable(durable)
 
 
-def records_to_report(
-    neighbours: Iterable[RankView], rank: int, records: Iterable[SnapshotRecord]
-) -> frozenset[SnapshotRecord]:
+def records_to_report(neighbours: Iterable[RankView], rank: int, records: Iterable[Part]) -> frozenset[Part]:
     """Return the `records` of a store that `rank` reports; `neighbours` include all ranks that share the store.
 
     One rank of a store represents each shard, the one that would send it. No rank represents shards of another division
@@ -102,16 +102,17 @@ def records_to_report(
     node_views = list(neighbours)
     mine = next(view for view in node_views if view.rank == rank)
     representatives = _Representatives(view for view in node_views if view.store == mine.store)
+    mesh = describe_mesh(mine.needs)
     return frozenset(
         record
         for record in records
-        if record.key.has_same_layout(mine.needs) and representatives.of(mine.store, record.key) == rank
+        if describe_mesh(record.name) == mesh and representatives.of(mine.store, record.name) == rank
     )
 
 
 def snapshot_writers(views: Sequence[RankView]) -> frozenset[int]:
     """Return the ranks that write snapshots: the lowest of those that share both a store and a shard."""
-    writers: dict[tuple[str, ShardKey], int] = {}
+    writers: dict[tuple[str, str], int] = {}
     for view in views:
         key = (view.store, view.needs)
         writers[key] = min(view.rank, writers.get(key, view.rank))
@@ -131,7 +132,7 @@ def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Bu
 
     Only shards that a single store holds need a copy: replicas are copies already.
     """
-    holders: dict[ShardKey, set[str]] = {}
+    holders: dict[str, set[str]] = {}
     ranks: dict[str, list[int]] = {}
     for view in sorted(views, key=lambda view: view.rank):
         holders.setdefault(view.needs, set()).add(view.store)
@@ -155,20 +156,20 @@ def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[Bu
 class _VersionShards:
     """The parts of one version that all stores together hold."""
 
-    whole: set[tuple[ShardKey, str]] = field(default_factory=set)
+    whole: set[tuple[str, str]] = field(default_factory=set)
     """The shards and their layouts."""
-    stores: dict[ShardKey, set[str]] = field(default_factory=dict)
+    stores: dict[str, set[str]] = field(default_factory=dict)
 
 
-def _group_shards(views: Sequence[RankView]) -> dict[StateVersion, _VersionShards]:
-    by_version: dict[StateVersion, _VersionShards] = {}
+def _group_shards(views: Sequence[RankView]) -> dict[Version, _VersionShards]:
+    by_version: dict[Version, _VersionShards] = {}
     for view in views:
         for record in view.records:
             shards = by_version.get(record.version)
             if shards is None:
                 shards = by_version[record.version] = _VersionShards()
-            shards.whole.add((record.key, record.layout))
-            shards.stores.setdefault(record.key, set()).add(view.store)
+            shards.whole.add((record.name, record.layout))
+            shards.stores.setdefault(record.name, set()).add(view.store)
     return by_version
 
 
@@ -177,25 +178,25 @@ class _Representatives:
 
     def __init__(self, views: Iterable[RankView]) -> None:
         self._any: dict[str, int] = {}
-        self._needing: dict[tuple[str, ShardKey], int] = {}
+        self._needing: dict[tuple[str, str], int] = {}
         for view in views:
             self._any[view.store] = min(view.rank, self._any.get(view.store, view.rank))
             store_key = (view.store, view.needs)
             self._needing[store_key] = min(view.rank, self._needing.get(store_key, view.rank))
 
-    def of(self, store: str, key: ShardKey) -> int:
+    def of(self, store: str, key: str) -> int:
         """Return the rank for one store and shard."""
         return self._needing.get((store, key), self._any[store])
 
 
-def _plan_rounds(views: Sequence[RankView], holders: Mapping[ShardKey, set[str]]) -> tuple[tuple[Transfer, ...], ...]:
+def _plan_rounds(views: Sequence[RankView], holders: Mapping[str, set[str]]) -> tuple[tuple[Transfer, ...], ...]:
     """Plan the transfers of each shard as a doubling tree: each store that has the shard sends it to one that lacks it.
 
     `holders`: the stores that have a shard of the version to resume.
     """
     rounds: list[list[Transfer]] = []
     representatives = _Representatives(views)
-    stores_by_needed_shard: dict[ShardKey, set[str]] = {}
+    stores_by_needed_shard: dict[str, set[str]] = {}
     for view in views:
         stores_by_needed_shard.setdefault(view.needs, set()).add(view.store)
     for key, stores in sorted(stores_by_needed_shard.items()):
@@ -221,10 +222,10 @@ class SnapshotInventory:
     records and the transfers.
     """
 
-    def __init__(self, views: Sequence[RankView], reported: Sequence[Iterable[SnapshotRecord]]) -> None:
+    def __init__(self, views: Sequence[RankView], reported: Sequence[Iterable[Part]]) -> None:
         """Create the inventory from the views of all ranks, by rank and without records, and each rank's records."""
         self._places = tuple(views)
-        self._records: dict[str, set[SnapshotRecord]] = {view.store: set() for view in views}
+        self._records: dict[str, set[Part]] = {view.store: set() for view in views}
         for view, records in zip(views, reported, strict=True):
             self._records[view.store].update(records)
         self._split: set[str] = set()
@@ -252,16 +253,16 @@ class SnapshotInventory:
             sharing[view.store] = sharing.get(view.store, 0) + 1
         self._split |= {store for rank in without_space if sharing[store := self._places[rank].store] > 1}
 
-    def remove_records(self, rank: int, records: Iterable[SnapshotRecord]) -> None:
+    def remove_records(self, rank: int, records: Iterable[Part]) -> None:
         """Remove the snapshots that `rank` could not read in its store."""
         self._records[self._places[rank].store].difference_update(records)
 
-    def exclude(self, version: StateVersion) -> None:
+    def exclude(self, version: Version) -> None:
         """Exclude a version that could not be exchanged."""
         for store, records in self._records.items():
             self._records[store] = {record for record in records if record.version != version}
 
-    def checks(self, decision: ResumeFromMemory) -> list[tuple[SnapshotRecord, ...]]:
+    def checks(self, decision: ResumeFromMemory) -> list[tuple[Part, ...]]:
         """Return, by rank, the snapshots of its store that the rank needs or sends."""
         records = self._records_by_store(decision.version)
         wanted = [{view.needs} for view in self._places]
@@ -273,13 +274,13 @@ class SnapshotInventory:
             for view, keys in zip(self._places, wanted, strict=True)
         ]
 
-    def origins(self, decision: ResumeFromMemory) -> list[SnapshotRecord]:
+    def origins(self, decision: ResumeFromMemory) -> list[Part]:
         """Return, by rank, the snapshot from which its shard originates after the exchange."""
         records = self._records_by_store(decision.version)
         stores = [view.store for view in self.views()]
-        arrived: dict[tuple[str, ShardKey], SnapshotRecord] = {}
+        arrived: dict[tuple[str, str], Part] = {}
 
-        def origin(rank: int, key: ShardKey) -> SnapshotRecord:
+        def origin(rank: int, key: str) -> Part:
             local = records[self._places[rank].store].get(key)
             return local if local is not None else arrived[stores[rank], key]
 
@@ -288,13 +289,13 @@ class SnapshotInventory:
                 arrived[stores[transfer.target], transfer.key] = origin(transfer.source, transfer.key)
         return [origin(view.rank, view.needs) for view in self._places]
 
-    def _records_by_store(self, version: StateVersion) -> dict[str, dict[ShardKey, SnapshotRecord]]:
+    def _records_by_store(self, version: Version) -> dict[str, dict[str, Part]]:
         """Return the snapshots of a version in each store; of two snapshots of a shard, the lesser."""
-        by_store: dict[str, dict[ShardKey, SnapshotRecord]] = {}
+        by_store: dict[str, dict[str, Part]] = {}
         for store, records in self._records.items():
             store_records = by_store[store] = {}
             for record in records:
                 if record.version == version:
-                    other = store_records.get(record.key)
-                    store_records[record.key] = record if other is None else min(record, other)
+                    other = store_records.get(record.name)
+                    store_records[record.name] = record if other is None else min(record, other)
         return by_store

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.wire.checkpoint_manifest import folder_name, parse_step
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.interfaces import Position
+from trainium_trainer.checkpoint.memory.layout import describe_mesh
 from trainium_trainer.checkpoint.resume.agreement import (
     BuddyCopy,
     Decision,
@@ -36,9 +37,9 @@ from trainium_trainer.exits import TrainerError, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from trainium_trainer.checkpoint.memory.snapshot import ShardKey, SnapshotRecord
     from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint, Survey
     from trainium_trainer.storage.errors import StorageError
+    from trainium_worker.snapshots.files import Part
 
 SHARED_WARNINGS = 20
 """The number of warnings that every rank gets; the first rank has all of them."""
@@ -51,7 +52,7 @@ SHARED_WARNINGS = 20
 class SnapshotReport:
     """The snapshots that a rank represents, reported after its view."""
 
-    records: frozenset[SnapshotRecord] = frozenset()
+    records: frozenset[Part] = frozenset()
     can_write: bool | None = None
     """Whether this rank can write snapshots; None on a rank whose neighbour writes them."""
     warnings: tuple[str, ...] = ()
@@ -62,7 +63,7 @@ class RankReport:
     """The outcome of a rank's order."""
 
     ok: bool = True
-    unreadable: frozenset[SnapshotRecord] = frozenset()
+    unreadable: frozenset[Part] = frozenset()
     """The snapshots that the rank could not read."""
     warnings: tuple[str, ...] = ()
     error: TrainerError | None = None
@@ -77,7 +78,7 @@ class RankReport:
 class Verify:
     """Open and verify these snapshots of the rank's store: that of its shard, and those that it sends to others."""
 
-    records: tuple[SnapshotRecord, ...]
+    records: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,9 @@ class TransferStep:
     """A transfer in which a rank takes part."""
 
     round: int
-    tag: int
     source: int
     target: int
-    key: ShardKey
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Exchange:
     """Send and receive snapshots in the order of the rounds."""
 
     moves: tuple[TransferStep, ...]
-    origin: SnapshotRecord
+    origin: Part
     """The snapshot from which the rank's shard originates."""
 
 
@@ -238,8 +238,8 @@ class ResumeLeader:
     def _exchange(self, decision: ResumeFromMemory) -> list[Order]:
         moves: list[list[TransferStep]] = [[] for _ in self.views]
         for number, batch in enumerate(decision.rounds):
-            for tag, transfer in enumerate(batch):
-                move = TransferStep(number, tag, transfer.source, transfer.target, transfer.key)
+            for transfer in batch:
+                move = TransferStep(number, transfer.source, transfer.target, transfer.key)
                 for rank in {transfer.source, transfer.target}:
                     moves[rank].append(move)
         origins = self._inventory.origins(decision)
@@ -271,7 +271,7 @@ class ResumeLeader:
 
     def _position(self, decision: Decision) -> Position | None:
         if isinstance(decision, ResumeFromMemory):
-            return decision.version.position
+            return Position.decode(decision.version.step, decision.version.details)
         if isinstance(decision, FreshStart):
             return None
         manifest = self._committed[decision.step].manifest
@@ -321,17 +321,13 @@ def limit_warnings(warnings: Iterable[str]) -> tuple[str, ...]:
 
 def _refuse_other_meshes(views: Sequence[RankView]) -> None:
     """Raise UserError for a rank with another mesh, because it would look for shards that no rank has."""
-    first = views[0].needs
-    for view in views:
-        if not view.needs.has_same_layout(first):
+    meshes = [describe_mesh(view.needs) for view in views]
+    for view, mesh in zip(views, meshes, strict=True):
+        if mesh != meshes[0]:
             raise UserError(
-                f"rank {view.rank} has the mesh {_mesh(view.needs)} and rank 0 {_mesh(first)} (shards along tensor x "
-                "data x pipeline): give all workers one configuration and one version of the image"
+                f"rank {view.rank} has the mesh {mesh} and rank 0 {meshes[0]} (shards along tensor x data x pipeline): "
+                "give all workers one configuration and one version of the image"
             )
-
-
-def _mesh(key: ShardKey) -> str:
-    return f"{key.tp_size} x {key.dp_size} x {key.pp_size}"
 
 
 # ---- copies on other nodes ------------------------------------------------------------------------------------------
@@ -362,7 +358,7 @@ class ReplicaAssignment:
 
     numbers: frozenset[int]
     """The indices of the rank's copies that are kept."""
-    keys: frozenset[ShardKey]
+    keys: frozenset[str]
     """The shards of which the rank's store has copies."""
     warnings: tuple[str, ...]
 
@@ -385,7 +381,7 @@ def assign_replicas(
     """Return the assignments by rank, once all have reported their capacity."""
     assigned = frozenset(number for capacity in capacities for number in capacity.numbers)
     numbers: list[set[int]] = [set() for _ in views]
-    copies: dict[str, set[ShardKey]] = {view.store: set() for view in views}
+    copies: dict[str, set[str]] = {view.store: set() for view in views}
     for number in assigned:
         copy = wanted[number]
         copies[views[copy.target].store].add(copy.key)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.checkpoint.collectives import scatter_from_root
@@ -50,7 +49,8 @@ from trainium_trainer.checkpoint.resume.leader import (
 )
 from trainium_trainer.checkpoint.root.commit_lease import refuse_foreign
 from trainium_trainer.storage.errors import StorageError, storage_error
-from trainium_worker.snapshot import checksum
+from trainium_worker.snapshots.copies import transfer
+from trainium_worker.snapshots.files import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,10 +58,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_trainer.checkpoint.interfaces import Session
+    from trainium_trainer.checkpoint.memory.layout import BufferLayout
     from trainium_trainer.checkpoint.memory.memory_tier import MemoryTier
-    from trainium_trainer.checkpoint.memory.snapshot import BufferLayout, ShardKey, SnapshotRecord
     from trainium_trainer.checkpoint.root.commit_lease import CommitLease
     from trainium_trainer.checkpoint.root.survey import CommittedCheckpoint
+    from trainium_worker.snapshots.files import Part, SnapshotFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Resumption:
         self,
         session: Session,
         *,
-        key: ShardKey,
+        key: str,
         layout: BufferLayout,
         memory: MemoryTier | None,
         lease: CommitLease,
@@ -96,12 +97,13 @@ class Resumption:
         self._settings, self._config_digest = session.settings, session.config_digest
         self._key = key
         self._layout = layout
+        self._layout_digest = f"{session.config_digest}-{layout.digest}"
         self._memory = memory
         self._lease = lease
         self._buddies = session.config.memory.buddies > 0
         self._leader = ResumeLeader(self._storage.location, self._buddies, lease.generation)
-        self._payloads: dict[ShardKey, torch.Tensor] = {}
-        self._origin: SnapshotRecord | None = None
+        self._payloads: dict[str, torch.Tensor] = {}
+        self._origin: Part | None = None
         self._can_write: bool | None = None
         self._warned = 0
 
@@ -136,7 +138,7 @@ class Resumption:
         except OSError as error:
             where = str(self._memory.directory if self._memory else self._storage.location)
             raise storage_error(error, where) from error
-        return RankView(self._mesh.rank, store, self._key, self._layout.digest)
+        return RankView(self._mesh.rank, store, self._key, self._layout_digest)
 
     def _survey(self) -> None:
         where = self._storage.location
@@ -153,7 +155,7 @@ class Resumption:
         """Return the records of the store that this rank represents."""
         if self._memory is None:
             return SnapshotReport(can_write=self._can_write)
-        records = records_to_report(neighbours, self._mesh.rank, self._memory.records())
+        records = records_to_report(neighbours, self._mesh.rank, self._memory.parts().values())
         return SnapshotReport(records, self._can_write, self._new_warnings())
 
     def _execute(self, order: Verify | Exchange | Load) -> RankReport:
@@ -167,17 +169,17 @@ class Resumption:
         """Report the outcome and return the next order. Collective."""
         return scatter_from_root(lambda: report, self._leader.next_orders, self._group, "resume: how it went")
 
-    def _check(self, records: Sequence[SnapshotRecord]) -> RankReport:
+    def _check(self, records: Sequence[Part]) -> RankReport:
         """Open and verify snapshots: that of this rank's shard if the store has it, and those to send to others."""
         self._payloads.clear()
         self._origin = None
-        unreadable: set[SnapshotRecord] = set()
+        unreadable: set[Part] = set()
         for record in records:
-            payload = None if self._memory is None else self._memory.open_record(record)
+            payload = None if self._memory is None else self._memory.open_part(record)
             if payload is None:
                 unreadable.add(record)
             else:
-                self._payloads[record.key] = payload
+                self._payloads[record.name] = payload
         return RankReport(not unreadable, frozenset(unreadable), self._new_warnings())
 
     def _load(self, checkpoint: CommittedCheckpoint) -> RankReport:
@@ -196,32 +198,24 @@ class Resumption:
 
     def _exchange(self, order: Exchange) -> bool:
         """Send and receive snapshots in the decided rounds; return False when one arrived altered."""
-        ok = True
-        me = self._mesh.rank
+        ok, rank, memory = True, self._mesh.rank, self._memory
+        assert self._group is not None, "there are other ranks"
         self._origin = order.origin
         for number in sorted({move.round for move in order.moves}):
-            work = []
-            arriving: torch.Tensor | None = None
-            slot = None
-            for move in (move for move in order.moves if move.round == number):
-                if move.source == me:
-                    payload = self._payloads[move.key]
-                    work.append(dist.isend(payload, move.target, group=self._group, tag=move.tag))
-                if move.target == me:
-                    slot = self._memory.receiving_slot() if self._memory is not None and self._can_write else None
-                    arriving = (
-                        torch.empty(self._layout.payload_bytes, dtype=torch.uint8) if slot is None else slot.payload
-                    )
-                    work.append(dist.irecv(arriving, move.source, group=self._group, tag=move.tag))
-            for pending in work:
-                if pending is not None:
-                    pending.wait()
-            if arriving is not None:
-                if slot is not None and self._memory is not None:
-                    ok = self._memory.finalize_received(slot, order.origin) and ok
-                else:
-                    ok = checksum(arriving) == order.origin.checksum and ok
-                self._payloads[self._key] = arriving
+            moves = [move for move in order.moves if move.round == number]
+            into: list[tuple[int, torch.Tensor]] = []
+            file: SnapshotFile | None = None
+            for move in (move for move in moves if move.target == rank):
+                file = memory.receiving_file() if memory is not None and self._can_write else None
+                payload = torch.empty(self._layout.payload_bytes, dtype=torch.uint8) if file is None else file.payload
+                into.append((move.source, payload))
+            sends = [(move.target, self._payloads[move.key]) for move in moves if move.source == rank]
+            transfer(self._group, 0, sends=sends, into=into)
+            for _, payload in into:
+                ok = (
+                    checksum(payload) == order.origin.checksum if file is None else file.finish_received(order.origin)
+                ) and ok
+                self._payloads[self._key] = payload
         return ok
 
     # ---- small parts ------------------------------------------------------------------------------------------------
@@ -231,8 +225,8 @@ class Resumption:
         if self._memory is None:
             self._can_write = False
             return
-        self._memory.local_keys = frozenset(view.needs for view in neighbours)
-        self._can_write = self._memory.open_slots() if self._mesh.rank in snapshot_writers(neighbours) else None
+        self._memory.local_names = frozenset(view.needs for view in neighbours)
+        self._can_write = self._memory.open_files() if self._mesh.rank in snapshot_writers(neighbours) else None
 
     def _new_warnings(self) -> tuple[str, ...]:
         """Return the warnings of the memory tier since the last call."""
@@ -245,7 +239,7 @@ class Resumption:
     def _restore_from_memory(self) -> None:
         payload = self._payloads.get(self._key)
         if payload is None and self._memory is not None and self._origin is not None:
-            payload = self._memory.open_record(self._origin)
+            payload = self._memory.open_part(self._origin)
         assert payload is not None, "every rank has its shard after the exchange"
         copy_all(self._layout.ordered(self._state.local_tensors()), self._layout.views(payload))
 
@@ -285,7 +279,7 @@ class Resumption:
             "resume: space for copies",
         )
         if memory is not None:
-            memory.local_keys |= assignment.keys
+            memory.local_names |= assignment.keys
             for task in (task for task in tasks if task.number in assignment.numbers):
                 if task.copy.target == self._mesh.rank:
                     memory.receive_from(task.copy.key, group, task.copy.source, task.number)
@@ -300,7 +294,7 @@ class Resumption:
             return ReplicaCapacity(frozenset(), ())
         known = len(memory.warnings)
         for task in tasks:
-            if task.copy.target == rank and memory.open_buddy_slots(task.copy.key, task.layout, task.payload_bytes):
+            if task.copy.target == rank and memory.open_copy_files(task.copy.key, task.layout, task.payload_bytes):
                 numbers.add(task.number)
         return ReplicaCapacity(
             frozenset(numbers), tuple(f"rank {rank}: {warning}" for warning in memory.warnings[known:])
