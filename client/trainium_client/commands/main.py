@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from trainium_client.commands import bundle, change, inspect, logs, profile, report, show, simulate, ui, watch
+from trainium_client.commands import (
+    bundle,
+    change,
+    import_job,
+    inspect,
+    logs,
+    profile,
+    report,
+    show,
+    simulate,
+    ui,
+    watch,
+)
 from trainium_client.commands.options import close_connections, with_session
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.command_line import describe_usage_error
@@ -48,6 +60,7 @@ app.command(rich_help_panel=_SHOW)(with_session(report.report, output=False))
 app.command(context_settings={"ignore_unknown_options": True}, rich_help_panel=_PLAN)(
     with_session(simulate.simulate, output=False)
 )
+app.command("import", rich_help_panel=_PLAN)(import_job.import_)
 app.command("support-bundle", rich_help_panel=_EXPLAIN)(with_session(bundle.support_bundle))
 
 

@@ -32,6 +32,7 @@ from trainium_contract.faults.causes import NO_FAULT_CAUSES, USER_CAUSES, Cause
 from trainium_contract.job import MAX_NAME
 from trainium_contract.sizes import INSTANCES
 from trainium_contract.spec.managed_by import MANAGER
+from trainium_contract.spec.workers import DEVICE_MISSING
 from trainium_contract.trainer.config import TrainerSpec
 
 _KNOWN_TYPES = "[" + ", ".join(f"'{name}'" for name in INSTANCES) + "]"
@@ -130,8 +131,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     Rule(
         """self.workers.accelerator.device == 'cpu' || has(self.workers.accelerator.instanceType)
         || has(self.workers.accelerator.resources) || has(self.workers.accelerator.coresPerNode)""",
-        "name the device of a worker: workers.accelerator.instanceType (for instance trn1.32xlarge), or resources "
-        "and coresPerNode, or device: cpu",
+        DEVICE_MISSING,
         ".workers.accelerator",
         reason=RefusalReason.REQUIRED,
     ),

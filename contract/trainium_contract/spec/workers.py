@@ -14,6 +14,12 @@ from trainium_contract.spec.pod_template import PodTemplate
 
 MAX_NODES = 10_000
 
+DEVICE_MISSING = (
+    "name the device of a worker: workers.accelerator.instanceType (for instance trn1.32xlarge), or resources and "
+    "coresPerNode, or device: cpu"
+)
+"""Refusal of a job that names no device, by the definition and by `trainium-trainer check`."""
+
 NodeCount = Annotated[int, Field(ge=1, le=MAX_NODES)]
 Quantity = Annotated[str, Field(min_length=1, max_length=32)]
 
@@ -39,6 +45,12 @@ class AcceleratorSpec(ContractModel):
     """Extended resources per worker in place of the instance type's, for instance {aws.amazon.com/neuron: "16"}."""
     claim: ClaimSpec | None = None
     """Claim Neuron devices by dynamic resource allocation; omitted: the device plugin allocates them."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the job names its devices."""
+        named = self.instance_type or self.resources or self.cores_per_node
+        return self.device is Device.CPU or bool(named)
 
     def instance(self) -> Instance | None:
         """Return the known instance type's figures; None without a type, or if it is unknown."""

@@ -21,14 +21,16 @@ from tests.testing.outputs.recording import FirstFrameTerminal, Recording, repla
 from tests.testing.outputs.tables import table
 from trainium_client.commands import simulate as simulating
 from trainium_client.commands.ui_server import UiServer
+from trainium_client.importing.importer import Options, import_jobs
+from trainium_client.importing.writer import write_job
 from trainium_devcluster import cli as devcluster
 from trainium_devcluster import cluster as devcluster_parts
 from trainium_simulator.command import main as simulate
 
 ROOT = Path(__file__).parents[3]
 PAGES = (
-    "README.md", "docs/first-job.md", "docs/goodput.md", "docs/kubectl-trn.md", "docs/program.md", "docs/simulate.md",
-    "docs/watch.md",
+    "README.md", "docs/first-job.md", "docs/goodput.md", "docs/import.md", "docs/kubectl-trn.md", "docs/program.md",
+    "docs/simulate.md", "docs/watch.md",
 )  # fmt: skip
 """Pages with outputs."""
 SIMULATION = (
@@ -193,6 +195,12 @@ def _simulate_example() -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
+def _import_mingpt() -> str:
+    text = (ROOT / "tests/unit/client/importing/cases/mingpt.pytorch_job.yaml").read_text(encoding="utf-8")
+    ((name, job),) = import_jobs([("mingpt.yaml", text)], Options(instance_type="trn1.32xlarge"))
+    return write_job(job, name)
+
+
 def _log_lines() -> str:
     text = (RECORDED / "log-lines.jsonl").read_text(encoding="utf-8")
     return "\n".join(json.dumps(json.loads(line)) for line in text.splitlines())
@@ -206,6 +214,7 @@ _BUILT: dict[str, Callable[[], str]] = {
     "tar -tzf llama-support-*.tar.gz": _support_bundle_files,
     "kubectl trn ui llama -n team": _ui,
     "trainium-devcluster up --nodes 5": _devcluster_up,
+    "kubectl trn import mingpt.yaml --instance-type trn1.32xlarge": _import_mingpt,
     "lines of a log": _log_lines,
     SIMULATION: _simulate_example,
 }

@@ -428,6 +428,8 @@ def test_every_command_takes_a_namespace_a_context_and_an_output(trn: Command) -
         name = str(command.name or getattr(command.callback, "__name__", ""))
         code, out, _ = trn(name, "--help")
         assert code == 0
+        if name == "import":  # which needs no cluster
+            continue
         options = ["--namespace", "-n", "--context", "--kubeconfig", *([] if name == "simulate" else ["--output"])]
         assert all(option in out for option in options), name
 

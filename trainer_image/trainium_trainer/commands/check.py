@@ -7,6 +7,7 @@ Guarantees:
 from __future__ import annotations
 
 import glob
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,8 @@ from trainium_contract.models.parameters import count_parameters
 from trainium_contract.pages.formatting import pluralize
 from trainium_contract.requirements.descriptors import count_required_files, explain_file_limit
 from trainium_contract.sizes import INSTANCES
+from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
+from trainium_contract.spec.workers import DEVICE_MISSING
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import BASE_REFERENCE
 from trainium_contract.wire.worker_env import KIND
@@ -29,6 +32,7 @@ from trainium_trainer.configuration.config import (
     Launch,
     Settings,
     parse,
+    parse_job_spec,
     read_document,
     read_launch,
     resolve_settings,
@@ -44,6 +48,8 @@ from trainium_trainer.trackers.process import find_missing_trackers
 from trainium_trainer.tuning.trainable import is_reference_in_model
 
 if TYPE_CHECKING:
+    from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.spec.program import ProgramSpec
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_contract.trainer.model import ModelConfig
 
@@ -91,6 +97,8 @@ def _is_available(name: str) -> bool:
 
 
 _MAX_SIZES = 12
+_MAX_COMMAND = 200
+"""Characters of a program's command that are shown."""
 
 
 def check(
@@ -107,6 +115,12 @@ def check(
     # Jobs and larger worlds run elsewhere; otherwise refuse what `train` would refuse on this machine.
     elsewhere = document.get("kind") == KIND or ranks is not None
     if document.get("kind") == KIND:
+        spec = parse_job_spec(config, document)
+        if not spec.workers.accelerator.is_given:
+            raise UserError(f"{config}: {DEVICE_MISSING}")
+        if spec.program is not None:
+            typer.echo("\n".join(describe_program(spec, spec.program)))
+            return
         plan = resolve_sizes(config, document, overrides or ())
         start = f"{pluralize(plan.nodes[0], 'node')} of {pluralize(plan.cores_per_node, 'process')}"
         header = [f"job: starts on {start}; {_format_sizes(plan.nodes)}"]
@@ -139,6 +153,30 @@ def check(
     typer.echo(
         "\n".join([*header, *describe_run(settings, nodes), *memory, *(f"warning: {text}" for text in warnings)])
     )
+
+
+def describe_program(spec: TrainingJobSpec, program: ProgramSpec) -> list[str]:
+    """Describe a job that runs a program, one line each. Raises UserError if no size is legal."""
+    workload = spec.workload
+    sizes = spec.replaced(precompile=PrecompileSpec(sizes=PrecompileSizes.ALL)).sizes_to_compile()
+    if not sizes:
+        raise UserError(
+            f"workers.replicas {spec.workers.replicas} is not a legal size, nor is any below it: change it, "
+            "parallelism or program.batch"
+        )
+    start = f"{pluralize(sizes[0], 'node')} of {pluralize(workload.processes_per_node, 'process')}"
+    lines = [
+        f"job: starts on {start}; {_format_sizes(sizes)}",
+        f"program: {shlex.join((*program.command, *program.args))[:_MAX_COMMAND]}",
+        f"image: {program.image}",
+    ]
+    if program.checkpoints is None:
+        lines.append("warning: program.checkpoints is not given, so status, drains and `kubectl trn why` know none")
+    if not spec.checkpoint.storage.is_persistent:
+        lines.append(
+            "warning: checkpoint.storage is not given: what the program writes to /checkpoints is lost with a pod"
+        )
+    return lines
 
 
 def refuse_few_files(launch: Launch) -> None:

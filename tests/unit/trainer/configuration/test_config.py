@@ -292,6 +292,24 @@ def test_check_refuses_a_job_that_is_too_large_for_its_cores_and_reports_the_num
     assert "a core of trn1.32xlarge has 16.0 GiB, but a process needs 50.2 GiB of weights" in capsys.readouterr().err
 
 
+def test_check_explains_a_program_and_names_a_missing_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = {"image": "a:1", "command": ["python", "a b.py"], "batch": {"globalSize": 128}}
+    spec: dict[str, Any] = {"workers": {"replicas": 3, "minReplicas": 1}, "program": program}
+    job = {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
+    assert cli.run(["check", "--config", str(write_config(tmp_path, job))]) == ExitCode.USER_ERROR
+    assert "name the device of a worker: workers.accelerator.instanceType" in capsys.readouterr().err
+
+    spec["workers"]["accelerator"] = {"instanceType": "trn1.32xlarge"}
+    assert cli.run(["check", "--config", str(write_config(tmp_path, job))]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "job: starts on 2 nodes of 32 processes; useful sizes: 1, 2",
+        "program: python 'a b.py'",
+        "image: a:1",
+    ]
+
+
 def test_too_little_shared_memory_on_a_node_is_reported_with_the_features_to_switch_off() -> None:
     gib = 1 << 30
     estimate = MemoryEstimate(10**9, 2 * gib, gib, shared_memory=20 * gib, host=40 * gib)

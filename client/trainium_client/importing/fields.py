@@ -1,0 +1,128 @@
+"""Read the fields of a foreign object, and remember which were read.
+
+Guarantee: each field that no format has read is listed by `unread`, so nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from trainium_client.importing.source_job import Note
+from trainium_contract.api_server.errors import ClientError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_INDEX = re.compile(r"\[\d+\]")
+
+
+class Fields:
+    """An object of a document with its path."""
+
+    __slots__ = ("_children", "_read", "_value", "path")
+
+    def __init__(self, value: dict[str, Any], path: str = "") -> None:
+        self.path = path
+        self._value = value
+        self._read: set[str] = set()
+        self._children: list[Fields] = []
+
+    def __contains__(self, key: str) -> bool:
+        return self._value.get(key) is not None
+
+    def read(self, key: str) -> Any:
+        """Return a value of any type; None without one."""
+        self._read.add(key)
+        return self._value.get(key)
+
+    def text(self, key: str, default: str = "") -> str:
+        """Return a string. Raises ClientError for another type."""
+        value: str = self._typed(key, str, "a text", default)
+        return value
+
+    def boolean(self, key: str) -> bool:
+        """Return a boolean, False without one. Raises ClientError for another type."""
+        value: bool = self._typed(key, bool, "true or false", False)
+        return value
+
+    def integer(self, key: str) -> int | None:
+        """Return a whole number from 0, also one in quotes; None without one. Raises ClientError for anything else."""
+        value = self.read(key)
+        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
+            value = int(value)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return value
+        raise self._error(key, "a whole number from 0")
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """Return an object as it is. Raises ClientError for another type."""
+        value: dict[str, Any] = self._typed(key, dict, "an object", {})
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """Return a list of strings; numbers and booleans become text. Raises ClientError for anything else."""
+        items = self._typed(key, list, "a list", [])
+        if any(isinstance(item, dict | list) or item is None for item in items):
+            raise self._error(key, "a list of texts")
+        return [str(item) for item in items]
+
+    def text_map(self, key: str) -> dict[str, str]:
+        """Return an object of strings. Raises ClientError for anything else."""
+        found = self.mapping(key)
+        if not all(isinstance(value, str) for value in found.values()):
+            raise self._error(key, "an object of texts")
+        return found
+
+    def child(self, key: str) -> Fields:
+        """Return an object whose fields are tracked too. Raises ClientError for another type."""
+        return self._add(self.mapping(key), f"{self.path}.{key}".lstrip("."))
+
+    def children(self, key: str) -> list[Fields]:
+        """Return the objects of a list, tracked. Raises ClientError for anything else."""
+        items = self._typed(key, list, "a list", [])
+        if not all(isinstance(item, dict) for item in items):
+            raise self._error(key, "a list of objects")
+        return [self._add(item, f"{self.path}.{key}[{number}]".lstrip(".")) for number, item in enumerate(items)]
+
+    def rest(self, *without: str) -> dict[str, Any]:
+        """Return all fields that were not read yet, without some that stay unread."""
+        found = {key: value for key, value in self._value.items() if key not in self._read and key not in without}
+        self._read.update(found)
+        return found
+
+    def unread(self) -> Iterator[str]:
+        """Yield the paths of all fields that were not read, here and in tracked children."""
+        for key, value in self._value.items():
+            if key not in self._read and value not in (None, {}, [], ""):
+                yield f"{self.path}.{key}".lstrip(".")
+        for child in self._children:
+            yield from child.unread()
+
+    def _typed(self, key: str, kind: type, name: str, default: Any) -> Any:
+        value = self.read(key)
+        if value is None:
+            return default
+        if not isinstance(value, kind):
+            raise self._error(key, name)
+        return value
+
+    def _error(self, key: str, name: str) -> ClientError:
+        return ClientError(f"{f'{self.path}.{key}'.lstrip('.')} is not {name}: correct it")
+
+    def _add(self, value: dict[str, Any], path: str) -> Fields:
+        child = Fields(value, path)
+        self._children.append(child)
+        return child
+
+
+def explain_unread(fields: Fields, sentences: Mapping[str, str]) -> tuple[Note, ...]:
+    """Return a note for each field without a counterpart; `sentences` has reasons by path, without indices."""
+    notes = []
+    for path in fields.unread():
+        place = _INDEX.sub("", path)
+        reason = next(
+            (text for known, text in sentences.items() if place == known or place.startswith(f"{known}.")), ""
+        )
+        notes.append(Note(f"{path}: {reason or 'this field is not known to the import'}"))
+    return tuple(notes)
