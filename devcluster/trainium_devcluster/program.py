@@ -18,6 +18,7 @@ from trainium_contract.pages.facts import format_goodput
 from trainium_contract.pages.formatting import format_duration
 from trainium_devcluster.demos.curves import Curves, fault_table
 from trainium_devcluster.demos.jobs import NAMESPACE, WAIT_SECONDS, Demo, Run
+from trainium_devcluster.demos.ledger import read_ledger
 from trainium_devcluster.demos.session import REPOSITORY, DemoSession, Keep, Name, Out, Outcome
 
 if TYPE_CHECKING:
@@ -83,19 +84,6 @@ class ProgramDemo(Demo):
         return run
 
 
-def samples_of_steps(folder: Path) -> dict[int, list[int]]:
-    """Return the sorted samples of the last computation of each step, over all ranks."""
-    last: dict[int, list[int]] = {}
-    samples: dict[int, list[int]] = {}
-    records = [json.loads(line) for path in folder.glob("samples-*.jsonl") for line in path.read_text().splitlines()]
-    for record in sorted(records, key=lambda record: (record["step"], record["start"])):
-        step = record["step"]
-        if last.get(step) != record["start"]:
-            last[step], samples[step] = record["start"], []
-        samples[step] += record["samples"]
-    return {step: sorted(numbers) for step, numbers in samples.items()}
-
-
 def program(*, keep: Keep = False, out: Out = Path("out/program"), name: Name = None) -> None:
     """Run an elastic trainer of TRL on a real control plane, through real faults."""
     DemoSession("program", out, name, keep=keep).show(_compare)
@@ -110,7 +98,7 @@ def _compare(session: DemoSession) -> Outcome:
         reference = demo.run_undisturbed(2, WAIT_SECONDS * 2)
     curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults))
     completed = run.status.get("phase") == "Completed"
-    once = samples_of_steps(run.folder) == samples_of_steps(reference.folder)
+    once = read_ledger(run.folder).samples_by_step() == read_ledger(reference.folder).samples_by_step()
     seconds = round(time.monotonic() - started, 1)
     report = {"completed": completed, **curves.to_json(), "everySampleOnce": once, "goodput": run.goodput.ratio}
     report |= {"wallSeconds": run.goodput.wall_seconds, "seconds": seconds, "history": run.history()}

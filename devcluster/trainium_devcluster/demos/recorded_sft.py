@@ -7,13 +7,15 @@ worker's interpreter, which has TRL.
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import trl
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback
 
 SAMPLES = 3200
 WORDS = 500
@@ -21,26 +23,49 @@ TEXT_WORDS = 48
 
 
 class RecordedTrainer(trl.SFTTrainer):  # type: ignore[misc]  # TRL is not installed where types are checked
-    """The trainer of the script, which writes a line for each micro-batch."""
+    """The trainer of the script, which writes a line for each micro-batch and for the end of each step."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._folder = Path(self.args.output_dir)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._start = [int(os.environ.get(f"TRAINIUM_{name}", "0")) for name in ("GENERATION", "ATTEMPT")]
-        self._ledger = (
-            self._folder / f"samples-{self.args.process_index}-{'-'.join(map(str, self._start))}.jsonl"
-        ).open("w")
+        start = [time.time()]
+        broadcast_object_list(start)
+        self._start, self._ranks = start[0], self.args.world_size
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._ledger = (folder / f"samples-{self.args.process_index}-{self._start}.jsonl").open("w")
+        self.add_callback(_Ends(self))
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
-        """Record the samples whose labels count."""
+        """Record the samples whose labels count, and the loss of the micro-batch."""
         first = self.processing_class.vocab_size - SAMPLES
         rows = inputs["input_ids"][(inputs["labels"] != -100).any(dim=1)]
         samples = [int(token) - first for token in rows[:, 0]]
-        record = {"step": self.state.global_step + 1, "start": self._start, "samples": samples}
-        self._ledger.write(json.dumps(record) + "\n")
+        step = self.state.global_step + 1
+        loss = super().training_step(model, inputs, *arguments, **options)
+        self.record(step=step, samples=samples, loss=float(loss), ranks=self._ranks)
+        return loss
+
+    def record(self, **figures: Any) -> None:
+        """Append a line to the ledger of this rank."""
+        self._ledger.write(json.dumps({"start": self._start, "time": time.time(), **figures}) + "\n")
         self._ledger.flush()
-        return super().training_step(model, inputs, *arguments, **options)
+
+
+class _Ends(TrainerCallback):
+    """Record the end of each step, and of the training."""
+
+    def __init__(self, trainer: RecordedTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Record the end of a step."""
+        self._trainer.record(step=self._trainer.state.global_step)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Record the end of the training, unless the job stops it."""
+        state = self._trainer.state
+        if state.global_step >= state.max_steps:
+            self._trainer.record(trainingEnded=True)
 
 
 def create(folder: Path) -> None:

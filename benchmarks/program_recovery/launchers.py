@@ -1,0 +1,239 @@
+"""Start one script of TRL on two nodes in three ways, and inject the same faults into each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainium_devcluster.demos.jobs import NAMESPACE, OPERATOR_NAMESPACE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainium_devcluster.program import ProgramDemo
+
+SCRIPT = Path(__file__).with_name("sft.py")
+RECORDER = Path(__file__).parents[2] / "devcluster/trainium_devcluster/demos/recorded_sft.py"
+_PORT = 29400
+_RANK_PATTERN = f"-u /src/{RECORDER.name}"
+"""Matches the rank that torchrun starts, and not torchrun."""
+
+
+class Launcher(ABC):
+    """A way to start the script on several nodes."""
+
+    title: str
+    """Heading of its column."""
+
+    def __init__(self, demo: ProgramDemo, name: str) -> None:
+        self.demo = demo
+        self.name = name
+        self.folder = demo.out / "checkpoints" / name
+
+    @abstractmethod
+    def start(self, size: int) -> None:
+        """Start the script on `size` nodes."""
+
+    @abstractmethod
+    def find_pod(self) -> dict[str, Any]:
+        """Return the pod of the second rank."""
+
+    @abstractmethod
+    def resize(self, size: int) -> None:
+        """Change the number of nodes as a user would."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Delete everything, and wait until it is gone."""
+
+    def kill_rank(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the second rank."""
+        pod = self.find_pod()["metadata"]["name"]
+        self.demo.cluster.faults.kill_container(NAMESPACE, pod, signal=number, match=_RANK_PATTERN)
+
+    def kill_operator(self) -> None:
+        """Send SIGKILL to the operator."""
+        text = self.demo.cluster.kubectl("get", "pods", "-n", OPERATOR_NAMESPACE, "-o", "name")
+        self.demo.cluster.faults.kill_container(OPERATOR_NAMESPACE, text.split()[0].removeprefix("pod/"))
+
+    def power_off_node(self) -> str:
+        """Power off the node of the second rank; return its name."""
+        node: str = self.find_pod()["spec"]["nodeName"]
+        self.demo.cluster.faults.kill_node(node)
+        return node
+
+    def apply(self, *objects: Mapping[str, Any]) -> None:
+        """Apply objects to the namespace."""
+        self.demo.cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", stdin=yaml.safe_dump_all(objects))
+
+    def delete(self, *objects: str) -> None:
+        """Delete objects, and wait until their pods are gone."""
+        options = ("--cascade=foreground", "--ignore-not-found")
+        self.demo.cluster.kubectl("delete", *objects, "-n", NAMESPACE, *options, timeout=120)
+
+    def list_pods(self, selector: str) -> list[dict[str, Any]]:
+        """Return the pods that run, oldest first."""
+        text = self.demo.cluster.kubectl("get", "pods", "-n", NAMESPACE, "-l", selector, "-o", "json")
+        pods = [pod for pod in json.loads(text)["items"] if pod["status"].get("phase") == "Running"]
+        return sorted(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+
+    def build_pod(self, command: str, restart_policy: str, arguments: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return the spec of a pod that runs a shell command, with the script's arguments in `$@`."""
+        job = self.demo.create_manifest(self.name)
+        spec = job["spec"]["workers"]["template"]["spec"]
+        worker, program = spec["containers"][0], job["spec"]["program"]
+        address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        script = f"/src/{RECORDER.name}"
+        worker |= {
+            "image": program["image"],
+            "command": ["sh", "-c", f'exec python -m torch.distributed.run {command} {script} "$@"', "sh"],
+            "args": [*program["args"], *arguments],
+            "env": [*worker["env"], address, {"name": "OMP_NUM_THREADS", "value": "1"}],
+            "volumeMounts": [*worker["volumeMounts"], {"name": "checkpoints", "mountPath": "/checkpoints"}],
+        }
+        volume = {"name": "checkpoints", "hostPath": {"path": str(self.demo.out / "checkpoints")}}
+        source = {"name": "source", "configMap": {"name": "peer-sft"}}
+        return {"restartPolicy": restart_policy, "containers": [worker], "volumes": [source, volume]}
+
+
+class TrainingJobLauncher(Launcher):
+    """A TrainingJob with a warm spare, and the elastic line in the script."""
+
+    title = "TrainingJob, `elastic`"
+
+    def start(self, size: int) -> None:
+        """Start the script."""
+        job = self.demo.create_manifest(self.name)
+        job["spec"]["workers"]["replicas"] = size
+        self.run = self.demo.run(job)
+
+    def find_pod(self) -> dict[str, Any]:
+        """Return the pod of the second rank."""
+        name = self.demo.members(self.run)[-1]["podName"]
+        text = self.demo.cluster.kubectl("get", "pod", name, "-n", NAMESPACE, "-o", "json")
+        pod: dict[str, Any] = json.loads(text)
+        return pod
+
+    def kill_rank(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the last rank, which the agent knows."""
+        pod = self.find_pod()["metadata"]["name"]
+        self.demo.exec_in_worker(pod, "sh", "-c", f"kill -{int(number)} {self.demo.find_process(pod)}")
+
+    def resize(self, size: int) -> None:
+        """Change the number of nodes."""
+        self.demo.cluster.kubectl("scale", "trainingjob", self.name, "-n", NAMESPACE, f"--replicas={size}")
+
+    def stop(self) -> None:
+        """Delete everything."""
+        self.delete(f"trainingjob/{self.name}")
+
+
+class JobSetLauncher(Launcher):
+    """A JobSet that recreates all pods at a failure; at a resize the user deletes it and applies another one."""
+
+    title = "JobSet, restart all"
+
+    def start(self, size: int) -> None:
+        """Start the script."""
+        steps = 2 // size  # the user keeps the global batch
+        command = (
+            f"--nnodes={size} --nproc-per-node=1 --node-rank=$JOB_COMPLETION_INDEX "
+            f"--master-addr={self.name}-workers-0-0.{self.name} --master-port={_PORT}"
+        )
+        pod = self.build_pod(command, "Never", ("--gradient_accumulation_steps", str(2 * steps)))
+        job = {
+            "parallelism": size,
+            "completions": size,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
+            "template": {"spec": pod},
+        }
+        spec = {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": []},
+            "startupPolicy": {"startupPolicyOrder": "AnyOrder"},
+            "failurePolicy": {"maxRestarts": 20},
+            "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": job}}],
+        }
+        meta = {"name": self.name, "namespace": NAMESPACE}
+        self.apply({"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": meta, "spec": spec})
+
+    def find_pod(self) -> dict[str, Any]:
+        """Return the pod of the second rank."""
+        index = "batch.kubernetes.io/job-completion-index"
+        name = f"jobset.sigs.k8s.io/jobset-name={self.name}"
+        return self.list_pods(f"{name},{index}=1")[-1]
+
+    def resize(self, size: int) -> None:
+        """Change the number of nodes."""
+        self.stop()
+        self.start(size)
+
+    def stop(self) -> None:
+        """Delete everything."""
+        self.delete(f"jobset/{self.name}")
+
+
+class TorchrunLauncher(Launcher):
+    """`torchrun --nnodes=1:2 --max-restarts` in the pods of a StatefulSet, which is scaled."""
+
+    title = "`torchrun --max-restarts`"
+
+    def start(self, size: int) -> None:
+        """Start the script."""
+        command = (
+            f"--nnodes=1:2 --nproc-per-node=1 --max-restarts=20 --rdzv-backend=c10d --rdzv-id={self.name} "
+            f"--rdzv-endpoint={self.name}-0.{self.name}:{_PORT} --local-addr=$POD_IP"
+        )
+        labels = {"app": self.name}
+        meta = {"name": self.name, "namespace": NAMESPACE}
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": meta,
+            "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels},
+        }
+        spec = {
+            "replicas": size,
+            "serviceName": self.name,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": self.build_pod(command, "Always")},
+        }
+        self.apply(service, {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": meta, "spec": spec})
+
+    def find_pod(self) -> dict[str, Any]:
+        """Return the pod of the second rank."""
+        return self.list_pods(f"app={self.name}")[-1]
+
+    def resize(self, size: int) -> None:
+        """Change the number of nodes."""
+        self.demo.cluster.kubectl("scale", f"statefulset/{self.name}", "-n", NAMESPACE, f"--replicas={size}")
+
+    def stop(self) -> None:
+        """Delete everything."""
+        self.delete(f"statefulset/{self.name}", f"service/{self.name}")
+
+
+def install_peers(demo: ProgramDemo, jobset: str | None) -> subprocess.Popen[bytes] | None:
+    """Create the peers' script; run the command that installs JobSet and runs its controller, if there is one."""
+    files = [f"--from-file=sft.py={SCRIPT}", f"--from-file={RECORDER}"]
+    demo.cluster.kubectl("create", "configmap", "peer-sft", *files, "-n", NAMESPACE)
+    if jobset is None:
+        return None
+    log = (demo.out / "jobset.log").open("wb")
+    controller = subprocess.Popen(
+        jobset, shell=True, env=os.environ | demo.cluster.variables(), stdout=log, stderr=log, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while "jobsets" not in demo.cluster.kubectl("api-resources", "-o", "name") and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return controller

@@ -1,0 +1,109 @@
+"""Read what the ranks of a program recorded (`recorded_sft.py`): steps, their samples and losses, by start.
+
+A start is the moment at which the ranks of one attempt began, so the same step may have several computations. The
+history of the model consists of the newest computation of each step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+
+@dataclass
+class Computation:
+    """One computation of a step by all ranks."""
+
+    samples: list[int] = field(default_factory=list)
+    ranks: int = 0
+    loss: float = 0.0
+    """Mean over the ranks of the sums of their micro-batches."""
+    ended_at: float | None = None
+    """Unix seconds at which the first rank ended the step; None if it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The computations of each step by start, and whether training has ended."""
+
+    computations: dict[tuple[int, float], Computation]
+    """By (step, start)."""
+    ended: bool
+
+    @property
+    def newest_step(self) -> int:
+        """The highest step that was completed; 0 before the first."""
+        return max((step for step, _ in self._completed()), default=0)
+
+    @property
+    def newest_ranks(self) -> int:
+        """The number of ranks of the newest start that completed a step; 0 before the first."""
+        newest = max(self._completed(), key=lambda key: key[1], default=None)
+        return 0 if newest is None else self.computations[newest].ranks
+
+    def first_new_step_at(self, moment: float) -> float | None:
+        """Return when a start after `moment` completed the first step beyond those of earlier ones, or None."""
+        earlier = [step for step, start in self._completed() if start <= moment]
+        later = [key for key in self._completed() if key[1] > moment and key[0] > max(earlier, default=0)]
+        return min((ended for key in later if (ended := self.computations[key].ended_at) is not None), default=None)
+
+    def count_recomputed(self, moment: float) -> int:
+        """Return how many steps of earlier starts were completed again by starts after `moment`."""
+        earlier = {step for step, start in self._completed() if start <= moment}
+        return len(earlier & {step for step, start in self._completed() if start > moment})
+
+    def _completed(self) -> list[tuple[int, float]]:
+        return [key for key, item in self.computations.items() if item.ended_at is not None]
+
+    def history(self) -> dict[int, Computation]:
+        """Return the newest completed computation of each step."""
+        return {key[0]: self.computations[key] for key in sorted(self._completed())}
+
+    def samples_by_step(self) -> dict[int, list[int]]:
+        """Return the sorted samples of each step of the history."""
+        return {step: sorted(item.samples) for step, item in self.history().items()}
+
+    def count_wrong_samples(self, samples: int, epochs: int) -> tuple[int, int]:
+        """Return how many uses of the `samples` samples are missing in the history, and how many are too many."""
+        uses = Counter(sample for item in self.history().values() for sample in item.samples)
+        missing = sum(max(epochs - uses[sample], 0) for sample in range(samples))
+        return missing, sum(max(count - epochs, 0) for count in uses.values())
+
+    def max_loss_difference(self, reference: Ledger) -> float:
+        """Return the largest relative difference of the losses of common steps."""
+        own, other = self.history(), reference.history()
+        steps = own.keys() & other.keys()
+        return max((abs(own[step].loss - other[step].loss) / abs(other[step].loss) for step in steps), default=0.0)
+
+
+def read_ledger(folder: Path) -> Ledger:
+    """Return the ledger of the run in `folder`; lines that are being written are left out."""
+    computations: dict[tuple[int, float], Computation] = defaultdict(Computation)
+    ended = False
+    for path in sorted(folder.glob("samples-*.jsonl")):
+        for record in _read_lines(path):
+            if record.get("trainingEnded"):
+                ended = True
+                continue
+            item = computations[record["step"], record["start"]]
+            if "samples" in record:
+                item.samples += record["samples"]
+                item.ranks = record["ranks"]
+                item.loss += record["loss"] / item.ranks
+            else:
+                item.ended_at = min(record["time"], item.ended_at or record["time"])
+    return Ledger(dict(computations), ended)
+
+
+def _read_lines(path: Path) -> Iterable[dict[str, Any]]:
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
