@@ -28,7 +28,10 @@ _SENTENCES = {
 
 
 def read_hyperpod_job(document: dict[str, Any], replica: str = "") -> SourceJob:
-    """Return the job. `replica` names the part that trains. Raises ClientError if it is not clear which of several replica specs trains."""
+    """Return the job; `replica` names the part that trains.
+
+    Raises ClientError if it is not clear which of several replica specs trains.
+    """
     fields = Fields(document)
     metadata = metadata_of(fields)
     spec = fields.child("spec")

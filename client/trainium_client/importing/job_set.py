@@ -26,7 +26,10 @@ _SENTENCES = {
 
 
 def read_job_set(document: dict[str, Any], replica: str = "") -> SourceJob:
-    """Return the job. `replica` names the part that trains. Raises ClientError if it is not clear which of several replicated Jobs trains."""
+    """Return the job; `replica` names the part that trains.
+
+    Raises ClientError if it is not clear which of several replicated Jobs trains.
+    """
     fields = Fields(document)
     metadata = metadata_of(fields)
     spec = fields.child("spec")
