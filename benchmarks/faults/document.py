@@ -103,8 +103,8 @@ Limits of the pod itself, which one program exceeds in each attempt (for the sec
 
 - `sizeLimit: 10Mi` of an emptyDir: the kubelet evicted three pods. Each is `LocalStorage` in the `process` budget, 0
   steps lost. With 2 failures allowed, the verdict names the volume and the limit.
-- A memory limit of 300 MiB, cgroup v1, Linux 6.18: the kernel killed the rank 11 times. Each is `Memory`, 2 to 4 steps
-  lost. With 10 failures allowed, the verdict names the memory limit of the container."""
+- A memory limit of 300 MiB, cgroup v1, Linux 6.18: the kernel killed the rank 11 times. Each is `OutOfMemory`, 2 to 4
+  steps lost. With 10 failures allowed, the verdict names the memory limit of the container."""
 
 _KUBELETS_HEADING = "\n## On genuine kubelets\n"
 _OLDER_MARK = " (older)"

@@ -16,7 +16,7 @@ class Cause(StrEnum):
     FINISHED = "Finished"
     USER_ERROR = "UserError"
     NUMERICAL = "NumericalError"
-    MEMORY = "Memory"
+    OUT_OF_MEMORY = "OutOfMemory"
     LOCAL_STORAGE = "LocalStorage"
     """A pod exceeded its own limit of local storage."""
     YIELDED = "Yielded"
@@ -25,7 +25,7 @@ class Cause(StrEnum):
     """A fault of a device that only another node resolves."""
     DEVICE_REPAIRABLE = "DeviceRepairable"
     """A fault that a reset of the driver or a reboot resolves."""
-    RUNTIME = "Runtime"
+    ACCELERATOR_RUNTIME = "AcceleratorRuntimeError"
     """The accelerator's runtime failed, the device did not."""
     NETWORK = "Network"
     HOST = "Host"
@@ -113,7 +113,7 @@ CAUSES: tuple[CauseRow, ...] = (
         suspects_node=True,
     ),
     CauseRow(
-        Cause.MEMORY,
+        Cause.OUT_OF_MEMORY,
         Blame.USER,
         _P,
         "a process ran out of memory",
@@ -145,7 +145,7 @@ CAUSES: tuple[CauseRow, ...] = (
         suspects_node=True,
     ),
     CauseRow(
-        Cause.RUNTIME,
+        Cause.ACCELERATOR_RUNTIME,
         Blame.NOBODY,
         _I,
         "the accelerator's runtime failed",

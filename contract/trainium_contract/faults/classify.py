@@ -236,7 +236,7 @@ def classify_failed_pod(
         return classify_disruption(disruption)
     by_reason = find_pod_reason_cause(reason)
     # A runtime keeps OOMKilled although the container outlived its killed process and ended later, for another reason.
-    if by_reason is not None and (by_reason is not Cause.MEMORY or code in (None, _KILLED)):
+    if by_reason is not None and (by_reason is not Cause.OUT_OF_MEMORY or code in (None, _KILLED)):
         return by_reason
     cause = Cause.POD_LOST if code is None else classify_exit_code(code).cause
     return Cause.POD_LOST if cause in (Cause.CRASH, Cause.YIELDED, Cause.FINISHED) else cause
@@ -305,7 +305,9 @@ def classify_exit(
         by_code = classify_sign(by_output)
     if not explaining:
         return by_code
-    return classify_sign(min(explaining, key=lambda sign: (not sign.of_container, sign.cause is not Cause.MEMORY)))
+    return classify_sign(
+        min(explaining, key=lambda sign: (not sign.of_container, sign.cause is not Cause.OUT_OF_MEMORY))
+    )
 
 
 def _may_refine(code: int, status_cause: Cause) -> bool:
@@ -324,7 +326,7 @@ def _kernel_line_explains(code: int, sign: Sign) -> bool:
     """Return whether a kernel line that is not a fault by itself explains an exit with this code."""
     if sign.of_container:  # also for the child of a rank, whose end the rank reports with another code
         return classify_exit_code(code).cause is Cause.CRASH
-    if sign.cause is Cause.MEMORY:
+    if sign.cause is Cause.OUT_OF_MEMORY:
         return code == _KILLED
     if code == ExitCode.STORAGE_UNAVAILABLE:
         return False

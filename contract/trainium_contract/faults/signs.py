@@ -156,7 +156,7 @@ EXIT_CODES = (
         "configuration or user error (bad config, missing data, import error, shape)",
     ),
     _code(ExitCode.NUMERICAL, Cause.NUMERICAL, "non-finite loss or gradient that persisted"),
-    _code(ExitCode.OUT_OF_MEMORY, Cause.MEMORY, "out of host or device memory", STOP),
+    _code(ExitCode.OUT_OF_MEMORY, Cause.OUT_OF_MEMORY, "out of host or device memory", STOP),
     _code(ExitCode.YIELDING, Cause.YIELDED, "saved and left on request"),
     _code(ExitCode.PEER_LOST, Cause.PEER_LOST, "collective timeout or peer lost (a victim)", indirect=True),
     _code(ExitCode.HUNG, Cause.HANG, "hung and was ended", RESTART),
@@ -190,13 +190,13 @@ RUNTIME_STATUSES = (
     _status(2, "NRT_INVALID", Cause.USER_ERROR, "invalid compiled program (NEFF) or arguments"),
     _status(10, "NRT_UNSUPPORTED_NEFF_VERSION", Cause.USER_ERROR, "compiled for another version of the runtime"),
     _status(9, "NRT_LOAD_NOT_ENOUGH_NC", Cause.USER_ERROR, "the compiled program needs more cores than the worker has"),
-    _status(4, "NRT_RESOURCE", Cause.MEMORY, "out of memory or other resources of the device"),
-    _status(11, "NRT_FAIL_HOST_MEM_ALLOC", Cause.MEMORY, "the runtime is out of host memory"),
-    _status(1005, "NRT_EXEC_NC_BUSY", Cause.RUNTIME, "another process still held the core", RESTART),
+    _status(4, "NRT_RESOURCE", Cause.OUT_OF_MEMORY, "out of memory or other resources of the device"),
+    _status(11, "NRT_FAIL_HOST_MEM_ALLOC", Cause.OUT_OF_MEMORY, "the runtime is out of host memory"),
+    _status(1005, "NRT_EXEC_NC_BUSY", Cause.ACCELERATOR_RUNTIME, "another process still held the core", RESTART),
     _status(
         1204,
         "NRT_EXEC_SW_NQ_OVERFLOW",
-        Cause.RUNTIME,
+        Cause.ACCELERATOR_RUNTIME,
         "the runtime's notification queue overflowed (set NEURON_RT_ENABLE_DGE_NOTIFICATIONS=0)",
         RESTART_THEN_STOP,
     ),
@@ -207,14 +207,14 @@ RUNTIME_STATUSES = (
         "stuck in a collective because of another worker",
         indirect=True,
     ),
-    _status(5, "NRT_TIMEOUT", Cause.RUNTIME, "an execution timed out on the device", indirect=True),
+    _status(5, "NRT_TIMEOUT", Cause.ACCELERATOR_RUNTIME, "an execution timed out on the device", indirect=True),
     _status(1100, "NRT_COLL_PENDING", Cause.PEER_LOST, "a collective was still pending", indirect=True),
     _status(3, "NRT_INVALID_HANDLE", Cause.USER_ERROR, "invalid handle given to the runtime"),
     _status(7, "NRT_QUEUE_FULL", Cause.USER_ERROR, "the runtime's execution queue was full"),
     _status(13, "NRT_UNINITIALIZED", Cause.USER_ERROR, "the runtime was used before its start"),
     _status(14, "NRT_CLOSED", Cause.USER_ERROR, "the runtime was used after its end"),
     _status(15, "NRT_QUEUE_EMPTY", Cause.USER_ERROR, "the runtime's queue was empty"),
-    _status(1, "NRT_FAILURE", Cause.RUNTIME, "the runtime failed and gives no reason", indirect=True),
+    _status(1, "NRT_FAILURE", Cause.ACCELERATOR_RUNTIME, "the runtime failed and gives no reason", indirect=True),
 )
 """The most specific first: if the output names several, for instance 5 and 1201, the first of these counts."""
 
@@ -316,7 +316,7 @@ KERNEL_LINES = (
     _line(
         "memory limit",
         rf"^{MEMORY_LIMIT_REACHED}",
-        Cause.MEMORY,
+        Cause.OUT_OF_MEMORY,
         "killed by the kernel at the memory limit of the container",
         of_container=True,
     ),
@@ -331,14 +331,14 @@ KERNEL_LINES = (
     _line(
         "out of memory",
         r"(?i)out of memory: killed process|oom-kill:|oom_reaper: reaped process",
-        Cause.MEMORY,
+        Cause.OUT_OF_MEMORY,
         "killed by the kernel because memory ran out",
     ),
 )
 """The first that matches counts; the most specific first."""
 
 POD_REASONS = (
-    _pod("OOMKilled", Cause.MEMORY),
+    _pod("OOMKilled", Cause.OUT_OF_MEMORY),
     _pod("StartError", Cause.USER_ERROR),
     _pod("ContainerCannotRun", Cause.USER_ERROR),
     _pod("Evicted", Cause.PREEMPTED),

@@ -68,7 +68,6 @@ from trainium_operator.plan.model.observed import (
     PodView,
     Taint,
 )
-from trainium_operator.plan.model.reasons import Reason
 
 TABLE = Path(__file__).with_name("every_sign.txt")
 AT = 1000.0
@@ -217,7 +216,7 @@ def cause_rows() -> Iterator[str]:
             "recorded" * failure_budgets.is_recorded(cause, recovery),
             "takes a worker" * failure_budgets._cost_a_worker(lost),
             "the user's" * (cause in USER_CAUSES) + "no fault" * (cause in NO_FAULT_CAUSES),
-            f"stops as {failure_policy._REASONS.get(cause, Reason.STOPPED_BY_RULE)}",
+            f"stops as {failure_policy.get_verdict_reason(cause)}",
             row.sentence,
             row.advice,
         ]

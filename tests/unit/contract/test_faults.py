@@ -38,7 +38,7 @@ def test_an_unknown_runtime_status_has_no_sign() -> None:
     ("line", "cause", "decisive"),
     [
         (HW.format("DMA_ERROR"), Cause.DEVICE, True),
-        (OOM, Cause.MEMORY, False),
+        (OOM, Cause.OUT_OF_MEMORY, False),
         ("infiniband rdmap0s29: Completion timed out", Cause.NETWORK, False),
         ("nvme nvme0: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0x10", Cause.HOST, False),
         ("blk_update_request: I/O error, dev nvme1n1, sector 0 op 0x0:(READ)", Cause.HOST, False),
@@ -71,7 +71,7 @@ def test_harmless_kernel_lines_match_no_sign(line: str) -> None:
     [
         (76, 5, (HW.format("DMA_ERROR"),), Cause.DEVICE),
         (64, 1202, (HW.format("DMA_ERROR"),), Cause.USER_ERROR),
-        (137, None, (DISK, OOM), Cause.MEMORY),
+        (137, None, (DISK, OOM), Cause.OUT_OF_MEMORY),
         (76, 1, (), Cause.PEER_LOST),
         (80, 5, (), Cause.DEVICE),
         (81, 5, (DISK,), Cause.STORAGE),

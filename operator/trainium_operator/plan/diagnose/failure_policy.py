@@ -48,13 +48,8 @@ if TYPE_CHECKING:
 MAX_START_FAILURES = 2
 """Worker pods that may fail before any step until the job counts as the cause."""
 
-_REASONS: dict[Cause, Reason] = {
-    Cause.USER_ERROR: Reason.USER_ERROR,
-    Cause.NUMERICAL: Reason.NUMERICAL,
-    Cause.MEMORY: Reason.OUT_OF_MEMORY,
-    Cause.RUNTIME: Reason.ACCELERATOR_RUNTIME,
-}
-"""Any other cause stops a job only if a rule of the job names it."""
+_STOPPING_CAUSES = (Cause.USER_ERROR, Cause.NUMERICAL, Cause.OUT_OF_MEMORY, Cause.ACCELERATOR_RUNTIME)
+"""Causes that are reasons of a verdict; any other stops a job only if a rule of the job names it."""
 _ADVICE: dict[Reason, str] = {
     Reason.WORKERS_DO_NOT_START: "Look at the pod's log (kubectl logs); correct the image, the command or the "
     "template.",
@@ -242,11 +237,16 @@ def _verdict_on_failure(stopping: _StoppingFailure) -> StopVerdict:
     return _build_classified_verdict(classification, message, stopping.pod, stopping.node, failure)
 
 
+def get_verdict_reason(cause: Cause) -> Reason:
+    """Return the reason of a verdict on a failure with this cause."""
+    return Reason(cause.value) if cause in _STOPPING_CAUSES else Reason.STOPPED_BY_RULE
+
+
 def _build_classified_verdict(
     classification: Classification, message: str, pod: str, node: str, failure: ProcessFailure | None = None
 ) -> StopVerdict:
     cause = classification.cause
-    reason = _REASONS.get(cause, Reason.STOPPED_BY_RULE)
+    reason = get_verdict_reason(cause)
     advice = get_cause_row(cause).advice
     return _build_verdict(reason, cause, message, failure=failure, advice=advice, pod=pod, node=node)
 

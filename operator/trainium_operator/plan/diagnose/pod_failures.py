@@ -106,7 +106,7 @@ def find_eviction_cause(pod: PodView) -> Cause | None:
 def has_failed_by_itself(pod: PodView) -> bool:
     """Return whether a Failed pod ended by its own program, not by its node, the scheduler, an eviction or a signal."""
     by_reason = classify.find_pod_reason_cause(pod.reason)
-    if pod.disrupted or pod.exit_code is None or by_reason not in (None, Cause.MEMORY, Cause.USER_ERROR):
+    if pod.disrupted or pod.exit_code is None or by_reason not in (None, Cause.OUT_OF_MEMORY, Cause.USER_ERROR):
         return False
     by_signal = pod.exit_code > 128 and pod.reason != "OOMKilled"
     return not by_signal and classify.classify_exit_code(pod.exit_code).cause not in (Cause.YIELDED, Cause.FINISHED)

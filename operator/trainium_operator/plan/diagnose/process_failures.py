@@ -170,7 +170,7 @@ def _find_kernel_fault(facts: Facts, reports: tuple[_Report, ...], records: dict
             continue
         for line in select_kernel_lines(heartbeat.kernel, at):
             sign = match_kernel_line(line)
-            if sign is not None and sign.cause is not Cause.MEMORY:
+            if sign is not None and sign.cause is not Cause.OUT_OF_MEMORY:
                 sentence = classify_sign(sign).sentence
                 why = f"was interrupted while its node's kernel said: {line} ({sentence})"
                 return Culprit(member=member, cause=sign.cause, why=why, record=record)

@@ -34,7 +34,7 @@ MAX_MACHINES = 512
 
 _CERTAIN_CAUSES = frozenset({Cause.DEVICE})
 """Causes for which a single strike is enough."""
-_AMBIGUOUS_CAUSES = frozenset({Cause.CRASH, Cause.HANG, Cause.RUNTIME})
+_AMBIGUOUS_CAUSES = frozenset({Cause.CRASH, Cause.HANG, Cause.ACCELERATOR_RUNTIME})
 """Causes that a program can produce on any node; they count if more than one job, or another signal, reports them
 too."""
 

@@ -79,7 +79,7 @@ def test_an_oom_kill_in_the_kernel_log_is_a_memory_failure() -> None:
     diagnoser = build_diagnoser()
     assert diagnoser.diagnose(ended_rank(137)).verdict.cause is Cause.CRASH
     diagnoser.kernel.add("Memory cgroup out of memory: Killed process 12 (python) total-vm:1kB", time.time())
-    assert diagnoser.diagnose(ended_rank(137)).verdict.cause is Cause.MEMORY
+    assert diagnoser.diagnose(ended_rank(137)).verdict.cause is Cause.OUT_OF_MEMORY
     assert diagnoser.diagnose(ended_rank(1)).verdict.cause is Cause.CRASH
 
 

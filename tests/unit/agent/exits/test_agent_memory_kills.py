@@ -50,7 +50,7 @@ class Machine:
 @pytest.mark.parametrize(("version", "path"), [(1, POD), (1, "/"), (2, "/"), (2, POD)])
 @pytest.mark.parametrize(
     ("limit_hits", "limit", "cause"),
-    [(7, str(512 << 20), Cause.MEMORY), (0, str(512 << 20), Cause.HOST), (0, "", Cause.MEMORY)],
+    [(7, str(512 << 20), Cause.OUT_OF_MEMORY), (0, str(512 << 20), Cause.HOST), (0, "", Cause.OUT_OF_MEMORY)],
 )
 def test_a_kill_is_attributed_to_the_limit_or_to_the_node(
     tmp_path: Path, version: int, path: str, limit_hits: int, limit: str, cause: Cause
@@ -71,7 +71,7 @@ def test_a_kill_is_attributed_to_the_limit_or_to_the_node(
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize(("seconds", "cause"), [(0.5, Cause.MEMORY), (60.0, Cause.HOST)])
+@pytest.mark.parametrize(("seconds", "cause"), [(0.5, Cause.OUT_OF_MEMORY), (60.0, Cause.HOST)])
 def test_a_limit_that_is_counted_shortly_before_its_kill_explains_the_kill(
     tmp_path: Path, version: int, seconds: float, cause: Cause
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_limit_that_is_counted_shortly_before_its_kill_explains_the_kill(
     assert classify_exit(137, kernel=[event.line for event in events.newest]).cause is cause
 
 
-@pytest.mark.parametrize(("peak", "cause"), [((512 << 20) - 65536, Cause.MEMORY), (300 << 20, Cause.HOST)])
+@pytest.mark.parametrize(("peak", "cause"), [((512 << 20) - 65536, Cause.OUT_OF_MEMORY), (300 << 20, Cause.HOST)])
 def test_a_kernel_that_counts_no_hits_of_the_limit_shows_them_by_the_highest_usage(
     tmp_path: Path, peak: int, cause: Cause
 ) -> None:
@@ -126,6 +126,6 @@ def test_a_kill_of_the_container_explains_more_than_a_line_of_the_whole_node(tmp
 
 def test_a_pod_that_outlived_a_kill_for_memory_ends_for_its_own_reason() -> None:
     """Containerd keeps the reason of a container in which any process was killed."""
-    assert classify_failed_pod(reason="OOMKilled", code=137, disrupted=False) is Cause.MEMORY
+    assert classify_failed_pod(reason="OOMKilled", code=137, disrupted=False) is Cause.OUT_OF_MEMORY
     assert classify_failed_pod(reason="OOMKilled", code=75, disrupted=False) is Cause.POD_LOST
     assert classify_failed_pod(reason="OOMKilled", code=80, disrupted=False) is Cause.DEVICE

@@ -14,7 +14,7 @@ states = st.builds(
     GenerationState,
     attempt=st.integers(0, 5),
     cause=st.sampled_from([Cause.RESIZE, Cause.CRASH, Cause.PEER_LOST, Cause.NETWORK]),
-    previous_cause=st.sampled_from([Cause.CRASH, Cause.MEMORY]),
+    previous_cause=st.sampled_from([Cause.CRASH, Cause.OUT_OF_MEMORY]),
     restarts_without_progress=st.integers(0, 5),
     storage_failures=st.integers(0, 9),
     best_progress=st.integers(-1, 100),

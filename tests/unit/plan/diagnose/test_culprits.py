@@ -81,7 +81,7 @@ NUMERICAL = {
         ),
         pytest.param(
             [lost_peer_reports(), lost_peer_reports(1, 5), lost_peer_reports(), lost_peer_reports(1, 1200)],
-            Cause.RUNTIME,
+            Cause.ACCELERATOR_RUNTIME,
             "demo-w-1",
             id="only one timed out",
         ),
@@ -127,7 +127,7 @@ def test_a_member_that_alone_times_out_twice_is_replaced() -> None:
         for ordinal in range(4)
     }
     result = make_plan(build.running_job(4, spares=1, agents=agents))
-    assert (result.newest_entry.cause, result.newest_entry.pod) == (Cause.RUNTIME, "demo-w-1")
+    assert (result.newest_entry.cause, result.newest_entry.pod) == (Cause.ACCELERATOR_RUNTIME, "demo-w-1")
     assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
     assert result.status.failures[-1].node == "node-1"
 

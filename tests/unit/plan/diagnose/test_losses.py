@@ -27,7 +27,11 @@ def waiting_for_rank_1() -> Any:
     ("changes", "cause", "grace"),
     [
         ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 137, "finished": NOW - 1}, Cause.POD_LOST, None),
-        ({"phase": PodPhase.FAILED, "reason": "OOMKilled", "exit_code": 137, "finished": NOW - 1}, Cause.MEMORY, None),
+        (
+            {"phase": PodPhase.FAILED, "reason": "OOMKilled", "exit_code": 137, "finished": NOW - 1},
+            Cause.OUT_OF_MEMORY,
+            None,
+        ),
         ({"phase": PodPhase.FAILED, "reason": "Evicted"}, Cause.PREEMPTED, None),
         ({"phase": PodPhase.FAILED, "reason": "Error", "exit_code": 1, "disrupted": True}, Cause.PREEMPTED, None),
         ({"phase": PodPhase.FAILED, "reason": "NodeLost"}, Cause.NODE_LOST, None),

@@ -55,7 +55,9 @@ def test_simultaneously_lost_nodes_are_one_failure() -> None:
 
 
 def test_restarts_in_place_never_back_off() -> None:
-    crashes = tuple(record(cause, ago=1) for cause in (Cause.CRASH, Cause.HANG, Cause.NETWORK, Cause.RUNTIME) * 5)
+    crashes = tuple(
+        record(cause, ago=1) for cause in (Cause.CRASH, Cause.HANG, Cause.NETWORK, Cause.ACCELERATOR_RUNTIME) * 5
+    )
     assert failure_budgets.find_backoff_end(crashes, NOW) == NOW
     assert (
         failure_budgets.find_backoff_end(

@@ -52,24 +52,24 @@ def test_a_rule_stops_the_job_for_a_matching_crash() -> None:
 
 @pytest.mark.parametrize(("action", "suspect"), [("AvoidNode", "node-1"), ("ReplaceWorker", "")])
 def test_a_rule_replaces_the_worker_and_decides_whether_its_node_is_to_blame(action: str, suspect: str) -> None:
-    rule = {"exitCodes": [3], "cause": "Runtime", "action": action}
+    rule = {"exitCodes": [3], "cause": "AcceleratorRuntimeError", "action": action}
     result = make_plan(build.running_job(4, spares=1, job_spec=spec_with_rules(rule), agents=crashed_agents()))
     assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    assert result.newest_entry.cause is Cause.RUNTIME
+    assert result.newest_entry.cause is Cause.ACCELERATOR_RUNTIME
     assert result.status.failures[-1].node == suspect
 
 
 def test_a_rule_keeps_a_device_fault_in_place() -> None:
-    rule = {"reason": "NRT_EXEC_HW_ERR_NC_UE", "cause": "Runtime", "action": "RestartInPlace"}
+    rule = {"reason": "NRT_EXEC_HW_ERR_NC_UE", "cause": "AcceleratorRuntimeError", "action": "RestartInPlace"}
     result = make_plan(
         build.running_job(4, spares=1, job_spec=spec_with_rules(rule), agents=crashed_agents(runtime_status=1202))
     )
     assert result.published_membership is None
-    assert result.newest_entry.cause is Cause.RUNTIME
+    assert result.newest_entry.cause is Cause.ACCELERATOR_RUNTIME
 
 
 def test_a_rule_overrides_the_reason_of_a_pod() -> None:
-    rule = {"reason": "OOMKilled", "cause": "Memory", "action": "Stop"}
+    rule = {"reason": "OOMKilled", "cause": "OutOfMemory", "action": "Stop"}
     killed = build.pod(1, phase=PodPhase.FAILED, reason="OOMKilled", exit_code=137)
     result = make_plan(build.with_pod(build.running_job(4, spares=1, job_spec=spec_with_rules(rule)), killed))
     assert result.status.phase is Phase.FAILED
@@ -78,10 +78,10 @@ def test_a_rule_overrides_the_reason_of_a_pod() -> None:
 
 @pytest.mark.parametrize(("action", "suspect"), [("AvoidNode", "node-1"), ("ReplaceWorker", "")])
 def test_a_rule_decides_whether_the_node_of_a_pod_that_ended_is_to_blame(action: str, suspect: str) -> None:
-    rule = {"exitCodes": [3], "cause": "Runtime", "action": action}
+    rule = {"exitCodes": [3], "cause": "AcceleratorRuntimeError", "action": action}
     ended = build.pod(1, phase=PodPhase.FAILED, reason="Error", exit_code=3)
     result = make_plan(build.with_pod(build.running_job(4, spares=1, job_spec=spec_with_rules(rule)), ended))
-    assert result.newest_entry.cause is Cause.RUNTIME
+    assert result.newest_entry.cause is Cause.ACCELERATOR_RUNTIME
     assert result.status.failures[-1].node == suspect
 
 
