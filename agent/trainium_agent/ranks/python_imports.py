@@ -32,6 +32,8 @@ _MAX_FILES = 256
 _MAX_FILE_BYTES = 1 << 20
 MAX_NAMES = 8192
 """Modules that are recorded of one program."""
+_LIBRARY = "trainium_worker"
+"""The library for programs: it reads the environment of a rank at its use, and imports what a hook needs late."""
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -39,7 +41,8 @@ _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 def find_imports(arguments: Sequence[str], directory: str) -> list[tuple[str, str]]:
     """Return what the program of an interpreter's arguments imports of installed packages: modules and names in them.
 
-    Files of the program itself are read, up to 256 and never executed; imports within functions count too.
+    Files of the program itself and of our library are read, up to 256 and never executed; imports within functions
+    count too.
     """
     first, *rest = [*split_options(arguments), ""]
     if first == "-m" and rest[0]:
@@ -60,7 +63,9 @@ def find_imports(arguments: Sequence[str], directory: str) -> list[tuple[str, st
             spec = _find_spec(module, folders)
             if spec is None or is_installed(spec):
                 found[module, name] = None
-            elif spec.origin and spec.origin not in seen:
+            if spec is None or (is_installed(spec) and not _is_of_library(spec)):
+                continue
+            if spec.origin and spec.origin not in seen:
                 seen.add(spec.origin)
                 files.append(spec.origin)
                 packages.append(module if spec.submodule_search_locations else module.rpartition(".")[0])
@@ -113,9 +118,15 @@ def _find_spec(module: str, folders: list[str]) -> ModuleSpec | None:
 
 
 def is_installed(spec: ModuleSpec) -> bool:
-    """Return whether a module belongs to Python or to an installed package, not to the program."""
+    """Return whether a module belongs to Python, to an installed package or to our library, not to the program."""
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+    if _is_of_library(spec):
+        return True
     return "/site-packages/" in origin or "/dist-packages/" in origin or origin.startswith(_installed_folders())
+
+
+def _is_of_library(spec: ModuleSpec) -> bool:
+    return spec.name.partition(".")[0] == _LIBRARY
 
 
 @functools.cache
@@ -148,7 +159,8 @@ class ProgramImports:
         recorded = [name for name in read_recorded(self._record) if name not in self._known]
         self._known.update(recorded)
         names += [(name, "") for name in recorded if (spec := _find_spec(name, sys.path)) and is_installed(spec)]
-        self.suspect = self.suspect or import_ahead(names)
+        suspect = import_ahead(names)
+        self.suspect = self.suspect or suspect
 
 
 def _size_of(path: str) -> int:

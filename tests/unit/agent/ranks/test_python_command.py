@@ -142,6 +142,12 @@ def test_modules_are_read_from_the_source_of_the_program(program: Path) -> None:
     assert find_imports(["nowhere.py"], str(program)) == []
 
 
+def test_modules_of_our_library_are_imported_ahead_wherever_it_is(program: Path) -> None:
+    (program / "train.py").write_text("from trainium_worker.hooks.transformers import elastic\n")
+    names = [module for module, _ in find_imports(["train.py"], str(program))]
+    assert {"trainium_worker.hooks.transformers", "trainium_worker.hooks.elastic.run"} <= {*names}
+
+
 def test_what_the_last_start_imported_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "imports"
     recorder = ImportRecorder(str(record))
@@ -166,12 +172,14 @@ def test_a_module_that_leaves_a_thread_is_named(program: Path, monkeypatch: pyte
     (site / "threaded.py").write_text(code)
     (program / "train.py").write_text("import colorsys, threaded\n")
     code = "import sys; from trainium_agent.ranks.python_imports import ProgramImports\n"
-    code += "program = ProgramImports(['train.py'], sys.argv[1], ''); program.import_new(); print(program.suspect)"
+    code += "program = ProgramImports(['train.py'], sys.argv[1], 'record'); program.import_new()\n"
+    code += "open('record', 'w').write('wave'); program.import_new(); print(program.suspect, 'wave' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code, program],
+        cwd=program,
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == "threaded\n"
+    assert done.stdout == "threaded True\n", "later passes import, too"
