@@ -67,7 +67,9 @@ RUN --mount=from=operator-source,target=/source \
     && python scripts/image_requirements.py operator >/tmp/requirements.txt \
     && pip install --no-cache-dir --no-deps --require-hashes -r /tmp/requirements.txt \
     && pip install --no-cache-dir --no-deps wheels/*.whl \
-    && find "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" -type d -name tests -prune -exec rm -r {} + \
+    && find "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+        \( -type d -name tests -o -path '*/kubernetes/*/models/__pycache__/v*' -o -path '*/kubernetes/*/api/__pycache__' \) \
+        -prune -exec rm -r {} + \
     && rm /tmp/requirements.txt
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 USER 65532:65532

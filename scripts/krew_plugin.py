@@ -6,7 +6,8 @@ Usage, from the repository's root, with a Python that has the requirements of tr
 
 krew unpacks an archive and links one file of it as `kubectl-trn`; it installs no Python. So an archive contains
 launchers and all packages. One of them is compiled, pydantic-core; its file names include system and Python, so the
-files for all Pythons are in one folder. PyYAML's optional extension is left out. Without --all-platforms:
+files for all Pythons are in one folder. Optional extensions of PyYAML and charset-normalizer are left out, and so is
+`kubernetes.aio` with its requirements, which the client does not import. Without --all-platforms:
 only this machine and this Python, no network. The same sources and packages give the same bytes, so the digests in the
 manifest are reproducible.
 """
@@ -32,6 +33,9 @@ from image_requirements import normalize_name, parse_constraints, part_requireme
 
 PACKAGE_FOLDERS = (Path("client/trainium_client"), Path("contract/trainium_contract"))
 COMPILED_PACKAGE = "pydantic-core"
+OPTIONALLY_COMPILED = frozenset({"pyyaml", "charset-normalizer"})
+OMITTED_PACKAGES = frozenset({"aiohttp", "aiohttp-retry"})
+OMITTED_FOLDER = "kubernetes/aio/"
 SUPPORTED_PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PIP_PLATFORMS = {
     "linux-amd64": "manylinux_2_17_x86_64",
@@ -74,7 +78,7 @@ def transitive_distributions(requirements: list[str]) -> list[str]:
     queue = list(requirements)
     while queue:
         name = normalize_name(re.split(r"[ <>=!~\[(]", queue.pop().strip(), maxsplit=1)[0])
-        if name in names:
+        if name in names or name in OMITTED_PACKAGES:
             continue
         names.add(name)
         for dependency in importlib.metadata.requires(name) or []:
@@ -94,10 +98,10 @@ def library_files() -> dict[str, bytes]:
     for name in transitive_distributions(part_requirements("client")):
         for entry in importlib.metadata.files(name) or ():
             path = str(entry)
-            if path.endswith((".so", ".pyd")) and name not in {COMPILED_PACKAGE, "pyyaml"}:
+            if path.endswith((".so", ".pyd")) and name not in {COMPILED_PACKAGE, *OPTIONALLY_COMPILED}:
                 raise ValueError(f"{name} has {path}, which is compiled: it needs a wheel for each platform")
             is_text = path.endswith((".py", "/METADATA")) or "/licenses/" in path or ".dist-info/LICENSE" in path
-            if is_text and not path.startswith(("..", "/")):
+            if is_text and not path.startswith(("..", "/", OMITTED_FOLDER)):
                 files[path] = Path(str(entry.locate())).read_bytes()
     return files
 

@@ -1,7 +1,7 @@
 """The client of the cluster: `kubectl trn`, and `TrainingJob` for Python programs.
 
 Invariants: imports only the contract, neither operator nor trainer. Needs a kubeconfig and no more rights than kubectl.
-Importing this package loads nothing, so that a command starts fast (decision 0086).
+Importing this package loads nothing, so that a command starts fast.
 """
 
 from __future__ import annotations

@@ -17,9 +17,7 @@ from trainium_client.pod_exec import read_curve_in_pod
 from trainium_client.read import read_interruption, read_job_snapshot, read_members
 from trainium_client.retry import correct_manifest, retry_job
 from trainium_client.views.log_lines import parse_log_line
-from trainium_contract.api_server.connection import Connection
 from trainium_contract.api_server.errors import ClientError, NotFoundError
-from trainium_contract.api_server.kubeconfig import find_access
 from trainium_contract.views.checkpoints import metrics_path
 from trainium_contract.views.events import EventView, build_event_views
 from trainium_contract.views.job import build_job_view
@@ -205,6 +203,10 @@ class TrainingJob:
         return cell_html(self.status())
 
     def _call(self, action: Callable[[Api], _Result]) -> _Result:
+        # Imported here: the Kubernetes library takes a third of a second.
+        from trainium_contract.api_server.connection import Connection  # noqa: PLC0415 - as above
+        from trainium_contract.api_server.kubeconfig import find_access  # noqa: PLC0415 - as above
+
         access = find_access(self.kubeconfig, self.context, os.environ)
         api = Api(Connection(access), self.namespace or access.namespace)
         try:

@@ -10,10 +10,9 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote
 
 from trainium_client.views.log_lines import parse_log_line
-from trainium_contract.api_server.connection import find_proxy
 from trainium_contract.api_server.errors import ClientError, ForbiddenError, NotFoundError
 from trainium_contract.views.curve import read_curve
 
@@ -49,27 +48,22 @@ def run_in_pod(
 
     Raises ClientError if the program cannot be run, or exits with a code that is not accepted.
     """
-    # Imported here: few commands run programs in workers. The package has no annotations.
-    import websocket  # noqa: PLC0415
+    # Imported here: few commands run programs in workers.
+    import websocket  # noqa: PLC0415 - as above
+    from kubernetes.stream import ws_client  # noqa: PLC0415 - as above
 
     client: Any = websocket
     connection = api.connection
+    if connection.access.impersonation:
+        # `kubernetes.stream` drops these headers, so the program would run with other rights.
+        raise ClientError(f"cannot run a program in {pod} as another user: use a kubeconfig without 'as'")
     query = [("command", part) for part in command]
     query += [("container", "worker"), ("stdout", "true"), ("stderr", "true")]
-    host, port = connection.address
-    scheme = "wss" if connection.tls else "ws"
-    url_host = f"[{host}]" if ":" in host else host
-    path = connection.path(f"/api/v1/namespaces/{api.namespace}/pods/{quote(pod)}/exec")
-    url = f"{scheme}://{url_host}:{port}{path}?{urlencode(query)}"
-    options: dict[str, Any] = {"context": connection.tls} if connection.tls else {}
-    if connection.access.server_name:
-        options["server_hostname"] = connection.access.server_name
+    path = f"/api/v1/namespaces/{api.namespace}/pods/{quote(pod)}/exec"
+    url, headers = connection.serialize("GET", path, query, **{"sec-websocket-protocol": _PROTOCOL})
     try:
-        socket = client.create_connection(
-            url, timeout=timeout_seconds, sslopt=options, subprotocols=[_PROTOCOL], enable_multithread=False,
-            header=[f"{name}: {value}" for name, value in connection.access.headers], suppress_origin=True,
-            **_proxy(find_proxy(connection.access, "https" if connection.tls else "http", host)),
-        )  # fmt: skip
+        socket = ws_client.create_websocket(connection.access.configuration, ws_client.get_websocket_url(url), headers)
+        socket.settimeout(timeout_seconds)
     except client.WebSocketBadStatusException as error:
         raise _describe_refusal(error.status_code, api.namespace, pod) from error
     except (client.WebSocketException, OSError) as error:
@@ -150,15 +144,6 @@ def _check_exit(status: bytes, output: ExecOutput, pod: str, accepted_codes: tup
     last = output.error.decode(errors="replace").strip().splitlines()[-1:] or [str(result.get("message") or "cut off")]
     # If the worker writes its log as JSON, the last line of the program's output is JSON too.
     raise ClientError(f"{pod}: {parse_log_line(last[0]).text.splitlines()[-1]}")
-
-
-def _proxy(url: str) -> dict[str, Any]:
-    if not url:
-        return {}
-    parts = urlsplit(url)
-    login = (parts.username, parts.password) if parts.username else None
-    return {"http_proxy_host": parts.hostname, "http_proxy_port": parts.port or 3128, "http_proxy_auth": login,
-            "proxy_type": "http"}  # fmt: skip
 
 
 def _describe_refusal(code: int, namespace: str, pod: str) -> ClientError:

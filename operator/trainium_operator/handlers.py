@@ -18,17 +18,16 @@ import aiohttp
 import kopf
 from pydantic_core import from_json
 
-from trainium_contract.api_server.connection import tls_context
 from trainium_contract.stored_json import read_json, remove_deep_parts
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
     from aiohttp.connector import Connection
 
-    from trainium_contract.api_server.kubeconfig import Access
+    from trainium_operator.cluster.api.transport import KubernetesTransport
 
 WATCH_SECONDS = 240
 # Left to itself kopf asks for the user's name, and the user id of a container need not have one. Only kopf's peering,
@@ -99,7 +98,7 @@ def _readable(line: bytes) -> bytes:
 def make_registry(
     *,
     observe: Callable[[dict[str, Any], bool], None],
-    credentials: Callable[[], Awaitable[Access]],
+    client: KubernetesTransport,
 ) -> kopf.OperatorRegistry:
     """Create the handlers of one operator; `observe(body, deleted)` receives every TrainingJob that kopf receives."""
     registry = kopf.OperatorRegistry()
@@ -108,13 +107,13 @@ def make_registry(
     async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
         apply_settings(settings)
 
-    known: list[tuple[Access, kopf.AiohttpSession]] = []
+    known: list[tuple[Mapping[str, str], kopf.AiohttpSession]] = []
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.AiohttpSession:
-        ours = await credentials()
-        if not known or known[0][0] != ours:
-            known[:] = [(ours, _session(ours))]
+        headers = await client.headers()
+        if not known or known[0][0] != headers:
+            known[:] = [(headers, _build_session(client, headers))]
         return known[0][1]  # the same refused credentials: kopf then has no others to try
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
@@ -124,13 +123,18 @@ def make_registry(
     return registry
 
 
-def _session(ours: Access) -> kopf.AiohttpSession:
+def _build_session(client: KubernetesTransport, headers: Mapping[str, str]) -> kopf.AiohttpSession:
     """Create kopf's connections, which read objects of any depth; kopf closes them."""
-    connector = aiohttp.TCPConnector(limit=0, ssl=tls_context(ours))
+    access = client.access
+    connector = aiohttp.TCPConnector(limit=0, ssl=client.tls)
     session = aiohttp.ClientSession(
-        connector=connector, headers=dict(ours.headers), response_class=StoredJsonResponse, trust_env=False
+        connector=connector,
+        headers=headers,
+        proxy=access.proxy or None,
+        response_class=StoredJsonResponse,
+        trust_env=False,
     )
-    return kopf.AiohttpSession(server=ours.server, default_namespace=ours.namespace, aiohttp_session=session)
+    return kopf.AiohttpSession(server=access.server, default_namespace=access.namespace, aiohttp_session=session)
 
 
 def apply_settings(settings: kopf.OperatorSettings) -> None:

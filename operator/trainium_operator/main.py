@@ -221,7 +221,7 @@ class RuntimeSupervisor:
         freeze_gc()
         registry = handlers.make_registry(
             observe=lambda raw, deleted: runtime.caches.jobs.observe(raw, deleted=deleted),
-            credentials=self._transport.refresh_access,
+            client=self._transport,
         )
         ready = asyncio.Event()
         reinstallation = asyncio.ensure_future(self._reinstall_signal_handlers(ready))

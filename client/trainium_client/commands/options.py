@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVa
 import typer
 
 from trainium_client.api import Api
-from trainium_contract.api_server.connection import Connection
-from trainium_contract.api_server.kubeconfig import find_access
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from trainium_contract.api_server.connection import Connection
 
 _FILE_WIDTH = 400
 """Width of output to a file or a pipe, which is not truncated."""
@@ -133,6 +133,10 @@ def open_api(
     namespace: str | None, context: str | None, kubeconfig: str | None, *, timeout_seconds: float = 30.0
 ) -> Api:
     """Connect to the API server that the options name."""
+    # Imported here: the Kubernetes library takes longer than to complete or explain a command.
+    from trainium_contract.api_server.connection import Connection  # noqa: PLC0415 - as above
+    from trainium_contract.api_server.kubeconfig import find_access  # noqa: PLC0415 - as above
+
     access = find_access(kubeconfig, context, os.environ)
     connection = Connection(access, timeout=timeout_seconds)
     _connections.append(connection)

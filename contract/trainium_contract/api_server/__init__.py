@@ -1,1 +1,1 @@
-"""Connect to an API server: kubeconfig files, and HTTPS with the standard library."""
+"""Connect to an API server with the official `kubernetes` library (extra `kubernetes`)."""

@@ -1,28 +1,25 @@
-"""HTTPS to the API server with the standard library, so that a command starts fast; raw bytes in and out.
+"""Requests to the API server with the `kubernetes` library; raw bytes in and out.
 
 Guarantees:
 - TLS is verified unless the kubeconfig turns that off.
-- A connection is used by one thread at a time.
 - A request that may have been carried out is never sent twice.
 - Credentials never reach a message.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import http.client
 import json
-import os
 import re
 import ssl
-import tempfile
-import time
-from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import unquote, urlsplit
+
+import urllib3
+from kubernetes.client import ApiClient
+from kubernetes.client.exceptions import ApiException
+from urllib3.util.ssl_ import create_urllib3_context
 
 from trainium_contract.api_server.errors import NoClusterError
 
@@ -32,12 +29,16 @@ if TYPE_CHECKING:
     from trainium_contract.api_server.kubeconfig import Access
 
 RESPONSE_TIMEOUT_SECONDS = 30.0
-MAX_IDLE_SECONDS = 30.0
-"""Below the time after which an API server closes an idle connection (90 s), because a write is not repeated."""
+BEARER = ("BearerToken",)
+"""The library's name of its authentication."""
+NO_ADDRESS = "none.invalid"
 _CHUNK_BYTES = 1 << 16
 _ESCAPED_CHARACTERS = re.compile(r"[^\x20-\x7e\U00010000-\U0010ffff]")
 """Characters to escape: line breaks, controls, characters with a meaning in YAML, halves of surrogate pairs."""
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_RETRIES = urllib3.Retry(
+    total=None, connect=0, redirect=0, status=0, other=0, read=1, allowed_methods=["GET"], raise_on_redirect=False
+)
+"""The server may close an idle connection at any time; only a request that changes nothing is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,10 @@ class HttpResponse:
 class LineStream:
     """Lines of a response that is still being received; `close` may be called from another thread and ends it."""
 
-    def __init__(self, status: int, response: http.client.HTTPResponse, connection: http.client.HTTPConnection) -> None:
-        self.status = status
+    def __init__(self, response: urllib3.BaseHTTPResponse) -> None:
+        self.status = response.status
         self.closed = False
         self._response = response
-        self._connection = connection
 
     def read_rest(self) -> bytes:
         """Read the rest of an error response."""
@@ -69,7 +69,7 @@ class LineStream:
             while chunk := self._response.read1(_CHUNK_BYTES):
                 *complete, partial = (partial + chunk).split(b"\n")
                 yield from complete
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+        except (OSError, urllib3.exceptions.HTTPError, ValueError, AttributeError) as error:
             if not self.closed:
                 raise NoClusterError(f"the connection to the API server broke: {error}") from error
         if partial:
@@ -78,39 +78,30 @@ class LineStream:
     def close(self) -> None:
         """End the response; a reader in another thread sees the end."""
         self.closed = True
-        socket = self._connection.sock
-        with contextlib.suppress(OSError):
-            if socket is not None:
-                socket.shutdown(2)
-        self._connection.close()
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self._response.shutdown()
 
 
 class Connection:
-    """The API server of one `Access`."""
+    """The API server of one `Access`; threads may share it."""
 
     def __init__(
         self, access: Access, *, timeout: float = RESPONSE_TIMEOUT_SECONDS, user_agent: str = "kubectl-trn"
     ) -> None:
-        self._idle: deque[tuple[http.client.HTTPConnection, float]] = deque()
         self.access = access
-        self._user_agent = user_agent
-        self._parts = urlsplit(access.server)
         self._timeout = timeout
-        self._context = tls_context(access) if self._parts.scheme == "https" else None
-
-    @property
-    def tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context of sockets; None for plain HTTP."""
-        return self._context
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Return host and port of the API server."""
-        return self._parts.hostname or "", self._parts.port or (443 if self._context else 80)
-
-    def path(self, path: str, query: Mapping[str, str] | None = None) -> str:
-        """Return the path as the server sees it, also behind a proxy that adds a path."""
-        return f"{self._parts.path.rstrip('/')}{path}" + (f"?{urlencode(query)}" if query else "")
+        configuration = access.configuration
+        configuration.retries = _RETRIES
+        set_proxy(configuration, access.proxy)
+        self._client = ApiClient(configuration)
+        self._client.user_agent = user_agent
+        # From Python 3.13 on urllib3 sets VERIFY_X509_STRICT, which EKS's authorities fail (the library's issue 2394).
+        context = create_urllib3_context(
+            cert_reqs=ssl.CERT_REQUIRED if configuration.verify_ssl else ssl.CERT_NONE, verify_flags=0
+        )
+        if not configuration.ssl_ca_cert:
+            context.load_default_certs()
+        self._client.rest_client.pool_manager.connection_pool_kw["ssl_context"] = context
 
     def request(
         self,
@@ -122,110 +113,77 @@ class Connection:
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> HttpResponse:
-        """Send a request whose body is bytes or JSON. Raises NoClusterError without a response."""
-        data = body if isinstance(body, bytes | None) else encode_json(body)
-        headers = {"Accept": accept, **({"Content-Type": content_type} if data is not None else {})}
-        for idle in (self._take_idle(), None):
-            connection = idle or self._open()
-            try:
-                self._send(connection, method, self.path(path, query), data, headers)
-                response = connection.getresponse()
-                http_response = HttpResponse(
-                    response.status, lower_case_keys(response.headers.items()), response.read()
-                )
-            except (OSError, http.client.HTTPException) as error:
-                connection.close()
-                # The server may close an idle connection at any time; only requests that change nothing are sent again.
-                if idle is None or method != "GET":
-                    raise self._connection_error(error) from error
-            else:
-                self._idle.append((connection, time.monotonic()))
-                return http_response
-        raise AssertionError("unreachable")
-
-    def close(self) -> None:
-        """Close idle connections; the object can be used again."""
-        while (idle := self._take_idle()) is not None:
-            idle.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _take_idle(self) -> http.client.HTTPConnection | None:
-        """Return a recently used connection; other threads may use the last one at any time."""
-        with contextlib.suppress(IndexError):
-            while True:
-                connection, last_used = self._idle.pop()
-                if time.monotonic() - last_used < MAX_IDLE_SECONDS:
-                    return connection
-                connection.close()
-        return None
+        """Send a request with a JSON body. Raises NoClusterError without a response."""
+        response = self._send(method, path, query, accept, self._timeout, body=body, content_type=content_type)
+        with self._wrap_errors():
+            return HttpResponse(response.status, lower_case_keys(response.headers.items()), response.data)
 
     @contextlib.contextmanager
     def stream(self, path: str, *, query: Mapping[str, str], silence: float | None = None) -> Iterator[LineStream]:
-        """Send a GET and read it line by line on a separate connection; `silence` seconds without a byte end it."""
-        connection = self._open()
+        """Send a GET and read it line by line; `silence` seconds without a byte end it."""
+        response = self._send("GET", path, query, "*/*", silence)
         try:
-            try:
-                self._send(connection, "GET", self.path(path, query), None, {"Accept": "*/*"})
-                response = connection.getresponse()
-                if connection.sock is not None:
-                    connection.sock.settimeout(silence)
-            except (OSError, http.client.HTTPException) as error:
-                raise self._connection_error(error) from error
-            yield LineStream(response.status, response, connection)
+            yield LineStream(response)
         finally:
-            connection.close()
+            response.close()
+
+    def serialize(
+        self, method: str, path: str, query: Iterable[tuple[str, str]], **headers: str
+    ) -> tuple[str, urllib3.HTTPHeaderDict]:
+        """Return URL and headers of a request, with the credentials."""
+        _, url, fields, _, _ = self._client.param_serialize(
+            method, path, query_params=list(query), header_params=headers, auth_settings=BEARER
+        )
+        combined = urllib3.HTTPHeaderDict(fields)
+        for name, value in self.access.impersonation:
+            combined.add(name, value)
+        return url, combined
+
+    def close(self) -> None:
+        """Close idle connections; the object can be used again."""
+        self._client.rest_client.close()
 
     def _send(
         self,
-        connection: http.client.HTTPConnection,
         method: str,
         path: str,
-        data: bytes | None,
-        headers: dict[str, str],
-    ) -> None:
-        connection.putrequest(method, path, skip_accept_encoding=True)
-        for name, value in (*headers.items(), *self.access.headers, ("User-Agent", self._user_agent)):
-            connection.putheader(name, value)
-        if data is not None:
-            connection.putheader("Content-Length", str(len(data)))
-        connection.endheaders(data)
+        query: Mapping[str, str] | None,
+        accept: str,
+        timeout: float | None,
+        *,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> urllib3.BaseHTTPResponse:
+        url, headers = self.serialize(method, path, (query or {}).items(), Accept=accept)
+        if body is not None:
+            headers["Content-Type"] = content_type
+            body = encode_body(body, content_type)
+        with self._wrap_errors():
+            response = self._client.call_api(
+                method, url, headers, body=body, _request_timeout=(self._timeout, timeout)
+            ).response
+        assert isinstance(response, urllib3.BaseHTTPResponse)
+        return response
 
-    def _open(self) -> http.client.HTTPConnection:
-        host, port = self.address
-        proxy = find_proxy(self.access, self._parts.scheme, host)
-        target = urlsplit(proxy) if proxy else None
-        to_host, to_port = (target.hostname or "", target.port or 3128) if target else (host, port)
-        connection: http.client.HTTPConnection
-        if self._context is not None:
-            connection = _ServerNameConnection(to_host, to_port, self._context, self.access.server_name, self._timeout)
-        else:
-            connection = http.client.HTTPConnection(to_host, to_port, timeout=self._timeout)
-        if target:
-            connection.set_tunnel(host, port, proxy_headers(target.username, target.password))
-        return connection
-
-    def _connection_error(self, error: Exception) -> NoClusterError:
-        reason = str(error) or type(error).__name__
-        return NoClusterError(
-            f"no answer from the API server {self.access.server} (context {self.access.context or 'none'}): {reason}"
-        )
+    @contextlib.contextmanager
+    def _wrap_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            access = self.access
+            raise NoClusterError(
+                f"no answer from the API server {access.server} (context {access.context or 'none'}): {_reason(error)}"
+            ) from error
 
 
-class _ServerNameConnection(http.client.HTTPSConnection):
-    """HTTPS with a server name that may differ from the host's (`tls-server-name`)."""
-
-    def __init__(self, host: str, port: int, context: ssl.SSLContext, server_name: str, timeout: float) -> None:
-        super().__init__(host, port, context=context, timeout=timeout)
-        self._tls_context, self._tls_server_name = context, server_name
-
-    def connect(self) -> None:
-        if not self._tls_server_name:
-            super().connect()
-            return
-        http.client.HTTPConnection.connect(self)
-        self.sock = self._tls_context.wrap_socket(self.sock, server_hostname=self._tls_server_name)
+def set_proxy(configuration: Any, proxy: str) -> None:
+    """Set exactly this proxy, or none; otherwise parts of the library would apply the environment again."""
+    parts = urlsplit(proxy or f"http://{NO_ADDRESS}")
+    configuration.proxy = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    configuration.no_proxy = NO_ADDRESS if proxy else "*"
+    if parts.username:
+        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        configuration.proxy_headers = urllib3.make_headers(proxy_basic_auth=login)
 
 
 def lower_case_keys(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -233,7 +191,12 @@ def lower_case_keys(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {name.lower(): value for name, value in headers}
 
 
-def encode_json(body: Any) -> bytes:
+def encode_body(body: Any, content_type: str) -> Any:
+    """Encode a body as YAML; the library encodes other bodies as JSON."""
+    return encode_yaml(body) if "yaml" in content_type and not isinstance(body, bytes) else body
+
+
+def encode_yaml(body: Any) -> bytes:
     """Encode a request body as JSON that a YAML parser reads too.
 
     Characters beyond U+FFFF stay unescaped, because YAML has no surrogate pairs: the API server would refuse the status
@@ -247,45 +210,12 @@ def _escape(match: re.Match[str]) -> str:
     return "\\ufffd" if 0xD800 <= code <= 0xDFFF else f"\\u{code:04x}"
 
 
-def tls_context(access: Access) -> ssl.SSLContext:
-    """Build the TLS context of a kubeconfig. Raises NoClusterError if a certificate cannot be used."""
-    try:
-        context = ssl.create_default_context(cadata=access.authority.decode() if access.authority else None)
-        # Authorities of managed clusters lack the key identifiers that Python 3.13's strict flag requires.
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-        if not access.verify:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        if access.certificate:
-            _load_client_certificate(context, access)
-    except (ssl.SSLError, ValueError, OSError) as error:
-        raise NoClusterError(f"no cluster: a certificate of the kubeconfig cannot be used: {error}") from error
-    return context
-
-
-def _load_client_certificate(context: ssl.SSLContext, access: Access) -> None:
-    """Load the client certificate from private files, which the library needs, and delete them at once."""
-    with tempfile.TemporaryDirectory(prefix="kubectl-trn-") as folder:
-        path = Path(folder) / "identity.pem"
-        path.touch(mode=0o600)
-        path.write_bytes(access.certificate + b"\n" + access.key)
-        context.load_cert_chain(path)
-
-
-def find_proxy(access: Access, scheme: str, host: str) -> str:
-    """Return the proxy of the kubeconfig, else of the environment; empty for none."""
-    if access.proxy:
-        return access.proxy
-    if host in _LOOPBACK or not any(name.lower() == f"{scheme}_proxy" for name in os.environ):
-        return ""
-    # Imported here: few users have a proxy, and the import takes a tenth of a command's time.
-    from urllib.request import getproxies, proxy_bypass  # noqa: PLC0415
-
-    return "" if proxy_bypass(host) else getproxies().get(scheme, "")
-
-
-def proxy_headers(user: str | None, password: str | None) -> dict[str, str]:
-    """Return the headers of a proxy with a login."""
-    if not user:
-        return {}
-    pair = base64.b64encode(f"{user}:{password or ''}".encode()).decode()
-    return {"Proxy-Authorization": f"Basic {pair}"}
+def _reason(error: BaseException) -> str:
+    """Return why there is no response, without urllib3's names of objects."""
+    if isinstance(error, ApiException):
+        return " ".join(str(error.reason).split())
+    while isinstance(error, urllib3.exceptions.MaxRetryError) and error.reason is not None:
+        error = error.reason
+    if isinstance(error, urllib3.exceptions.NewConnectionError) and error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__

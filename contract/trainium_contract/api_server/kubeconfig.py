@@ -1,64 +1,139 @@
-"""Find the cluster and the credentials: kubeconfig files as kubectl reads them, else the pod's ServiceAccount.
+"""Find the cluster and the credentials with the `kubernetes` library, corrected where it differs from kubectl.
 
-The Kubernetes client library is not used, because its import takes longer than a whole command may (decision 0086).
-
-Invariants: files are merged as kubectl does (the first that defines a name wins). Paths inside a file are relative to
-it. `as` in a kubeconfig is honoured, so a command never has more rights than kubectl. Nothing here is printed.
+Guarantees:
+- Files are merged as kubectl does: the first that defines a name or the current context wins, an empty file has none,
+  names and values are text, and paths inside a file are relative to it.
+- A failed login program is an error; the library would continue without credentials.
+- `as` is honoured, so a command never has more rights than kubectl.
+- Credentials that expire are read again in time. They never reach a message.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
+import datetime as dt
+import logging
 import os
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote
 
 import yaml
+from kubernetes.client import Configuration
+from kubernetes.config import ConfigException, incluster_config
+from kubernetes.config.exec_provider import ExecProvider
+from kubernetes.config.kube_config import EXPIRY_SKEW_PREVENTION_DELAY, ConfigNode, FileOrData, KubeConfigLoader
 
 from trainium_contract.api_server.errors import NoClusterError
+from trainium_contract.api_server.proxies import find_proxy
 from trainium_contract.rfc3339 import parse_rfc3339
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-_SERVICE_ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_EXEC_EXTENSION = "client.authentication.k8s.io/exec"
-_PLUGIN_SECONDS = 60.0
-_FILE_SECONDS = 60.0
-"""Age of a token from a file, and margin before the expiry of a plugin's token, at which it is read again."""
+_SECTIONS = {"clusters": "cluster", "contexts": "context", "users": "user"}
+_PATHS = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_FILE_AGE = dt.timedelta(minutes=1)
+_RENEWAL_SECONDS = 30.0
+"""Shortest time between two attempts to renew credentials."""
+logger = logging.getLogger(__name__)
+
+
+class _TextLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc] # libyaml is faster
+    """Reads names like dates and numbers as text, as kubectl does."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "bool", "merge")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+class Renewal:
+    """Hook of the library that renews expiring credentials; it keeps the old ones if that fails."""
+
+    def __init__(self, renew: Callable[[Configuration], None]) -> None:
+        self._renew = renew
+        self._next_at = time.monotonic() + _RENEWAL_SECONDS
+
+    @classmethod
+    def limit(cls, configuration: Configuration) -> Self | None:
+        """Limit how often the library renews the credentials of a configuration."""
+        if configuration.refresh_api_key_hook is None:
+            return None
+        limited = configuration.refresh_api_key_hook = cls(configuration.refresh_api_key_hook)
+        return limited
+
+    def is_due(self) -> bool:
+        """Return whether a call may renew the credentials."""
+        return time.monotonic() >= self._next_at
+
+    def __call__(self, configuration: Configuration) -> None:
+        """Renew the credentials if they have expired."""
+        if not self.is_due():
+            return
+        self._next_at = time.monotonic() + _RENEWAL_SECONDS
+        try:
+            self._renew(configuration)
+        except (NoClusterError, ConfigException, OSError) as error:
+            logger.warning("the credentials cannot be read again: %s", _one_line(error))
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Address and credentials of the API server; PEM texts are bytes, empty for none."""
+    """Address and credentials of an API server."""
 
-    server: str
+    configuration: Configuration
     namespace: str = "default"
     context: str = ""
-    authority: bytes = b""
-    certificate: bytes = b""
-    key: bytes = b""
-    headers: tuple[tuple[str, str], ...] = ()
-    verify: bool = True
-    server_name: str = ""
     proxy: str = ""
-    valid_seconds: float | None = None
-    """Seconds after which the headers are read again; None without a limit."""
+    """URL, empty for a direct connection."""
+    impersonation: tuple[tuple[str, str], ...] = ()
+    """Headers, which may repeat."""
+    renewal: Renewal | None = None
+    """None for credentials that do not expire."""
+
+    @property
+    def server(self) -> str:
+        """URL of the API server."""
+        return str(self.configuration.host)
 
 
-@dataclass(frozen=True, slots=True)
-class _Credentials:
-    """The fields of `Access` that prove an identity."""
+class _Loader(KubeConfigLoader):  # type: ignore[misc] # the library's types are not followed
+    """Handles token files and login programs as kubectl does."""
 
-    certificate: bytes
-    key: bytes
-    headers: tuple[tuple[str, str], ...] = ()
-    valid_seconds: float | None = None
+    def _load_user_token(self) -> bool | None:
+        if not super()._load_user_token():
+            return None
+        self.token: str = str(self.token).strip()
+        if "tokenFile" in self._user:
+            self.expiry = dt.datetime.now(dt.UTC) + EXPIRY_SKEW_PREVENTION_DELAY + _FILE_AGE
+        return True
+
+    def _load_from_exec_plugin(self) -> bool | None:
+        if "exec" not in self._user:
+            return None
+        plugin = self._user["exec"]
+        command = str(plugin["command"])
+        try:
+            status = ExecProvider(plugin, None, self._cluster).run()
+        except (ConfigException, OSError, TypeError) as error:
+            hint = f" ({plugin['installHint']})" if "installHint" in plugin else ""
+            raise NoClusterError(f"the login program {command} failed: {_one_line(error)}{hint}") from error
+        if status.get("token"):
+            self.token = f"Bearer {status['token']}"
+        if status.get("clientCertificateData") and status.get("clientKeyData"):
+            self.cert_file, self.key_file = (
+                FileOrData(status, None, data_key_name=name, base64_file_content=False).as_file()
+                for name in ("clientCertificateData", "clientKeyData")
+            )
+        elif not status.get("token"):
+            raise NoClusterError(f"the login program {command} returned no credential; log in again")
+        expires_at = parse_rfc3339(str(status.get("expirationTimestamp") or ""))
+        if expires_at is not None:
+            self.expiry = dt.datetime.fromtimestamp(expires_at, dt.UTC)
+        return True
 
 
 def find_access(kubeconfig: str | None, context: str | None, environment: Mapping[str, str]) -> Access:
@@ -68,8 +143,8 @@ def find_access(kubeconfig: str | None, context: str | None, environment: Mappin
     paths = [Path(part) for part in configured.split(os.pathsep) if part] if configured else [home]
     existing = [path for path in paths if path.is_file()]
     if existing:
-        return _access_from_files(existing, context)
-    if not configured and environment.get("KUBERNETES_SERVICE_HOST"):
+        return _access_from_files(existing, context, environment)
+    if not configured and environment.get(incluster_config.SERVICE_HOST_ENV_NAME):
         return pod_access(environment)
     searched = ", ".join(str(path) for path in paths)
     raise NoClusterError(
@@ -80,159 +155,109 @@ def find_access(kubeconfig: str | None, context: str | None, environment: Mappin
 
 def pod_access(environment: Mapping[str, str]) -> Access:
     """Return the access of the pod's ServiceAccount, whose token the kubelet renews. Raises NoClusterError."""
-    host, port = environment["KUBERNETES_SERVICE_HOST"], environment.get("KUBERNETES_SERVICE_PORT", "443")
+    configuration = Configuration(proxy="", no_proxy="")
     try:
-        token = (_SERVICE_ACCOUNT_FOLDER / "token").read_text(encoding="utf-8").strip()
-        authority = (_SERVICE_ACCOUNT_FOLDER / "ca.crt").read_bytes()
-        namespace = (_SERVICE_ACCOUNT_FOLDER / "namespace").read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise NoClusterError(f"no cluster: the pod's ServiceAccount cannot be read ({error})") from error
-    server = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-    return Access(server, namespace, "pod", authority, headers=_bearer_header(token), valid_seconds=_FILE_SECONDS)
+        incluster_config.InClusterConfigLoader(
+            incluster_config.SERVICE_TOKEN_FILENAME, incluster_config.SERVICE_CERT_FILENAME, environ=environment
+        ).load_and_set(configuration)
+        namespace = _NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+    except (ConfigException, OSError) as error:
+        raise NoClusterError(f"no cluster: the pod's ServiceAccount cannot be read ({_one_line(error)})") from error
+    return Access(
+        configuration,
+        namespace,
+        "pod",
+        find_proxy(configuration.host, environment),
+        renewal=Renewal.limit(configuration),
+    )
 
 
-def _access_from_files(paths: list[Path], context: str | None) -> Access:
-    documents = [(path.parent, _load_document(path)) for path in paths]
-    names = (str(document.get("current-context") or "") for _, document in documents)
-    context = context or next((name for name in names if name), "")
+def _access_from_files(paths: list[Path], context: str | None, environment: Mapping[str, str]) -> Access:
     files = ", ".join(str(path) for path in paths)
+    merged = _merge_files(paths)
+    context = context or merged["current-context"]
     if not context:
         raise NoClusterError(f"no cluster: {files} has no current-context; give --context NAME")
-    _, context_entry = _find_entry(documents, "contexts", "context", context, files)
-    cluster_folder, cluster = _find_entry(
-        documents, "clusters", "cluster", str(context_entry.get("cluster") or ""), files
-    )
-    server = str(cluster.get("server") or "").rstrip("/")
-    if not server.startswith(("https://", "http://")):
+    entry = _find_entry(merged, "contexts", context, files)
+    cluster = _find_entry(merged, "clusters", entry.get("cluster", ""), files)
+    if not str(cluster.get("server", "")).startswith(("https://", "http://")):
         raise NoClusterError(f"no cluster: the context {context} of {files} names no server")
-    user_folder, user = Path(), dict[str, Any]()
-    if context_entry.get("user"):
-        user_folder, user = _find_entry(documents, "users", "user", str(context_entry["user"]), files)
-    authority = _read_pem(cluster, "certificate-authority", cluster_folder)
-    credentials = _read_credentials(user, user_folder, cluster, server, authority)
+    user = _find_entry(merged, "users", entry["user"], files) if "user" in entry else {}
+    if "auth-provider" in user:
+        raise NoClusterError("the kubeconfig uses an auth-provider, which is not supported: use an exec plugin instead")
+    configuration = Configuration(proxy="", no_proxy="")
+    try:
+        loader = _Loader(ConfigNode("kubeconfig", merged), context, config_base_path=None)
+        loader.load_and_set(configuration)
+    except (ConfigException, OSError, ValueError, TypeError) as error:
+        raise NoClusterError(f"no cluster: the context {context} of {files}: {_one_line(error)}") from error
     return Access(
-        server=server,
-        namespace=str(context_entry.get("namespace") or "default"),
+        configuration,
+        namespace=entry.get("namespace", "default"),
         context=context,
-        authority=authority,
-        certificate=credentials.certificate,
-        key=credentials.key,
-        headers=credentials.headers,
-        verify=cluster.get("insecure-skip-tls-verify") is not True,
-        server_name=str(cluster.get("tls-server-name") or ""),
-        proxy=str(cluster.get("proxy-url") or ""),
-        valid_seconds=credentials.valid_seconds,
+        proxy=cluster.get("proxy-url") or find_proxy(configuration.host, environment),
+        impersonation=_impersonation_headers(user),
+        renewal=Renewal.limit(configuration),
     )
+
+
+def _merge_files(paths: list[Path]) -> dict[str, Any]:
+    """Merge kubeconfigs as kubectl does; the library takes the last current context and refuses an empty file."""
+    merged: dict[str, Any] = {"current-context": "", **{section: [] for section in _SECTIONS}}
+    for path in paths:
+        document = _load_document(path)
+        merged["current-context"] = merged["current-context"] or document.get("current-context") or ""
+        for section, kind in _SECTIONS.items():
+            names = {entry.value["name"] for entry in merged[section]}
+            for entry in document.get(section) or ():
+                if isinstance(entry, dict) and isinstance(entry.get(kind), dict) and entry.get("name") not in names:
+                    fields = _resolve_paths(entry[kind], path.parent.absolute())
+                    merged[section].append(ConfigNode(section, {"name": entry.get("name"), kind: fields}, str(path)))
+    return merged
 
 
 def _load_document(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        # libyaml if available: a kubeconfig with many contexts is slow without it.
-        document = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - both are safe
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_TextLoader)  # noqa: S506 - a safe loader
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise NoClusterError(f"no cluster: the kubeconfig {path} cannot be read: {_one_line(error)}") from error
-    if not isinstance(document, dict):
+    if not isinstance(document, dict | None):
         raise NoClusterError(f"no cluster: {path} is no kubeconfig")
-    return document
+    return document or {}
 
 
-def _find_entry(
-    documents: list[tuple[Path, dict[str, Any]]], section: str, kind: str, name: str, files: str
-) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of the first file with an entry of that name in a section, and the entry."""
-    for folder, document in documents:
-        for entry in document.get(section) or ():
-            if isinstance(entry, dict) and entry.get("name") == name and isinstance(entry.get(kind), dict):
-                return folder, entry[kind]
-    raise NoClusterError(f"no cluster: {files} has no {kind} named {name!r}")
+def _resolve_paths(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Make the paths of an entry absolute, and drop empty fields."""
+    resolved = {name: value for name, value in fields.items() if value not in (None, "")}
+    for name in _PATHS:
+        if name in resolved:
+            resolved[name] = str(folder / str(resolved[name]))
+    if "tokenFile" in resolved:
+        resolved.pop("token", None)
+    plugin = resolved.get("exec")
+    if isinstance(plugin, dict):
+        plugin = {"apiVersion": "client.authentication.k8s.io/v1"} | {k: v for k, v in plugin.items() if v is not None}
+        if "/" in str(plugin.get("command", "")):
+            plugin["command"] = str(folder / plugin["command"])
+        resolved["exec"] = plugin
+    return resolved
 
 
-def _read_pem(fields: Mapping[str, Any], name: str, folder: Path) -> bytes:
-    """Return `name` as a path, or `name`-data from base64; the data wins, as in kubectl."""
-    try:
-        if fields.get(f"{name}-data"):
-            return base64.b64decode(str(fields[f"{name}-data"]), validate=False)
-        return (folder / str(fields[name])).read_bytes() if fields.get(name) else b""
-    except (OSError, binascii.Error) as error:
-        raise NoClusterError(f"no cluster: {name} of the kubeconfig cannot be read: {_one_line(error)}") from error
+def _find_entry(merged: Mapping[str, Any], section: str, name: str, files: str) -> dict[str, Any]:
+    for entry in merged[section]:
+        if entry.value["name"] == name:
+            fields: dict[str, Any] = entry.value[_SECTIONS[section]]
+            return fields
+    raise NoClusterError(f"no cluster: {files} has no {_SECTIONS[section]} named {name!r}")
 
 
-def _read_credentials(
-    user: Mapping[str, Any], folder: Path, cluster: Mapping[str, Any], server: str, authority: bytes
-) -> _Credentials:
-    """Read or request the credentials of a user of a kubeconfig."""
-    certificate, key = _read_pem(user, "client-certificate", folder), _read_pem(user, "client-key", folder)
-    headers: tuple[tuple[str, str], ...] = ()
-    valid_seconds: float | None = None
-    if user.get("tokenFile"):
-        valid_seconds = _FILE_SECONDS
-        try:
-            headers = _bearer_header((folder / str(user["tokenFile"])).read_text(encoding="utf-8").strip())
-        except OSError as error:
-            raise NoClusterError(f"no cluster: the token file cannot be read: {_one_line(error)}") from error
-    elif user.get("token"):
-        headers = _bearer_header(str(user["token"]))
-    elif user.get("username"):
-        pair = base64.b64encode(f"{user['username']}:{user.get('password', '')}".encode()).decode()
-        headers = (("Authorization", f"Basic {pair}"),)
-    elif isinstance(user.get("exec"), dict):
-        status = _run_exec_plugin(user["exec"], folder, cluster, server, authority)
-        certificate = str(status.get("clientCertificateData") or "").encode() or certificate
-        key = str(status.get("clientKeyData") or "").encode() or key
-        headers = _bearer_header(str(status["token"])) if status.get("token") else ()
-        valid_seconds = _seconds_until(str(status.get("expirationTimestamp") or ""))
-    elif user.get("auth-provider"):
-        raise NoClusterError("the kubeconfig uses an auth-provider, which is not supported: use an exec plugin instead")
-    if user.get("as"):
-        headers = (*headers, ("Impersonate-User", str(user["as"])))
-        headers += tuple(("Impersonate-Group", str(group)) for group in user.get("as-groups") or ())
-    return _Credentials(certificate, key, headers, valid_seconds)
-
-
-def _seconds_until(expiry: str) -> float | None:
-    """Return how long a plugin's credential may be used; None if it gives no time."""
-    expires_at = parse_rfc3339(expiry)
-    return None if expires_at is None else max(_FILE_SECONDS, expires_at - time.time() - _FILE_SECONDS)
-
-
-def _run_exec_plugin(
-    plugin: Mapping[str, Any], folder: Path, cluster: Mapping[str, Any], server: str, authority: bytes
-) -> Mapping[str, Any]:
-    """Return the credential of an exec plugin, such as `aws eks get-token`."""
-    spec: dict[str, Any] = {"interactive": False}
-    if plugin.get("provideClusterInfo"):
-        data = base64.b64encode(authority).decode()
-        spec["cluster"] = {"server": server, "certificate-authority-data": data}
-        extensions = {entry.get("name"): entry.get("extension") for entry in reversed(cluster.get("extensions") or ())}
-        if _EXEC_EXTENSION in extensions:
-            spec["cluster"]["config"] = extensions[_EXEC_EXTENSION]
-    version = str(plugin.get("apiVersion") or "client.authentication.k8s.io/v1")
-    request = json.dumps({"apiVersion": version, "kind": "ExecCredential", "spec": spec})
-    variables = {str(variable["name"]): str(variable["value"]) for variable in plugin.get("env") or ()}
-    command = str(plugin.get("command") or "")
-    # A path with a slash is relative to the kubeconfig; a bare name is looked up on PATH.
-    program = str(folder / command) if "/" in command else command
-    try:
-        completed = subprocess.run(
-            [program, *map(str, plugin.get("args") or ())],
-            env={**os.environ, **variables, "KUBERNETES_EXEC_INFO": request},
-            stdout=subprocess.PIPE,
-            timeout=_PLUGIN_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        hint = f" ({plugin['installHint']})" if plugin.get("installHint") else ""
-        raise NoClusterError(f"the kubeconfig's login program {command} failed: {_one_line(error)}{hint}") from error
-    try:
-        status = json.loads(completed.stdout)["status"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise NoClusterError(f"the kubeconfig's login program {command} gave no credential; log in again") from error
-    return status if isinstance(status, dict) else {}
-
-
-def _bearer_header(token: str) -> tuple[tuple[str, str], ...]:
-    return (("Authorization", f"Bearer {token}"),)
+def _impersonation_headers(user: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the headers of `as`, which the library ignores."""
+    headers = [("Impersonate-User", user.get("as")), ("Impersonate-Uid", user.get("as-uid"))]
+    headers += [("Impersonate-Group", group) for group in user.get("as-groups") or ()]
+    for key, values in (user.get("as-user-extra") or {}).items():
+        headers += [(f"Impersonate-Extra-{quote(key, safe='')}", value) for value in values or ()]
+    return tuple((name, str(value)) for name, value in headers if value)
 
 
 def _one_line(error: BaseException) -> str:

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from kubernetes.client import Configuration
+
 from trainium_contract.api_server.kubeconfig import Access
 from trainium_devcluster.controlplane.certificates import Authority, KeyPair, signing_pair, write_private
 from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
@@ -276,9 +278,9 @@ def _client(component: Component, paths: ClusterPaths, port: int) -> list[str]:
 
 def admin_client(paths: ClusterPaths, port: int, *, seconds: float = 10.0) -> ApiClient:
     """Return a client of the API server, or of another component, with the administrator's certificate."""
-    authority, certificate, key = ((paths.pki / name).read_bytes() for name in ("ca.crt", "admin.crt", "admin.key"))
-    access = Access(f"https://{HOST}:{port}", authority=authority, certificate=certificate, key=key)
-    return ApiClient(access, seconds=seconds)
+    authority, certificate, key = (str(paths.pki / name) for name in ("ca.crt", "admin.crt", "admin.key"))
+    configuration = Configuration(f"https://{HOST}:{port}", ssl_ca_cert=authority, cert_file=certificate, key_file=key)
+    return ApiClient(Access(configuration), seconds=seconds)
 
 
 def is_ready(component: Component, paths: ClusterPaths, ports: Ports) -> bool:

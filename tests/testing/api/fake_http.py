@@ -69,7 +69,7 @@ class FakeServer:
             request.path,
             query=request.query,
             body=json.loads(text) if text else None,
-            content_type=request.headers.get("Content-Type", ""),
+            content_type=request.content_type,
             timeout=scaled(30),
         )
         return web.Response(status=answer.status, body=answer.body, content_type="application/json")

@@ -88,6 +88,7 @@ class ApiServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = -1  # one packet for a response, which a delayed acknowledgement would interrupt
 
             def _answer(self) -> None:
                 path = urlsplit(self.path).path

@@ -452,18 +452,28 @@ def test_output_to_a_full_disk_is_one_sentence(server: ApiServer, form: str) -> 
     assert ended.stderr == "error: cannot write the output: No space left on device\n"
 
 
-def test_a_command_loads_neither_models_nor_the_kubernetes_library(server: ApiServer) -> None:
+def test_a_command_loads_neither_models_nor_the_library_for_event_loops(server: ApiServer) -> None:
     program = (
         "import sys; from trainium_client.commands.main import main\n"
         f"try: main(['status', 'llama', '--kubeconfig', {str(server.kubeconfig)!r}])\n"
         "except SystemExit as exit_info: assert not exit_info.code\n"
-        "slow = {'trainium_contract.base', 'kubernetes', 'aiohttp', 'asyncio', 'requests', 'websocket'}\n"
+        "slow = {'trainium_contract.base', 'kubernetes.aio', 'kubernetes.client.models.v1_pod', 'aiohttp', 'asyncio'}\n"
         "heavy = slow & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert ended.returncode == 0, ended.stderr
+
+
+def test_help_and_completion_of_commands_do_not_load_the_kubernetes_library() -> None:
+    program = (
+        "import sys; from trainium_client.commands import complete\n"
+        "sys.argv[1:] = ['status', '']; complete.candidates(['st'], complete._job_names)\n"
+        "import trainium_client; trainium_client.TrainingJob\n"
+        "assert 'kubernetes' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_shell_completion_offers_commands_and_then_jobs() -> None:
@@ -488,13 +498,20 @@ def test_an_exec_plugin_provides_the_token_and_its_failure_is_one_sentence(
         path.write_text(yaml.safe_dump(kubeconfig(server.url, exec=plugin)))
         return ["--kubeconfig", str(path)]
 
-    granted = 'import json, os; print(json.dumps({"status": {"token": os.environ["WHO"]}}))'
-    assert trn("history", "llama", *kubeconfig_options(sys.executable, "-c", granted)).code == 0
-    assert (
-        "gave no credential; log in again"
-        in trn("history", "llama", *kubeconfig_options(sys.executable, "-c", "print(1)")).err
+    granted = (
+        "import json, os; request = json.loads(os.environ['KUBERNETES_EXEC_INFO']);"
+        "print(json.dumps(request | {'status': {'token': os.environ['WHO']}}))"
     )
-    assert "failed" in trn("history", "llama", *kubeconfig_options("no-such-login-program")).err
+    assert trn("history", "llama", *kubeconfig_options(sys.executable, "-c", granted)).code == 0
+    for command, output in (
+        ([sys.executable, "-c", granted.replace("'token': os.environ['WHO']", "")], "no credential; log in again"),
+        ([sys.executable, "-c", "print(1)"], "failed: "),
+        ([sys.executable, "-c", "import sys; sys.exit('log in first')"], "log in first"),
+        (["no-such-login-program"], "failed: "),
+    ):
+        refused = trn("history", "llama", *kubeconfig_options(*command))
+        assert (refused.code, refused.err.count("\n")) == (1, 1)
+        assert output in refused.err
 
 
 def test_jobs_are_listed_ended_ones_last_also_by_a_status_without_a_name(trn: Command, server: ApiServer) -> None:

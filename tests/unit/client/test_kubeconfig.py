@@ -1,6 +1,11 @@
-"""Cluster and user of kubeconfig files, read as kubectl does."""
+"""Cluster and user of kubeconfig files: errors, and what the Kubernetes library would read otherwise than kubectl.
+
+`tests/wire/cluster/test_like_kubectl.py` compares requests with kubectl's.
+"""
 
 import base64
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +23,23 @@ def write_yaml(path: Path, document: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_the_first_kubeconfig_that_defines_a_name_wins(tmp_path: Path) -> None:
-    first = write_yaml(
-        tmp_path / "a", {"contexts": kubeconfig("")["contexts"], "users": kubeconfig("", token="t1")["users"]}
-    )
-    second = write_yaml(tmp_path / "b", kubeconfig("https://example.test", token="t2"))
-
-    access = find_access(None, None, {"KUBECONFIG": f"{first}:{second}:{tmp_path / 'none'}"})
-
-    assert (access.server, access.namespace) == ("https://example.test", "team")
-    assert access.headers == (("Authorization", "Bearer t1"),)
-
-
 def test_paths_are_relative_to_their_file_and_inline_data_wins(tmp_path: Path) -> None:
-    folder = tmp_path / "deep"
-    document = kubeconfig("https://example.test", **{"client-certificate": "me.crt", "client-key": "me.key"})
+    document = kubeconfig("https://example.test")
     document["clusters"][0]["cluster"] |= {
         "certificate-authority": "nowhere.crt",
         "certificate-authority-data": base64.b64encode(b"CA").decode(),
     }
-    path = write_yaml(folder / "config", document)
-    (folder / "me.crt").write_bytes(b"CERT")
-    (folder / "me.key").write_bytes(b"KEY")
+    user = {"users": kubeconfig("", **{"client-certificate": "me.crt", "client-key": "me.key"})["users"]}
+    clusters = write_yaml(tmp_path / "clusters/config", {**document, "users": None})
+    users = write_yaml(tmp_path / "users/config", user)
+    for name in ("me.crt", "me.key"):
+        (tmp_path / "users" / name).touch()
 
-    access = find_access(path, None, {})
+    found = find_access(f"{clusters}{os.pathsep}{users}", None, {}).configuration
 
-    assert (access.authority, access.certificate, access.key) == (b"CA", b"CERT", b"KEY")
-
-
-def test_impersonation_sets_its_headers(tmp_path: Path) -> None:
-    user = {"token": "t", "as": "viewer", "as-groups": ["readers"]}
-    path = write_yaml(tmp_path / "config", kubeconfig("https://example.test", **user))
-
-    headers = find_access(path, None, {}).headers
-
-    assert headers[1:] == (("Impersonate-User", "viewer"), ("Impersonate-Group", "readers"))
+    assert (found.cert_file, found.key_file) == (str(tmp_path / "users/me.crt"), str(tmp_path / "users/me.key"))
+    assert Path(found.ssl_ca_cert).read_bytes() == b"CA"
+    assert stat.S_IMODE(Path(found.ssl_ca_cert).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(
@@ -62,7 +49,9 @@ def test_impersonation_sets_its_headers(tmp_path: Path) -> None:
         ({"clusters": []}, "no cluster named 'here'"),
         ({"users": []}, "no user named 'me'"),
         ({"users": [{"name": "me", "user": {"auth-provider": {"name": "gcp"}}}]}, "exec plugin"),
-        ({"users": [{"name": "me", "user": {"client-certificate": "gone.crt"}}]}, "client-certificate"),
+        ({"users": [{"name": "me", "user": {"client-certificate": "gone.crt"}}]}, "gone.crt"),
+        ({"users": [{"name": "me", "user": {"tokenFile": "gone"}}]}, "gone"),
+        ({"users": [{"name": "me", "user": {"exec": {}}}]}, "key command"),
         ({"clusters": [{"name": "here", "cluster": {}}]}, "names no server"),
     ],
 )

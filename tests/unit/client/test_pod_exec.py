@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from kubernetes.client import Configuration
 
 from trainium_client import pod_exec
 from trainium_client.api import Api
@@ -50,7 +51,7 @@ def worker(*frames: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -
             if code != 101:
                 client.sendall(b"HTTP/1.1 %d No\r\nContent-Length: 0\r\n\r\n" % code)
                 return
-            assert b"command=cat&command=%2Fetc%2Fhosts" in head
+            assert b"command=cat&command=/etc/hosts" in head
             fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
             accept = base64.b64encode(hashlib.sha1(fields[b"Sec-WebSocket-Key"] + _MAGIC).digest())
             client.sendall(
@@ -64,7 +65,7 @@ def worker(*frames: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield Api(Connection(Access(f"http://127.0.0.1:{listener.getsockname()[1]}")), "team")
+        yield Api(Connection(Access(Configuration(f"http://127.0.0.1:{listener.getsockname()[1]}"))), "team")
     finally:
         thread.join()
         listener.close()

@@ -91,5 +91,6 @@ def test_a_kubeconfig_has_server_authority_and_client_certificate(tmp_path: Path
     prepare(paths, Ports(etcd=1, etcd_peer=2, apiserver=3, controller_manager=4, scheduler=5))
     access = find_access(str(paths.kubeconfig), None, {})
     assert (access.context, access.server) == (tmp_path.name, "https://127.0.0.1:3")
-    files = ((paths.pki / name).read_bytes() for name in ("ca.crt", "admin.crt", "admin.key"))
-    assert (access.authority, access.certificate, access.key) == tuple(files)
+    found = access.configuration
+    files = [Path(name).read_bytes() for name in (found.ssl_ca_cert, found.cert_file, found.key_file)]
+    assert files == [(paths.pki / name).read_bytes() for name in ("ca.crt", "admin.crt", "admin.key")]

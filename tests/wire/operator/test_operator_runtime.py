@@ -35,10 +35,7 @@ def test_kopf_posts_no_events_and_retries_without_end() -> None:
 
 
 def test_kopf_has_one_event_handler_and_no_finalizer() -> None:
-    async def credentials() -> None:
-        return None
-
-    registry = handlers.make_registry(observe=lambda _raw, _deleted: None, credentials=credentials)
+    registry = handlers.make_registry(observe=lambda _raw, _deleted: None, client=None)
     assert len(list(registry._watching.get_all_handlers())) == 1
     assert not list(registry._changing.get_all_handlers())
     assert not list(registry._spawning.get_all_handlers())
@@ -51,11 +48,8 @@ async def test_kopf_starts_under_a_user_id_without_a_name(monkeypatch: pytest.Mo
     def raise_unknown_uid() -> str:
         raise KeyError("getpwuid(): uid not found: 65532")
 
-    async def credentials() -> None:
-        return None
-
     monkeypatch.setattr(getpass, "getuser", raise_unknown_uid)
-    registry = handlers.make_registry(observe=lambda _raw, _deleted: None, credentials=credentials)
+    registry = handlers.make_registry(observe=lambda _raw, _deleted: None, client=None)
     stop = asyncio.Event()
     stop.set()
     await handlers.run_kopf(registry, stop=stop, ready=asyncio.Event())

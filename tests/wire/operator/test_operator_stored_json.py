@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from kubernetes.client import Configuration
 
 from tests.testing.api.fake_http import discovery_response, run_http_server
 from tests.testing.suite.virtual_time import in_virtual_time
+from trainium_contract.api_server.aio import HttpClient
 from trainium_contract.api_server.kubeconfig import Access
 from trainium_operator import handlers
 from trainium_operator.cluster.api.client import MAX_REFUSAL_CHARACTERS, Api
@@ -136,16 +138,15 @@ async def test_a_deeply_nested_job_does_not_stop_kopf() -> None:
         await stop.wait()
         return response
 
-    async def credentials() -> Access:
-        return Access(url, "system", headers=(("Authorization", "Bearer a-token"),))
-
     def observe(raw: dict[str, Any], _deleted: bool) -> None:
         seen[raw["metadata"]["name"]] = raw
         if seen.keys() == {"first", "second", "third", "fourth"}:
             all_seen.set()
 
     async with run_http_server(answer) as url:
-        registry = handlers.make_registry(observe=observe, credentials=credentials)
+        configuration = Configuration(url, api_key={"BearerToken": "Bearer a-token"})
+        client = HttpClient(Access(configuration, "system"), user_agent="test")
+        registry = handlers.make_registry(observe=observe, client=client)
         running = asyncio.create_task(handlers.run_kopf(registry, stop=stop, ready=asyncio.Event()))
         waiting = asyncio.create_task(all_seen.wait())
         await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,3 +154,4 @@ async def test_a_deeply_nested_job_does_not_stop_kopf() -> None:
         json.dumps(seen["first"])
         stop.set()
         await running
+        await client.close()

@@ -61,9 +61,7 @@ class KubernetesTransport(HttpClient):
 
     def with_separate_pool(self, connections: int) -> KubernetesTransport:
         """Return a transport of the same identity with a separate pool of at most so many connections."""
-        return KubernetesTransport(
-            self.access, user_agent=AGENT, connections=connections, find_access=self._find_access
-        )
+        return KubernetesTransport(self.access, user_agent=AGENT, connections=connections)
 
 
 async def connect(kubeconfig: str | None) -> KubernetesTransport:
@@ -75,11 +73,11 @@ async def connect(kubeconfig: str | None) -> KubernetesTransport:
     def find_valid_access() -> Access:
         in_pod = kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ
         access = pod_access(os.environ) if in_pod else find_access(kubeconfig, None, os.environ)
-        if not access.verify:
+        if not access.configuration.verify_ssl:
             raise NoClusterError(
                 "the kubeconfig turns TLS verification off (insecure-skip-tls-verify); give the cluster's CA instead"
             )
         return access
 
     access = await asyncio.to_thread(find_valid_access)
-    return KubernetesTransport(access, user_agent=AGENT, connections=CONNECTIONS, find_access=find_valid_access)
+    return KubernetesTransport(access, user_agent=AGENT, connections=CONNECTIONS)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from trainium_contract.api_server.connection import encode_json
+from trainium_contract.api_server.connection import encode_yaml
 from trainium_operator.cluster.execute.merge_patch import replace_content
 
 _KEYS = st.sampled_from(["selector", "matchLabels", "app", "tier"])
@@ -61,19 +61,19 @@ GLOO = "Check the logs of the remote worker before reporting an error. GLHF! \U0
     "text", [GLOO, "\x85\u2028\u2029\x7f\x9f\ufeff\ufffe", "\\ud83d", 'quote " and \\', "tab\tline\n"]
 )
 def test_text_round_trips_through_yaml(text: str) -> None:
-    body = encode_json({"status": {"message": text}})
+    body = encode_yaml({"status": {"message": text}})
     assert json.loads(body) == yaml.safe_load(body) == {"status": {"message": text}}
 
 
 def test_apply_bodies_have_no_surrogate_escapes() -> None:
-    assert b"\\ud" not in encode_json({"message": GLOO})
+    assert b"\\ud" not in encode_yaml({"message": GLOO})
 
 
 def test_unpaired_surrogates_are_replaced() -> None:
-    assert json.loads(encode_json(["a\ud83db"])) == ["a\ufffdb"]
+    assert json.loads(encode_yaml(["a\ud83db"])) == ["a\ufffdb"]
 
 
 @given(st.text(st.characters(exclude_categories=("Cs",))))
 def test_json_and_yaml_agree_on_every_text(text: str) -> None:
-    body = encode_json([text])
+    body = encode_yaml([text])
     assert json.loads(body) == yaml.safe_load(body) == [text]
