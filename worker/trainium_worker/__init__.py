@@ -19,7 +19,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -76,7 +75,7 @@ class _Reporter:
         self._step_started: float | None = None
         """The monotonic time of the start of the current step, if known."""
 
-    def step(self, number: int, figures: dict[str, float], consumed: Mapping[str, int]) -> None:
+    def step(self, number: int, figures: dict[str, float | None], consumed: Mapping[str, int]) -> None:
         """Record a completed step."""
         writer = self._writer
         with self._lock:
@@ -95,7 +94,7 @@ class _Reporter:
                 return
             self._step_started = now
             for name, count in consumed.items():
-                figures[f"{name}_per_second"] = count / seconds if seconds > 0 else math.nan
+                figures[f"{name}_per_second"] = count / seconds if seconds > 0 else None
                 figures[name] = getattr(writer.record, name) + count
             writer.complete_step({"step": number, **figures}, seconds=seconds)
             writer.pulse.enter(Activity.STEP, Waiting.MAYBE)
@@ -180,22 +179,24 @@ def step(
     learning_rate: SupportsFloat | None = None,
     grad_norm: SupportsFloat | None = None,
     total_steps: SupportsIndex | None = None,
+    **figures: SupportsFloat,
 ) -> None:
     """Report that the optimizer has completed its step `number`, counted from 1 over the whole run.
 
     Call it on every rank after each step, and after a resume with the number that continues the run. A second call for
     a step adds to the first.
 
-    tokens, samples: of this step, over all ranks. A loss on a device is copied, which waits for the device.
+    tokens, samples: of this step, over all ranks. figures: others by their names in the status of a job, for instance
+    `reward_margin`. A loss on a device is copied, which waits for the device.
     """
     completed = index(number)
-    measured = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm}
-    figures: dict[str, float] = {name: float(value) for name, value in measured.items() if value is not None}
+    optional = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm, **figures}
+    measured: dict[str, float | None] = {name: float(value) for name, value in optional.items() if value is not None}
     if total_steps is not None:
-        figures["total_steps"] = index(total_steps)
+        measured["total_steps"] = index(total_steps)
     counts = {"tokens": tokens, "samples": samples}
     consumed = {name: index(count) for name, count in counts.items() if count is not None}
-    _current_reporter().step(completed, figures, consumed)
+    _current_reporter().step(completed, measured, consumed)
 
 
 def saved(step: SupportsIndex, location: str | os.PathLike[str]) -> None:

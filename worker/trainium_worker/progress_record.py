@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import mmap
 import os
 import signal
 import struct
 import time
 import zlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -36,11 +35,13 @@ PROFILE_SIGNAL = signal.SIGRTMIN + 5
 """The signal by which the agent asks a process with a handler for it to record a trace."""
 
 _MAGIC = 0x544E5250
-_VERSION = 9
+_VERSION = 10
 _HEADER = struct.Struct("<IIQ")  # magic, version, sequence
 _CHECKSUM = struct.Struct("<I")
 _READ_ATTEMPTS = 5
 _STAGE_BYTES = 32
+_FIGURES_BYTES = 512
+"""The size of the figures as a JSON object."""
 
 
 class ProgressPhase(IntEnum):
@@ -55,7 +56,7 @@ class ProgressPhase(IntEnum):
 
 @dataclass(frozen=True)
 class ProgressRecord:
-    """The progress of a training process; -1 means none yet in the fields of steps, NaN in the measured ones."""
+    """The progress of a training process; -1 means none yet in the fields of steps."""
 
     pid: int
     generation: int = 0
@@ -73,13 +74,6 @@ class ProgressRecord:
     """The number of steps of the whole run; 0 until known."""
     stop_checks: int = 0
     """The number of calls of `should_stop`; all ranks call it after each step."""
-    loss: float = math.nan
-    grad_norm: float = math.nan
-    learning_rate: float = math.nan
-    tokens_per_second: float = math.nan
-    """The rate of the whole job over the newest steps."""
-    samples_per_second: float = math.nan
-    """The rate of the whole job over the newest steps."""
     updated: float = 0.0
     """Unix seconds when the newest step ended; 0 before the first."""
     step_seconds: float = 0.0
@@ -90,14 +84,12 @@ class ProgressRecord:
     """The completed fraction of the stage, 0 to 1; 0 in `Train`, which counts steps."""
     stage_since: float = 0.0
     """Unix seconds when this process entered the stage; 0 in `Train`."""
-    reward_margin: float = math.nan
-    """The mean difference of the rewards of two answers in the newest step (preference tuning)."""
-    reward_accuracy: float = math.nan
-    """The fraction of pairs of the newest step whose preferred answer has the greater reward."""
     newer_generation: int = 0
     """The generation that owns the checkpoints of the run, because of which this process ended; 0 for none."""
     stage: str = TRAIN
     """The stage of the run: `Train`, or one before or after the steps."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What was measured in the newest step, by name; rates are those of the whole job over the newest steps."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +100,7 @@ class ProgressReading:
     pulse: PulseReading | None
 
 
-_FORMATS = {"float": "d", "str": f"{_STAGE_BYTES}s"}
+_FORMATS = {"float": "d", "str": f"{_STAGE_BYTES}s", "Mapping[str, float]": f"{_FIGURES_BYTES}s"}
 _PAYLOAD = struct.Struct("<" + "".join(_FORMATS.get(str(field.type), "q") for field in fields(ProgressRecord)))
 _RECORD_BYTES = _HEADER.size + _PAYLOAD.size + _CHECKSUM.size
 _PULSE_OFFSET = (_RECORD_BYTES + 7) // 8 * 8
@@ -159,7 +151,7 @@ class ProgressWriter:
         self.pulse.begin_steps()
 
     def complete_step(self, figures: Mapping[str, object], *, seconds: float) -> None:
-        """Record a completed step that took `seconds`; `figures` are fields of the record."""
+        """Record a completed step that took `seconds`; `figures`: see `publish`."""
         self.publish(
             **figures,
             updated=time.time(),
@@ -218,7 +210,12 @@ class ProgressWriter:
         self.publish(phase=phase)
 
     def publish(self, **changes: Any) -> None:
-        """Change fields of the record atomically."""
+        """Change fields of the record, and figures, which are all other names, atomically. None removes a figure."""
+        if measured := {name: changes.pop(name) for name in changes.keys() - _FIELD_NAMES}:
+            merged = {**self.record.figures, **measured}
+            changes["figures"] = figures = {name: value for name, value in merged.items() if value is not None}
+            if (size := len(json.dumps(figures))) > _FIGURES_BYTES:
+                raise ValueError(f"{len(figures)} figures need {size} of {_FIGURES_BYTES} bytes: report fewer")
         self.record = replace(self.record, **changes)
         self._write()
 
@@ -237,8 +234,8 @@ class ProgressWriter:
         self._map.close()
 
     def _write(self) -> None:
-        *numbers, stage = _field_values(self.record)
-        payload = _PAYLOAD.pack(*numbers, stage.encode()[:_STAGE_BYTES])
+        *numbers, stage, figures = _field_values(self.record)
+        payload = _PAYLOAD.pack(*numbers, stage.encode()[:_STAGE_BYTES], json.dumps(figures).encode())
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, _VERSION, self._sequence + 1)
         self._map[_HEADER.size : _RECORD_BYTES] = payload + _CHECKSUM.pack(zlib.crc32(payload))
         self._sequence += 2
@@ -357,6 +354,8 @@ def _unpack(payload: bytes) -> ProgressRecord | None:
     try:
         values["phase"] = ProgressPhase(values["phase"])
         values["stage"] = values["stage"].rstrip(b"\0").decode()
-    except ValueError:
+        figures = json.loads(values["figures"].rstrip(b"\0"))
+        values["figures"] = {name: float(value) for name, value in figures.items()}
+    except (AttributeError, TypeError, ValueError, RecursionError):
         return None
     return ProgressRecord(**values)

@@ -289,7 +289,7 @@ class PodReport:
         results = read_results(path)
         self._progress = Progress(
             step=max(record.step, 0),
-            **{name: getattr(record, name) for name in FIGURES},
+            **{name: record.figures.get(name) for name in FIGURES},
             resume_step=record.resume_step if record.resume_step >= 0 else None,
             samples=max(record.samples, 0),
             memory_step=max(record.memory_step, -1),

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, Field, ValidationError
 
+from trainium_contract.status.results import FIGURES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -31,8 +33,6 @@ ENV_URL = "KUBEFLOW_TRAINER_SERVER_URL"
 _ENV_TOKEN_FILE = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # noqa: S105 - a name
 _BODY_BYTES = 65_536
 _REQUEST_SECONDS = 5
-_FIGURES = ("loss", "learning_rate", "grad_norm")
-"""Figures with the same name in transformers and in the progress record."""
 _MAX_STEP = 10**15
 
 
@@ -75,7 +75,7 @@ def parse_request(body: bytes, at: float) -> PostedProgress:
             raise ValueError(f"{name} is {count}")
         return count
 
-    figures = {name: float(metrics[name]) for name in _FIGURES if name in metrics}
+    figures = {name: float(metrics[name]) for name in FIGURES if name in metrics}
     return PostedProgress(at, parse_count("current_step"), parse_count("total_steps"), figures)
 
 

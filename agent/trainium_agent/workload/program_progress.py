@@ -316,17 +316,10 @@ class ProgramMonitor:
 
     def _open(self, rank: _Rank, step: int) -> ProgressWriter:
         """Create the record of a rank at its first step; earlier attempts count as far as the rank continues them."""
-        path = _output_record_path(rank.path)
-        previous = read_progress(path)
-        productive = 0.0
-        if previous is not None and previous.generation == rank.generation:
-            lost = max(0, previous.step - step)
-            productive = max(0.0, previous.productive_seconds - lost * previous.step_seconds)
-        writer = ProgressWriter(path, generation=rank.generation, attempt=rank.attempt)
+        writer = ProgressWriter(_output_record_path(rank.path), generation=rank.generation, attempt=rank.attempt)
+        writer.record_resume(step, tokens=0, samples=0)  # the time of its first step is not known
         # Without a known checkpoint it resumed right before the first step that it prints.
-        resumed = self.durable_step if 0 <= self.durable_step < step else step - 1
-        writer.publish(phase=ProgressPhase.TRAINING, resume_step=resumed, productive_seconds=productive)
-        writer.pulse.begin_steps()
+        writer.publish(resume_step=self.durable_step if 0 <= self.durable_step < step else step - 1)
         return writer
 
     def _describe_pattern_problem(self) -> str:

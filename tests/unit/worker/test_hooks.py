@@ -74,7 +74,7 @@ def test_transformers_trainer_reports_saves_and_resumes(record: Path, tmp_path: 
         first.train()
     assert stopped.value.code == trainium_worker.STOPPED
     assert (progress(record).step, progress(record).durable_step, progress(record).total_steps) == (3, 3, 8)
-    assert progress(record).loss > 0
+    assert progress(record).figures["loss"] > 0
     assert progress(record).samples == 3 * 2
     checkpoint = get_last_checkpoint(str(tmp_path / "out"))
     assert checkpoint is not None
@@ -157,5 +157,5 @@ def test_torchtitans_trainer_reports_and_saves_a_checkpoint(record: Path) -> Non
     with pytest.raises(SystemExit) as stopped:
         trainer.train(7, record)
     assert (stopped.value.code, trainer.saves, trainer.closed) == (75, [(7, False)], True)
-    assert (progress(record).step, progress(record).loss) == (7, 1.0 / 6)
+    assert (progress(record).step, progress(record).figures["loss"]) == (7, 1.0 / 6)
     assert trainer.logged == [(2, 0.5), (4, 0.25), (6, 1.0 / 6)]

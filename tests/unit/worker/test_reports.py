@@ -2,7 +2,6 @@
 
 import ast
 import json
-import math
 import os
 import random
 import subprocess
@@ -64,20 +63,22 @@ def test_steps_are_recorded_with_their_figures(record: Path) -> None:
     assert (newest.pid, newest.generation, newest.attempt) == (os.getpid(), 3, 2)
     assert newest.phase is ProgressPhase.TRAINING
     assert (newest.resume_step, newest.step, newest.total_steps) == (7, 8, 20)
-    assert (newest.loss, newest.learning_rate, newest.tokens) == (2.5, 0.1, 100)
-    assert math.isnan(newest.tokens_per_second), "the start of the first step is unknown"
-    assert newest.step_seconds == 0.0
+    assert (newest.figures, newest.tokens) == ({"loss": 2.5, "learning_rate": 0.1}, 100)
+    assert newest.step_seconds == 0.0, "the start of the first step is unknown"
     time.sleep(0.01)
     trainium_worker.step(9, tokens=300, samples=4)
     newest = progress(record)
-    assert (newest.step, newest.tokens, newest.loss) == (9, 400, 2.5)
+    assert (newest.step, newest.tokens, newest.figures["loss"]) == (9, 400, 2.5)
     assert newest.step_seconds >= 0.01
-    assert newest.tokens_per_second == pytest.approx(300 / newest.step_seconds)
-    assert (newest.samples, newest.samples_per_second) == (4, pytest.approx(4 / newest.step_seconds))
+    assert newest.figures["tokens_per_second"] == pytest.approx(300 / newest.step_seconds)
+    assert (newest.samples, newest.figures["samples_per_second"]) == (4, pytest.approx(4 / newest.step_seconds))
     assert activity(record) == (Activity.STEP, Waiting.MAYBE)
-    trainium_worker.step(9, loss=1.25)
+    trainium_worker.step(9, loss=1.25, reward_margin=0.5)
     repeated = progress(record)
-    assert (repeated.loss, repeated.updated) == (1.25, newest.updated), "a second report of a step adds to it"
+    assert repeated.updated == newest.updated, "a second report of a step adds to it"
+    assert {**newest.figures, "loss": 1.25, "reward_margin": 0.5} == repeated.figures
+    with pytest.raises(ValueError, match="45 figures need"):
+        trainium_worker.step(9, **{f"figure_{number}": 0.1 for number in range(40)})
 
 
 def test_stages_have_their_activity(record: Path) -> None:

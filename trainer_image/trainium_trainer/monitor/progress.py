@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.results import RunResults, read_results, results_path
@@ -37,10 +36,10 @@ class ProgressWriter(progress_record.ProgressWriter):
                 "learning_rate": figures.learning_rate,
                 "tokens": figures.tokens,
                 "samples": figures.samples,
-                "tokens_per_second": _or_nan(figures.tokens_per_second),
-                "samples_per_second": _or_nan(figures.samples_per_second),
-                "reward_margin": math.nan if rewards is None else rewards.margin,
-                "reward_accuracy": math.nan if rewards is None else rewards.accuracy,
+                "tokens_per_second": figures.tokens_per_second,
+                "samples_per_second": figures.samples_per_second,
+                "reward_margin": rewards and rewards.margin,
+                "reward_accuracy": rewards and rewards.accuracy,
             },
             seconds=seconds,
         )
@@ -57,7 +56,3 @@ class ProgressWriter(progress_record.ProgressWriter):
         self._results = results
         if self._results_path is not None:
             replace_text(self._results_path, json.dumps(results.to_wire()))
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value

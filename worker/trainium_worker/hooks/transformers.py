@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 import trainium_worker
+from trainium_worker.hooks import select_figures
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -44,8 +45,7 @@ class ReportToAgent(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the loss to the newest step."""
-        logs = kwargs.get("logs", {})
-        figures = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm") if name in logs}
+        figures = select_figures(kwargs.get("logs", {}))
         if figures and state.global_step:
             trainium_worker.step(state.global_step, **figures)
 

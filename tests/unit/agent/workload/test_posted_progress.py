@@ -78,7 +78,7 @@ def test_the_callback_of_transformers_reports_steps_and_figures(
         callback.on_step_end(None, state, None)
     until(lambda: program.record.step == 4, "the step")
     record = program.record
-    assert (record.total_steps, record.loss, record.learning_rate) == (40, 2.5, 0.1)
+    assert (record.total_steps, record.figures) == (40, {"loss": 2.5, "learning_rate": 0.1})
     assert record.resume_step == 2
     assert program.monitor.hang_detection is HangDetection.STEPS
     callback.on_train_end(None, state, None)

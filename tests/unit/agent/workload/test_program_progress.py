@@ -79,13 +79,20 @@ def test_steps_and_losses_are_parsed_from_output(monitored_program: MonitoredPro
     reading = monitored_program.monitor.read(monitored_program.path())
     assert reading is not None
     record, pulse = reading.record, reading.pulse
-    assert (record.phase, record.step, record.loss, record.resume_step) == (ProgressPhase.TRAINING, 2, 2.25, 0)
+    assert (record.phase, record.step, record.figures["loss"], record.resume_step) == (
+        ProgressPhase.TRAINING,
+        2,
+        2.25,
+        0,
+    )
     assert pulse is not None
     assert pulse.first_step_seconds > 0
     assert abs(record.updated - time.time()) < 5
     monitored_program.print_lines("step 4")
     assert monitored_program.record().step == 4
-    assert monitored_program.record().loss != monitored_program.record().loss, "a line without a loss has none"
+    assert monitored_program.record().figures["loss"] != monitored_program.record().figures["loss"], (
+        "a line without a loss has none"
+    )
     assert monitored_program.monitor.hang_detection is HangDetection.STEPS
     assert monitored_program.monitor.problem == ""
 
@@ -107,7 +114,7 @@ def test_a_number_is_read_from_coloured_output_and_with_what_follows(
     monitored_program: MonitoredProgram, printed: str, loss: float
 ) -> None:
     monitored_program.print_lines(printed)
-    assert (monitored_program.record().step, monitored_program.record().loss) == (7, loss)
+    assert (monitored_program.record().step, monitored_program.record().figures["loss"]) == (7, loss)
 
 
 def test_the_pattern_of_the_page_for_a_progress_bar_reads_no_other_bar(tmp_path: Path) -> None:
@@ -145,7 +152,7 @@ def test_a_step_that_is_printed_twice_counts_once(monitored_program: MonitoredPr
     time.sleep(0.05)
     monitored_program.print_lines("step 2 loss 2.0", "step 2 loss 2.5")
     record = monitored_program.record()
-    assert (record.step, record.loss) == (2, 2.0)
+    assert (record.step, record.figures["loss"]) == (2, 2.0)
     assert record.step_seconds >= 0.05, "not the time between the lines of two ranks"
 
 

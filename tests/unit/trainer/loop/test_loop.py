@@ -255,7 +255,7 @@ def test_progress_is_in_shared_memory_while_the_run_goes_on(launch: Launcher, tm
     record = read_progress(file)
     assert record.phase is ProgressPhase.FINISHED
     assert (record.generation, record.step, record.resume_step, record.samples) == (4, 5, 0, 40)
-    assert record.loss == job.losses()[-1]
+    assert record.figures["loss"] == job.losses()[-1]
     assert record.durable_step == 5
 
 

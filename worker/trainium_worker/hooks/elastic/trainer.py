@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from transformers import TrainerCallback
 
 import trainium_worker
 from trainium_worker import memory
+from trainium_worker.hooks import select_figures
 from trainium_worker.hooks.elastic.run import Run, count_replicas
 
 if TYPE_CHECKING:
@@ -144,8 +146,8 @@ class _ElasticMethods:
 
 def append_metrics(folder: Path, step: int, figures: dict[str, float]) -> None:
     """Append the figures of a step to `metrics.jsonl`, from which `kubectl trn report` draws the loss."""
-    names = {"learning_rate": "learningRate", "grad_norm": "gradNorm"}
-    record = {"step": step, "time": time.time(), **{names.get(name, name): figures[name] for name in figures}}
+    names = {name: re.sub("_(.)", lambda match: match[1].upper(), name) for name in figures}
+    record = {"step": step, "time": time.time(), **{names[name]: value for name, value in figures.items()}}
     with contextlib.suppress(OSError), (folder / "metrics.jsonl").open("a") as file:  # checkpoints report a full disk
         file.write(json.dumps(record) + "\n")
 
@@ -182,12 +184,11 @@ class _Reports(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the loss to the newest step."""
-        logs = kwargs.get("logs", {})
-        figures = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm") if name in logs}
+        figures = select_figures(kwargs.get("logs", {}))
         if not figures or not state.global_step:
             return
         trainium_worker.step(state.global_step, **figures)
-        if state.is_world_process_zero and "loss" in logs:
+        if state.is_world_process_zero and "loss" in figures:
             append_metrics(Path(str(args.output_dir)), state.global_step, figures)
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
