@@ -50,7 +50,7 @@ def jobs_page(rows: Sequence[JobRow], width: int, *, where: str, with_namespace:
     )  # fmt: skip
     cells = [
         (row.namespace, row.name, styled_word(row.phase or "-"),
-         f"{row.step} of {row.total_steps}" if row.total_steps else "-", format_number(row.loss),
+         row.progress, format_number(row.loss),
          f"{row.training} of {row.desired}", format_percent(row.goodput), str(row.restarts))
         for row in rows
     ]  # fmt: skip

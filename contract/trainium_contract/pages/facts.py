@@ -135,7 +135,7 @@ def _size(view: JobView) -> str:
     parts = [f"{view.size} of {view.desired or view.requested} nodes"]
     if view.requested != view.desired and view.desired:
         parts.append(f"{view.requested} requested")
-    parts += [f"{view.data_parallel} data-parallel"] if view.data_parallel else []
+    parts += [f"{view.data_parallel} data-parallel"] if view.data_parallel and view.size else []
     parts += [pluralize(view.spares, "spare")] if view.spares else []
     parts += [f"generation {view.generation}.{view.attempt}"] if view.generation else []
     return ", ".join(parts)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.pages.formatting import format_number, format_percent, format_utc
 from trainium_contract.pages.html import Link, document, section, table
 from trainium_contract.pages.live import LIVE_SCRIPT
+from trainium_contract.views.goodput import build_goodput_view
 from trainium_contract.views.raw import mapping, text
 from trainium_contract.views.status_reader import public_status
 
@@ -38,6 +39,11 @@ class JobRow:
     note: str = ""
     """Why nothing else is known about it."""
 
+    @property
+    def progress(self) -> str:
+        """Return the newest step, and that of the end if it is known."""
+        return f"{self.step} of {self.total_steps}" if self.total_steps else str(self.step or "-")
+
 
 def job_row(job: Mapping[str, Any]) -> JobRow:
     """Return the row of a TrainingJob as the API server holds it."""
@@ -52,7 +58,7 @@ def job_row(job: Mapping[str, Any]) -> JobRow:
         loss=progress.number("loss"),
         training=status.integer("readyReplicas"),
         desired=status.integer("desired"),
-        goodput=status.part("goodput").number("ratio"),
+        goodput=build_goodput_view(status, 0.0).ratio,
         restarts=status.part("restarts").integer("total"),
     )
 
@@ -68,7 +74,7 @@ def live_jobs_html(rows: Sequence[JobRow], now: float, *, where: str, root: str)
     head = ("Namespace", "Job", "Phase", "Step", "Loss", "Nodes", "Goodput", "Interrupted", "")
     cells = [
         (job.namespace, Link(job.name, f"{root}/{job.namespace}/{job.name}"), job.phase or "no status yet",
-         f"{job.step} of {job.total_steps}" if job.total_steps else "-", format_number(job.loss),
+         job.progress, format_number(job.loss),
          f"{job.training} of {job.desired}", format_percent(job.goodput), str(job.restarts), job.note)
         for job in ordered[:MAX_JOBS]
     ]  # fmt: skip

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def delete_workers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Delete all pods; on SIGTERM the ranks save and leave."""
-    membership = status.membership.replaced(size=0)
+    membership = status.membership.replaced(size=0, data_parallel=0)
     avoided_nodes = list_avoided_nodes(status.failures, facts.now)  # without those that refused
     status = status.replaced(
         membership=membership, waiting_since=None, start_failures=StartFailuresStatus(), avoided_nodes=avoided_nodes

@@ -301,7 +301,7 @@ def _with_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> Goo
         lost_seconds=_without_zeros({**by_cause, OVERHEAD: overhead}),
         lost_by_stage=_without_zeros({**by_stage, OVERHEAD: overhead}),
         ratio=ratio,
-        percent="" if ratio is None else format_percent(ratio),
+        percent="" if ratio is None or not wall_seconds else format_percent(ratio),
         uptime_ratio=_compute_ratio(wall_seconds - down_seconds, wall_seconds),
         fleet_ratio=_compute_ratio(node_productive, goodput.node_seconds) if is_known else None,
     )
