@@ -133,12 +133,13 @@ def _pair_by_spares(results: Sequence[Result]) -> Iterator[tuple[Result, Result]
 def _losses_table(results: Sequence[Result]) -> Table:
     table = _new_table("Where the time goes", "case", "by cause", "by stage")
     for result in results:
-        table.add_row(_format_case(result), _format_shares(result.lost_by_cause), _format_shares(result.lost_by_stage))
+        table.add_row(_format_case(result), format_shares(result.lost_by_cause), format_shares(result.lost_by_stage))
     return table
 
 
-def _format_shares(shares: Mapping[str, float]) -> str:
-    text = [f"{name} {_format_percent(share)}" for name, share in shares.items() if share >= _MIN_SHARE]
+def format_shares(shares: Mapping[str, float]) -> str:
+    """Format shares of the time by cause or stage, the largest first as given."""
+    text = [f"{describe_loss(name)} {_format_percent(share)}" for name, share in shares.items() if share >= _MIN_SHARE]
     return ", ".join(text[:_MAX_ROWS]) or "nothing"
 
 
@@ -237,10 +238,10 @@ def _result_document(result: Result, gain: tuple[float, float] | None, goal: flo
         "variation": case.variation or None,
         "days": case.days,
         "seeds": result.seeds,
-        "strict": _estimate_document(result.strict_goodput),
-        "uptime": _estimate_document(result.uptime),
-        "work": _estimate_document(result.work_done),
-        "fleet": _estimate_document(result.fleet_utilization),
+        "ratio": _estimate_document(result.strict_goodput),
+        "uptimeRatio": _estimate_document(result.uptime),
+        "workDone": _estimate_document(result.work_done),
+        "fleetRatio": _estimate_document(result.fleet_utilization),
         "worstDay": round(result.worst_day, 6),
         "lostByCause": {name: round(share, 7) for name, share in result.lost_by_cause.items()},
         "lostByStage": {name: round(share, 7) for name, share in result.lost_by_stage.items()},
@@ -258,7 +259,7 @@ def _result_document(result: Result, gain: tuple[float, float] | None, goal: flo
         ],
         "durableInterval": _interval_document(result),
         "spareGain": None if gain is None else {"nodeHours": round(gain[0], 2), "heldNodeHours": round(gain[1], 2)},
-        "goal": None if goal is None else {"strict": goal, "reached": result.strict_goodput.mean >= goal},
+        "goal": None if goal is None else {"ratio": goal, "reached": result.strict_goodput.mean >= goal},
         "largestLoss": result.largest_loss,
         "simulatedNodeHours": result.simulated_node_hours,
     }
@@ -323,7 +324,7 @@ def draw_picture(path: Path, results: Sequence[Result]) -> None:
     bottom = [0.0] * len(results)
     for number, stage in enumerate(stages):
         heights = [result.lost_by_stage.get(stage, 0.0) * 100 for result in results]
-        right.bar(range(len(results)), heights, bottom=bottom, label=stage, color=f"C{number}")
+        right.bar(range(len(results)), heights, bottom=bottom, label=describe_loss(stage), color=f"C{number}")
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     right.set_xticks(range(len(results)), names, rotation=45, fontsize=8)
     right.set(xlabel="spares / failures per 1,000 node-days", ylabel="% of the time", title="Where the time goes")

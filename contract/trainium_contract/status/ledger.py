@@ -23,6 +23,9 @@ STARTUP = "Startup"
 OVERHEAD = "Overhead"
 """Time in steps beyond the reference step time: slow nodes, saves, input, and the step that a fault cut short."""
 
+DOWN_STAGES = ("Detect", "Decide", "Restart", "Load", STARTUP)
+"""Stages in which nothing trains; repeated and slow steps count as up."""
+
 
 class StageSeconds(StatusModel):
     """Seconds lost to one interruption, by stage; the reference time of the first new step is not lost."""

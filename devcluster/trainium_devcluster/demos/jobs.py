@@ -149,8 +149,7 @@ class Demo(ABC):
             run.log.refresh()
             job = self.cluster.api.get(f"{_JOBS}/{run.name}")
             run.status = job.get("status") or {}
-            newest = run.log.steps.get(run.log.newest, {})
-            self.view.show(f"TrainingJob {NAMESPACE}/{run.name}", run.status, newest, run.steps)
+            self.view.show(job)
             if condition():
                 return
             if run.status.get("phase") == "Failed":

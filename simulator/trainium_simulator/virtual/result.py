@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from trainium_contract.status.ledger import DOWN_STAGES
 from trainium_simulator.virtual.schedule import DAY
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from trainium_contract.status.interruptions import Interruption
     from trainium_simulator.virtual.failures import FaultClass
 
-_DOWNTIME_STAGES = ("Detect", "Decide", "Restart", "Load", "Startup")
 USER_WAIT = "UserWait"
 """Stage and cause of the time in which an ended job waits until a user recreates it."""
 
@@ -53,7 +53,7 @@ class SimulationResult:
     @property
     def uptime(self) -> float:
         """Share of the time in which ranks trained, from 0 to 1."""
-        down_seconds = sum(self.ledger.lost_by_stage.get(stage, 0.0) for stage in _DOWNTIME_STAGES)
+        down_seconds = sum(self.ledger.lost_by_stage.get(stage, 0.0) for stage in DOWN_STAGES)
         return max(0.0, 1.0 - _ratio(down_seconds + self.user_wait_seconds, self.wall_seconds))
 
     @property

@@ -1,11 +1,13 @@
 """Compare what commands, pages, metrics and the simulator show of one job: a name has one meaning and one unit."""
 
+import io
 import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.testing.api.recorded_jobs import recorded_object
 from tests.testing.operator.metric_builders import job_view as named_job
@@ -21,7 +23,10 @@ from trainium_contract.job import TrainingJobStatus
 from trainium_contract.pages.formatting import format_duration, format_percent
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.views.job import JobView, build_job_view
+from trainium_devcluster.demos.view import View
 from trainium_operator.monitoring.metrics import Metrics
+from trainium_simulator.report import format_shares
+from trainium_simulator.virtual.result import SimulationResult
 from trainium_trainer.monitor.step_metrics import StepMetrics
 from trainium_worker.progress_record import ProgressRecord
 
@@ -98,6 +103,35 @@ def test_what_was_lost_is_the_same_sum_with_the_same_names_everywhere() -> None:
         assert f"lost {format_duration(goodput.lost)}" in pages()["status"]
         assert "Startup" in pages()[command]
         assert not re.search(r"Overhead(?! \(slower steps\))", pages()[command]), "explained wherever it is shown"
+
+
+def test_the_simulator_has_the_ratios_and_the_names_of_the_ledger() -> None:
+    ledger = run_job()[0].goodput
+    result = SimulationResult(
+        days=1.0,
+        ledger=ledger,
+        user_wait_seconds=0.0,
+        work_seconds=ledger.productive_seconds,
+        work_seconds_by_day=(),
+        seconds_by_size={},
+        interruptions=run_job()[0].history,
+    )
+    assert result.strict_goodput == pytest.approx(ledger.ratio, abs=1e-4)
+    assert result.uptime == pytest.approx(ledger.uptime_ratio, abs=1e-4)
+    assert result.fleet_utilization(4) == pytest.approx(ledger.fleet_ratio, abs=1e-3)
+    assert (result.lost_by_cause, result.lost_by_stage) == (ledger.lost_seconds, ledger.lost_by_stage)
+    shown = format_shares({"Overhead": 0.5, "Decide": 0.25})
+    assert shown == "Overhead (slower steps) 50.000 %, Decide (wait for a worker) 25.000 %"
+
+
+def test_a_demo_shows_the_lines_of_status() -> None:
+    output = io.StringIO()
+    with View(Console(file=output, width=200, force_terminal=True)) as demo:
+        demo.show(job())
+    for label in ("Progress", "Size", "Checkpoint", "Goodput", "Interrupted"):
+        (line,) = (line for line in pages()["status"].splitlines() if line.startswith(label))
+        value = line.removeprefix(label).split(", ")[0].split(" left")[0].strip()
+        assert value in output.getvalue(), label
 
 
 def test_the_stages_of_each_interruption_are_all_of_its_time() -> None:

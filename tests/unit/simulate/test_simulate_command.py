@@ -58,9 +58,9 @@ def test_json_lists_every_case_and_the_same_seeds_give_the_same_answer(
 
     assert [result["spares"] for result in first["results"]] == [0, 1]
     for result in first["results"]:
-        assert 0 < result["work"]["mean"] <= 1
+        assert 0 < result["workDone"]["mean"] <= 1
         assert result["mix"] == "AllCauses"
-        assert result["goal"] == {"strict": 0.5, "reached": True}
+        assert result["goal"] == {"ratio": 0.5, "reached": True}
     assert first["results"][0]["spareGain"] is None
     assert first["results"][1]["spareGain"]["heldNodeHours"] == 720
 
@@ -95,8 +95,8 @@ def test_costs_cover_held_nodes_and_their_work(job: Path, tmp_path: Path, capsys
 
     assert cost["monthlyNodeHours"] == pytest.approx(nodes * 720, rel=0.1)
     assert cost["perMonth"] == pytest.approx(2.5 * cost["monthlyNodeHours"], abs=1)
-    assert cost["lostOrIdle"] == pytest.approx(cost["perMonth"] * (1 - result["fleet"]["mean"]), abs=1)
-    assert cost["perMonthOfWork"] == pytest.approx(cost["perMonth"] / result["work"]["mean"], abs=1)
+    assert cost["lostOrIdle"] == pytest.approx(cost["perMonth"] * (1 - result["fleetRatio"]["mean"]), abs=1)
+    assert cost["perMonthOfWork"] == pytest.approx(cost["perMonth"] / result["workDone"]["mean"], abs=1)
     assert main(arguments) == 0
     assert "Cost of a month, at 2.5 a node-hour" in capsys.readouterr().out
 

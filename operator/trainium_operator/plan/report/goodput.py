@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.pages.formatting import format_percent
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
+from trainium_contract.status.ledger import DOWN_STAGES, OVERHEAD, STARTUP, StageSeconds
 from trainium_operator.plan.history.interruptions import entry_identity
 from trainium_operator.plan.report.step_time import count_steps, productive_seconds, reference_seconds, sample_step_time
 from trainium_operator.plan.view.progress import find_newest_progress, find_steady_time, is_past_steps
@@ -78,8 +78,6 @@ def _latest_time(times: list[float], *, over: bool) -> float:
 
 
 _MAX_STAGES = 8
-_DOWN_STAGES = ("Detect", "Decide", "Restart", "Load", STARTUP)
-"""Stages in which nothing trains; repeated and slow steps count as up."""
 
 
 def update_goodput(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
@@ -294,7 +292,7 @@ def _with_totals(facts: Facts, goodput: GoodputStatus, *, pending: float) -> Goo
     by_cause = {key: value for key, value in goodput.lost_seconds.items() if key != OVERHEAD}
     by_stage = {key: value for key, value in goodput.lost_by_stage.items() if key != OVERHEAD}
     is_known = step_totals is not None or facts.job.spec.workload.reports_each_step
-    down_seconds = sum(by_stage.get(stage, 0.0) for stage in _DOWN_STAGES)
+    down_seconds = sum(by_stage.get(stage, 0.0) for stage in DOWN_STAGES)
     ratio = _compute_ratio(productive, wall_seconds) if is_known else None
     return goodput.replaced(
         productive_seconds=round(productive, 3),
