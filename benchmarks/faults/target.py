@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.suite.timeouts import Deadline
+from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import INTERNAL_KEY, unpack_internal
 from trainium_contract.wire.recorded_membership import parse_members
 from trainium_devcluster.controlplane.client import ControlPlaneError
@@ -55,7 +56,8 @@ class TargetJob:
 
     def status(self) -> Json:
         """Return the status of the job, with its internal fields; empty before the first one."""
-        return unpack_internal(self.api.get(self._path).get("status") or {})
+        stored = self.api.get(self._path).get("status")
+        return TrainingJobStatus().to_wire() | unpack_internal(stored) if stored else {}
 
     def size(self) -> int:
         """Return the number of members."""

@@ -133,7 +133,7 @@ def internal_fields() -> frozenset[str]:
 
 
 def pack_internal(status: StatusModel) -> dict[str, Any]:
-    """Return the status as the API server stores it: the public fields, and the internal ones as one text."""
+    """Return the status as the API server stores it: public fields that have a value, the internal ones as one text."""
     stored = status.to_wire()
     given = status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
     internal: dict[str, Any] = {}
@@ -143,7 +143,20 @@ def pack_internal(status: StatusModel) -> dict[str, Any]:
         part = given.get(place, {}) if place else given
         if name in part:
             (internal.setdefault(place, {}) if place else internal)[name] = part[name]
+    conditions = {"conditions": stored.pop("conditions")}  # a metav1.Condition has its message even if it is empty
+    stored = _drop_empty(stored) | conditions
     return {**stored, INTERNAL_KEY: json.dumps(internal, separators=(",", ":"))} if internal else stored
+
+
+_EMPTY: tuple[Any, ...] = ("", [], {})
+"""Values that a missing field has as well, and that `kubectl describe` would show as a line each."""
+
+
+def _drop_empty(value: Any) -> Any:
+    """Return a part of the status without fields that have no value."""
+    if isinstance(value, dict):
+        return {name: kept for name, part in value.items() if (kept := _drop_empty(part)) not in _EMPTY}
+    return [_drop_empty(part) for part in value] if isinstance(value, list) else value
 
 
 def unpack_internal(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import yaml
 from tests.testing.cluster.policies import apply_objects, build_mutation, build_refusal, build_rule
 from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import Deadline
+from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import unpack_internal
 from trainium_contract.wire.recorded_membership import parse_members
 from trainium_devcluster.demos.metrics import StepLog
@@ -137,7 +138,8 @@ class Job:
 
     def status(self) -> dict[str, Any]:
         """Return the status with the operator's internal fields in their places."""
-        return unpack_internal(self.object().get("status") or {})
+        stored = self.object().get("status")
+        return TrainingJobStatus().to_wire() | unpack_internal(stored) if stored else {}
 
     def history(self) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = self.status().get("history") or []

@@ -9,6 +9,7 @@ from typing import Any, Self
 from tests.testing.api.fake_kubernetes import FakeCluster
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
+from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import unpack_internal
 from trainium_contract.wire.recorded_membership import parse_refused_status
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
@@ -32,7 +33,8 @@ class WorkerCluster:
 
     def stored_status(self, name: str = "llama") -> dict[str, Any]:
         """Return the job's status, with the operator's internal fields in their places."""
-        return unpack_internal(self.cluster.get(JOBS, "default", name).get("status") or {})
+        stored = self.cluster.get(JOBS, "default", name).get("status")
+        return TrainingJobStatus().to_wire() | unpack_internal(stored) if stored else {}
 
     def condition(self, kind: str, name: str = "llama") -> dict[str, Any]:
         conditions = self.status(name).get("conditions", ())

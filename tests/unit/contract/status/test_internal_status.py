@@ -9,6 +9,7 @@ import pytest
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
+from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
 from trainium_contract.status.internal import (
     INTERNAL_KEY,
     FailureRecord,
@@ -70,6 +71,19 @@ def test_the_stored_status_has_the_internal_fields_in_one_text() -> None:
     assert (stored["goodput"]["ratio"], stored["idleNodes"]) == (0.5, {"taken": 0, "wanted": 2})
     assert TrainingJobStatus.model_validate(unpack_internal(json.loads(json.dumps(stored)))) == status
     assert INTERNAL_KEY not in pack_internal(TrainingJobStatus())
+
+
+def test_fields_without_a_value_are_not_stored() -> None:
+    """`kubectl describe` shows each stored field in a line of its own."""
+    condition = Condition(
+        type=ConditionType.READY, status=ConditionStatus.TRUE, reason="Training", last_transition_time="now"
+    )
+    status = TrainingJobStatus(conditions=(condition,), verdict="", replicas=0)
+    stored = pack_internal(status)
+    assert not {"verdict", "artifacts", "history", "compiled", "hangDetection"} & stored.keys()
+    assert stored["conditions"][0]["message"] == "", "as in a metav1.Condition"
+    assert stored["replicas"] == 0, "the scale subresource and the columns read it"
+    assert TrainingJobStatus.model_validate(unpack_internal(stored)) == status
 
 
 def test_the_text_changes_no_public_field_and_one_that_is_no_object_is_refused() -> None:
