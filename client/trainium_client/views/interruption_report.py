@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_client.views.log_lines import PodLogLine, parse_log_line
-from trainium_contract.program_output import is_native_frame
+from trainium_contract.program_output import is_native_frame, restore_lines, strip_margin
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
 from trainium_contract.views.raw import mapping, strip_control_characters, text
 from trainium_contract.views.status_reader import public_status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 MAX_LINES = 12
 _BEFORE_SECONDS = 30.0
@@ -78,23 +78,31 @@ def explain_interruption(
 
 
 def select_log_lines(log: str, entry: InterruptionView) -> tuple[str, ...]:
-    """Select lines of a log with time stamps that are near the interruption, in log order; errors are preferred."""
+    """Select lines of a log with time stamps that are near the interruption, in log order; errors are preferred.
+
+    Lines of a verdict, which is shown whole, are left out.
+    """
     if entry.at is None:
         return ()
+    shown_lines = restore_lines(entry.message).splitlines() if entry.stopped else []
+    verdict_lines = {strip_margin(line).strip() for line in shown_lines}
     until = max(entry.at, entry.detected_at or entry.at) + _AFTER_SECONDS
     near: list[str] = []
     for line in log.splitlines():
         stamp, _, content = line.partition(" ")
         logged_at = parse_rfc3339(stamp)
         if logged_at is not None and entry.at - _BEFORE_SECONDS <= logged_at <= until and content.strip():
-            near += _without_native_frames(parse_log_line(content))
+            near += _select_parts(parse_log_line(content), verdict_lines)
     errors = [index for index, text in enumerate(near) if _ERRORS.search(text)]
     # The last lines of both kinds are nearest to the cause, and a few lines around them give the context.
     selected = set(errors[-MAX_LINES + _CONTEXT_LINES :]) | set(range(len(near))[-_CONTEXT_LINES:])
     return tuple(near[index] for index in sorted(selected))
 
 
-def _without_native_frames(line: PodLogLine) -> list[str]:
-    """Return the lines without frames of C++, which repeat the Python traceback."""
-    pairs = zip(line.text.split("\n"), line.shown.split("\n"), strict=True)
-    return [strip_control_characters(shown)[:400] for text, shown in pairs if not is_native_frame(text)]
+def _select_parts(line: PodLogLine, known: Collection[str]) -> list[str]:
+    """Return the lines without frames of C++, which repeat the Python traceback, and without known lines."""
+    return [
+        strip_control_characters(shown)[:400]
+        for text, shown in zip(line.text.split("\n"), line.shown.split("\n"), strict=True)
+        if not is_native_frame(text) and strip_margin(text).strip() not in known
+    ]

@@ -334,6 +334,17 @@ def test_why_shows_a_traceback_in_lines_with_the_error_first() -> None:
     assert seen[0].endswith(error)
 
 
+def test_why_shows_a_traceback_of_a_verdict_once() -> None:
+    (time,) = re.findall(r"^(\S+) .*rank 0 ended with code 137", recorded_log(), re.MULTILINE)[-1:]
+    frames = ["Traceback (most recent call last):", '  File "/src/train.py", line 3, in <module>', "    import missing"]
+    error = "ModuleNotFoundError: No module named 'missing'"
+    log = "\n".join(f"{time} [rank 0] {line}" for line in ("loading the data", *frames, error))
+    message = format_sentence("\n".join((error, *frames, "Correct the program.")))
+    output = report_of(message, rung="Stop", log=log)
+    assert "[rank 0] loading the data" in output
+    assert all(output.count(line.strip()) == 1 for line in (*frames, error))
+
+
 def test_why_cuts_long_messages_at_words_and_drops_step_lines() -> None:
     steps = " | ".join(
         f"23:12:{step} rank 0 INFO step {step}/900: loss 5.1400, 1593 tokens/s" for step in range(10, 40)
