@@ -117,8 +117,9 @@ CAUSES: tuple[CauseRow, ...] = (
         Blame.USER,
         _P,
         "a process ran out of memory",
-        "Lower spec.trainer.batch.microSize or the sequence length, raise tensor parallelism, shard the state "
-        "(spec.trainer.dataParallel: FullySharded) or raise the worker's memory limit.",
+        "Raise the memory limit of the worker (resources.limits.memory in spec.workers.template), or use less memory: "
+        "a smaller batch or shorter sequences; with the trainer lower spec.trainer.batch.microSize, raise tensor "
+        "parallelism or shard the state (spec.trainer.dataParallel: FullySharded).",
     ),
     CauseRow(
         Cause.LOCAL_STORAGE,

@@ -380,7 +380,7 @@ def verdict_on_budgets(facts: Facts, status: TrainingJobStatus) -> StopVerdict |
     node, seen = _find_last_output(facts, status, last.pod)
     text = f"{message}. Last seen: {seen}" if seen else message
     advice = _ADVICE[Reason.BUDGET_EXHAUSTED]
-    if last.cause is Cause.LOCAL_STORAGE:
+    if last.cause in (Cause.LOCAL_STORAGE, Cause.OUT_OF_MEMORY):
         advice = f"{get_cause_row(last.cause).advice} {advice}"
     return _build_verdict(Reason.BUDGET_EXHAUSTED, last.cause, text, advice=advice, pod=last.pod, node=node)
 

@@ -13,7 +13,7 @@ from trainium_agent.ranks.output import OutputTail
 from trainium_agent.ranks.processes import RankProcess
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.results import FIGURES, ArtifactReport, EvaluationFigure, RunStage
-from trainium_contract.wire.messages import MAX_GENERATION, WorkerPhase
+from trainium_contract.wire.messages import MAX_GENERATION, HangDetection, WorkerPhase
 from trainium_trainer.monitor.progress import ProgressWriter
 from trainium_worker.progress_record import ProgressPhase, ProgressReading
 
@@ -225,6 +225,20 @@ def test_a_newer_generation_clears_the_verdict(report: PodReport) -> None:
     beat = report.heartbeat()
     assert beat.verdict is None
     assert beat.failures
+
+
+def test_a_program_has_loaded_when_its_first_step_ends(
+    report: PodReport, ranks: FakeWorkload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.hang_detection = HangDetection.STEPS
+    times = iter((1000.0, 1030.0, 1040.0, 1050.0))
+    for step, updated, loaded in ((-1, 0.0, 1000.0), (-1, 0.0, 1000.0), (31, 1035.0, 1035.0), (40, 1049.0, 1035.0)):
+        now = next(times)
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        ranks.set_progress(step)
+        ranks.progress.updated = updated
+        progress = report.heartbeat().progress
+        assert (progress.started, progress.loaded) == (1000.0, loaded)
 
 
 def test_a_restart_has_its_own_times_of_start_and_load(report: PodReport, ranks: FakeWorkload) -> None:

@@ -125,6 +125,13 @@ def test_a_budget_verdict_names_the_last_failure() -> None:
         assert part in result.status.verdict
 
 
+def test_a_budget_verdict_on_memory_says_which_limit_to_raise() -> None:
+    observed = build.running_job(4, job_spec=build.spec(recovery={"budgets": {"process": {"maxFailures": 0}}}))
+    result = make_plan(build.with_status(observed, failures=(record(Cause.OUT_OF_MEMORY, ago=1),)))
+    assert "resources.limits.memory in spec.workers.template" in result.status.verdict
+    assert result.status.verdict.endswith("(kubectl trn retry).")
+
+
 def test_a_budget_verdict_quotes_a_worker_that_never_joined() -> None:
     ended = build.pod(7, phase=PodPhase.FAILED, reason="Error", exit_code=1, message="the disk of node-7 is on fire")
     observed = build.running_job(4, job_spec=build.spec(recovery={"budgets": {"infrastructure": {"maxFailures": 0}}}))
