@@ -17,7 +17,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from trainium_worker.hooks.elastic import elastic
 from trainium_worker.progress_record import read_progress, stop_at
@@ -89,6 +97,8 @@ def build_model(options: dict[str, Any]) -> torch.nn.Module:
     torch.manual_seed(0)
     if options.get("loss") == "mean":
         return MeanLoss()
+    if "mixture" in options:
+        return build_mixture(**options["mixture"])
     config = LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, attention_dropout=options.get("dropout", 0.0),
@@ -99,6 +109,17 @@ def build_model(options: dict[str, Any]) -> torch.nn.Module:
 
         return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
     return model
+
+
+def build_mixture(family: str, **fields: Any) -> torch.nn.Module:
+    """Return a model of four experts, of which two compute each token."""
+    config = AutoConfig.for_model(
+        family, vocab_size=128, hidden_size=32, intermediate_size=32, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64, num_experts=4,
+        num_local_experts=4, num_experts_per_tok=2, pad_token_id=0, eos_token_id=1, attn_implementation="eager",
+        **fields,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
 
 
 def train(results: Path, options: dict[str, Any]) -> None:

@@ -114,6 +114,37 @@ def test_a_killed_rank_costs_at_most_one_step(run: Run, undisturbed: Run, tmp_pa
     assert not list(run.output.glob("checkpoint-*")), "the state came from memory"
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {"mixture": {"family": "qwen3_moe"}},
+    "gpt-oss": {"mixture": {"family": "gpt_oss"}, "fsdp": True},
+    "router-loss": {"mixture": {"family": "qwen3_moe", "output_router_logits": True}},
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_of_experts_goes_on_after_a_killed_rank_and_at_another_size(
+    run: Run, tmp_path: Path, kind: str
+) -> None:
+    options, drops = MIXTURES[kind], {"dataloader_drop_last": kind == "router-loss"}
+    whole = {**drops, "output_dir": str(tmp_path / "whole")}
+    assert run.start([0, 1], arguments=whole, **options) == [0, 0], run.errors
+    losses, ledger = run.losses, run.ledger
+    assert -9 in run.start([0, 1], agent=True, kill=[1, 5], arguments=drops, **options)
+    assert run.start([0, 1], agent=True, arguments=drops, **options) == [0, 0], run.errors
+    assert min(run.ledger) in {5, 6}, run.errors
+    assert run.ledger.items() <= ledger.items()
+    assert run.losses == losses, "bitwise equal"
+    one = {**drops, "output_dir": str(tmp_path / "one")}
+    assert run.start([0], arguments=one, **options) == [0], run.errors
+    assert run.ledger == ledger
+    assert run.losses == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_loss_of_the_router_that_depends_on_the_size_is_announced(run: Run) -> None:
+    assert run.start([0], **MIXTURES["router-loss"]) == [0], run.errors
+    assert "Set dataloader_drop_last=True" in run.errors
+
+
 def test_a_lost_node_and_another_size_cost_at_most_one_step(run: Run, undisturbed: Run) -> None:
     assert -9 in run.start([0, 1, 2], agent=True, kill=[2, 4])
     run.lose_node(2)

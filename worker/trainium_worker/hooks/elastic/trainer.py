@@ -39,6 +39,12 @@ def elastic(trainer: Trainer) -> Trainer:
         _log.warning(
             "enable_jit_checkpoint is replaced: all ranks save after the same step when the job requests a stop"
         )
+    has_router_loss = getattr(getattr(trainer.model, "config", None), "output_router_logits", False)
+    if has_router_loss and not trainer.args.dataloader_drop_last:
+        _log.warning(
+            "output_router_logits adds the router's loss, a mean that also counts masked rows: the losses after a "
+            "smaller last batch of an epoch depend on the number of ranks. Set dataloader_drop_last=True"
+        )
     trainer.args.average_tokens_across_devices = True  # else the loss depends on the number of processes
     kind = type(trainer)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
