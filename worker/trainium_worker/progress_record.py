@@ -163,11 +163,6 @@ class ProgressWriter:
         )
         self.pulse.complete_step(seconds)
 
-    def record_checkpoints(self, *, memory_step: int, durable_step: int) -> None:
-        """Record the newest checkpoints."""
-        if (memory_step, durable_step) != (self.record.memory_step, self.record.durable_step):
-            self.publish(memory_step=memory_step, durable_step=durable_step)
-
     def write_notice(self, sentence: str) -> None:
         """Write a message for the user next to the record, in place of the last one."""
         if self._path is not None:
@@ -178,11 +173,6 @@ class ProgressWriter:
         if self._path is not None:
             self._alerts[kind] = {"step": step, "message": sentence}
             _write_user_file(alerts_path(self._path), json.dumps(self._alerts))
-
-    def set_total_steps(self, steps: int) -> None:
-        """Record the number of steps of the whole run, once it is known."""
-        if steps != self.record.total_steps:
-            self.publish(total_steps=steps)
 
     def enter_stage(self, stage: str, done: float = 0.0) -> None:
         """Record the stage of the run and its completed fraction (0 to 1), and send a heartbeat.
@@ -205,10 +195,6 @@ class ProgressWriter:
             stage_since=0.0 if stage == TRAIN else record.stage_since if record.stage == stage else time.time(),
         )
 
-    def set_phase(self, phase: ProgressPhase) -> None:
-        """Record the phase of the process."""
-        self.publish(phase=phase)
-
     def publish(self, **changes: Any) -> None:
         """Change fields of the record, and figures, which are all other names, atomically. None removes a figure."""
         if measured := {name: changes.pop(name) for name in changes.keys() - _FIELD_NAMES}:
@@ -216,8 +202,9 @@ class ProgressWriter:
             changes["figures"] = figures = {name: value for name, value in merged.items() if value is not None}
             if (size := len(json.dumps(figures))) > _FIGURES_BYTES:
                 raise ValueError(f"{len(figures)} figures need {size} of {_FIGURES_BYTES} bytes: report fewer")
-        self.record = replace(self.record, **changes)
-        self._write()
+        previous, self.record = self.record, replace(self.record, **changes)
+        if self.record != previous:
+            self._write()
 
     def check_stop(self) -> int:
         """Count a check whether to stop, then return the agent's answer (see `stop_at`)."""

@@ -8,7 +8,7 @@ import pytest
 import trainium_worker
 from tests.unit.worker.programs import SimulatedJob
 from trainium_worker.dcp import MemoryReader
-from trainium_worker.dcp.parts import find_buddies, newest_complete
+from trainium_worker.dcp.parts import newest_complete
 from trainium_worker.progress_record import read_notice, read_progress
 from trainium_worker.snapshots.files import HEADER_BYTES, Part, Version
 from trainium_worker.snapshots.store import SnapshotStore
@@ -157,17 +157,6 @@ def test_the_newest_complete_save_is_chosen(parts: list[Part], step: int | None)
     assert (chosen[0].version.step if chosen else None) == step
     assert [part.name for part in chosen] == [str(rank) for rank in range(len(chosen))]
     assert len({part.version for part in chosen}) <= 1
-
-
-@pytest.mark.parametrize(
-    ("stores", "targets"),
-    [("aa", [None, None]), ("ab", [1, 0]), ("aabb", [2, 3, 0, 1]), ("aab", [2, 2, 0]), ("abc", [1, 2, 0])],
-)
-def test_each_part_has_its_copy_on_another_node(stores: str, targets: list[int | None]) -> None:
-    buddies = [find_buddies(stores, rank) for rank in range(len(stores))]
-    assert [target for target, _ in buddies] == targets
-    for rank, (_, sources) in enumerate(buddies):
-        assert sources == [source for source, target in enumerate(targets) if target == rank]
 
 
 @pytest.mark.parametrize("template", ["/checkpoints/run", "/checkpoints/{step}/x", "/checkpoints/{step}-{step}"])

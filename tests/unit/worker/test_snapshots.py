@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.testing.trainer.base_models import with_flipped_bit
 from trainium_worker.snapshots import copies
-from trainium_worker.snapshots.copies import CopySender
+from trainium_worker.snapshots.copies import CopySender, choose_buddies
 from trainium_worker.snapshots.files import DamagedSnapshotError, Part, SnapshotFile, Version, checksum, read_part
 from trainium_worker.snapshots.store import PartFiles, SnapshotStore, part_name
 
@@ -171,6 +171,22 @@ def test_full_memory_keeps_finished_snapshots_and_no_unfinished_file(
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stores", "names", "targets"),
+    [
+        ("aa", "xy", {}),
+        ("ab", "xy", {0: 1, 1: 0}),
+        ("ab", "xx", {}),
+        ("aabb", "wxyz", {0: 2, 1: 3, 2: 0, 3: 1}),
+        ("aabb", "xxyy", {0: 2, 2: 0}),
+        ("aab", "xyz", {0: 2, 1: 2, 2: 0}),
+        ("abc", "xyz", {0: 1, 1: 2, 2: 0}),
+    ],
+)
+def test_a_part_of_a_single_node_has_its_copy_on_another(stores: str, names: str, targets: dict[int, int]) -> None:
+    assert choose_buddies([*zip(stores, names, strict=True)]) == targets
 
 
 class FakeNetwork:

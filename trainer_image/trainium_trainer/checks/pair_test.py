@@ -38,7 +38,6 @@ _VALUES = 1 << 20
 _BANDWIDTH_VALUES = 1 << 22
 _ROUNDS = 4
 _NCCOM_SECONDS = 20.0
-_PORT_SECONDS = 5.0
 
 
 def main(argv: Sequence[str]) -> int:

@@ -186,9 +186,9 @@ def set_up_run(settings: Settings, progress: ProgressWriter, stop: StopRequest) 
         sample_group=_find_sample_group(mesh) if isinstance(data.training, Streams) else None,
     )
     timer.end_phase("files")
-    progress.set_total_steps(run_progress.total_steps(position))
+    progress.publish(total_steps=run_progress.total_steps(position))
     progress.record_resume(position.step, tokens=position.tokens, samples=position.samples)
-    progress.record_checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
+    progress.publish(memory_step=manager.memory_step, durable_step=manager.durable_step)
     if mesh.rank == 0 and data.report is not None:
         _log.info("data: %s", data.report.line())
     _log.info(

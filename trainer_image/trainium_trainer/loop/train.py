@@ -49,7 +49,7 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
             from trainium_trainer.loop.after_training import run_stages  # noqa: PLC0415 - few runs have such stages
 
             run_stages(run, launch.local_rank)
-        progress.set_phase(ProgressPhase.FINISHED if code is ExitCode.FINISHED else ProgressPhase.YIELDED)
+        progress.publish(phase=ProgressPhase.FINISHED if code is ExitCode.FINISHED else ProgressPhase.YIELDED)
         run.backend.barrier()
         if run.trackers is not None:
             run.trackers.close(finished=code is ExitCode.FINISHED)
@@ -61,7 +61,7 @@ def train(settings: Settings, stop: StopRequest) -> ExitCode:
         progress.publish(phase=ProgressPhase.FAILED, newer_generation=error.newer)
         raise
     except BaseException:
-        progress.set_phase(ProgressPhase.FAILED)
+        progress.publish(phase=ProgressPhase.FAILED)
         raise
     return code
 
@@ -132,7 +132,7 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
             for alert in alerts:
                 _log.warning("%s", alert.message)
                 run.progress.write_alert(alert.kind, step, alert.message)
-        run.progress.record_checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
+        run.progress.publish(memory_step=manager.memory_step, durable_step=manager.durable_step)
         reported_warnings = report_warnings(manager, run.progress, reported_warnings)
         if run.backend.mesh.rank == 0 and (is_last or totals.stop or now - last_line >= _SECONDS_BETWEEN_LINES):
             last_line = now
@@ -146,7 +146,7 @@ def loop(run: Run, profiler: StepProfiler) -> ExitCode:
     run.stop.record_agreement()
     with pulse.saving():
         manager.finish(run.position)
-    run.progress.record_checkpoints(memory_step=manager.memory_step, durable_step=manager.durable_step)
+    run.progress.publish(memory_step=manager.memory_step, durable_step=manager.durable_step)
     return ExitCode.FINISHED
 
 
@@ -174,7 +174,7 @@ def _save_and_leave(run: Run, *, memory_ends: bool) -> ExitCode:
     run.stop.record_agreement()
     with run.progress.pulse.saving():
         run.manager.save_before_exit(run.position, memory_ends=memory_ends)
-    run.progress.record_checkpoints(memory_step=run.manager.memory_step, durable_step=run.manager.durable_step)
+    run.progress.publish(memory_step=run.manager.memory_step, durable_step=run.manager.durable_step)
     _log.info("asked to leave: saved step %d", run.position.step)
     return ExitCode.YIELDING
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Union
 
-from trainium_worker.snapshots.copies import pair_stores
-
 if TYPE_CHECKING:
     import io
     import os
@@ -86,20 +84,3 @@ def newest_complete(parts_in_memory: Iterable[Part]) -> tuple[Part, ...]:
         return ()
     newest = max(complete_saves)
     return tuple(saves[newest][str(rank)] for rank in range(int(newest.details)))
-
-
-def find_buddies(stores: Sequence[str], rank: int) -> tuple[int | None, list[int]]:
-    """Return the rank that keeps copies for `rank`, if any, and the ranks for which it keeps copies. Pure.
-
-    stores: the store of the node of each rank.
-    """
-    ranks_by_store: dict[str, list[int]] = {}
-    for number, store in enumerate(stores):
-        ranks_by_store.setdefault(store, []).append(number)
-    partners = pair_stores(list(ranks_by_store))
-
-    def find_target(source: int) -> int | None:
-        targets = ranks_by_store.get(partners.get(stores[source], ""))
-        return targets[ranks_by_store[stores[source]].index(source) % len(targets)] if targets else None
-
-    return find_target(rank), [source for source in range(len(stores)) if find_target(source) == rank]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import trainium_worker
-from trainium_worker.dcp.parts import find_buddies
+from trainium_worker.snapshots.copies import choose_buddies
 from trainium_worker.snapshots.files import SUFFIX
 from trainium_worker.snapshots.store import PartFiles, SnapshotStore, run_directory
 
@@ -55,7 +55,10 @@ class Session:
         """The id of the session; ordered by attempts."""
         self.is_enabled = all(self.stores)
         """Whether saves are kept."""
-        self.copy_target, self.copy_sources = find_buddies(self.stores, self.rank)
+        buddies = choose_buddies([(store, str(rank)) for rank, store in enumerate(self.stores)])
+        self.copy_target = buddies.get(self.rank)
+        """The rank that keeps copies of this rank's part, if any."""
+        self.copy_sources = [source for source, target in buddies.items() if target == self.rank]
         self.store_ranks = [rank for rank, store in enumerate(self.stores) if store == self.store]
         """The ranks that share this rank's store, including itself."""
         self.resumed: Version | None = None

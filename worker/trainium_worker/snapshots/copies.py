@@ -12,6 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from datetime import timedelta
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from trainium_worker.snapshots.files import HEADER_BYTES, DamagedSnapshotError, Part, SnapshotFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -38,20 +39,32 @@ _ANY_TIME = timedelta(days=3650)
 """No time limit, because the next snapshot arrives when the next step ends."""
 
 
-def pair_stores(stores: Sequence[str]) -> dict[str, str]:
-    """Return for each store the one that keeps its copies; empty if there is only one store. Pure.
+def choose_buddies(parts: Sequence[tuple[str, str]], usable: Container[str] | None = None) -> dict[int, int]:
+    """Return the rank that keeps the copies of each rank whose part only one store holds. Pure.
+
+    parts: the store of each rank's node, and the name of its part, which the first of the ranks that share it writes.
+    usable: the stores that may keep or have copies; None for all.
 
     Stores are paired, so that the loss of two stores loses a part only if they are partners (2 in N-1 cases for a
     ring, 1 for pairs: Gemini, SOSP 2023). Partners are far apart in the order, because neighbours fail together (one
     switch, one power supply). With an odd number, three stores form a ring.
     """
-    if len(stores) < 2:
-        return {}
+    ranks: dict[str, list[int]] = {}
+    holders: dict[str, set[str]] = {}
+    writers: dict[str, int] = {}
+    for rank, (store, name) in enumerate(parts):
+        ranks.setdefault(store, []).append(rank)
+        holders.setdefault(name, set()).add(store)
+        writers.setdefault(name, rank)
+    stores = [store for store in ranks if usable is None or store in usable]
     half = len(stores) // 2
     groups = [[stores[number], stores[number + half]] for number in range(half)]
-    if len(stores) % 2:
+    if groups and len(stores) % 2:
         groups[-1].append(stores[-1])
-    return {store: group[(number + 1) % len(group)] for group in groups for number, store in enumerate(group)}
+    partners = {store: group[(number + 1) % len(group)] for group in groups for number, store in enumerate(group)}
+    keepers = {store: itertools.cycle(ranks[partner]) for store, partner in partners.items()}
+    single = [rank for name, rank in writers.items() if len(holders[name]) == 1 and parts[rank][0] in partners]
+    return {rank: next(keepers[parts[rank][0]]) for rank in single}
 
 
 def send_part(group: ProcessGroup, target: int, tag: int, page: bytes, payload: torch.Tensor) -> bool:

@@ -85,7 +85,7 @@ def test_show_stacks_prints_the_newest_generation_as_json_lines(
     show_stacks.main()
     assert capsys.readouterr().out == ""
     for name in ("g1-r0", "g2-r1", "g2-r0"):
-        ProgressWriter(folder / name).set_phase(ProgressPhase.TRAINING)
+        ProgressWriter(folder / name).publish(phase=ProgressPhase.TRAINING)
     (folder / "g2-r7").write_bytes(b"nothing")
     (folder / "g2-of-others").write_bytes(b"nothing")
     show_stacks.main()

@@ -2,14 +2,13 @@ import errno
 import os
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.testing.trainer.base_models import flip_bit, with_flipped_bit
+from tests.testing.trainer.base_models import flip_bit
 from tests.testing.trainer.fork_server import fork_context
 from tests.unit.checkpoint.checkpoint_builders import SINGLE_RANK, State, position, start_run
 from tests.unit.checkpoint.checkpoint_scenarios import train_until_killed
@@ -58,14 +57,6 @@ def create_tier(folder: Path, tensors: dict[str, torch.Tensor], name: str | None
     )
 
 
-def test_three_files_rotate_and_the_newest_two_are_always_whole(tmp_path: Path) -> None:
-    start_run(tmp_path / "root", tmp_path / "memory").run_to(9).close()
-    assert len(list_snapshots(tmp_path / "memory")) == 3
-    tier = create_tier(run_directory(tmp_path / "memory", str(tmp_path / "root")), State(SINGLE_RANK).local_tensors())
-    assert sorted(part.version.step for part in tier.parts().values()) == [7, 8, 9]
-    tier.close()
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path: Path, seed: int) -> None:
     context = fork_context()
@@ -89,23 +80,12 @@ def test_a_process_killed_at_any_instant_loses_at_most_one_step(tmp_path: Path, 
     assert restarted.manager.warnings == []
 
 
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        (lambda data: data[: len(data) // 2], "bytes where"),
-        (lambda data: with_flipped_bit(data, 5000), "checksum"),
-        (lambda data: with_flipped_bit(data, 40), "header is altered"),
-    ],
-)
-def test_a_torn_or_altered_snapshot_is_named_and_the_one_before_it_is_used(
-    tmp_path: Path, damage: Callable[[bytes], bytes], sentence: str
-) -> None:
+def test_an_altered_snapshot_is_named_and_the_one_before_it_is_used(tmp_path: Path) -> None:
     start_run(tmp_path / "root", tmp_path / "memory").run_to(6).close()
-    path = snapshot_of_step(tmp_path / "memory", 6)
-    path.write_bytes(damage(path.read_bytes()))
+    flip_bit(snapshot_of_step(tmp_path / "memory", 6))
     restarted = start_run(tmp_path / "root", tmp_path / "memory")
     assert (restarted.resumed.step, restarted.wrong_tensors) == (5, [])
-    assert any(sentence in warning for warning in restarted.manager.warnings)
+    assert any("checksum" in warning for warning in restarted.manager.warnings)
     restarted.run_to(9)
     restarted.close()
     last = start_run(tmp_path / "root", tmp_path / "memory").close()

@@ -27,6 +27,7 @@ from trainium_trainer.checkpoint.resume.agreement import (
     decide,
     records_to_report,
 )
+from trainium_worker.snapshots import copies
 from trainium_worker.snapshots.files import Part, Version
 
 OWN_SNAPSHOTS, BUDDY_COPIES = 3, 2
@@ -257,7 +258,7 @@ def test_the_decision_costs_in_proportion_to_ranks_and_snapshots(replaced: int) 
 def test_choosing_buddies_costs_in_proportion_to_the_ranks() -> None:
     views_by_size = [build_rank_views(ranks) for ranks in (128, 1024)]
     small, large = (
-        count_bytecodes(agreement, lambda views=views: choose_buddies(views, {view.store for view in views}))
+        count_bytecodes(copies, lambda views=views: choose_buddies(views, {view.store for view in views}))
         for views in views_by_size
     )
     assert large < 8.5 * small

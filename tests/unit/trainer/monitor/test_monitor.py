@@ -53,7 +53,7 @@ def test_a_reader_reads_the_record_of_the_writer(tmp_path: Path) -> None:
     assert (fresh.generation, fresh.attempt, fresh.phase, fresh.step) == (3, 1, ProgressPhase.LOADING, -1)
     writer.record_resume(4, tokens=400, samples=32)
     record_step(writer, 5)
-    writer.record_checkpoints(memory_step=5, durable_step=-1)
+    writer.publish(memory_step=5, durable_step=-1)
     assert read_progress(path) == writer.record
     assert writer.record.productive_seconds == 2.0
     assert {
@@ -102,7 +102,7 @@ def test_productive_seconds_are_carried_over_restarts_without_the_lost_steps(tmp
 def test_stages_after_the_last_step_are_recorded_and_a_step_ends_them(tmp_path: Path) -> None:
     writer = ProgressWriter(tmp_path / "r0")
     writer.record_resume(10, tokens=0, samples=0)
-    writer.set_total_steps(11)
+    writer.publish(total_steps=11)
     record_step(writer, 11)
     writer.enter_stage(RunStage.EXPORT, 0.0)
     stage_start = writer.record.stage_since

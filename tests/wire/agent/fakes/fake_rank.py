@@ -86,5 +86,5 @@ def main(argv: list[str]) -> int:
         if stop:
             store.set("stop", "1")
         if store.check(["stop"]):
-            progress.record_checkpoints(memory_step=step, durable_step=step)
+            progress.publish(memory_step=step, durable_step=step)
             return 75

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trainium_trainer.checkpoint.memory.layout import describe_mesh
-from trainium_worker.snapshots.copies import pair_stores
+from trainium_worker.snapshots import copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -128,28 +128,12 @@ def cleanup_ranks(views: Sequence[RankView]) -> frozenset[int]:
 
 
 def choose_buddies(views: Sequence[RankView], usable: Iterable[str]) -> tuple[BuddyCopy, ...]:
-    """Return the copies that are needed so that no shard is lost with one of the `usable` stores.
+    """Return the copies that are needed so that no shard is lost with one of the `usable` stores; `views` are by rank.
 
     Only shards that a single store holds need a copy: replicas are copies already.
     """
-    holders: dict[str, set[str]] = {}
-    ranks: dict[str, list[int]] = {}
-    for view in sorted(views, key=lambda view: view.rank):
-        holders.setdefault(view.needs, set()).add(view.store)
-        ranks.setdefault(view.store, []).append(view.rank)
-    chosen = set(usable)
-    partner = pair_stores([store for store in ranks if store in chosen])
-    writing = snapshot_writers(views)
-    single_copy_views: dict[str, list[RankView]] = {}
-    copies: list[BuddyCopy] = []
-    for view in sorted(views, key=lambda view: view.rank):
-        if view.store in partner and view.rank in writing and len(holders[view.needs]) == 1:
-            single_copy_views.setdefault(view.store, []).append(view)
-    for store, other in partner.items():
-        for number, view in enumerate(single_copy_views.get(store, ())):
-            buddy_ranks = ranks[other]
-            copies.append(BuddyCopy(view.rank, buddy_ranks[number % len(buddy_ranks)], view.needs))
-    return tuple(sorted(copies))
+    buddies = copies.choose_buddies([(view.store, view.needs) for view in views], frozenset(usable))
+    return tuple(BuddyCopy(source, target, views[source].needs) for source, target in buddies.items())
 
 
 @dataclass(slots=True)
