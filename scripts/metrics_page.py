@@ -43,13 +43,14 @@ _LABELS = {
     "page": _code_spans((*READ, "other")),
     "phase": f"of a job: {_code_spans(Phase)}; of `hangs_total`, what the rank was doing: {_code_spans(TrainerPhase)}",
     "result": _code_spans(("Complete", "Failed")),
+    "role": "name of a [role](roles.md) of the job",
     "rung": f"how far the response went: {_code_spans(Rung)}",
     "severity": f"of what a node reports: {_code_spans(('Suspect', 'Drain', 'Fatal'))}",
     "source": f"where a node reports it: {_code_spans(('condition', 'capacity', 'taint', 'label', 'deletion'))}",
     "stage": f"{_RECOVERY_STAGES}; of `stage_seconds`: {_code_spans(RunStage)}",
     "state": (
         f"of workers: {_code_spans(('desired', 'member', 'training', 'spare_wanted', 'spare_ready'))}; "
-        f"of machines: {_code_spans(MachineState)}"
+        f"of pods of a role: {_code_spans(('desired', 'ready', 'needed'))}; of machines: {_code_spans(MachineState)}"
     ),
     "verb": "of Kubernetes",
 }

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from trainium_agent.settings import AgentSettings
     from trainium_agent.shared_state.server import StoreServer
     from trainium_agent.workload.workload import Workload
-    from trainium_contract.wire.messages import CheckResult
+    from trainium_contract.wire.messages import CheckResult, RoleEndpoints
 
 _log = logging.getLogger(__name__)
 _RECOVERING_SECONDS = 0.02
@@ -102,6 +102,7 @@ class AgentSupervisor:
             version("trainium-agent"),
             heartbeat=self._report.heartbeat,
             on_membership=self._on_membership,
+            on_endpoints=self._on_endpoints,
             on_acknowledged=self._on_acknowledged,
             on_job_deleted=lambda: self._handle(pod.SimpleEvent.JOB_DELETED),
             on_job_failed=self._on_job_failed,
@@ -193,6 +194,9 @@ class AgentSupervisor:
         self._membership = membership
         immediate = membership.transition is Transition.IMMEDIATE
         self._handle(pod.MembershipReceived(membership.generation, immediate=immediate, member=node_rank is not None))
+
+    def _on_endpoints(self, endpoints: RoleEndpoints) -> None:
+        self._workload.roles.update(endpoints)
 
     def _on_acknowledged(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:

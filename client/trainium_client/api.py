@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.api_server.errors import ClientError, ConflictError, ForbiddenError, NotFoundError
 from trainium_contract.stored_json import read_json
+from trainium_contract.views.raw import mapping, objects
 from trainium_contract.wire.worker_env import GROUP, KIND, LABEL_JOB, LABEL_ROLE, PLURAL, ROLE_WORKER, VERSION
 
 if TYPE_CHECKING:
@@ -117,6 +118,20 @@ class Api:
             raise ClientError(f"{name} cannot train on {size} nodes; {hint}")
         body = {"spec": {"replicas": size}}
         return self._call_jobs("patch", name, resource=f"{PLURAL}/scale", body=body, content_type=MERGE_PATCH)
+
+    def scale_role(self, job: Json, role: str, replicas: int) -> None:
+        """Set the number of pods of a role of a job as it was read. Raises ClientError for an unknown role."""
+        name = str(job["metadata"]["name"])
+        names = [str(entry.get("name")) for entry in objects(mapping(job, "spec"), "roles")]
+        if role not in names:
+            known = f"its roles are {', '.join(names)}" if names else "it has no roles (spec.roles)"
+            raise ClientError(f"{name} has no role {role}; {known}")
+        path = f"/spec/roles/{names.index(role)}"
+        patch = [
+            {"op": "test", "path": f"{path}/name", "value": role},
+            {"op": "add", "path": f"{path}/replicas", "value": replicas},
+        ]
+        self._call_jobs("patch", name, body=patch, content_type=JSON_PATCH)
 
     def delete_job(self, name: str, uid: str, *, foreground: bool) -> None:
         """Delete exactly this object; `foreground` keeps it until all dependents are deleted."""

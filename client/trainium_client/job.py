@@ -163,9 +163,12 @@ class TrainingJob:
             self.status, self.metrics, timeout_seconds=timeout_seconds, pause=lambda: pause(_POLL_SECONDS)
         )
 
-    def scale(self, size: int) -> None:
-        """Change the number of nodes."""
-        self._call(lambda api: api.scale_job(self.name, size))
+    def scale(self, size: int, *, role: str = "") -> None:
+        """Change the number of nodes, or of the pods of a role."""
+        if role:
+            self._call(lambda api: api.scale_role(api.job(self.name), role, size))
+        else:
+            self._call(lambda api: api.scale_job(self.name, size))
 
     def suspend(self) -> None:
         """Save and release the nodes."""

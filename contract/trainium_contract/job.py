@@ -20,13 +20,14 @@ from pydantic import Field, model_validator
 from trainium_contract.base import ContractModel, IdentityKey
 from trainium_contract.effects import Requirement, Switch, find_without_effect, requirements
 from trainium_contract.requirements.worker_requests import smallest_fitting_size
-from trainium_contract.sizes import MAX_COMPILED, BatchShape, order_by_likelihood
+from trainium_contract.sizes import MAX_COMPILED, MAX_ROLES, BatchShape, order_by_likelihood
 from trainium_contract.spec.elasticity import ElasticitySpec
 from trainium_contract.spec.health import HealthSpec
 from trainium_contract.spec.managed_by import MAX_MANAGER
 from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.spec.recovery import RecoverySpec
+from trainium_contract.spec.roles import ROLES_NEED_PROGRAM, RoleSpec
 from trainium_contract.spec.scheduling import SchedulingSpec
 from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.spec.workers import WorkersSpec
@@ -86,6 +87,8 @@ class TrainingJobSpec(ContractModel):
     """The built-in trainer's task; immutable while the job runs, except monitor. Give trainer or program."""
     program: ProgramSpec | None = None
     """Any other training program, in place of trainer; immutable while the job runs."""
+    roles: Annotated[tuple[RoleSpec, ...], Field(max_length=MAX_ROLES)] = ()
+    """Pods beside the workers that serve the program, for instance servers that generate or judge answers."""
     checkpoint: JobCheckpointSpec = JobCheckpointSpec()
     """Where and how often the training state is saved."""
     precompile: PrecompileSpec = PrecompileSpec()
@@ -115,6 +118,11 @@ class TrainingJobSpec(ContractModel):
         given = [kind for kind in (self.trainer, self.program) if kind is not None]
         if len(given) > 1:
             raise ValueError("trainer and program are both given: leave one of them out")
+        if self.roles and self.program is None:
+            raise ValueError(ROLES_NEED_PROGRAM)
+        names = [role.name for role in self.roles]
+        if duplicate := next((name for name in names if names.count(name) > 1), ""):
+            raise ValueError(f"two roles have the name {duplicate}: rename one")
         if not given:
             # The definition refuses a job without both; tests and simulations use the defaults.
             self.set_if_omitted("trainer", TrainerSpec())

@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+MAX_ROLES = 6
+"""A Workload of Kueue has 8 pod sets, of which workers and spares use 2."""
+MAX_ROLE_REPLICAS = 512
+"""Pods of one role."""
 MAX_COMPILED = 64
 """Maximum number of sizes that are compiled in the background and recorded."""
 _MILLION = 1_000_000

@@ -127,6 +127,8 @@ class RuntimeSupervisor:
         for reflector in runtime.caches.reflectors():
             self._spawn(group, reflector.run(), f"watch of {reflector.resource.plural}")
         self._spawn(group, runtime.caches.evaluations.run(), "watch of evaluations")
+        self._spawn(group, runtime.caches.role_pods.run(), "watch of the pods of roles")
+        self._spawn(group, runtime.caches.services.run(), "watch of services")
         if runtime.caches.network_policies is not None:
             self._spawn(group, runtime.caches.network_policies.run(), "watch of networkpolicies")
         self._spawn(group, self._first_list(), "first list of trainingjobs")

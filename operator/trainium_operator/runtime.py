@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import Phase
 from trainium_contract.wire.log_line import LogFormat
-from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION, ROLE_WORKER
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, OTHER_ROLES, ROLE_EVALUATION, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler, releases
 from trainium_operator.cluster.api import client, errors, resources
@@ -395,7 +395,7 @@ class Runtime:
 
     def _planned(self, job: JobView, status: TrainingJobStatus) -> None:
         self.metrics.planned(job, status)
-        if status.failures != job.status.failures:
+        if status.all_failures != job.status.all_failures:
             self.fleet.wake()
 
     def _exposition(self) -> bytes:
@@ -447,6 +447,15 @@ def make_caches(
             labels=f"{LABEL_ROLE}={ROLE_EVALUATION}",
             of_jobs=True,
         ),
+        role_pods=reflector.Reflector(
+            api,
+            resources.PODS,
+            views.role_pod_view,
+            namespaces=namespaces.Namespaces(served or namespaces.EVERYWHERE),
+            labels=OTHER_ROLES,
+            of_jobs=True,
+        ),
+        services=_children(api, resources.SERVICES, namespaces.Namespaces(served or namespaces.EVERYWHERE)),
         network_policies=_children(
             api, resources.NETWORK_POLICIES, namespaces.Namespaces(served or namespaces.EVERYWHERE)
         )

@@ -19,6 +19,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import SupportsFloat, SupportsIndex
 
-__all__ = ["MEMORY", "STOPPED", "generation", "notice", "rank", "saved", "should_stop", "stage", "step"]
+__all__ = ["MEMORY", "STOPPED", "endpoints", "generation", "notice", "rank", "saved", "should_stop", "stage", "step"]
 
 rank: int
 """The rank of this process, from 0."""
@@ -47,6 +48,8 @@ ENV_GENERATION = "TRAINIUM_GENERATION"
 ENV_ATTEMPT = "TRAINIUM_ATTEMPT"
 ENV_WORLD_SIZE = "TRAINIUM_WORLD_SIZE"
 """The number of processes that the agents started; a launcher in them starts more, and sets another WORLD_SIZE."""
+ENV_ROLES_FILE = "TRAINIUM_ROLES_FILE"
+"""The path of the file with the addresses of the job's roles; the agent replaces it at each change."""
 MEMORY = "memory"
 """`location` of `saved` for a snapshot in the memory of the nodes."""
 STOPPED = 75
@@ -216,6 +219,25 @@ def stage(name: str, done: float = 0.0) -> None:
 def notice(sentence: str) -> None:
     """Show a message in the status of the job, in place of the last one."""
     _current_reporter().notice(sentence)
+
+
+def endpoints(role: str) -> tuple[str, ...]:
+    """Return `address:port` of each pod of a role of the job that is ready now; empty while none is.
+
+    The pods change while the program runs, so call it before each round of requests. Without an agent the variable
+    TRAINIUM_ROLE_<ROLE> has the addresses, separated by commas. Raises LookupError for a role that the job lacks.
+    """
+    path = os.environ.get(ENV_ROLES_FILE)
+    if path is not None:
+        addresses = json.loads(Path(path).read_text(encoding="utf-8"))
+    else:
+        name = "TRAINIUM_ROLE_" + role.upper().replace("-", "_")
+        addresses = {role: list(filter(None, os.environ[name].split(",")))} if name in os.environ else {}
+    if role not in addresses:
+        raise LookupError(
+            f"the job has no role {role!r}, only {sorted(addresses)}: add it to spec.roles, or correct the name"
+        )
+    return tuple(addresses[role])
 
 
 def should_stop() -> bool:

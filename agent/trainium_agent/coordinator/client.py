@@ -36,7 +36,13 @@ from trainium_agent.coordinator.connection import (
     parse_refusal,
 )
 from trainium_contract.wire.membership_change import MembershipChange, StaleChangeError, apply_change
-from trainium_contract.wire.messages import HeartbeatRequest, HeartbeatResponse, Membership, RegisterRequest
+from trainium_contract.wire.messages import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    Membership,
+    RegisterRequest,
+    RoleEndpoints,
+)
 from trainium_contract.wire.stream import FrameKind, encode_keepalive, jitter_fraction, must_send_now
 
 if TYPE_CHECKING:
@@ -75,6 +81,7 @@ class CoordinatorClient:
         on_membership: Callable[[Membership], None],
         on_acknowledged: Callable[[HeartbeatRequest], None],
         on_job_deleted: Callable[[], None],
+        on_endpoints: Callable[[RoleEndpoints], None] = lambda _endpoints: None,
         on_job_failed: Callable[[HeartbeatRequest], None] = lambda _heartbeat: None,
         on_coordinator_time: Callable[[float, float, float], None] = lambda _time, _sent_at, _received_at: None,
     ) -> None:
@@ -88,6 +95,7 @@ class CoordinatorClient:
         self._connector = Connector(settings)
         self._heartbeat = heartbeat
         self._on_membership = on_membership
+        self._on_endpoints = on_endpoints
         self._on_acknowledged = on_acknowledged
         self._on_job_deleted = on_job_deleted
         self._on_job_failed = on_job_failed
@@ -190,6 +198,7 @@ class CoordinatorClient:
             on_acknowledged=self._on_heartbeat_ack,
             on_membership=self._receive_membership,
             on_change=self._receive_change,
+            on_endpoints=self._on_endpoints,
             on_answer=self._record_answer,
         )
         try:
@@ -291,6 +300,7 @@ class StreamSession:
         on_membership: Callable[[Membership], None],
         on_change: Callable[[MembershipChange], None],
         on_answer: Callable[[], None],
+        on_endpoints: Callable[[RoleEndpoints], None] = lambda _endpoints: None,
     ) -> None:
         """`send_now` is set when the next heartbeat should not wait.
 
@@ -302,6 +312,7 @@ class StreamSession:
         self._on_acknowledged = on_acknowledged
         self._on_membership = on_membership
         self._on_change = on_change
+        self._on_endpoints = on_endpoints
         self._on_answer = on_answer
         self._unanswered: deque[_Sent] = deque()
         self._full_heartbeat_seconds = 0.0
@@ -355,6 +366,8 @@ class StreamSession:
             self._on_membership(Membership.model_validate_json(payload))
         elif kind == FrameKind.MEMBERSHIP_CHANGE:
             self._on_change(MembershipChange.model_validate_json(payload))
+        elif kind == FrameKind.ROLE_ENDPOINTS:
+            self._on_endpoints(RoleEndpoints.model_validate_json(payload))
         elif kind == FrameKind.HEARTBEAT_ACK:
             answer = HeartbeatResponse.model_validate_json(payload)
             self._full_heartbeat_seconds = answer.full_heartbeat_seconds

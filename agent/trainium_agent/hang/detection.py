@@ -156,9 +156,13 @@ class StallTracker:
         self._sampled_at: float | None = None
         self._states: dict[int, _StallState] = {}
 
-    def sample(self, now: float, samples: Iterable[RankSample]) -> tuple[Stall, ...]:
-        """Return the stall of each sampled rank; `now` is monotonic."""
+    def sample(self, now: float, samples: Iterable[RankSample], *, excused: bool = False) -> tuple[Stall, ...]:
+        """Return the stall of each sampled rank; `now` is monotonic.
+
+        `excused`: the time since the last sample counts for no stall, because training waits for a role.
+        """
         elapsed = 0.0 if self._sampled_at is None else min(max(0.0, now - self._sampled_at), _MAX_SAMPLE_SECONDS)
+        elapsed = 0.0 if excused else elapsed
         self._sampled_at = now
         previous, self._states = self._states, {}
         stalls = []

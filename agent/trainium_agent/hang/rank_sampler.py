@@ -99,7 +99,7 @@ class RankSampler:
             pids.add(process.pid)
         self.timing = max(timings, key=lambda timing: timing.own_seconds, default=None)  # the rank with the most work
         self._cpu_waits.keep_only(frozenset(pids))
-        return self._stall_tracker.sample(now, samples)
+        return self._stall_tracker.sample(now, samples, excused=self._workload.roles.is_waiting)
 
     def _sample_rank(self, process: RankProcess, now: float) -> tuple[RankSample, StepTiming | None]:
         starting_since = self._starting_since.setdefault(process.pid, now)

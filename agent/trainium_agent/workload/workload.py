@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainium_agent.ranks.python_command import SHELLS
 from trainium_agent.ranks.standby import StartRequest
+from trainium_agent.roles import RoleDirectory
 from trainium_agent.workload.attempt import rank_environment
 from trainium_agent.workload.program_progress import ProgramMonitor
 from trainium_agent.workload.rank_spec import describe_ranks
@@ -39,12 +40,17 @@ class Workload(ProgramMonitor):
     def __init__(self, settings: AgentSettings, environment: Mapping[str, str] = os.environ) -> None:
         """`environment` is that of the container."""
         super().__init__(settings, describe_ranks(settings, environment))
+        self.roles = RoleDirectory(settings.memory_directory)
         self._started_at = 0.0
 
     def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
         """Return the request that starts a rank."""
         self._started_at, self.end_problem = time.monotonic(), ""
-        environment = {**self.ranks.environment, **rank_environment(self._settings, layout, local_rank)}
+        environment = {
+            **self.ranks.environment,
+            **rank_environment(self._settings, layout, local_rank),
+            **self.roles.build_environment(),
+        }
         if layout.rank(local_rank) == 0 and self.ranks.receives_posts:
             environment |= self.accept_posts(layout, local_rank)
         return StartRequest(

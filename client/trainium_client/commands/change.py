@@ -41,10 +41,17 @@ def scale(
     session: Session,
     name: JobName,
     size: Annotated[int, typer.Argument(help="Nodes; those that would save no pass of a step stay warm in reserve.")],
+    role: Annotated[str, typer.Option("--role", help="Change the pods of this role of the job instead.")] = "",
 ) -> None:
-    """Change the number of nodes while the job trains."""
+    """Change the number of nodes, or of the pods of a role, while the job trains."""
     api = session.open()
-    _require_not_ended(api.job(name), "scaled")
+    job = api.job(name)
+    _require_not_ended(job, "scaled")
+    if role:
+        api.scale_role(job, role, size)
+        sentence = f"role {role} of {name} is asked to have {pluralize(size, 'pod')}; see: kubectl trn status {name}"
+        session.print_message(sentence, name=name, namespace=api.namespace, role=role, pods=size)
+        return
     api.scale_job(name, size)
     sentence = f"{name} is asked to train on {pluralize(size, 'node')}; see: kubectl trn watch {name}"
     session.print_message(sentence, name=name, namespace=api.namespace, nodes=size)

@@ -22,6 +22,7 @@ from trainium_contract.base import DERIVED, MATCHING
 from trainium_contract.definition.accelerator_rules import ACCELERATOR_RULES
 from trainium_contract.definition.cel import Rule
 from trainium_contract.definition.program_rules import PROGRAM_RULES
+from trainium_contract.definition.role_rules import ROLE_RULES, describe_template_schema
 from trainium_contract.definition.rules import (
     BY_CAUSE_RULES,
     RECOVERY_RULE_RULES,
@@ -44,7 +45,7 @@ INT32_LIMIT = 2**31 - 1
 MAX_UNBOUNDED_TEXT = 1024
 """Bound of a status string without one in its model (enumerations)."""
 
-_LIST_KEYS: dict[str, list[str]] = {"status.conditions": ["type"]}
+_LIST_KEYS: dict[str, list[str]] = {"status.conditions": ["type"], "spec.roles": ["name"]}
 """Lists that are maps by a key, so that several writers can own different entries; all others are atomic."""
 
 _PINNED_LISTS = "spec.trainer."
@@ -130,6 +131,9 @@ def object_schema() -> dict[str, Any]:
     _attach_rules(spec, SPEC_RULES)
     _attach_rules(spec["properties"]["workers"]["properties"]["accelerator"], ACCELERATOR_RULES)
     _attach_rules(spec["properties"]["program"], PROGRAM_RULES)
+    role = spec["properties"]["roles"]["items"]
+    _attach_rules(role, ROLE_RULES)
+    role["properties"]["template"]["properties"] = describe_template_schema()
     _attach_rules(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
     # Users set a size of 0 to stop a job: a rule explains how, and rules do not run after a schema error.
     del spec["properties"]["workers"]["properties"]["replicas"]["minimum"]

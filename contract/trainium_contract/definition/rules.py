@@ -12,6 +12,7 @@ from __future__ import annotations
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.definition.effect_rules import EFFECT_RULES
 from trainium_contract.definition.program_rules import PROGRAM_SPEC_RULES
+from trainium_contract.definition.role_rules import ROLE_ROOT_RULES, ROLE_SPEC_RULES, role_port_rule
 from trainium_contract.definition.size_expressions import (
     GLOBAL_BATCH,
     MICRO_BATCH,
@@ -163,6 +164,7 @@ SPEC_RULES: tuple[Rule, ...] = (
     *TRAINER_RULES,
     *EFFECT_RULES,
     *PROGRAM_SPEC_RULES,
+    *ROLE_SPEC_RULES,
 )
 
 STORAGE_RULES: tuple[Rule, ...] = (
@@ -258,6 +260,8 @@ ROOT_RULES: tuple[Rule, ...] = (
         ".spec.workers.replicas",
         reason=RefusalReason.FORBIDDEN,
     ),
+    *ROLE_ROOT_RULES,
+    role_port_rule(_JOB_NOT_RUNNING, _NOT_WHILE_RUNNING),
     Rule(
         """has(self.spec.managedBy) == has(oldSelf.spec.managedBy)
         && (!has(self.spec.managedBy) || self.spec.managedBy == oldSelf.spec.managedBy)""",

@@ -21,7 +21,7 @@ from trainium_contract.views.interruptions import describe_loss
 
 if TYPE_CHECKING:
     from trainium_contract.views.goodput import GoodputView
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job import JobView, RoleView
 
 _BAR = 24
 _HANG_DETECTION = {
@@ -55,6 +55,7 @@ def job_facts(view: JobView, *, ages: bool = True, with_bar: bool = False) -> tu
         Fact("Speed", _speed(view)),
         Fact("Size", _size(view)),
         Fact("Workers", _workers(view)),
+        *(Fact("Role", _role(role), role.message) for role in view.roles if not view.ended),
         Fact("Hangs", _HANG_DETECTION.get(view.status.text("hangDetection"), "")),
         Fact("Checkpoint", _checkpoint(view, ages=ages) if view.phase else ""),
         Fact("", "", notice),
@@ -150,6 +151,13 @@ def _workers(view: JobView) -> str:
     unwell = [f"{row.name} {row.state}" + (f" on {row.node}" if row.node else "") for row in view.workers.unhealthy]
     more = f" ({', '.join(unwell[:3])}{', …' if len(unwell) > 3 else ''})" if unwell and not view.ended else ""
     return "; ".join(parts) + more
+
+
+def _role(role: RoleView) -> str:
+    parts = [f"{role.name}: {role.ready} of {pluralize(role.replicas, 'pod')} ready"]
+    parts += [f"training waits for {role.min_ready}"] if role.ready < role.min_ready and role.replicas else []
+    parts += [f"{role.restarts} replaced"] if role.restarts else []
+    return ", ".join(parts)
 
 
 def _checkpoint(view: JobView, *, ages: bool) -> str:

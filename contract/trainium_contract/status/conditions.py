@@ -41,6 +41,8 @@ class ConditionType(StrEnum):
     CHECKPOINT_HEALTHY = "CheckpointHealthy"
     NODES_HEALTHY = "NodesHealthy"
     DISRUPTION_ALLOWED = "DisruptionAllowed"
+    ROLES_READY = "RolesReady"
+    """Only of a job with roles: whether each has minReady ready pods."""
     NETWORK_POLICY_APPLIED = "NetworkPolicyApplied"
     """Only of a job whose NetworkPolicy could not be written at some time."""
     RECONCILED = "Reconciled"

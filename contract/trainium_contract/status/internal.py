@@ -16,6 +16,7 @@ from pydantic import Field
 
 from trainium_contract.base import StatusModel
 from trainium_contract.faults.causes import Cause
+from trainium_contract.sizes import MAX_ROLE_REPLICAS, MAX_ROLES
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_contract.stored_json import read_json
@@ -27,6 +28,7 @@ INTERNAL_KEY = "internal"
 """Key of the text below `status`."""
 MAX_INTERNAL_TEXT = 1 << 17
 """128 failures with the longest names have 90,000 characters."""
+MAX_ROLE_FAILURES = 32
 WINDOW_SAMPLES = 15
 """Samples of the step time in one window."""
 
@@ -53,6 +55,23 @@ class FailureRecord(StatusModel):
     """Pod that failed; a pod that never became a member is counted once by its name."""
     node: Annotated[str, Field(max_length=253)] = ""
     """Node that new workers avoid because of it; empty if no node is suspected."""
+
+
+class RoleState(StatusModel):
+    """State of one role."""
+
+    name: Annotated[str, Field(max_length=63)]
+    """Name of the role."""
+    next_ordinal: int = 0
+    """Ordinal of its next pod; raised before the pod is created, so no name is ever used twice."""
+    ready: Annotated[tuple[int, ...], Field(max_length=MAX_ROLE_REPLICAS)] = ()
+    """Ordinals of its pods that have been ready."""
+    failed_starts: int = 0
+    """Consecutive pods that ended before they were ready; the pause before the next grows with them."""
+    failed_at: float | None = None
+    """Unix seconds of the newest of them."""
+    failures: Annotated[tuple[FailureRecord, ...], Field(max_length=MAX_ROLE_FAILURES)] = ()
+    """The newest failures of its pods; no budget counts them."""
 
 
 class InternalIdleNodes(StatusModel):
@@ -113,6 +132,13 @@ class InternalStatus(StatusModel):
     """Unix seconds since when a member's node is known to leave soon."""
     failures: Annotated[tuple[FailureRecord, ...], Field(max_length=128)] = ()
     """Counted failures within the largest budget window, oldest first."""
+    role_states: Annotated[tuple[RoleState, ...], Field(max_length=MAX_ROLES)] = ()
+    """State of each role."""
+
+    @property
+    def all_failures(self) -> tuple[FailureRecord, ...]:
+        """Return the failures of workers and of pods of roles, for the memory of bad machines."""
+        return (*self.failures, *(record for role in self.role_states for record in role.failures))
 
 
 _PARTS_BY_PATH: dict[str, type[StatusModel]] = {

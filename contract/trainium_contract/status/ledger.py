@@ -23,7 +23,9 @@ STARTUP = "Startup"
 OVERHEAD = "Overhead"
 """Time in steps beyond the reference step time: slow nodes, saves, input, and the step that a fault cut short."""
 
-DOWN_STAGES = ("Detect", "Decide", "Restart", "Load", STARTUP)
+ROLE_WAIT = "RoleWait"
+"""Time without steps while fewer pods of a role than its minReady were ready."""
+DOWN_STAGES = ("Detect", "Decide", "Restart", "Load", STARTUP, ROLE_WAIT)
 """Stages in which nothing trains; repeated and slow steps count as up."""
 
 
@@ -78,9 +80,9 @@ class PublicGoodput(StatusModel):
     wall_seconds: float = 0.0
     """Seconds since the first generation of workers, without suspensions and the stages after the last step."""
     lost_seconds: Annotated[dict[str, float], Field(max_length=32)] = {}
-    """By cause; Startup and Overhead stand for time that no fault took."""
+    """By cause; Startup, Overhead and RoleWait stand for time that no fault of a worker took."""
     lost_by_stage: Annotated[dict[str, float], Field(max_length=16)] = {}
-    """The same seconds by stage: Detect, Decide, Restart, Load, Replay, Startup, Overhead."""
+    """The same seconds by stage: Detect, Decide, Restart, Load, Replay, Startup, Overhead, RoleWait."""
     stage_seconds: Annotated[dict[str, float], Field(max_length=8)] = {}
     """Time in the stages after the last step, Export and Evaluate; neither part of the wall time nor lost."""
     node_seconds: float = 0.0

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from trainium_contract.base import MessageModel, StatusModel, Text
-from trainium_contract.sizes import MAX_COMPILED
+from trainium_contract.sizes import MAX_COMPILED, MAX_ROLES
 from trainium_contract.status.conditions import Condition, Phase
 from trainium_contract.status.failed_spec import FailedSpecStatus
 from trainium_contract.status.interruptions import Interruption, RestartsStatus
@@ -106,6 +106,25 @@ class StragglerStatus(StatusModel):
     """Whether it has been slow for `recovery.stragglers.persistSteps`."""
 
 
+class RoleStatus(StatusModel):
+    """Pods of one of `spec.roles`."""
+
+    name: Annotated[str, Field(max_length=63)]
+    """Name of the role."""
+    replicas: int = 0
+    """Pods that the operator works towards."""
+    ready_replicas: int = 0
+    """Pods that are ready: the addresses that workers get."""
+    min_ready: int = 0
+    """Ready pods that training waits for."""
+    restarts: int = 0
+    """Pods that ended, or whose nodes failed, and that were replaced."""
+    message: Text = ""
+    """Why fewer pods than requested are ready; empty otherwise."""
+    since: Annotated[str, Field(max_length=32)] = ""
+    """Since when fewer pods than requested are ready, RFC 3339; empty otherwise."""
+
+
 class PublicStatus(StatusModel):
     """Public status of a job: its state, progress and results."""
 
@@ -127,6 +146,8 @@ class PublicStatus(StatusModel):
     """Nodes beyond the requested ones."""
     selector: Annotated[str, Field(max_length=512)] = ""
     """Label selector of the worker pods (scale subresource)."""
+    roles: Annotated[tuple[RoleStatus, ...], Field(max_length=MAX_ROLES)] = ()
+    """Pods of the roles, in the order of the spec."""
     membership: MembershipStatus = MembershipStatus()
     """The current generation of workers."""
     progress: ProgressStatus = ProgressStatus()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 STAGES = ("detect", "decide", "restart", "load", "replay")
 """Stages of a recovery, in their order."""
-_LOSS_EXPLANATIONS = {"decide": "wait for a worker", "overhead": "slower steps"}
+_LOSS_EXPLANATIONS = {"decide": "wait for a worker", "overhead": "slower steps", "rolewait": "wait for a role"}
 """Explanations of names of lost time that are too short (docs/goodput.md, Lost time)."""
 RUNG_DESCRIPTIONS = {
     "InPlace": "processes restarted in place, pods kept",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainium_contract.status.conditions import Condition
-    from trainium_contract.status.public import PublicStatus
+    from trainium_contract.status.public import PublicStatus, RoleStatus
     from trainium_contract.status.results import ArtifactReport, EvaluationFigure, MilestoneEvaluation
     from trainium_contract.views.events import EventView
     from trainium_contract.views.status_reader import StatusReader
@@ -74,6 +74,19 @@ class MilestoneView:
     tokens: int
     figures: tuple[FigureView, ...]
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoleView:
+    """Pods of a role of the job."""
+
+    name: str
+    ready: int
+    replicas: int
+    min_ready: int
+    restarts: int
+    message: str
+    """Why fewer pods than requested are ready; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +177,7 @@ class JobView:
     artifacts: tuple[ArtifactView, ...]
     evaluation: tuple[FigureView, ...]
     evaluations: tuple[MilestoneView, ...]
+    roles: tuple[RoleView, ...]
     workers: WorkersView | None
     last: InterruptionView | None
     events: tuple[EventView, ...]
@@ -277,6 +291,7 @@ def build_job_view(
         artifacts=tuple(_artifact(artifact) for artifact in status.parts("artifacts")),
         evaluation=tuple(_figure(measure) for measure in status.parts("evaluation")),
         evaluations=tuple(_milestone(evaluation) for evaluation in status.parts("evaluations")),
+        roles=tuple(_role(role) for role in status.parts("roles")),
         workers=workers,
         last=entries[-1] if entries else None,
         events=tuple(events),
@@ -344,6 +359,17 @@ def _figure(measure: StatusReader[EvaluationFigure]) -> FigureView:
 def _milestone(evaluation: StatusReader[MilestoneEvaluation]) -> MilestoneView:
     figures = tuple(_figure(figure) for figure in evaluation.parts("figures"))
     return MilestoneView(evaluation.integer("step"), evaluation.integer("tokens"), figures, evaluation.text("message"))
+
+
+def _role(role: StatusReader[RoleStatus]) -> RoleView:
+    return RoleView(
+        name=role.text("name"),
+        ready=role.integer("readyReplicas"),
+        replicas=role.integer("replicas"),
+        min_ready=role.integer("minReady"),
+        restarts=role.integer("restarts"),
+        message=role.text("message"),
+    )
 
 
 def _changes(metadata: Mapping[str, Any], status: StatusReader[PublicStatus]) -> tuple[ChangeView, ...] | None:
@@ -486,10 +512,11 @@ def _problems(view: JobView) -> list[str]:
         "ProgressReported",
         "CheckpointHealthy",
         "NodesHealthy",
+        "RolesReady",
         "Reconciled",
         "NetworkPolicyApplied",
     ):
-        if kind in conditions and conditions[kind].status == "False":
+        if kind in conditions and conditions[kind].status == "False" and conditions[kind].reason != "Suspended":
             # The store's own error is more specific than "nothing was committed in time".
             notice = view.checkpoints.notice if kind == "CheckpointHealthy" else ""
             problems.append(notice or _condition_text(conditions[kind]))

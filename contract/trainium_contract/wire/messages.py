@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from trainium_contract.base import MessageModel, Name, Text
 from trainium_contract.faults.causes import Cause
-from trainium_contract.sizes import MAX_COMPILED
+from trainium_contract.sizes import MAX_COMPILED, MAX_ROLES
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.spec.precompile import CompiledSize
 from trainium_contract.status.results import (
@@ -63,6 +63,7 @@ Uid = Annotated[str, Field(min_length=1, max_length=128)]
 Address = Annotated[str, Field(max_length=45), AfterValidator(_normalize_address)]
 Seconds = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]
 """Unix seconds, or a duration."""
+Endpoint = Annotated[str, Field(max_length=64)]
 _MAX_SAFE_INTEGER = 2**53
 _MAX_INT32 = 2**31 - 1
 MAX_GENERATION = _MAX_INT32 - 1_000_000
@@ -123,6 +124,16 @@ class Membership(WireMessage):
     def find_node_rank(self, pod_uid: str) -> int | None:
         """Return the node rank of a pod; None when it is not a member."""
         return next((member.node_rank for member in self.members if member.pod_uid == pod_uid), None)
+
+
+class RoleEndpoints(WireMessage):
+    """The addresses of the ready pods of the job's roles, for its programs."""
+
+    protocol: Protocol = PROTOCOL
+    addresses: dict[Annotated[str, Field(max_length=63)], tuple[Endpoint, ...]] = Field(max_length=MAX_ROLES)
+    """By role: `address:port` of each ready pod, oldest first."""
+    is_waiting: bool = False
+    """Whether fewer pods of a role are ready than training waits for, so that a stall is no hang."""
 
 
 class WorkerPhase(StrEnum):

@@ -57,6 +57,8 @@ class FrameKind(IntEnum):
     """ErrorResponse, with `status`."""
     MEMBERSHIP_CHANGE = 9
     """MembershipChange, from the generation that the agent has."""
+    ROLE_ENDPOINTS = 10
+    """RoleEndpoints; sent before a membership, and whenever they change."""
 
 
 class FrameTooLongError(ValueError):

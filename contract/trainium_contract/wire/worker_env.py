@@ -15,6 +15,8 @@ LABEL_ROLE = f"{GROUP}/role"
 ROLE_WORKER = "worker"
 ROLE_EVALUATION = "evaluation"
 """Role of the pod that measures a milestone's model; no label selector of workers matches it."""
+OTHER_ROLES = f"{LABEL_ROLE},{LABEL_ROLE}!={ROLE_WORKER},{LABEL_ROLE}!={ROLE_EVALUATION}"
+"""Label selector of the pods of `spec.roles`, whose label is the role's name."""
 LABEL_EXTRA = f"{GROUP}/extra"
 """On a worker beyond the requested ones, on an idle node: it is the first to leave."""
 ANNOTATION_TEMPLATE_HASH = f"{GROUP}/template-hash"
@@ -103,6 +105,16 @@ ENV_WORLD_SIZE = "TRAINIUM_WORLD_SIZE"
 """The number of processes that the agents start; a launcher in them sets another WORLD_SIZE."""
 ENV_REQUESTED_WORLD_SIZE = "TRAINIUM_REQUESTED_WORLD_SIZE"
 """The number of ranks at the requested size, for a program whose batch follows from it."""
+ENV_ROLE_PREFIX = "TRAINIUM_ROLE_"
+"""With the role's name in capitals and `_` for `-`: the addresses of its ready pods at the start, separated by commas;
+unset if they have more than `MAX_ROLE_VARIABLE` characters."""
+MAX_ROLE_VARIABLE = 4096
+ENV_ROLES_FILE = "TRAINIUM_ROLES_FILE"
+"""File with the addresses of the ready pods of each role as JSON, replaced when they change; unset without roles."""
+ENV_ROLE = "TRAINIUM_ROLE"
+"""In a pod of a role: the name of the role."""
+ENV_ROLE_PORT = "TRAINIUM_ROLE_PORT"
+"""In a pod of a role: the port at which it serves."""
 AGENT_MOUNT = "/trainium"
 """Folder of the agent with its interpreter, libraries and loader: in its own image, from which an init container copies
 it to a volume, and in the container of a program, which mounts the volume at the same path."""
@@ -110,6 +122,11 @@ AGENT_INTERPRETER = (
     f"{AGENT_MOUNT}/lib/ld.so", "--library-path", f"{AGENT_MOUNT}/lib", f"{AGENT_MOUNT}/bin/python", "-I",
 )  # fmt: skip
 """Start of a command that needs nothing from the image in which it runs, not even a C library."""
+
+
+def role_variable(role: str) -> str:
+    """Return the name of the variable with the addresses of a role."""
+    return ENV_ROLE_PREFIX + role.upper().replace("-", "_")
 
 
 def ranks_grace(pod_seconds: int) -> float:

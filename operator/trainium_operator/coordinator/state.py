@@ -18,6 +18,7 @@ from trainium_contract.wire.messages import (
     HeartbeatRequest,
     Membership,
     RegisterRequest,
+    RoleEndpoints,
     WorkerPhase,
 )
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, AgentView
@@ -104,6 +105,7 @@ class _Job:
         """The difference to the membership that was served before."""
         self.members: frozenset[str] = frozenset()
         """Pod uids of the membership."""
+        self.endpoints: RoleEndpoints | None = None
         self.agents: dict[str, _Agent] = {}
         self.deleted: set[str] = set()
 
@@ -141,6 +143,16 @@ class CoordinatorState:
             job.members = frozenset(member.pod_uid for member in membership.members)
             job.drop_deleted()
             self.on_publish(job_id)
+
+    def publish_endpoints(self, job_id: JobId, endpoints: RoleEndpoints) -> None:
+        """Serve these addresses of the job's roles."""
+        self._job(job_id).endpoints = endpoints
+        self.on_publish(job_id)
+
+    def endpoints(self, job_id: JobId) -> RoleEndpoints | None:
+        """Return the served addresses of the job's roles; None for none."""
+        job = self._jobs.get(job_id)
+        return job.endpoints if job else None
 
     def forget_job(self, job_id: JobId) -> None:
         """Drop the state of a deleted job."""

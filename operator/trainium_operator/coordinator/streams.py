@@ -23,6 +23,7 @@ from trainium_contract.wire.messages import (
     Membership,
     RegisterRequest,
     RegisterResponse,
+    RoleEndpoints,
 )
 from trainium_contract.wire.stream import FrameKind, FrameReader, FrameTooLongError, decode_keepalive, encode_frame
 from trainium_operator.coordinator.membership_cache import MembershipCache
@@ -69,6 +70,7 @@ class Stream(asyncio.Protocol):
         "_transport",
         "after",
         "caller",
+        "endpoints",
         "ends",
         "job_id",
         "last_seen",
@@ -81,6 +83,8 @@ class Stream(asyncio.Protocol):
         self.caller = caller
         self.after = after
         self.ends = ends
+        self.endpoints: RoleEndpoints | None = None
+        """The addresses of roles that were sent last."""
         self.last_seen = asyncio.get_running_loop().time()
         self.job_id: JobId | None = None
         """None until its registration."""
@@ -183,6 +187,13 @@ class Stream(asyncio.Protocol):
             return self._send(FrameKind.PACKED_MEMBERSHIP, encoded.packed)
         return self._send(FrameKind.MEMBERSHIP, encoded.plain)
 
+    def send_endpoints(self, endpoints: RoleEndpoints) -> int:
+        """Send the addresses of roles unless the agent has them; return the number of pieces sent."""
+        if endpoints == self.endpoints or self._transport is None:
+            return 0
+        self.endpoints = endpoints
+        return self._send(FrameKind.ROLE_ENDPOINTS, endpoints.model_dump_json(by_alias=True).encode())
+
     def _send_error(self, status: int, sentence: str, generation: int | None = None) -> None:
         refusal = ErrorResponse(error=sentence, generation=generation, status=status)
         self._send(FrameKind.ERROR, refusal.model_dump_json(by_alias=True, exclude_none=True).encode())
@@ -265,12 +276,15 @@ class Streams:
         )
 
     def send_current(self, stream: Stream) -> int:
-        """Send the served membership unless the agent has it; return the number of pieces sent."""
+        """Send the served addresses of roles and membership unless the agent has them; return the pieces sent."""
         job_id = stream.job_id
-        membership = self.state.membership(job_id) if job_id is not None else None
-        if job_id is None or membership is None:
+        if job_id is None:
             return 0
-        return stream.send_membership(membership, self.state.change(job_id))
+        membership, endpoints = self.state.membership(job_id), self.state.endpoints(job_id)
+        pieces = 0 if endpoints is None else stream.send_endpoints(endpoints)
+        if membership is not None:
+            pieces += stream.send_membership(membership, self.state.change(job_id))
+        return pieces
 
     def _published(self, job_id: JobId) -> None:
         streams = [stream for stream in self.opened if stream.job_id == job_id]

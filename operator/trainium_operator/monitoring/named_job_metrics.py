@@ -84,6 +84,8 @@ class Families:
         self.lost = gauge("lost_seconds", "Time that was lost", "cause")
         self.evaluation = gauge("evaluation", "Newest figure of a milestone's model", "figure")
         self.workers = gauge("workers", "Workers", "state")
+        self.roles = gauge("role_pods", "Pods of a role of the job", "role", "state")
+        self.role_restarts = counter("role_restarts", "Pods of a role that ended and were replaced", "role")
         self.interruptions = counter("interruptions", "Interruptions by faults", "cause")
         self.all = tuple(vars(self).values())
 
@@ -120,6 +122,11 @@ class Families:
                 self.evaluation.add_metric([*name, figure.name], figure.after)
         for state, count in count_by_state(job, status):
             self.workers.add_metric([*name, state], count)
+        for role in status.roles:
+            self.roles.add_metric([*name, role.name, "desired"], role.replicas)
+            self.roles.add_metric([*name, role.name, "ready"], role.ready_replicas)
+            self.roles.add_metric([*name, role.name, "needed"], role.min_ready)
+            self.role_restarts.add_metric([*name, role.name], role.restarts)
         for cause, count in status.restarts.by_cause.items():
             if cause in _CAUSES:
                 self.interruptions.add_metric([*name, cause], count)

@@ -42,6 +42,9 @@ def build_job(change: str = "", name: str = "good", base: str = GOOD) -> dict[st
     }
 
 
+ROLE = "{template: {spec: {containers: [{image: x}]}}"
+
+
 def program_job(change: str = "") -> dict[str, Any]:
     return build_job(change, "program", PROGRAM)
 
@@ -356,3 +359,19 @@ def test_an_ended_job_cannot_be_reopened_by_its_status(api_with_job: Api, kind: 
         assert done.returncode != 0
         assert "a job that has ended stays ended" in done.stderr
     api_with_job.report_status("good", {"phase": "Completed", "conditions": [{**ended, "message": "more"}]})
+
+
+def test_roles_keep_their_names_and_while_the_job_runs_their_ports(crd_api: Api) -> None:
+    def roles(*fields: str) -> dict[str, Any]:
+        return program_job(f"roles: [{', '.join(f'{ROLE}, {field}}}' for field in fields)}]")
+
+    assert crd_api.refusal_of_change(roles("name: a, port: 80", "name: b, port: 81")) == ""
+    crd_api.report_status("program", {"phase": "Running"})
+    assert crd_api.refusal_of_change(roles("name: a, port: 80, replicas: 6", "name: b, port: 81")) == ""
+    output = crd_api.refusal_of_change(roles("name: a, port: 80", "name: b, port: 82"))
+    assert "a role's port cannot change while the job runs" in output
+    for changed in (roles("name: a, port: 80"), roles("name: a, port: 80", "name: c, port: 81")):
+        assert "roles can neither be added nor removed: create the job again" in crd_api.refusal_of_change(changed)
+    crd_api.delete_job("program")
+    long = {**roles("name: a-role-with-20-chars, port: 80"), "metadata": {"name": "n" * 36}}
+    assert "have more than 55 characters together: shorten one" in crd_api.refusal_of_new(long)

@@ -417,6 +417,11 @@ def _parse_path(path: str) -> tuple[Resource, str, str, str]:
 def _matches(raw: Json, selector: str) -> bool:
     labels = raw["metadata"].get("labels") or {}
     for term in filter(None, selector.split(",")):
+        key, unequal, excluded = term.partition("!=")
+        if unequal:
+            if labels.get(key) == excluded:
+                return False
+            continue
         key, _, value = term.partition("=")
         if key not in labels or (value and labels[key] != value):
             return False

@@ -94,6 +94,12 @@ RIGHTS: tuple[Right, ...] = (
         "one per job, so that no drain costs more work than the job allows",
     ),
     Right(
+        "",
+        "services",
+        ("get", "list", "watch", "create", "patch"),
+        "one headless per role of a job; only our own are patched; deleted with the job by its ownerReference",
+    ),
+    Right(
         "networking.k8s.io",
         "networkpolicies",
         ("get", "list", "watch", "create", "patch"),

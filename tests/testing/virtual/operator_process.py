@@ -97,9 +97,11 @@ class OperatorProcess:
 
     async def start(self) -> None:
         runtime = self.runtime
-        work = [reflector.run() for reflector in (*runtime.caches.reflectors(), runtime.caches.evaluations)]
-        if runtime.caches.network_policies is not None:
-            work.append(runtime.caches.network_policies.run())
+        caches = runtime.caches
+        optional = (caches.evaluations, caches.role_pods, caches.services)
+        work = [reflector.run() for reflector in (*caches.reflectors(), *optional)]
+        if caches.network_policies is not None:
+            work.append(caches.network_policies.run())
         self._lease = asyncio.create_task(self._lead())
         jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
         others = [

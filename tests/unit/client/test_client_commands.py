@@ -249,6 +249,25 @@ def test_suspend_and_scale_patch_only_their_field(trn: Command, server: ApiServe
     assert "is not suspended already" in trn("resume", "llama").err
 
 
+def test_scale_of_a_role_patches_its_replicas_only(trn: Command, server: ApiServer) -> None:
+    job = server.answers[f"{JOBS}/llama"]
+    assert (
+        "llama has no role rollout; it has no roles (spec.roles)" in trn("scale", "llama", "--role", "rollout", "6").err
+    )
+    job["spec"]["roles"] = [{"name": "judge", "port": 80}, {"name": "rollout", "port": 8000}]
+    code, _, err = trn("scale", "llama", "--role", "rollout", "6")
+    assert (code, err) == (0, "role rollout of llama is asked to have 6 pods; see: kubectl trn status llama\n")
+    (patch,) = [body for method, _, body in server.requests if method == "PATCH"]
+    assert patch == [
+        {"op": "test", "path": "/spec/roles/1/name", "value": "rollout"},
+        {"op": "add", "path": "/spec/roles/1/replicas", "value": 6},
+    ]
+    assert (
+        "llama has no role rollouts; its roles are judge, rollout"
+        in trn("scale", "llama", "--role", "rollouts", "6").err
+    )
+
+
 def test_scale_to_zero_is_refused_and_suggests_suspend(trn: Command, server: ApiServer) -> None:
     code, _, err = trn("scale", "llama", "0")
     assert (code, err.count("\n")) == (1, 1)

@@ -81,6 +81,22 @@ def test_status_shows_figures_of_milestones_or_why_there_are_none() -> None:
     assert "step 300, 36M tokens: not measured yet" in shown
 
 
+def test_status_shows_each_role_and_why_training_waits_for_it() -> None:
+    message = "llama-rollout-2 on node n: ImagePullBackOff none."
+    roles = [
+        {"name": "rollout", "replicas": 4, "readyReplicas": 1, "minReady": 2, "restarts": 3, "message": message},
+        {"name": "judge", "replicas": 1, "readyReplicas": 1, "minReady": 1},
+    ]
+    waits = condition("RolesReady", "RoleNotStarting", f"role rollout: 1 of 4 pods are ready: {message}")
+    view = job_view(roles=roles, conditions=[waits])
+    shown = " ".join(status_text(view, 300).split())
+    assert f"rollout: 1 of 4 pods ready, training waits for 2, 3 replaced {message}" in shown
+    assert "judge: 1 of 1 pod ready" in shown
+    assert waits["message"] in view.advice
+    suspended = {**waits, "reason": "Suspended", "message": ""}
+    assert job_view(roles=roles, conditions=[suspended]).advice == job_view().advice
+
+
 def test_status_shows_progress_and_remaining_time() -> None:
     view = job_view()
 

@@ -67,7 +67,7 @@ def test_all_trainer_fields_but_monitor_are_immutable() -> None:
     }
     trainer = {f".spec.trainer.{field.alias}" for name, field in TrainerSpec.model_fields.items() if name != "monitor"}
     others = {".spec.parallelism", ".spec.workers.accelerator", ".spec.checkpoint.storage", ".spec.managedBy"}
-    others |= {".spec.program", ".spec.workers.replicas"}
+    others |= {".spec.program", ".spec.workers.replicas", ".spec.roles"}
     assert fixed == trainer | others
 
 

@@ -368,7 +368,13 @@ def test_llama2_13b_has_the_two_forms_of_data_of_jumpstart(tmp_path: Path) -> No
         assert count_parameters(settings_of(example, tmp_path).shape) == 13_015_864_320
 
 
-@pytest.mark.parametrize("example", sorted(set(JOBS) - set(EXAMPLES)))
+def test_the_example_with_roles_waits_for_servers_before_it_takes_nodes() -> None:
+    rollout, judge = spec_of("grpo-rollout-trn2.yaml").roles
+    assert (rollout.startup_policy.value, rollout.min_ready, rollout.port) == ("BeforeWorkers", 2, 8000)
+    assert "image" not in judge.containers[0], "it runs in the program's image"
+
+
+@pytest.mark.parametrize("example", sorted(set(JOBS) - set(EXAMPLES) - {"grpo-rollout-trn2.yaml"}))
 def test_an_example_of_a_program_names_its_script_and_the_batch_of_its_arguments(example: str) -> None:
     spec = spec_of(example)
     assert spec.program is not None

@@ -42,11 +42,17 @@ class CoordinatorState:
         self.membership: m.Membership | None = None
         self.refused: list[tuple[str, int]] = []
         self.changed = asyncio.Condition()
+        self.endpoints: m.RoleEndpoints | None = None
         self.token = "token-1"
         self.failed = False
         """Whether the job has failed, whatever its agents report."""
         self.deleted = False
         """Whether the job is deleted; its pods still run."""
+
+    async def publish_endpoints(self, endpoints: m.RoleEndpoints) -> None:
+        async with self.changed:
+            self.endpoints = endpoints
+            self.changed.notify_all()
 
     async def publish(
         self,
@@ -184,9 +190,13 @@ class CoordinatorReplica:
             send(writer, FrameKind.HEARTBEAT_ACK, response)
 
     async def _send_memberships(self, writer: asyncio.StreamWriter, after: int) -> None:
+        sent: m.RoleEndpoints | None = None
         async with self.state.changed:
             while True:
-                membership = self.state.membership
+                membership, endpoints = self.state.membership, self.state.endpoints
+                if endpoints is not None and endpoints != sent:
+                    sent = endpoints
+                    send(writer, FrameKind.ROLE_ENDPOINTS, endpoints)
                 if membership is not None and membership.generation > after:
                     after = membership.generation
                     send(writer, FrameKind.MEMBERSHIP, membership)

@@ -14,7 +14,7 @@ import pytest
 from tests.testing.suite.processes import has_ended
 from tests.wire.agent.agent_job import HERE, AgentJob
 from trainium_contract.wire import worker_env
-from trainium_contract.wire.messages import Transition
+from trainium_contract.wire.messages import RoleEndpoints, Transition
 from trainium_contract.worker_process.process_tree import children
 
 DDP = str(HERE / "fakes" / "program_ddp.py")
@@ -70,6 +70,37 @@ async def test_a_ddp_program_restarts_in_place_from_its_checkpoint(job: AgentJob
     assert first[:8] == [str(step) for step in range(1, 9)]
     assert int(second[0]) in (8, 9, 10), "it resumes from its newest checkpoint"
     assert [agent.code for agent in job.agents.values()] == [0, 0]
+
+
+async def test_a_program_reads_the_ready_pods_of_a_role_and_is_not_hung_while_it_waits_for_them(
+    job: AgentJob, tmp_path: Path
+) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "import os, time, trainium_worker\n"
+        "print('at start:', os.environ['TRAINIUM_ROLE_ROLLOUT'], flush=True)\n"
+        "for step in range(1, 9): trainium_worker.step(step); time.sleep(0.05)\n"
+        "while len(trainium_worker.endpoints('rollout')) < 2: time.sleep(0.05)\n"
+        "print('now:', *trainium_worker.endpoints('rollout'), flush=True)\n"
+    )
+    limits = {"stepFloorSeconds": 1.0, "stepFactor": 2.0}
+    extra = program_environment(sys.executable, str(script)) | {worker_env.ENV_HANG_LIMITS: json.dumps(limits)}
+    job.start("a", **extra)
+    await job.until_registered("a")
+    first = RoleEndpoints(addresses={"rollout": ("10.0.0.1:8000",)}, is_waiting=True)
+    await job.coordinator.publish_endpoints(first)
+    await job.coordinator.publish(["a"])
+    await job.until_heartbeat("a", lambda heartbeat: heartbeat.progress and heartbeat.progress.step == 8, "8 steps")
+    await asyncio.sleep(3)  # three times the limit for a step
+    assert job.last_heartbeat("a").attempt == 0
+    await job.coordinator.publish_endpoints(
+        RoleEndpoints(addresses={"rollout": ("10.0.0.1:8000", "10.0.0.2:8000")}, is_waiting=False)
+    )
+    await job.until_phase("Finished", "a")
+    log = job.agents["a"].log
+    assert "at start: 10.0.0.1:8000\n" in log
+    assert "now: 10.0.0.1:8000 10.0.0.2:8000\n" in log
+    assert job.last_heartbeat("a").attempt == 0
 
 
 async def test_a_shell_script_has_the_environment_of_torchrun(job: AgentJob) -> None:

@@ -69,6 +69,8 @@ SECRETS = Resource("", "v1", "secrets", "Secret")
 DISRUPTION_BUDGETS = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 """Read and written only where the operator creates one for each job."""
+SERVICES = Resource("", "v1", "services", "Service")
+"""Read and written only for jobs with roles."""
 EVENTS = Resource("", "v1", "events", "Event")
 """Not of events.k8s.io, which refuses the times of first and last occurrence, by which `kubectl describe` sorts."""
 DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
@@ -87,6 +89,7 @@ ALL = (
     SECRETS,
     DISRUPTION_BUDGETS,
     NETWORK_POLICIES,
+    SERVICES,
     EVENTS,
     DEPLOYMENTS,
     LEASES,

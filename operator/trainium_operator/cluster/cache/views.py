@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from sys import intern
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChildRecord:
-    """One ConfigMap, PodDisruptionBudget or NetworkPolicy of a job."""
+    """One ConfigMap, PodDisruptionBudget, NetworkPolicy or Service of a job."""
 
     content_hash: str
     """Digest of the request, from its annotation; empty without one."""
@@ -160,14 +160,28 @@ def evaluation_view(raw: Json) -> observed.PodView:
     return _pod_view(raw, 0)
 
 
-def _pod_view(raw: Json, ordinal: int) -> observed.PodView:
+def role_pod_view(raw: Json) -> observed.PodView:
+    """Parse a pod of a role without malformed parts. Raises ValueError when its name is not one of its role's."""
+    metadata = raw["metadata"]
+    labels = as_mapping(metadata.get("labels"))
+    role = as_text(labels.get(worker_env.LABEL_ROLE))
+    prefix = names.role_object_name(as_text(labels.get(worker_env.LABEL_JOB)), role)
+    ordinal = names.parse_number(metadata["name"], f"{prefix}-")
+    if ordinal is None:
+        raise ValueError(f"pod {metadata['name']} has the labels of role {role}, but no name of its pods")
+    containers = as_mappings(as_mapping(raw.get("spec")).get("containers"))
+    serving = next((as_text(each.get("name")) for each in containers), "")
+    return replace(_pod_view(raw, ordinal, container=serving), role=role)
+
+
+def _pod_view(raw: Json, ordinal: int, *, container: str = WORKER_CONTAINER) -> observed.PodView:
     metadata, spec, status = raw["metadata"], as_mapping(raw.get("spec")), as_mapping(raw.get("status"))
     labels, annotations = as_mapping(metadata.get("labels")), as_mapping(metadata.get("annotations"))
     conditions = {as_text(each.get("type")): each for each in _items(status.get("conditions"), "condition")}
     scheduled, disruption = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     unschedulable = scheduled.get("status") == "False" and scheduled.get("reason") == "Unschedulable"
     statuses = _items(status.get("containerStatuses"), "container status")
-    worker = next((as_mapping(each.get("state")) for each in statuses if each.get("name") == WORKER_CONTAINER), {})
+    worker = next((as_mapping(each.get("state")) for each in statuses if each.get("name") == container), {})
     terminated = as_mapping(worker.get("terminated"))
     init = InitState() if worker.get("running") or terminated else _init_state(spec, status)
     reason, message = _reason_and_message(status, scheduled, worker, init)
@@ -303,7 +317,7 @@ def _leave_out(what: str, value: Any) -> None:
 
 
 def child_record(raw: Json) -> ChildRecord:
-    """Parse a ConfigMap, PodDisruptionBudget or NetworkPolicy of a job."""
+    """Parse a ConfigMap, PodDisruptionBudget, NetworkPolicy or Service of a job."""
     metadata = raw["metadata"]
     content_hash = as_mapping(metadata.get("annotations")).get(names.ANNOTATION_CONTENT_HASH)
     refused = parse_refused_status(raw)

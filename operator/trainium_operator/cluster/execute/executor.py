@@ -19,6 +19,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
+from trainium_contract.wire.worker_env import LABEL_ROLE
 from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import add_labels
 from trainium_operator.cluster.api.resources import (
@@ -42,16 +43,19 @@ from trainium_operator.plan.model.actions import (
     ApplyWorkload,
     CreateEvaluation,
     CreatePod,
+    CreateRolePod,
     DeleteEvaluation,
     DeleteJob,
     DeletePod,
+    DeleteRolePod,
     DeleteTemplate,
     DeleteWorkload,
     ManifestAction,
+    PublishEndpoints,
     PublishMembership,
     SetQuotaConditions,
 )
-from trainium_operator.plan.model.names import evaluation_name
+from trainium_operator.plan.model.names import evaluation_name, role_object_name
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -129,6 +133,15 @@ class Executor:
                 place = f"{PODS.kind}/{evaluation_name(job.name)}"
                 for action in actions:
                     await self._outcomes.write(place, job.uid, self._evaluation(job, action))
+            elif kind is PublishEndpoints:
+                for action in actions:
+                    self._publisher.publish_endpoints(job.id, action.endpoints)
+            elif kind is CreateRolePod:
+                await self._create_role_pods(job, actions)
+            elif kind is DeleteRolePod:
+                for action in actions:
+                    place = f"{PODS.kind}/{action.name}"
+                    await self._outcomes.write(place, job.uid, self._delete_pod(job, action, self._caches.role_pods))
             elif refused is not None:
                 break
             elif kind is CreatePod:
@@ -199,6 +212,7 @@ class Executor:
         caches = self._caches
         listers: tuple[Lister[Any] | None, ...] = (
             caches.config_maps, caches.disruption_budgets, caches.dra.templates, caches.network_policies,
+            caches.services,
         )  # fmt: skip
         lister = next(each for each in listers if each is not None and each.resource.kind == manifest["kind"])
         before = lister.store.get((job.namespace, manifest["metadata"]["name"]))
@@ -294,6 +308,14 @@ class Executor:
         else:
             await self._delete(job, self._caches.evaluations, action)
 
+    async def _create_role_pods(self, job: JobView, actions: Sequence[CreateRolePod]) -> None:
+        """Create the pods of each role; a refusal is recorded at the role, and stops only its others."""
+        for role, group in groupby(actions, lambda action: action.manifest["metadata"]["labels"][LABEL_ROLE]):
+            creations = run_with_slow_start(
+                partial(self._create_pod, job, action, self._caches.role_pods) for action in group
+            )
+            await self._outcomes.write(f"{PODS.kind}/{role_object_name(job.name, role)}", job.uid, creations)
+
     async def _create_pod(self, job: JobView, action: ManifestAction, pods: Lister[PodView]) -> None:
         name = action.manifest["metadata"]["name"]
         async with self._slots.acquire(job.id):
@@ -316,7 +338,7 @@ class Executor:
             place = f"{PODS.kind}/{action.name}"
             async with turns:
                 try:
-                    await self._delete_pod(job, action)
+                    await self._delete_pod(job, action, self._caches.pods)
                 except errors.ApiError as error:
                     if errors.is_refusal(error):
                         self._outcomes.record_refusal(place, job.uid, f"{action.name} is not deleted: {error}")
@@ -325,9 +347,9 @@ class Executor:
 
         await run_all(delete(action) for action in actions)
 
-    async def _delete_pod(self, job: JobView, action: DeletePod) -> None:
+    async def _delete_pod(self, job: JobView, action: DeletePod | DeleteRolePod, pods: Lister[PodView]) -> None:
         if action.grace_seconds == 0:
-            self._force_deletions.permit(action.uid, len(self._caches.pods.store))
+            self._force_deletions.permit(action.uid, len(pods.store))
         async with self._slots.acquire(job.id):
             try:
                 raw = await self._api.delete(
@@ -341,11 +363,11 @@ class Executor:
                 raw = {}
         # Without a resourceVersion it is the last state of a pod that another client removed at the same moment.
         if raw.get("kind") == PODS.kind and {"deletionTimestamp", "resourceVersion"} <= raw["metadata"].keys():
-            self._caches.pods.write_through(raw)
+            pods.write_through(raw)
         else:
-            self._caches.pods.store.forget((job.namespace, action.name), action.uid)
+            pods.store.forget((job.namespace, action.name), action.uid)
 
-    async def _exists(self, job: JobView, action: DeletePod) -> bool:
+    async def _exists(self, job: JobView, action: DeletePod | DeleteRolePod) -> bool:
         """Return whether the pod itself is still there, and not another incarnation of its name."""
         try:
             raw = await self._api.get(PODS, job.namespace, action.name)

@@ -236,8 +236,8 @@ class FleetReconciler:
             self.wake()
 
     def _job_changed(self, _key: Key, old: Entry[JobRecord] | None, new: Entry[JobRecord] | None) -> None:
-        before = old.view.view.status.failures if old is not None and old.view.view is not None else ()
-        after = new.view.view.status.failures if new is not None and new.view.view is not None else ()
+        before = old.view.view.status.all_failures if old is not None and old.view.view is not None else ()
+        after = new.view.view.status.all_failures if new is not None and new.view.view is not None else ()
         if before != after:
             self.wake()
 
@@ -247,7 +247,7 @@ def _records(job: JobView) -> JobRecords:
     return JobRecords(
         uid=job.uid,
         name=f"{job.namespace}/{job.name}",
-        failures=job.status.failures,
+        failures=job.status.all_failures,
         takes_part=quarantine.enabled,
         debounce_seconds=float(quarantine.debounce_seconds),
     )

@@ -58,6 +58,9 @@ class Caches:
     """The namespaces that are served, and those in which all of the above except the nodes is known."""
     evaluations: Reflector[PodView]
     """Pods that measure the models of milestones; no job waits for them."""
+    role_pods: Reflector[PodView]
+    services: Reflector[ChildRecord]
+    """Pods and Services of roles; no job without roles waits for them."""
     network_policies: Reflector[ChildRecord] | None = None
     """No job waits for them; None where the operator creates none."""
 
@@ -86,6 +89,7 @@ class Caches:
         others = tuple(each for each in self.reflectors() if each not in records)
         await asyncio.gather(*(lister.refresh(since) for lister in (records if records_only else (*records, *others))))
         if not records_only:
+            await self.role_pods.refresh(since)
             self.kueue.catch_up(since)
 
     def find_membership(self, job: JobView) -> ChildRecord | None:
@@ -131,17 +135,20 @@ class Observer:
                 ("ConfigMap", caches.config_maps),
                 ("PodDisruptionBudget", caches.disruption_budgets),
                 ("NetworkPolicy", caches.network_policies),
+                ("Service", caches.services),
             )
             if lister is not None
             for (_, name), record in lister.store.owned_by(job.id).items()
         }
         membership = caches.find_membership(job)
-        pods = self.warnings.with_warnings(job, pods)
+        pods, role_pods = self.warnings.with_warnings(job, pods), self._role_pods(job)
         return Observed(
             job=job,
             pods=pods,
             nodes=self._nodes(
-                {pod.node for pod in pods if pod.node} | _member_nodes(membership) | set(job.status.avoided_nodes)
+                {pod.node for pod in (*pods, *(role_pods or ())) if pod.node}
+                | _member_nodes(membership)
+                | set(job.status.avoided_nodes)
             ),
             agents=dict(self.agents.agents(job.id)),
             membership=membership.membership if membership else None,
@@ -162,12 +169,20 @@ class Observer:
                 if (namespace, stray.job) == (job.namespace, job.name)
             ),
             evaluation=self._evaluation(job),
+            role_pods=role_pods,
+            endpoints=self.agents.endpoints(job.id),
             fleet=self.fleet().for_namespace(job.namespace),
             quota=caches.kueue.quota(job),
             nodes_wanted_by_gangs=self.gangs.wanted_nodes(job),
             devices=caches.dra.devices(job, pods, self._usable(job)),
             status_written=status_written,
         )
+
+    def _role_pods(self, job: JobView) -> tuple[PodView, ...] | None:
+        if not self.caches.role_pods.answered:
+            return None
+        pods = self.caches.role_pods.store.owned_by(job.id).values()
+        return tuple(sorted(pods, key=lambda pod: (pod.role, pod.ordinal)))
 
     def _evaluation(self, job: JobView) -> EvaluationView | None:
         if not self.caches.evaluations.answered:
@@ -259,6 +274,9 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLi
     if caches.network_policies is not None:
         caches.network_policies.store.listen(child_changed)
     caches.evaluations.store.listen(child_changed)
+    caches.services.store.listen(child_changed)
+    caches.role_pods.store.listen(pod_moved)
+    caches.role_pods.store.listen(child_changed)
     caches.kueue.workloads.store.listen(owned_changed)
     caches.dra.templates.store.listen(owned_changed)
     caches.dra.slices.store.listen(slice_changed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.features import dra, evaluation, gang, idle_nodes, kueue, network_policy
+from trainium_operator.plan.features import dra, evaluation, gang, idle_nodes, kueue, network_policy, roles
 
 if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Feature
@@ -16,4 +16,5 @@ FEATURES: tuple[Feature, ...] = (
     kueue.FEATURE,
     network_policy.FEATURE,
     evaluation.FEATURE,
+    roles.FEATURE,
 )

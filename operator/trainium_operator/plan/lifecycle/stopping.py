@@ -26,6 +26,7 @@ from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_sentence
+from trainium_operator.plan.view.facts import count_other_pods
 from trainium_operator.plan.view.progress import has_stepped
 from trainium_operator.plan.view.workers import build_deletion
 
@@ -54,6 +55,9 @@ def suspend(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     if workers:
         verbs = "saves and leaves" if len(workers) == 1 else "save and leave"
         message = f"{pluralize(len(workers), 'worker')} {verbs}"
+        status = with_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
+    elif others := count_other_pods(facts):
+        message = f"{pluralize(others, 'pod')} of its roles {'leaves' if others == 1 else 'leave'}"
         status = with_condition(status, kind, False, Reason.SUSPENDING, message, now=facts.now)
     else:
         status = with_condition(status, kind, True, Reason.SUSPENDED, "all nodes are released", now=facts.now)
@@ -124,7 +128,7 @@ def _waits_for_queue(status: PublicStatus) -> bool:
 def _deadline_message(status: PublicStatus, reason: Reason, limit: int) -> str:
     if reason is Reason.DEADLINE_EXCEEDED:
         return f"The job has been active for {limit} s, as long as activeDeadlineSeconds allows."
-    kinds = (ConditionType.PODS_READY, ConditionType.ADMITTED, ConditionType.RUNNING)
+    kinds = (ConditionType.PODS_READY, ConditionType.ADMITTED, ConditionType.ROLES_READY, ConditionType.RUNNING)
     conditions = (find_condition(status, kind) for kind in kinds)
     unmet_conditions = (
         condition for condition in conditions if condition is not None and condition.status is ConditionStatus.FALSE

@@ -126,7 +126,7 @@ def _build_worker_pod(job: JobView, body: Json, ordinal: int, avoided: AvoidedNo
     }
     spec = dict(body["spec"])
     if avoided.required or avoided.preferred:
-        spec["affinity"] = _with_excluded_nodes(spec.get("affinity") or {}, avoided)
+        spec["affinity"] = with_excluded_nodes(spec.get("affinity") or {}, avoided)
     if avoided.required:
         avoided_nodes = {env.ANNOTATION_AVOIDED_NODES: ",".join(avoided.required)}
         metadata["annotations"] = {**metadata["annotations"], **avoided_nodes}
@@ -270,7 +270,7 @@ def _build_pod_spec(job: JobView, settings: PlanSettings) -> Json:
     return body
 
 
-_RESTRICTED: Json = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+RESTRICTED: Json = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 def _add_agent(body: Json, settings: PlanSettings) -> None:
@@ -285,7 +285,7 @@ def _add_agent(body: Json, settings: PlanSettings) -> None:
         "image": settings.agent_image,
         "imagePullPolicy": settings.image_pull_policy,
         "command": [*env.AGENT_INTERPRETER, "-c", COPY_AGENT, source, copy],
-        "securityContext": _RESTRICTED,
+        "securityContext": RESTRICTED,
         "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}},
         "volumeMounts": [{"name": _AGENT_VOLUME, "mountPath": _COPY}],
     }
@@ -300,7 +300,7 @@ def _build_container(job: JobView, settings: PlanSettings) -> Json:
         "command": ["trainium-agent"],
         "env": _build_environment(job, settings),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": _RESTRICTED,
+        "securityContext": RESTRICTED,
         "volumeMounts": [
             {"name": "config", "mountPath": env.CONFIG_DIRECTORY, "readOnly": True},
             {"name": "token", "mountPath": env.TOKEN_PATH.rsplit("/", 1)[0], "readOnly": True},
@@ -368,7 +368,8 @@ def _with_anti_affinity(job: str, affinity: Json) -> Json:
     return {**affinity, "podAntiAffinity": {**apart, key: [*(apart.get(key) or []), term]}}
 
 
-def _with_excluded_nodes(affinity: Json, avoided: AvoidedNodes) -> Json:
+def with_excluded_nodes(affinity: Json, avoided: AvoidedNodes) -> Json:
+    """Return the affinity of a new pod with the avoided nodes."""
     node_affinity = dict(affinity.get("nodeAffinity") or {})
     if avoided.required:
         key = "requiredDuringSchedulingIgnoredDuringExecution"

@@ -36,7 +36,7 @@ from trainium_operator.plan.membership.generation import Decision, NewGeneration
 from trainium_operator.plan.membership.ranks import assign_ranks, build_member, build_rank_context, order_first_ranks
 from trainium_operator.plan.model.conditions import StatusT, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import Facts, list_healthy_joiners, list_joiners
+from trainium_operator.plan.view.facts import Facts, is_start_blocked, list_healthy_joiners, list_joiners
 from trainium_operator.plan.view.progress import is_settled
 from trainium_operator.plan.view.workers import RECONNECT_SECONDS
 
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 def form_first_generation(facts: Facts, status: TrainingJobStatus) -> Decision:
     """Form it at the desired size, or after `rescaleAfterSeconds` at the largest legal size that is available."""
+    if is_start_blocked(facts):
+        return Decision(status=status)
     ready = facts.candidates
     size = status.desired
     if len(ready) < size:

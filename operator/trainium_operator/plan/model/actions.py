@@ -19,7 +19,7 @@ from trainium_operator.plan.model.text import format_sentence
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.wire.messages import Membership
+    from trainium_contract.wire.messages import Membership, RoleEndpoints
     from trainium_operator.plan.model.quota import WorkloadConditionView
     from trainium_operator.plan.model.reasons import Reason
 
@@ -43,7 +43,10 @@ class ApplyGroup(ManifestAction):
 
 
 class ApplyOptional(ManifestAction):
-    """Create or update a NetworkPolicy or PodDisruptionBudget. Nothing waits for it; a refusal stops no other write."""
+    """Create or update a NetworkPolicy, PodDisruptionBudget or Service.
+
+    Nothing waits for it; a refusal stops no other write.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,26 @@ class CreatePod(ManifestAction):
 
 class CreateEvaluation(ManifestAction):
     """Create the pod that measures a milestone's model. Nothing waits for it, and a refusal stops no other write."""
+
+
+class CreateRolePod(ManifestAction):
+    """Create one pod of a role. No worker waits for it, and a refusal stops no other write."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRolePod:
+    """Delete one pod of a role, as `DeletePod`."""
+
+    name: str
+    uid: str
+    grace_seconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PublishEndpoints:
+    """Let the coordinator serve the addresses of the roles' pods; nothing is written to the API server."""
+
+    endpoints: RoleEndpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +158,9 @@ Action = (
     | DeletePod
     | CreateEvaluation
     | DeleteEvaluation
+    | CreateRolePod
+    | DeleteRolePod
+    | PublishEndpoints
     | DeleteTemplate
     | DeleteJob
     | QuotaAction

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainium_operator.plan.model.reasons import Reason
 
 
@@ -34,6 +36,8 @@ class Grant:
     """Why no pod may exist, as a sentence."""
     workers: int = 0
     spares: int = 0
+    other_pods: Mapping[str, int] = field(default_factory=dict)
+    """Pods besides workers and spares, by pod set."""
 
     @property
     def releases_workers(self) -> bool:

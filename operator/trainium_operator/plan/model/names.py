@@ -34,13 +34,33 @@ def pod_name(job: str, ordinal: int) -> str:
 
 def parse_ordinal(job: str, pod: str) -> int | None:
     """Return the ordinal in a worker pod's name; None when the name is not one of this job's."""
-    digits = pod.removeprefix(f"{job}-w-")
-    return int(digits) if digits != pod and digits.isascii() and digits.isdigit() else None
+    return parse_number(pod, f"{job}-w-")
+
+
+def parse_number(name: str, prefix: str) -> int | None:
+    """Return the number that follows the prefix in a name; None when it is another name."""
+    digits = name.removeprefix(prefix)
+    return int(digits) if digits != name and digits.isascii() and digits.isdigit() else None
 
 
 def evaluation_name(job: str) -> str:
     """Return the name of the pod that measures a milestone's model; one name means one pod at a time."""
     return f"{job}-evaluation"
+
+
+def role_object_name(job: str, role: str) -> str:
+    """Return the name of the headless Service of a role, and of its PodDisruptionBudget."""
+    return f"{job}-{role}"
+
+
+def role_pod_name(job: str, role: str, ordinal: int) -> str:
+    """Return the name of the pod of a role with this ordinal."""
+    return f"{job}-{role}-{ordinal}"
+
+
+def role_policy_name(job: str) -> str:
+    """Return the name of the NetworkPolicy that lets pods of roles reach each other."""
+    return f"{job}-roles"
 
 
 def config_name(job: str) -> str:

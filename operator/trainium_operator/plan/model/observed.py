@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-    from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest
+    from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest, RoleEndpoints
     from trainium_operator.plan.model.quota import QuotaView
 
 
@@ -172,6 +172,8 @@ class PodView:
     """ResourceClaimTemplate of its devices; empty without a claim."""
     evaluates: str = ""
     """Value of the annotation `names.ANNOTATION_EVALUATES`; empty for a worker."""
+    role: str = ""
+    """Its role of `spec.roles`; empty for a worker."""
     device_health: tuple[str, str] | None = None
     """Health of the worst claimed device, and its name with its message."""
     last_report: HeartbeatRequest | None = None
@@ -405,7 +407,7 @@ class Observed:
     published: int
     """Generation that the coordinator serves for this job now; 0 for none, as after a restart."""
     children: Mapping[str, str]
-    """`Kind/name` -> digest of the request that led to it, of each ConfigMap, budget and NetworkPolicy."""
+    """`Kind/name` -> digest of the request that led to it, of each ConfigMap, budget, NetworkPolicy and Service."""
     ca_bundle: str
     """PEM of the certificate authorities that agents must trust."""
     coordinator_since: float
@@ -423,6 +425,11 @@ class Observed:
     """`Kind/name` -> why an object is not as requested: optional ones, and those that others change."""
     evaluation: EvaluationView | None = None
     """None while it is not known whether the pod exists."""
+    role_pods: tuple[PodView, ...] | None = None
+    """Pods of the roles, by role and ordinal; None while it is not known which exist."""
+    endpoints: RoleEndpoints | None = None
+    """The addresses of the roles' pods that the coordinator serves for this job now; None for none, as after a
+    restart."""
     strays: tuple[StrayPod, ...] = ()
     """Pods with names of this job's workers that are none."""
     fleet: FleetView = FleetView()

@@ -53,6 +53,11 @@ class Reason(StrEnum):
     ARTIFACT_WRITTEN = "ArtifactWritten"
     EVALUATED = "Evaluated"
     EVALUATION_FAILED = "EvaluationFailed"
+    # Roles
+    ROLES_READY = "RolesReady"
+    WAITING_FOR_ROLES = "WaitingForRoles"
+    ROLE_NOT_STARTING = "RoleNotStarting"
+    ROLE_POD_REPLACED = "RolePodReplaced"
     # Suspension
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"

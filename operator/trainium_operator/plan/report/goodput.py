@@ -91,7 +91,8 @@ def update_goodput(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus
     node_seconds = goodput.node_seconds + passed_seconds * held_nodes
     goodput = goodput.replaced(accounted_until=facts.now, node_seconds=round(node_seconds, 3))
     if not is_running:
-        return status.replaced(goodput=_with_totals(facts, goodput.replaced(starting=True), pending=0.0))
+        goodput = _charge_wait_for_start(facts, goodput.replaced(starting=True), passed_seconds)
+        return status.replaced(goodput=_with_totals(facts, goodput, pending=0.0))
     old = facts.job.status
     # A fault that is detected late began in the time set aside for a stage, which stays open until all is charged.
     aside_seconds = sum(goodput.stage_seconds.values()) if is_past_steps(old) else 0.0
@@ -116,7 +117,38 @@ def update_goodput(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus
     is_undisturbed = not (is_interrupted or was_interrupted or is_starting or _current_stage(facts))
     goodput = sample_step_time(facts, goodput, clean=is_undisturbed)
     pending_seconds = _current_step_seconds(facts, goodput) if is_undisturbed else 0.0
-    return status.replaced(goodput=_with_totals(facts, goodput, pending=pending_seconds), history=history)
+    totals = _with_totals(facts, goodput, pending=pending_seconds)
+    if is_undisturbed and (cause := _find_waiting_cause(facts)):
+        totals = _charge_waiting(facts, totals, cause, old.goodput, pending=pending_seconds)
+    return status.replaced(goodput=totals, history=history)
+
+
+def _find_waiting_cause(facts: Facts) -> str:
+    """Return the key for time without steps now; empty if a feature waits for nothing."""
+    return next(filter(None, (feature.find_waiting_cause(facts) for feature in facts.features)), "")
+
+
+def _charge_wait_for_start(facts: Facts, goodput: GoodputStatus, passed_seconds: float) -> GoodputStatus:
+    """Charge the time in which enough warm workers wait for something else before they begin."""
+    cause = _find_waiting_cause(facts)
+    if not cause or len(facts.candidates) < facts.job.status.desired or not facts.candidates:
+        return goodput
+    wall_seconds = round(goodput.wall_seconds + passed_seconds, 3)
+    return _add_waiting(goodput.replaced(wall_seconds=wall_seconds), cause, passed_seconds)
+
+
+def _charge_waiting(
+    facts: Facts, goodput: GoodputStatus, cause: str, before: GoodputStatus, *, pending: float
+) -> GoodputStatus:
+    """Move the overhead that was added while a feature waited to its cause."""
+    seconds = goodput.lost_seconds.get(OVERHEAD, 0.0) - before.lost_seconds.get(OVERHEAD, 0.0)
+    return _with_totals(facts, _add_waiting(goodput, cause, seconds), pending=pending) if seconds > 0 else goodput
+
+
+def _add_waiting(goodput: GoodputStatus, cause: str, seconds: float) -> GoodputStatus:
+    lost_seconds, by_stage = dict(goodput.lost_seconds), dict(goodput.lost_by_stage)
+    lost_seconds[cause] = by_stage[cause] = round(lost_seconds.get(cause, 0.0) + seconds, 3)
+    return goodput.replaced(lost_seconds=_without_zeros(lost_seconds), lost_by_stage=_without_zeros(by_stage))
 
 
 def _current_stage(facts: Facts) -> str:

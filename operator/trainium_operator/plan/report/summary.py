@@ -150,7 +150,12 @@ _PHASE_REASONS: dict[Phase, Reason] = {
     Phase.TERMINATING: Reason.TERMINATING,
 }
 _WAITING_PHASES = frozenset({Phase.PENDING, Phase.STARTING})
-_WAITING_CONDITIONS = (ConditionType.SIZE_LEGAL, ConditionType.PODS_READY, ConditionType.ADMITTED)
+_WAITING_CONDITIONS = (
+    ConditionType.SIZE_LEGAL,
+    ConditionType.PODS_READY,
+    ConditionType.ADMITTED,
+    ConditionType.ROLES_READY,
+)
 _GENERAL_REASONS = frozenset({Reason.WAITING_FOR_WORKERS, Reason.WAITING_FOR_GANG})
 _BLOCKING_REASONS = frozenset(
     {Reason.NO_LEGAL_SIZE, Reason.INVALID_SPEC, Reason.GANG_API_MISSING, Reason.DEVICE_API_MISSING, Reason.NAME_TAKEN}

@@ -1,6 +1,6 @@
 """Sort the observation into workers and members (`Facts`), define the hooks of optional features on them (`Feature`).
 
-Kueue, claimed devices, gang scheduling, network policies and idle nodes are optional. Each is one folder of
+Kueue, claimed devices, gang scheduling, network policies, idle nodes and roles are optional. Each is one folder of
 `plan.features` and one line of `features.registry`; nothing outside the folder asks whether it is there.
 
 Ranks of two versions of the trainer must not meet, nor agents of two versions, because their messages during the start
@@ -44,6 +44,16 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.size import SizeDecision
 
 Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PodSet:
+    """Pods besides the workers for which a queue needs quota."""
+
+    name: str
+    count: int
+    body: Json
+    """Pod template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +133,17 @@ class Feature:
     )
     """Return the status with the size to work towards, without the pods of members that failed (by uid)."""
     find_creation_blocker: Callable[[Facts], tuple[Reason, str] | None] = lambda _facts: None
-    """Return why no pod can be created now; None if pods can."""
+    """Return why no worker can be created now; None if workers can."""
+    is_start_blocked: Callable[[Facts], bool] = lambda _facts: False
+    """Return whether warm workers wait for something before their first generation."""
+    list_pod_sets: Callable[[Facts], tuple[PodSet, ...]] = lambda _facts: ()
+    """Return the pods besides the workers for which a queue needs quota."""
+    count_pods: Callable[[Facts], int] = lambda _facts: 0
+    """Return the number of pods besides the workers that hold nodes of the job's quota."""
+    find_waiting_cause: Callable[[Facts], str] = lambda _facts: ""
+    """Return the key in the ledger for time without steps now; empty if nothing is waited for."""
+    place_pod_set: Callable[[Facts, str, list[Json]], list[Json]] = lambda _facts, _name, manifests: manifests
+    """Return the new pods of a pod set of `list_pod_sets`, where the queue admitted them."""
     describe_capacity: Callable[[Facts], str] = lambda _facts: ""
     """Return a sentence for pods that cannot be scheduled."""
     place_pods: Callable[[Facts, list[Json]], list[Json]] = lambda _facts, manifests: manifests
@@ -251,6 +271,16 @@ def describe_creation_refusal(facts: Facts) -> tuple[Reason, str] | None:
         f"The API server refuses to create what the job needs: {facts.observed.creation_refusal.rstrip('. ')}. Correct "
         "what it names; the operator tries again by itself, at least once a minute"
     )
+
+
+def is_start_blocked(facts: Facts) -> bool:
+    """Return whether warm workers wait for something else before their first generation."""
+    return any(feature.is_start_blocked(facts) for feature in facts.features)
+
+
+def count_other_pods(facts: Facts) -> int:
+    """Return the number of pods besides the workers that hold nodes of the job's quota."""
+    return sum(feature.count_pods(facts) for feature in facts.features)
 
 
 def find_creation_blocker(facts: Facts) -> tuple[Reason, str] | None:

@@ -72,9 +72,12 @@ def find_problems_by_pod(
     return NodeProblems(by_pod, tuple(sorted(counts_from)))
 
 
-def find_worst_problem(observed: Observed, node: NodeView) -> NodeProblem | None:
-    """Return the worst problem of a node that counts now, whether or not it has a worker of the job."""
-    return _find_worst_problem(node, build_pod_requirements(observed.job.spec), observed, set())
+def find_worst_problem(
+    observed: Observed, node: NodeView, requirements: PodRequirements | None = None
+) -> NodeProblem | None:
+    """Return the worst problem of a node that counts now, for pods with these requirements; by default for workers."""
+    requirements = requirements or build_pod_requirements(observed.job.spec)
+    return _find_worst_problem(node, requirements, observed, set())
 
 
 def build_pod_requirements(spec: TrainingJobSpec) -> PodRequirements:

@@ -31,6 +31,7 @@ from trainium_contract.wire.messages import (
     Membership,
     RegisterRequest,
     RegisterResponse,
+    RoleEndpoints,
     WorkerPhase,
 )
 from trainium_contract.wire.stream import HEAD_BYTES, FrameKind, encode_frame, parse_frame_header
@@ -133,6 +134,7 @@ class RecordingSession:
         self.acknowledged: list[HeartbeatRequest] = []
         self.memberships: list[Membership] = []
         self.changes: list[MembershipChange] = []
+        self.endpoints: list[RoleEndpoints] = []
         self.answers = 0
         self.stream, self.writer = create_stream(*frames, ended=ended)
         self.session = StreamSession(
@@ -142,6 +144,7 @@ class RecordingSession:
             on_acknowledged=lambda message, *_: self.acknowledged.append(message),
             on_membership=self.memberships.append,
             on_change=self.changes.append,
+            on_endpoints=self.endpoints.append,
             on_answer=self._answered,
         )
 
@@ -165,6 +168,13 @@ class RecordingSession:
 ACKNOWLEDGED = encode_frame(
     FrameKind.HEARTBEAT_ACK, to_json(HeartbeatResponse(generation=3, full_heartbeat_seconds=9.0, time=1.0))
 )
+
+
+async def test_addresses_of_roles_are_passed_on() -> None:
+    endpoints = RoleEndpoints(addresses={"rollout": ("10.0.0.1:8000",)})
+    recorded = RecordingSession(encode_frame(FrameKind.ROLE_ENDPOINTS, to_json(endpoints)))
+    await recorded.listen()
+    assert recorded.endpoints == [endpoints]
 
 
 async def test_each_reply_acknowledges_the_oldest_heartbeat_and_extra_replies_none() -> None:

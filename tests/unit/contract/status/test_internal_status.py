@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[4]
 
 def test_these_fields_are_internal_and_all_others_are_public() -> None:
     assert internal_fields() == {
-        "activity", "committedStep", "failures", "gang", "leavingSince", "nextPodOrdinal", "startFailures",
-        "waitingSince",
+        "activity", "committedStep", "failures", "gang", "leavingSince", "nextPodOrdinal", "roleStates",
+        "startFailures", "waitingSince",
         "goodput.countedStep", "goodput.earlierNodeSeconds", "goodput.earlierSeconds", "goodput.starting",
         "goodput.window",
         "idleNodes.askedAt", "idleNodes.failedRequests", "idleNodes.retryAt",

@@ -7,7 +7,7 @@ from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
 from trainium_contract.status.interruptions import RestartsStatus
-from trainium_contract.status.public import CheckpointStatus, ProgressStatus
+from trainium_contract.status.public import CheckpointStatus, ProgressStatus, RoleStatus
 from trainium_contract.status.results import EvaluationFigure, MilestoneEvaluation
 from trainium_operator.monitoring.metrics import Metrics
 
@@ -20,6 +20,7 @@ def status(**fields: Any) -> TrainingJobStatus:
         "progress": ProgressStatus(step=70, loss=4.25, tokens_per_second=1000.0, samples_per_second=2.5),
         "restarts": RestartsStatus(total=3, by_cause={"Crash": 2, "made up": 1}),
         "checkpoint": CheckpointStatus(durable_step=60, durable_time=format_rfc3339(NOW - 30)),
+        "roles": (RoleStatus(name="rollout", replicas=4, ready_replicas=1, min_ready=2, restarts=3),),
         "evaluations": (
             MilestoneEvaluation(step=20, path="/m/20", figures=(EvaluationFigure(name="mmlu acc", after=0.25),)),
             MilestoneEvaluation(step=40, path="/m/40", figures=(EvaluationFigure(name="mmlu acc", after=0.3125),)),
@@ -58,6 +59,8 @@ def test_the_metrics_of_a_job_equal_its_status() -> None:
     assert samples[f"job_checkpoint_healthy{{{name}}}"] == 1
     assert samples[f'job_workers{{{name},state="spare_wanted"}}'] == 2
     assert samples[f'job_evaluation{{figure="mmlu acc",{name}}}'] == 0.3125
+    assert samples[f'job_role_pods{{{name},role="rollout",state="ready"}}'] == 1
+    assert samples[f'job_role_restarts_total{{{name},role="rollout"}}'] == 3
     assert not [key for key in samples if "made up" in key], "only causes that we know become series"
 
 

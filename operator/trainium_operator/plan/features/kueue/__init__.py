@@ -21,6 +21,7 @@ FEATURE = Feature(
     is_used=_is_used,
     admit=admission.admit,
     place_pods=admission.place_pods,
+    place_pod_set=admission.place_pod_set,
     reconcile=requests.reconcile_quota,
     finish=requests.release_quota,
 )

@@ -110,6 +110,7 @@ def _admitted_grant(quota: QuotaView, base: WorkloadView, template_placement: Pl
         state=AdmissionState.ADMITTED,
         workers=counts.get(WORKERS, 0) + further_workers,
         spares=counts.get(SPARES, 0),
+        other_pods={name: count for name, count in counts.items() if name not in (WORKERS, SPARES)},
         placements=tuple(placements),
         workload=base.name,
     )
@@ -214,3 +215,11 @@ def place_pods(facts: Facts, manifests: list[Json]) -> list[Json]:
         apply_placement(pod, grant.placement(name), pod_set=name, workload=grant.workload)
         for pod, name in zip(manifests, pod_sets, strict=True)
     ]
+
+
+def place_pod_set(facts: Facts, name: str, manifests: list[Json]) -> list[Json]:
+    """Return the new pods of another pod set with its placement."""
+    grant = facts.grant
+    if not isinstance(grant, QueueGrant):
+        return manifests
+    return [apply_placement(pod, grant.placement(name), pod_set=name, workload=grant.workload) for pod in manifests]

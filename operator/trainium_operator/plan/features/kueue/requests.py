@@ -17,6 +17,7 @@ from trainium_operator.plan.model.actions import ApplyWorkload, DeleteWorkload, 
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.quota import WORKERS, WorkloadCondition, WorkloadConditionView
+from trainium_operator.plan.view.facts import count_other_pods
 from trainium_operator.plan.view.size import SizeDecision, count_needed_workers
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ def release_quota(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 def _count_pods_with_quota(facts: Facts) -> int:
     """Return the pods that use quota, including those that are leaving."""
+    return _count_workers_with_quota(facts) + count_other_pods(facts)
+
+
+def _count_workers_with_quota(facts: Facts) -> int:
     return sum(worker.holds_node for worker in facts.workers.values())
 
 
@@ -117,7 +122,7 @@ def _plan_further_workloads(facts: Facts, quota: QuotaView, grant: QueueGrant, e
     covered_workers = base.requested_pods.get(WORKERS, 0) + sum(
         workload.requested_pods.get(WORKERS, 0) for workload in holding
     )
-    pods_fit = _count_pods_with_quota(facts) <= grant.workers + grant.spares
+    pods_fit = _count_workers_with_quota(facts) <= grant.workers + grant.spares
     for workload in holding:
         if pods_fit and not workload.deleting and (workload.is_true(WorkloadCondition.EVICTED) or not workload.active):
             yield build_quota_return(workload)
@@ -143,7 +148,8 @@ def _plan_release(
     for workload in reversed(holding):
         workers = workload.requested_pods.get(WORKERS, 0)
         remaining_quota = grant.workers + grant.spares - (workers if workload.admitted else 0)
-        if unneeded_workers >= workers and _count_pods_with_quota(facts) <= remaining_quota and not workload.deleting:
+        pods_fit = _count_workers_with_quota(facts) <= remaining_quota
+        if unneeded_workers >= workers and pods_fit and not workload.deleting:
             yield DeleteWorkload(workload.name, workload.uid)
             return
 
@@ -172,6 +178,7 @@ def _request_workload(
         spares=spares,
         priority=quota.priority,
         node_selector=node_selector,
+        pod_sets=() if part else tuple(each for feature in facts.features for each in feature.list_pod_sets(facts)),
     )
     return ApplyWorkload(manifest)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainium_operator.plan.model.observed import JobView, PlanSettings
+    from trainium_operator.plan.view.facts import PodSet
 
 Json = dict[str, Any]
 
@@ -35,6 +36,7 @@ def build_workload(
     spares: int = 0,
     priority: int | None = 0,
     node_selector: Mapping[str, str] | None = None,
+    pod_sets: tuple[PodSet, ...] = (),
 ) -> Json:
     """Build the Workload of one part; `node_selector` binds a further part to the flavor of the first.
 
@@ -48,7 +50,14 @@ def build_workload(
         "queueName": scheduling.queue_name,
         # Optional parts yield to what other jobs need, and the last quota step yields first.
         "priority": (priority or 0) - part,
-        "podSets": [{"name": name, "count": count, "template": template} for name, count in counts.items() if count],
+        "podSets": [
+            *({"name": name, "count": count, "template": template} for name, count in counts.items() if count),
+            *(
+                {"name": each.name, "count": each.count, "template": _build_template(each.body, {})}
+                for each in pod_sets
+                if each.count
+            ),
+        ],
     }
     if scheduling.priority_class_name and priority is not None and part == 0:
         reference = {"group": "scheduling.k8s.io", "kind": "PriorityClass", "name": scheduling.priority_class_name}
