@@ -31,6 +31,7 @@ from trainium_agent.coordinator.connection import (
     Connector,
     CoordinatorUnavailableError,
     JobDeletedError,
+    PodRefusedError,
     StreamEndedError,
     format_refusal,
     parse_refusal,
@@ -57,8 +58,11 @@ _STREAM_SECONDS = (240.0, 300.0)
 """Age at which a stream is replaced, so that its token is renewed; the coordinator closes it at 600 s."""
 _FIRST_BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 3.0
+_REFUSED_BACKOFF_SECONDS = 30.0
+"""Longest pause of a pod that is no worker of any job: only a person changes that."""
 _STABLE_SECONDS = 5.0
 _LOG_INTERVAL_SECONDS = 30.0
+_REFUSED_LOG_INTERVAL_SECONDS = 600.0
 CLOCK_CHECK_SECONDS = 60.0
 """Interval between two comparisons of the clocks."""
 _JITTER = (0.9, 1.1)
@@ -128,11 +132,12 @@ class CoordinatorClient:
         """Register and exchange messages until the task is cancelled or the job is deleted."""
         backoff = _FIRST_BACKOFF_SECONDS
         while True:
-            started = time.monotonic()
+            started, longest = time.monotonic(), _MAX_BACKOFF_SECONDS
             try:
                 await self._serve(*await self._connect())
             except CoordinatorUnavailableError as error:
-                self._log_unavailable(str(error))
+                longest = _REFUSED_BACKOFF_SECONDS if isinstance(error, PodRefusedError) else longest
+                self._log_unavailable(error)
                 self._preferred = None
             except JobDeletedError as error:
                 _log.warning("%s", error)
@@ -141,7 +146,7 @@ class CoordinatorClient:
             if time.monotonic() - started > _STABLE_SECONDS:
                 backoff = _FIRST_BACKOFF_SECONDS
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries
-            backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
+            backoff = min(backoff * 2, longest)
 
     async def flush(self, seconds: float) -> None:
         """Send a last heartbeat over the open stream, if any, and wait up to `seconds` for its answer."""
@@ -159,7 +164,7 @@ class CoordinatorClient:
         random.shuffle(addresses)
         if self._preferred in addresses:
             addresses.sort(key=lambda address: address != self._preferred)
-        sentence = ""
+        failure = CoordinatorUnavailableError("")
         for address in addresses:
             # The second attempt is for a certificate authority that was rotated since the first.
             for _ in range(2):
@@ -167,7 +172,7 @@ class CoordinatorClient:
                 try:
                     stream, registration = await self._open(address)
                 except CoordinatorUnavailableError as error:
-                    sentence = str(error)
+                    failure = failure if isinstance(failure, PodRefusedError) else error
                     if not isinstance(error, CertificateError):
                         break
                 else:
@@ -177,7 +182,7 @@ class CoordinatorClient:
                         _log.info("registered with the coordinator at %s:%d", address.ip, address.port)
                     self._preferred = address
                     return stream, registration
-        raise CoordinatorUnavailableError(sentence)
+        raise failure
 
     async def _open(self, address: Address) -> tuple[Stream, RegisterResponse]:
         after = 0 if self._needs_whole_membership else self._generation
@@ -247,17 +252,21 @@ class CoordinatorClient:
     def _record_answer(self) -> None:
         self.answered_at = time.monotonic()
 
-    def _log_unavailable(self, sentence: str) -> None:
-        """Log the reason, the same one at most once in 30 s."""
-        now = time.monotonic()
-        if now - self._logged.get(sentence, -_LOG_INTERVAL_SECONDS) >= _LOG_INTERVAL_SECONDS:
-            self._logged = {sentence: now, **{k: v for k, v in self._logged.items() if now - v < _LOG_INTERVAL_SECONDS}}
-            _log.warning(
-                "no operator has answered for %.0f s (%s): until one does, ranks restart in place only, and no lost "
-                "worker is replaced; retrying",
-                now - self.answered_at,
-                sentence,
-            )
+    def _log_unavailable(self, error: CoordinatorUnavailableError) -> None:
+        """Log the reason, the same one at most once in an interval."""
+        now, sentence, is_refused = time.monotonic(), str(error), isinstance(error, PodRefusedError)
+        interval = _REFUSED_LOG_INTERVAL_SECONDS if is_refused else _LOG_INTERVAL_SECONDS
+        if now - self._logged.get(sentence, -interval) < interval:
+            return
+        self._logged = {k: v for k, v in self._logged.items() if now - v < _REFUSED_LOG_INTERVAL_SECONDS}
+        self._logged[sentence] = now
+        _log.warning(
+            "%s (%s): until then ranks restart in place only, and no lost worker is replaced; retrying",
+            "the operator does not serve this pod"
+            if is_refused
+            else f"no operator has answered for {now - self.answered_at:.0f} s",
+            sentence,
+        )
 
 
 async def _run_until_one_ends(*coroutines: Coroutine[None, None, None]) -> None:

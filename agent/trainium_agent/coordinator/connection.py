@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 REQUEST_SECONDS = 3.0
 """Time limit of a request."""
 _JOB_DELETED = 410
+_FORBIDDEN = 403
 LOOKUP_SECONDS = 1.5
 """Time limit of a lookup when addresses are known already. A resolver gives up a silent name server after 10 s for each
 search domain.
@@ -64,6 +65,10 @@ class CoordinatorUnavailableError(ConnectionError):
 
 class CertificateError(CoordinatorUnavailableError):
     """The certificate of one address does not verify, maybe because its authority was rotated."""
+
+
+class PodRefusedError(CoordinatorUnavailableError):
+    """The leader answered that this pod is no worker of any job, as after `kubectl delete --cascade=orphan`."""
 
 
 class JobDeletedError(Exception):
@@ -105,9 +110,7 @@ class Connector:
                 )
         except StreamRefusedError as error:
             sentence = _describe_refusal(address, error.status, error.body)
-            raise (JobDeletedError if error.status == _JOB_DELETED else CoordinatorUnavailableError)(
-                sentence
-            ) from error
+            raise _REFUSALS.get(error.status, CoordinatorUnavailableError)(sentence) from error
         except ssl.SSLError as error:
             self._tls = None  # read the certificate authority again: it may have been rotated
             raise CertificateError(
@@ -139,12 +142,15 @@ class Connector:
         return self._tls
 
 
+_REFUSALS: dict[int, type[Exception]] = {_JOB_DELETED: JobDeletedError, _FORBIDDEN: PodRefusedError}
+
+
 def _describe_refusal(address: Address, status: int, body: str) -> str:
     try:
         sentence = ErrorResponse.model_validate_json(body).error
     except ValidationError:
         sentence = f"an answer that is not understood: {body[:200]!r}"
-    if status in (401, 403):
+    if status in (401, _FORBIDDEN):
         return f"{address} refused this pod's token ({status}): {sentence}"
     return f"{address} answered {status}: {sentence}"
 

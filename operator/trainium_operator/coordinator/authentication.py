@@ -90,7 +90,10 @@ class Authenticator:
         if owner is None and self._pods.is_orphaned(caller.namespace, caller.pod_name, caller.pod_uid):
             raise PodDeletedError(f"the TrainingJob of pod {caller.pod_name} no longer exists")
         if owner is None:
-            raise ForbiddenError(f"pod {caller.pod_name} is not a worker of any TrainingJob that exists")
+            raise ForbiddenError(
+                f"pod {caller.pod_name} is not a worker of any TrainingJob that exists. If its job was deleted without "
+                f"it (--cascade=orphan), delete it: kubectl delete pod {caller.pod_name} -n {caller.namespace}"
+            )
         return owner
 
     async def _authenticate(self, authorization: str, source: str) -> Caller:

@@ -13,11 +13,12 @@ import pytest
 from tests.testing.operator.coordinator_fixture import register
 from tests.unit.agent.fake_generation_store import build_membership
 from trainium_agent.coordinator import connection
-from trainium_agent.coordinator.client import StreamSession, _Sent
+from trainium_agent.coordinator.client import CoordinatorClient, StreamSession, _Sent
 from trainium_agent.coordinator.connection import (
     Address,
     Connector,
     CoordinatorUnavailableError,
+    PodRefusedError,
     Stream,
     StreamEndedError,
     StreamRefusedError,
@@ -325,3 +326,50 @@ async def test_a_silent_name_server_leaves_the_known_addresses_and_one_pending_l
     resolver.answers.set()
     assert [address.ip for address in await connector.addresses()] == ["10.0.0.3"]
     assert resolver.lookups == 2
+
+
+async def pauses_after(error: CoordinatorUnavailableError, monkeypatch: pytest.MonkeyPatch, count: int) -> list[float]:
+    """Return how long a client waits after each failure to connect, in virtual time."""
+    clock, pauses = [1000.0], []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        clock[0] += seconds
+        if len(pauses) == count:
+            raise asyncio.CancelledError
+
+    async def refuse() -> Any:
+        raise error
+
+    monkeypatch.setattr("trainium_agent.coordinator.client.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("trainium_agent.coordinator.client.random.uniform", lambda _low, high: high)
+    settings = SimpleNamespace(
+        **REQUEST.model_dump(exclude={"protocol", "agent_version", "rendezvous_port"}), coordinator=(), ca_path=None
+    )
+    nothing: Any = lambda *_: None  # noqa: E731 - four callbacks
+    client = CoordinatorClient(
+        settings, 1, "1", heartbeat=nothing, on_membership=nothing, on_acknowledged=nothing, on_job_deleted=nothing
+    )
+    monkeypatch.setattr(client, "_connect", refuse)
+    monkeypatch.setattr("trainium_agent.coordinator.client.asyncio.sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await client.run()
+    return pauses
+
+
+@pytest.mark.parametrize(
+    ("kind", "longest", "lines"), [(CoordinatorUnavailableError, 3.0, 5), (PodRefusedError, 30.0, 2)]
+)
+async def test_a_pod_of_no_job_asks_rarely_and_says_what_to_do_rarely(
+    kind: type[CoordinatorUnavailableError],
+    longest: float,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sentence = "pod a is not a worker of any TrainingJob that exists: kubectl delete pod a"
+    pauses = await pauses_after(kind(sentence), monkeypatch, count=50)
+    assert pauses[0] == 0.1
+    assert max(pauses) == longest
+    assert len(caplog.records) in (lines, lines + 1)
+    assert all(sentence in record.getMessage() for record in caplog.records)
