@@ -102,6 +102,7 @@ class RuntimeSupervisor:
 
     async def run(self) -> int:
         """Run until a signal (return 0) or a failure (return 1)."""
+        from trainium_operator.cluster.api.errors import StateRestoredError  # noqa: PLC0415
         from trainium_operator.cluster.lease import LeaseLostError  # noqa: PLC0415
 
         self._install_signal_handlers()
@@ -112,7 +113,7 @@ class RuntimeSupervisor:
                 await self._shut_down()
         except BaseExceptionGroup as failures:
             for failure in _leaves(failures):
-                reported = None if isinstance(failure, OSError | LeaseLostError) else failure
+                reported = None if isinstance(failure, OSError | LeaseLostError | StateRestoredError) else failure
                 logger.error("%s: %s", type(failure).__name__, failure, exc_info=reported)  # noqa: TRY400
             return 1
         else:

@@ -212,7 +212,6 @@ def _restore_backup(run: Run) -> RunResult:
         shutil.rmtree(data)
         backup.rename(data)
     restored_at, step = time.time(), target.newest_step()
-    env.operator.kill()
     target.wait_until(partial(_has_newer_generation, target, known), "generation above the agents'", 180)
     target.wait_for_step(step + 20, 180)
     findings, reached = Findings(), _read_generation(target)

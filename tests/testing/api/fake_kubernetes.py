@@ -124,6 +124,11 @@ class FakeCluster:
         self._compacted = self.version
         self._history.clear()
 
+    def restore(self, objects: dict[tuple[str, str, str], Json], version: int) -> None:
+        """Return to an earlier state and version, as after a restore of etcd from a backup."""
+        self.objects, self.version, self._version = dict(objects), version, itertools.count(version + 1)
+        self._history.clear()
+
     def drop_streams(self) -> None:
         for watch in self._watches:
             watch.queue.put_nowait(None)

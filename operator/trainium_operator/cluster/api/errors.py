@@ -60,6 +60,13 @@ class UndeclaredFieldError(ApiError):
     """500 to a server-side apply: the object has a field that the installed definition lacks; a retry is useless."""
 
 
+class StateRestoredError(Exception):
+    """The API server is at an older version than it was, as after a restore of etcd from a backup.
+
+    Cached objects may have other contents under the same version, so the process starts again.
+    """
+
+
 _UNDECLARED = "field not declared in schema"
 _BY_STATUS: dict[int, type[ApiError]] = {
     400: InvalidError,

@@ -5,6 +5,8 @@ Guarantees:
 - An object that was deleted unseen does not stay, because a list replaces the store's content.
 - A stream that is silent for longer than the interval of bookmarks is closed.
 - The list is repeated about every ten minutes, so a lost event has no lasting effect.
+- A server that is at an older version than before is an error (StateRestoredError), found before a broken watch
+  continues: the server would send nothing until it has passed the version of that watch.
 - Where individual namespaces are served, each is listed and watched separately into one store. A refusal of one (403)
   neither stops the others nor removes its objects (`namespaces`).
 
@@ -21,7 +23,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from trainium_operator.bounded_dict import BoundedDict
-from trainium_operator.cluster.api.errors import ApiError, ExpiredError, ForbiddenError, UnavailableError
+from trainium_operator.cluster.api.errors import (
+    ApiError,
+    ExpiredError,
+    ForbiddenError,
+    StateRestoredError,
+    UnavailableError,
+)
 from trainium_operator.cluster.cache.namespaces import ListState, Namespaces
 from trainium_operator.cluster.cache.ownership import controlling_job, is_labelled
 from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
@@ -62,6 +70,10 @@ class _Scope:
     listed: float = 0.0
     version: str = ""
     """Resource version where the watch continues; empty before the first list and after a refusal."""
+    newest: int = 0
+    """Newest resource version that the server has sent."""
+    broken: bool = False
+    """The watch did not end in order."""
     stale: bool = False
     """A list was refused while the watch continued, so the watch is no longer trusted."""
 
@@ -158,7 +170,7 @@ class Lister(Generic[V]):
         entries: dict[Key, Entry[V]] = {}
         strays: set[Key] = set()
         began = asyncio.get_running_loop().time()
-        token = ""
+        token, newest = "", scope.newest
         while True:
             page = await self._api.list_page(self.resource, scope.namespace, labels=self._labels, continue_token=token)
             scope.last_seen = asyncio.get_running_loop().time()
@@ -173,6 +185,7 @@ class Lister(Generic[V]):
                 ) from error
             if not token:
                 break
+        self._record_version(scope, made_at, newest)
         self.store.replace(entries, made_at, scope.namespace)
         for key, stray in list(self.strays.items()):
             is_listable = not self._labels.startswith(f"{stray.missing_label}=")
@@ -182,6 +195,22 @@ class Lister(Generic[V]):
         self._mark_known(scope)
         self._namespaces.record(self.resource.plural, scope.namespace, ListState.LISTED)
         return version
+
+    def _record_version(self, scope: _Scope, version: int, before: int) -> None:
+        """Record the version of the server, which has sent `before` earlier. Raises StateRestoredError."""
+        if version < before:
+            raise StateRestoredError(
+                f"the API server has {self.resource.plural} of version {version} and had {before} before, as after a "
+                "restore of etcd from a backup; the operator starts again"
+            )
+        scope.newest = max(scope.newest, version)
+
+    async def _check_version(self, scope: _Scope) -> None:
+        """Check that the server is not at an older version than before. Raises ApiError, StateRestoredError."""
+        before = scope.newest
+        page = await self._api.list_page(self.resource, scope.namespace, labels=self._labels, limit=1)
+        self._record_version(scope, int(page["metadata"]["resourceVersion"]), before)
+        scope.broken = False
 
     def listen_to_strays(self, listener: Callable[[Key], None]) -> None:
         """Call `listener(job)` when a stray pod of that name of a job appears or is gone."""
@@ -279,6 +308,9 @@ class Reflector(Lister[V]):
                     scope.version = await self._list(scope)
                     relist_at = loop.time() + self._relist_seconds * (0.8 + 0.4 * self._jitter())
                     failures = 0
+                elif scope.broken:
+                    await self._check_version(scope)
+                scope.broken = False
                 started = loop.time()
                 if await self._watch(scope, until=relist_at):
                     failures = 0
@@ -294,6 +326,7 @@ class Reflector(Lister[V]):
                 self._refused(scope, error)
             except ApiError as error:
                 failures += 1
+                scope.broken = True
                 if failures in (1, 10) or failures % 100 == 0:
                     logger.warning("%s: %s (%d in a row)", self.resource.plural, error, failures)
             except UNREADABLE:
@@ -326,6 +359,7 @@ class Reflector(Lister[V]):
                 if event["type"] != "BOOKMARK":
                     self.observe(raw, deleted=event["type"] == "DELETED")
                 scope.version = raw["metadata"]["resourceVersion"]
+                scope.newest = max(scope.newest, int(scope.version))
                 if scope.stale:
                     break
         scope.last_seen = loop.time()  # an orderly end also shows that the server is alive

@@ -5,9 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
 from tests.testing.api.fake_kubernetes import FakeCluster, http_error
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from trainium_operator.cluster.api.client import PAGE, Api
+from trainium_operator.cluster.api.errors import StateRestoredError
 from trainium_operator.cluster.api.resources import PODS
 from trainium_operator.cluster.cache.reflector import SILENCE_SECONDS, Reflector
 
@@ -143,6 +146,29 @@ async def test_the_store_is_updated_after_an_outage() -> None:
         cluster.down = False
         await asyncio.sleep(16)
         assert names(reflector) == ["after"]
+
+
+@pytest.mark.parametrize("outage_seconds", [5, 700], ids=["the watch would continue", "the list is due"])
+@in_virtual_time
+async def test_a_server_that_is_at_an_older_version_than_before_is_noticed(outage_seconds: int) -> None:
+    """A watch from a version of the future is silent until the server has passed it."""
+    cluster = FakeCluster()
+    cluster.add(PODS, pod("in the backup"))
+    backup, version = dict(cluster.objects), cluster.version
+    reflector = Reflector(Api(cluster, jitter=lambda: 0.5), PODS, lambda raw: raw, jitter=lambda: 0.5)
+    task = asyncio.create_task(reflector.run())
+    await reflector.synced.wait()
+    for number in range(5):
+        cluster.add(PODS, pod(f"lost-{number}"))
+    await run_pending_tasks()
+    cluster.down = True
+    cluster.drop_streams()
+    await asyncio.sleep(outage_seconds)
+    cluster.restore(backup, version)
+    cluster.down = False
+    with pytest.raises(ExceptionGroup) as raised:
+        await asyncio.wait_for(task, 20)
+    assert raised.group_contains(StateRestoredError, match="restore of etcd")
 
 
 @in_virtual_time
