@@ -37,6 +37,9 @@ def start() -> int:
     except SettingsError as error:
         log_lines.report_exit(f"trainium-agent: {error}", source=LogSource.AGENT)
         sys.exit(ExitCode.USER_ERROR)
+    workload = Workload(settings)
+    checks, files = settings.checks & workload.ranks.checks, workload.ranks.required_files
+    settings = replace(settings, checks=checks, required_files=files)
     kernel.adopt_orphans()
     log_lines.configure_agent_logging()
     started_at = time.monotonic()
@@ -46,7 +49,6 @@ def start() -> int:
         logging.getLogger(__name__).log(
             logging.WARNING if finding.code is None else logging.ERROR, "%s", finding.sentence
         )
-    workload = Workload(settings)
     return asyncio.run(_supervise(settings, workload, _start_standby(workload), findings, checked))
 
 

@@ -149,9 +149,6 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         raise SettingsError(f"{ENV_RANK_ENTRY}={rank_entry!r} must have the form module:function.")
     program = _parse_spec(ProgramSpec, environment, worker_env.ENV_PROGRAM, "spec.program")
     config_path, checks = Path(environment[worker_env.ENV_CONFIG]), _parse_checks(environment)
-    files: tuple[Path, ...] = (config_path,)
-    if program is not None:
-        files, checks = (), checks & QUICK_CHECKS
     return AgentSettings(
         coordinator=_parse_endpoints(environment[worker_env.ENV_COORDINATOR]),
         namespace=environment[worker_env.ENV_NAMESPACE],
@@ -180,7 +177,7 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         check_entry=environment.get(ENV_CHECK_ENTRY) or DEFAULT_CHECK_ENTRY,
         scratch_directory=Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None,
         log_format=_parse_log_format(environment),
-        required_files=files,
+        required_files=(config_path,),
         program=program,
     )
 

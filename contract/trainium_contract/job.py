@@ -156,17 +156,18 @@ class TrainingJobSpec(ContractModel):
 
         Empty if no size is legal.
         """
-        if self.precompile.sizes is PrecompileSizes.ALL:
-            return self._sizes_to_want()
+        if self.workload.compiles_every_size:
+            return self.useful_sizes()
         start = self._start(self.batch_shape())
         return (start,) if start else ()
 
     def sizes_for_spares(self) -> tuple[int, ...]:
         """Return the sizes that idle spares compile graphs for; those that a job may soon need come first."""
         enabled = self.precompile.enabled and self.precompile.sizes is PrecompileSizes.BACKGROUND
-        return self._sizes_to_want()[1 : MAX_COMPILED + 1] if enabled and self.workers.spares else ()
+        return self.useful_sizes()[1 : MAX_COMPILED + 1] if enabled and self.workers.spares else ()
 
-    def _sizes_to_want(self) -> tuple[int, ...]:
+    def useful_sizes(self) -> tuple[int, ...]:
+        """Return the sizes at which the job may run: the initial size, then the likely ones; empty for none."""
         workers, shape = self.workers, self.batch_shape()
         start = self._start(shape)
         if not start:
@@ -183,13 +184,14 @@ class TrainingJobSpec(ContractModel):
 def _workload(key: IdentityKey[TrainingJobSpec]) -> Workload:
     spec, cores = key.value, key.value.workers.accelerator.cores()
     if spec.program is not None:
-        return describe_program(spec.program, cores=cores, parallelism=spec.parallelism)
+        return describe_program(spec.program, cores=cores, parallelism=spec.parallelism, checkpoint=spec.checkpoint)
     return describe_trainer(
         spec.trainer or TrainerSpec(),
         image=spec.image,
         cores=cores,
         parallelism=spec.parallelism,
         checkpoint=spec.checkpoint,
+        precompile=spec.precompile,
         sizes=spec.elasticity.sizes,
     )
 

@@ -13,15 +13,29 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainium_contract.sizes import BatchShape, SizeRule
-from trainium_contract.spec.program import ProgramResize
+from trainium_contract.spec.precompile import PrecompileSizes
+from trainium_contract.spec.program import ProgramPrecompileSizes, ProgramResize
 from trainium_contract.trainer.checkpoint import CheckpointConfig
 from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
-from trainium_contract.wire.worker_env import CACHE_DIRECTORY, CHECKPOINT_MOUNT, ENV_PROGRAM
+from trainium_contract.wire.worker_env import (
+    AGENT_INTERPRETER,
+    CACHE_DIRECTORY,
+    CHECKPOINT_MOUNT,
+    COMPILED_FOLDER,
+    CONFIG_PATH,
+    ENV_COMPILE_CACHE,
+    ENV_PROGRAM,
+    ENV_SHARED_COMPILE_CACHE,
+)
 
 if TYPE_CHECKING:
+    from trainium_contract.spec.precompile import PrecompileSpec
     from trainium_contract.spec.program import ProgramSpec
     from trainium_contract.spec.storage import JobCheckpointSpec
     from trainium_contract.trainer.parallelism import ParallelismConfig
+
+_COMPILER_FOLDERS = ("NEURON_COMPILE_CACHE_URL", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that name the folder of a compiler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +76,10 @@ class Workload:
     """Whether its checkpoints outlive the pods."""
     evaluates_milestones: bool = False
     """Whether the operator measures the models of its milestones."""
+    compile_command: tuple[str, ...] = ()
+    """Start of the command that compiles ahead for given sizes, before a worker joins; empty for none."""
+    compiles_every_size: bool = False
+    """Whether it compiles for every useful size, not only for the initial one."""
     divides_state: bool = False
     """Whether the state of a lost node exists on no other one, without copies."""
     skips_nonfinite_steps: bool = False
@@ -75,6 +93,7 @@ def describe_trainer(
     cores: int,
     parallelism: ParallelismConfig,
     checkpoint: JobCheckpointSpec,
+    precompile: PrecompileSpec,
     sizes: SizeRule,
 ) -> Workload:
     """Render the built-in trainer; `cores` are those of a node."""
@@ -101,19 +120,28 @@ def describe_trainer(
         checkpoint_folder=CHECKPOINT_MOUNT,
         keeps_checkpoints=checkpoint.storage.is_persistent,
         evaluates_milestones=trainer.evaluate.at_milestones,
+        compile_command=("trainium-trainer", "precompile", "--config", CONFIG_PATH) if precompile.enabled else (),
+        compiles_every_size=precompile.sizes is PrecompileSizes.ALL,
         divides_state=trainer.data_parallel.is_sharded,
         skips_nonfinite_steps=trainer.non_finite_tolerance > 0,
     )
 
 
-def describe_program(program: ProgramSpec, *, cores: int, parallelism: ParallelismConfig) -> Workload:
+def describe_program(
+    program: ProgramSpec, *, cores: int, parallelism: ParallelismConfig, checkpoint: JobCheckpointSpec
+) -> Workload:
     """Describe another training program; `cores` are those of a node."""
-    batch = program.batch
+    batch, precompile = program.batch, program.precompile
     processes = program.processes_per_node or cores
+    # A kubelet replaces $(NAME) in a value, and $$ stands for a dollar sign.
+    environment = {ENV_PROGRAM: json.dumps(program.to_wire()).replace("$", "$$")}
+    if precompile is not None:
+        environment |= dict.fromkeys((ENV_COMPILE_CACHE, *_COMPILER_FOLDERS), f"{CACHE_DIRECTORY}/graphs")
+        if checkpoint.storage.is_mounted:
+            environment[ENV_SHARED_COMPILE_CACHE] = f"{CHECKPOINT_MOUNT}/{COMPILED_FOLDER}"
     return Workload(
         image=program.image,
-        # A kubelet replaces $(NAME) in a value, and $$ stands for a dollar sign.
-        environment={ENV_PROGRAM: json.dumps(program.to_wire()).replace("$", "$$")},
+        environment=environment,
         processes_per_node=processes,
         has_fixed_size=program.resize is ProgramResize.NEVER,
         batch_shape=lambda: BatchShape(
@@ -128,6 +156,8 @@ def describe_program(program: ProgramSpec, *, cores: int, parallelism: Paralleli
         reads_accumulation=batch is not None,
         checkpoint_folder=program.checkpoints.path if program.checkpoints else "",
         keeps_checkpoints=program.checkpoints is not None,
+        compile_command=(*AGENT_INTERPRETER, "-m", "trainium_agent.precompile") if precompile is not None else (),
+        compiles_every_size=precompile is not None and precompile.sizes is ProgramPrecompileSizes.AUTO,
     )
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from trainium_agent.ranks.python_command import find_python, is_launcher
 from trainium_agent.ranks.standby import StandbyPlan
-from trainium_agent.settings import DEFAULT_RANK_ENTRY
+from trainium_agent.settings import DEFAULT_RANK_ENTRY, QUICK_CHECKS
 from trainium_agent.workload.posted_progress import ENV_URL
+from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.spec.program import ProgramWarm
 from trainium_contract.wire import worker_env
 
@@ -51,6 +52,10 @@ class RankSpec:
     """Whether each of them joins torch's store at the port of the attempt, and starts none itself."""
     asks_for_stop: bool = False
     """Whether they may ask if they should stop, through the library `trainium_worker`."""
+    checks: frozenset[PreflightCheck] = QUICK_CHECKS
+    """Checks of a node that need nothing but the agent and their libraries."""
+    required_files: tuple[Path, ...] = ()
+    """Files that they read, and that must not be empty."""
     storage_signal: signal.Signals = signal.SIGTERM
     """Signal that asks a rank to save where the memory of its node ends."""
     explains_exits: bool = False
@@ -90,6 +95,8 @@ def _describe_trainer(settings: AgentSettings, container: Mapping[str, str]) -> 
         plan=plan,
         environment=environment,
         uses_agent_store=True,
+        checks=frozenset(PreflightCheck),
+        required_files=settings.required_files,
         storage_signal=signal.SIGUSR1,
         explains_exits=True,
         reports_each_step=True,

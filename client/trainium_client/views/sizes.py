@@ -132,7 +132,7 @@ def size_rows(job: Mapping[str, Any]) -> tuple[SizeRow, ...]:
             step_seconds=measured.get(size),
             current=size == current_size,
             uses_idle_nodes=size > workers.replicas and spec.elasticity.idle_nodes is IdleNodes.TAKE,
-            compiled=size in compiled if spec.precompile.enabled else None,
+            compiled=size in compiled if spec.workload.compile_command else None,
         )
         for size, following in pairwise((*useful, max_nodes + 1))
     ]

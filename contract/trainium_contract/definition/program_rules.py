@@ -17,7 +17,10 @@ from trainium_contract.definition.size_expressions import (
 )
 from trainium_contract.spec.program import MAX_COMMAND, STEP_GROUP
 
-_COMMAND_LENGTH = "(self.command.map(a, size(a)).sum() + (has(self.args) ? self.args.map(a, size(a)).sum() : 0))"
+_COMMAND_LENGTH = (
+    "(self.command.map(a, size(a)).sum() + (has(self.args) ? self.args.map(a, size(a)).sum() : 0)"
+    " + (has(self.precompile) ? self.precompile.command.map(a, size(a)).sum() : 0))"
+)
 
 PROGRAM_RULES: tuple[Rule, ...] = (
     # A pattern that does not compile fails the evaluation, and the API server shows the parser's error and the message.
@@ -34,12 +37,12 @@ PROGRAM_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"{_COMMAND_LENGTH} <= {MAX_COMMAND}",
-        f"program.command and args have too many characters together, at most {MAX_COMMAND}: move what is long into a "
-        "file",
+        f"program.command, args and precompile.command have too many characters together, at most {MAX_COMMAND}: move "
+        "what is long into a file",
         ".command",
         format_message(
-            f"program.command and args have %s characters together, and at most {MAX_COMMAND} are possible: move what "
-            "is long into a file",
+            f"program.command, args and precompile.command have %s characters together, and at most {MAX_COMMAND} are "
+            "possible: move what is long into a file",
             _COMMAND_LENGTH,
         ),
     ),
@@ -81,7 +84,7 @@ PROGRAM_SPEC_RULES: tuple[Rule, ...] = (
         reason=RefusalReason.REQUIRED,
     ),
     _requires_trainer("image", "has(self.image)", "give program.image instead"),
-    _requires_trainer("precompile.enabled", "self.precompile.enabled", "a program compiles by itself, leave it out"),
+    _requires_trainer("precompile.enabled", "self.precompile.enabled", "give program.precompile instead"),
     _requires_trainer(
         "health.preflight.checks",
         "has(self.health.preflight.checks) && 'Bandwidth' in self.health.preflight.checks",

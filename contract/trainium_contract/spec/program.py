@@ -112,6 +112,32 @@ class ProgramBatch(ContractModel):
         return self
 
 
+class ProgramPrecompileSizes(StrEnum):
+    """Numbers of nodes to compile for."""
+
+    AUTO = "Auto"
+    """Every useful size between workers.minReplicas and workers.maxReplicas, the initial one first."""
+    START = "Start"
+    """The size that the job starts at."""
+
+
+class ProgramPrecompile(ContractModel):
+    """Compilation of the program's graphs before a worker joins, once for all nodes that share a volume.
+
+    An init container runs the command for each size. It keeps the files of the compiler in the folder `compiled` on the
+    checkpoints' volume, if that is mounted, and copies them to each node.
+    """
+
+    command: Annotated[_Arguments, Field(min_length=1)]
+    """Program and arguments that compile for one size and end with 0, for instance a run of a few steps on one node.
+    The size is in TRAINIUM_NODES and TRAINIUM_WORLD_SIZE, the compiler's folder in NEURON_COMPILE_CACHE_URL and
+    TORCHINDUCTOR_CACHE_DIR."""
+    sizes: ProgramPrecompileSizes = ProgramPrecompileSizes.AUTO
+    """Numbers of nodes to compile for. Other sizes compile in their first step."""
+    timeout_seconds: Annotated[int, Field(ge=1, le=604_800)] = 7200
+    """Longest time for one size; then the command is killed, and the worker does not start."""
+
+
 class ProgramSpec(ContractModel):
     """A training program that the operator starts and restarts."""
 
@@ -136,16 +162,19 @@ class ProgramSpec(ContractModel):
     """Whether the program can continue at another number of nodes."""
     warm: ProgramWarm = ProgramWarm.AUTO
     """Whether ranks are forked from a process of each node that has imported the program's modules ahead."""
+    precompile: ProgramPrecompile | None = None
+    """Compilation before a worker joins; omitted: each size compiles in its first step."""
     batch: ProgramBatch | None = None
     """The program's batch. The program then reads TRAINIUM_ACCUMULATION, and only sizes that divide the batch are
     legal. Omitted: the batch may change with the size, and the status reports that."""
 
     @model_validator(mode="after")
     def _check_command(self) -> Self:
-        length = sum(map(len, (*self.command, *self.args)))
+        dry_run = self.precompile.command if self.precompile is not None else ()
+        length = sum(map(len, (*self.command, *self.args, *dry_run)))
         if length > MAX_COMMAND:
             raise ValueError(
-                f"program.command and args have {length} characters together, and at most {MAX_COMMAND} are possible: "
-                "move what is long into a file"
+                f"program.command, args and precompile.command have {length} characters together, and at most "
+                f"{MAX_COMMAND} are possible: move what is long into a file"
             )
         return self

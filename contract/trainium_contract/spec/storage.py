@@ -51,6 +51,11 @@ class StorageSpec(ContractModel):
         """Return whether the storage outlives the pod."""
         return any(kind is not None for kind in (self.host_path, self.persistent_volume_claim, self.uri))
 
+    @property
+    def is_mounted(self) -> bool:
+        """Return whether a volume that outlives the pod is mounted."""
+        return self.is_persistent and self.uri is None
+
     host_path: HostPathStorageSpec | None = None
     """A folder on every node."""
     persistent_volume_claim: ClaimStorageSpec | None = None

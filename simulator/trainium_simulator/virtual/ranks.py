@@ -71,7 +71,7 @@ class TrainingRanks:
         self._timings_by_slowness: dict[float, StepTiming] = {}
         self._timings_key: tuple[object, ...] | None = None
         sizes = {*spec.sizes_to_compile(), *spec.sizes_for_spares()}
-        self._compiled_sizes = sizes if spec.precompile.enabled else set()
+        self._compiled_sizes = sizes if spec.workload.compile_command else set()
 
     # --- members ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[3]
 FOLDERS = ("agent", "client", "contract", "devcluster", "operator", "simulator", "trainer_image", "worker")
 KINDS = ("program", "trainer")
 BRANCHES = {
-    "agent/trainium_agent/settings.py": 1,  # from the environment to the workload
+    "agent/trainium_agent/workload/rank_spec.py": 1,  # from the environment to the workload
     "contract/trainium_contract/job.py": 2,  # from the resource to the workload
     "contract/trainium_contract/views/workload.py": 1,  # from the stored object to its view
     "simulator/trainium_simulator/job.py": 1,  # the preset with endless steps

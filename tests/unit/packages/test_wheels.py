@@ -85,7 +85,7 @@ OF_AN_EXTRA = {"trainium-trainer": {"mlflow": "mlflow-skinny", "wandb": "wandb",
 """Modules of extras that the environment of the tests lacks -> the distribution that is declared for each."""
 
 
-PROGRAMS_OF = {"trainium-devcluster": {"trainium-operator", "trainium-trainer"}}
+PROGRAMS_OF = {"trainium-devcluster": {"trainium-agent", "trainium-operator", "trainium-trainer"}}
 """Not imported but started: pods of the demos run their programs."""
 
 

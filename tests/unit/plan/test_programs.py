@@ -50,6 +50,31 @@ def test_an_init_container_copies_the_agent_into_the_program_s_container() -> No
     assert {"name": "agent", "emptyDir": {}} in manifest["spec"]["volumes"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "storage", "sizes", "folder"),
+    [
+        ({}, {"persistentVolumeClaim": {"claimName": "fsx"}}, "4,3,2,5,6", "/checkpoints/compiled"),
+        ({"sizes": "Start"}, {}, "4", None),
+    ],
+)
+def test_a_program_compiles_by_its_command_in_its_image(
+    fields: dict[str, Any], storage: Any, sizes: str, folder: str | None
+) -> None:
+    manifest = build_pod(
+        workers={"minReplicas": 2, "maxReplicas": 6},
+        program={"precompile": {"command": ["dry-run"], **fields}},
+        checkpoint={"storage": storage},
+    )
+    copier, first = manifest["spec"]["initContainers"]
+    assert (copier["name"], first["name"], first["image"]) == ("trainium-agent", "precompile", "team/own:5")
+    assert first["command"][-6:] == ["-m", "trainium_agent.precompile", "--sizes", sizes, "--cores-per-node", "1"]
+    assert {"name": "agent", "mountPath": "/trainium", "subPath": "trainium", "readOnly": True} in first["volumeMounts"]
+    variables = environment(manifest)
+    assert variables["NEURON_COMPILE_CACHE_URL"] == variables["TRAINIUM_COMPILE_CACHE"]
+    assert variables.get("TRAINIUM_SHARED_COMPILE_CACHE") == folder
+    assert "TRAINIUM_COMPILE_CACHE" not in environment(build_pod())
+
+
 def test_every_container_of_a_program_meets_the_restricted_security_standard() -> None:
     spec = build_pod()["spec"]
     assert spec["securityContext"]["runAsNonRoot"] is True

@@ -19,7 +19,6 @@ from trainium_contract.models.parameters import count_parameters
 from trainium_contract.pages.formatting import pluralize
 from trainium_contract.requirements.descriptors import count_required_files, explain_file_limit
 from trainium_contract.sizes import INSTANCES
-from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
 from trainium_contract.spec.workers import DEVICE_MISSING
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import BASE_REFERENCE
@@ -158,7 +157,7 @@ def check(
 def describe_program(spec: TrainingJobSpec, program: ProgramSpec) -> list[str]:
     """Describe a job that runs a program, one line each. Raises UserError if no size is legal."""
     workload = spec.workload
-    sizes = spec.replaced(precompile=PrecompileSpec(sizes=PrecompileSizes.ALL)).sizes_to_compile()
+    sizes = spec.useful_sizes()
     if not sizes:
         raise UserError(
             f"workers.replicas {spec.workers.replicas} is not a legal size, nor is any below it: change it, "

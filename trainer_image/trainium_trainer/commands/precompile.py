@@ -5,27 +5,23 @@ Guarantees:
 - Sizes that are ready are not compiled again.
 - A size counts as ready only when each of its mesh coordinates was compiled, in parallel as far as memory
   allows (`process_pool.py`).
-- One of the processes and nodes that share a folder compiles a key. The lease of a holder that ended, or that has not
-  renewed it for a minute, expires. Two holders at once do no harm (`cache` publishes atomically).
 - Only the compiler's folder, the shared folder and the log are written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import tempfile
 import time
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from filelock import SoftFileLease, Timeout
 
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.wire import worker_env
 from trainium_contract.worker_process import log_lines
+from trainium_contract.worker_process.compile_cache import CompileOutcome, fill_cache
 from trainium_contract.worker_process.write_access import FORBIDDEN, explain_forbidden
 from trainium_trainer import neuron_environment
 from trainium_trainer.backends.choose import choose_backend, refuse_unsupported
@@ -39,25 +35,10 @@ from trainium_trainer.configuration.config import Settings, resolve_settings
 from trainium_trainer.exits import StorageError, TrainerError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from trainium_trainer.compile.cache import LocalCache, SharedCache
+    from trainium_contract.worker_process.compile_cache import LocalCache, SharedCache
 
 _TAIL = 2000
-_LEASE_SECONDS = 60.0
-_POLL_SECONDS = 1.0
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-class CompileOutcome(StrEnum):
-    """The result for one size."""
-
-    READY = "ready"
-    """The node had the graphs."""
-    FETCHED = "fetched"
-    """The graphs were copied from the shared folder."""
-    COMPILED = "compiled"
 
 
 def precompile(
@@ -106,48 +87,7 @@ def ensure_compiled(
     if local is None:  # the compiler accesses a cache in S3 by itself
         _compile(settings, None)
         return CompileOutcome.COMPILED
-    key = graphs.compute_key(settings)
-    home = shared or local
-    found = None if force else _find_compiled(key, local, shared)
-    if found is not None:
-        return found
-    with hold_lease(home.lock_path(key), unless=lambda: not force and home.has(key)):
-        # Another process may have compiled the size while this one waited.
-        found = None if force else _find_compiled(key, local, shared)
-        if found is not None:
-            return found
-        _compile(settings, local)
-        if shared is not None:
-            shared.publish(key, local)
-        else:
-            local.mark_complete(local.entry(key))
-    return CompileOutcome.COMPILED
-
-
-@contextlib.contextmanager
-def hold_lease(path: Path, *, unless: Callable[[], bool]) -> Iterator[bool]:
-    """Hold the lease at `path`, or stop waiting for it once `unless` holds; yield whether it is held.
-
-    Raises OSError when the folder cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lease = SoftFileLease(path, lease_duration=_LEASE_SECONDS, poll_interval=_POLL_SECONDS)
-    while not lease.is_locked and not unless():
-        with contextlib.suppress(Timeout):
-            lease.acquire(timeout=_POLL_SECONDS)
-    try:
-        yield lease.is_locked
-    finally:
-        lease.release()
-
-
-def _find_compiled(key: str, local: LocalCache, shared: SharedCache | None) -> CompileOutcome | None:
-    """Return the source of a key that needs no compilation; None if it must be compiled."""
-    if local.has(key):
-        if shared is not None and not shared.has(key):
-            shared.publish(key, local)
-        return CompileOutcome.READY
-    return CompileOutcome.FETCHED if shared is not None and shared.fetch(key, local) else None
+    return fill_cache(graphs.compute_key(settings), local, shared, lambda: _compile(settings, local), force=force)
 
 
 def _compile(settings: Settings, local: LocalCache | None) -> None:

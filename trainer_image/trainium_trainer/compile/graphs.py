@@ -23,8 +23,8 @@ from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_contract.wire import worker_env
+from trainium_contract.worker_process.compile_cache import LocalCache, SharedCache
 from trainium_trainer.backends.nxd.extraction import ranks_with_distinct_graphs
-from trainium_trainer.compile.cache import LocalCache, SharedCache
 from trainium_trainer.exits import UserError
 from trainium_trainer.neuron_environment import COMPILER_FLAGS, uses_neuron
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.sizes import BatchShape, SizeRule
-from trainium_contract.spec.precompile import PrecompileSizes, PrecompileSpec
 from trainium_contract.wire.worker_env import KIND
 from trainium_trainer.configuration.config import parse, parse_job_spec, read_document
 from trainium_trainer.exits import UserError
@@ -67,8 +66,7 @@ def resolve_sizes(
 
 
 def _sizes_of_job(path: Path, spec: TrainingJobSpec, shape: BatchShape) -> tuple[int, ...]:
-    every = PrecompileSpec(sizes=PrecompileSizes.ALL)
-    nodes = spec.model_copy(update={"precompile": every}).sizes_to_compile()
+    nodes = spec.useful_sizes()
     if not nodes:
         raise UserError(
             f"{path}: workers.replicas {spec.workers.replicas} is not a legal size, nor is any below it: change it, or "

@@ -189,4 +189,4 @@ def is_faster_without_straggler(facts: Facts) -> bool:
 
 def _needs_no_compilation(facts: Facts, size: int) -> bool:
     compiled = (*facts.size.compiled_first, *facts.job.status.compiled.sizes)
-    return not facts.job.spec.precompile.enabled or size in compiled
+    return not facts.job.spec.workload.compile_command or size in compiled

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.base import IdentityKey
 from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY
-from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT, NODES_NAME, RULES_NAME
+from trainium_contract.wire.worker_env import CHECKPOINT_MOUNT, COMPILED_FOLDER, NODES_NAME, RULES_NAME
 from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from trainium_operator.plan.model.observed import JobView
 
 Json = dict[str, Any]
-
-_COMPILED_FOLDER = "compiled"
 
 
 def build_config_map(job: JobView, ca_bundle: str) -> Json:
@@ -66,11 +64,10 @@ def _render_configuration(key: IdentityKey[TrainingJobSpec], path: str) -> str:
 
 def _with_shared_cache(neuron: NeuronConfig, spec: TrainingJobSpec) -> NeuronConfig:
     """Return the job's settings; compiled graphs are on the checkpoints' volume unless the settings name a folder."""
-    storage = spec.checkpoint.storage
-    mounted = storage.is_persistent and storage.uri is None
-    if not spec.precompile.enabled or not mounted or neuron.shared_cache_directory is not None:
+    mounted = spec.checkpoint.storage.is_mounted
+    if not spec.workload.compile_command or not mounted or neuron.shared_cache_directory is not None:
         return neuron
-    return neuron.replaced(shared_cache_directory=f"{CHECKPOINT_MOUNT}/{_COMPILED_FOLDER}")
+    return neuron.replaced(shared_cache_directory=f"{CHECKPOINT_MOUNT}/{COMPILED_FOLDER}")
 
 
 def find_checkpoint_path(job: JobView) -> str:

@@ -188,7 +188,7 @@ def _with_fixed_fields(job: JobView, metadata: Json, spec: Json) -> Json:
     if spec.get("hostNetwork"):
         # Else the pod asks the name servers of its node, which do not know the coordinator's Service.
         spec = {"dnsPolicy": "ClusterFirstWithHostNet", **spec}
-    if job.spec.precompile.enabled:
+    if job.spec.workload.compile_command:
         spec = {
             **spec,
             "initContainers": [*(spec.get("initContainers") or []), *_build_precompile_containers(job, spec)],
@@ -338,8 +338,9 @@ def _build_precompile_containers(job: JobView, spec: Json) -> list[Json]:
     if worker is None or not nodes:
         return []
     kept = {key: value for key, value in worker.items() if key not in LONG_RUNNING_FIELDS}
-    sizes = ["--sizes", ",".join(map(str, nodes)), "--cores-per-node", str(job.spec.workers.accelerator.cores())]
-    command = ["trainium-trainer", "precompile", "--config", env.CONFIG_PATH, *sizes]
+    workload = job.spec.workload
+    sizes = ["--sizes", ",".join(map(str, nodes)), "--cores-per-node", str(workload.processes_per_node)]
+    command = [*workload.compile_command, *sizes]
     return [{**kept, "name": PRECOMPILE_CONTAINER, "command": command}]
 
 
@@ -439,7 +440,7 @@ def _build_environment(job: JobView, settings: PlanSettings) -> list[Json]:
         values[env.ENV_MINIMUM_BANDWIDTH] = f"{job.spec.health.preflight.minimum_bandwidth_gbps:g}"
     if settings.cluster:
         values[env.ENV_CLUSTER] = settings.cluster
-    if job.spec.precompile.enabled:
+    if job.spec.workload.compile_command:
         values[env.ENV_IMAGE] = _find_agent_image(job, settings)
         if later := _sizes_for_spares(job):
             values[env.ENV_BACKGROUND_SIZES] = ",".join(map(str, later))

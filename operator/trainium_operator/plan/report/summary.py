@@ -97,7 +97,7 @@ def _format_problem(node: str, problem: NodeProblem) -> str:
 
 def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Update the compiled sizes; return the same status if none is new."""
-    if not facts.job.spec.precompile.enabled or not facts.workers:
+    if not facts.job.spec.workload.compile_command or not facts.workers:
         return status.replaced(compiled=public.CompiledStatus()) if status.compiled.sizes else status
     reports = [report for worker in facts.workers.values() if worker.heartbeat for report in worker.heartbeat.compiled]
     known_sizes = dict.fromkeys((*status.compiled.sizes, *_compiled_by_job(facts)))

@@ -100,7 +100,7 @@ def decide_size(spec: TrainingJobSpec) -> SizeDecision:
         reason=reason,
         message=format_sentence(message),
         shape=shape,
-        compiled_first=spec.sizes_to_compile() if spec.precompile.enabled else (),
+        compiled_first=spec.sizes_to_compile() if spec.workload.compile_command else (),
     )
 
 

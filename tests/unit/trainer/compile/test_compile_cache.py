@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer.commands import precompile
-from trainium_trainer.compile.cache import LocalCache, SharedCache
+from trainium_contract.worker_process import compile_cache
+from trainium_contract.worker_process.compile_cache import LocalCache, SharedCache, hold_lease
 from trainium_trainer.compile.dry_run import MeshCoordinate, first_rank_at, launch_at, mesh_coordinates
 from trainium_trainer.compile.graphs import GraphInputs, describe_graphs, digest_of_graphs
 from trainium_trainer.compile.sizes import read_sizes
@@ -136,8 +136,8 @@ def test_a_partial_file_in_the_node_s_folder_is_copied_again(tmp_path: Path) -> 
 
 @pytest.fixture
 def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precompile, "_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(precompile, "_LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(compile_cache, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(compile_cache, "_LEASE_SECONDS", 1.0)
 
 
 @pytest.mark.usefixtures("_short_intervals")
@@ -146,7 +146,7 @@ def test_only_one_of_many_holds_a_lock_at_a_time(tmp_path: Path) -> None:
     holder_counts: list[int] = []
 
     def compile_once() -> None:
-        with precompile.hold_lease(tmp_path / "locks" / KEY, unless=lambda: False):
+        with hold_lease(tmp_path / "locks" / KEY, unless=lambda: False):
             holders.append(1)
             holder_counts.append(len(holders))
             holders.pop()
@@ -163,10 +163,11 @@ def test_only_one_of_many_holds_a_lock_at_a_time(tmp_path: Path) -> None:
 HOLDER = """
 import os, socket, sys, time
 from pathlib import Path
-from trainium_trainer.commands import precompile
-precompile._LEASE_SECONDS = 1.0
+from trainium_contract.worker_process import compile_cache
+from trainium_contract.worker_process.compile_cache import hold_lease
+compile_cache._LEASE_SECONDS = 1.0
 socket.gethostname = lambda: sys.argv[2]
-with precompile.hold_lease(Path(sys.argv[1]), unless=lambda: False):
+with hold_lease(Path(sys.argv[1]), unless=lambda: False):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -193,12 +194,12 @@ def holder(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 def test_the_lock_of_a_process_that_was_killed_is_broken(
     tmp_path: Path, holder: Callable[[str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precompile, "_LEASE_SECONDS", 600.0)
+    monkeypatch.setattr(compile_cache, "_LEASE_SECONDS", 600.0)
     process = holder(socket.gethostname())
     process.kill()
     process.wait()
     assert (tmp_path / KEY).exists()
-    with precompile.hold_lease(tmp_path / KEY, unless=lambda: False) as acquired:
+    with hold_lease(tmp_path / KEY, unless=lambda: False) as acquired:
         assert acquired
 
 
@@ -208,10 +209,10 @@ def test_the_lock_of_another_machine_is_broken_only_when_it_is_no_longer_renewed
 ) -> None:
     process = holder("another-node")
     started = time.monotonic()
-    with precompile.hold_lease(tmp_path / KEY, unless=lambda: time.monotonic() > started + 2.5) as acquired:
+    with hold_lease(tmp_path / KEY, unless=lambda: time.monotonic() > started + 2.5) as acquired:
         assert not acquired
     process.send_signal(signal.SIGSTOP)
-    with precompile.hold_lease(tmp_path / KEY, unless=lambda: False) as acquired:
+    with hold_lease(tmp_path / KEY, unless=lambda: False) as acquired:
         assert acquired
 
 

@@ -8,6 +8,8 @@ Guarantees:
   its files.
 - A file whose digest is not its name is never copied into a node's folder.
 - Files that a compiler has not finished are not copied to the shared folder.
+- One of the processes and nodes that share a folder compiles a key. The lease of a holder that ended, or that has not
+  renewed it for a minute, expires. Two holders at once do no harm.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import hashlib
 import logging
 import os
 import uuid
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +28,7 @@ from pydantic import Field, ValidationError
 from trainium_contract.base import ContractModel, MessageModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _log = logging.getLogger("trainium.compile")
 _CHUNK = 1 << 22
@@ -34,6 +37,18 @@ _MODULE = "MODULE_"
 _FINISHED = "model.done"
 _COMPILED = "model.neff"
 _UNFINISHED_SUFFIXES = (".lock", ".tmp", ".part")
+_LEASE_SECONDS = 60.0
+_POLL_SECONDS = 1.0
+
+
+class CompileOutcome(StrEnum):
+    """The result for one key."""
+
+    READY = "ready"
+    """The node had the graphs."""
+    FETCHED = "fetched"
+    """The graphs were copied from the shared folder."""
+    COMPILED = "compiled"
 
 
 class CachedFile(ContractModel):
@@ -161,6 +176,63 @@ class SharedCache:
 
     def _entry_file(self, key: str) -> Path:
         return self.folder / "keys" / f"{key}.json"
+
+
+def fill_cache(
+    key: str,
+    local: LocalCache,
+    shared: SharedCache | None,
+    compile_graphs: Callable[[], object],
+    *,
+    force: bool = False,
+) -> CompileOutcome:
+    """Ensure that the node has the graphs of a key: find, else copy, else compile and share them.
+
+    Raises OSError, and what `compile_graphs` raises.
+    """
+    home = shared or local
+    found = None if force else _find_compiled(key, local, shared)
+    if found is not None:
+        return found
+    with hold_lease(home.lock_path(key), unless=lambda: not force and home.has(key)):
+        # Another process may have compiled the key while this one waited.
+        found = None if force else _find_compiled(key, local, shared)
+        if found is not None:
+            return found
+        compile_graphs()
+        if shared is not None:
+            shared.publish(key, local)
+        else:
+            local.mark_complete(local.entry(key))
+    return CompileOutcome.COMPILED
+
+
+@contextlib.contextmanager
+def hold_lease(path: Path, *, unless: Callable[[], bool]) -> Iterator[bool]:
+    """Hold the lease at `path`, or stop waiting for it once `unless` holds; yield whether it is held.
+
+    Raises OSError when the folder cannot be written.
+    """
+    from filelock import SoftFileLease, Timeout  # noqa: PLC0415 - of the extra `compile`
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lease = SoftFileLease(path, lease_duration=_LEASE_SECONDS, poll_interval=_POLL_SECONDS)
+    while not lease.is_locked and not unless():
+        with contextlib.suppress(Timeout):
+            lease.acquire(timeout=_POLL_SECONDS)
+    try:
+        yield lease.is_locked
+    finally:
+        lease.release()
+
+
+def _find_compiled(key: str, local: LocalCache, shared: SharedCache | None) -> CompileOutcome | None:
+    """Return the source of a key that needs no compilation; None if it must be compiled."""
+    if local.has(key):
+        if shared is not None and not shared.has(key):
+            shared.publish(key, local)
+        return CompileOutcome.READY
+    return CompileOutcome.FETCHED if shared is not None and shared.fetch(key, local) else None
 
 
 def _copy(source: Path, target: Path, digest: str) -> None:
