@@ -29,8 +29,9 @@ from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
 from tests.testing.cluster.installed import RELEASE, install_operator, make_namespace
 from tests.testing.cluster.jobs import Job, merge
 from tests.testing.suite import timeouts
+from trainium_contract.api_server.client import ApiClient
+from trainium_contract.api_server.errors import ApiError
 from trainium_contract.api_server.kubeconfig import find_access
-from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
 from trainium_devcluster.demos.metrics import read_samples
 from trainium_devcluster.state import NodeSpec
 
@@ -85,7 +86,7 @@ class FaultEnvironment:
         self.out = out
         self.log = log
         access = find_access(None, None, os.environ | cluster.variables)
-        self.api = ApiClient(access, seconds=timeouts.scaled(20))
+        self.api = ApiClient(access, user_agent="fault-benchmark", seconds=timeouts.scaled(20))
         self.operator = OperatorPods(cluster, self.api)
         self._full_size = self.local or len(cluster.worker_nodes()) >= FULL_SIZE_NODES
         self._references: dict[str, dict[int, float]] = {}
@@ -198,7 +199,7 @@ class FaultEnvironment:
             "events.txt": ("get", "events", *in_namespace, "--sort-by=.metadata.creationTimestamp"),
             "operator.log": ("logs", "-n", OPERATOR_NAMESPACE, f"deployment/{RELEASE}", "--tail=400"),
         }
-        with contextlib.suppress(ControlPlaneError):
+        with contextlib.suppress(ApiError):
             names = [pod["metadata"]["name"] for pod in target.pods()]
             commands |= {f"{pod}.log": ("logs", pod, *in_namespace, "--tail=400") for pod in names}
         for file, command in commands.items():

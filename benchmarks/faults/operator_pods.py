@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.testing.cluster.shared_cluster import SharedCluster
-    from trainium_devcluster.controlplane.client import ApiClient
+    from trainium_contract.api_server.client import ApiClient
 
 Json = dict[str, Any]
 _DEPLOYMENT = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{RELEASE}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from benchmarks.faults.environment import NAMESPACE
-from trainium_devcluster.controlplane.client import ControlPlaneError
+from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.state import MARKER
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _count_objects(env: FaultEnvironment) -> dict[str, int]:
     for path in _OBJECT_PATHS:
         try:
             items = env.api.get("/" + path.format(NAMESPACE))["items"]
-        except ControlPlaneError:
+        except ApiError:
             return {}
         counts[path.rpartition("/")[2]] = sum(item["metadata"]["name"] not in _IGNORED_OBJECTS for item in items)
     return counts

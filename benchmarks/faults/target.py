@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.testing.suite.timeouts import Deadline
+from trainium_contract.api_server.errors import ApiError
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import INTERNAL_KEY, unpack_internal
 from trainium_contract.wire.recorded_membership import parse_members
-from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.demos.metrics import read_steps
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tests.testing.cluster.jobs import Job
     from tests.testing.cluster.shared_cluster import SharedCluster
-    from trainium_devcluster.controlplane.client import ApiClient
+    from trainium_contract.api_server.client import ApiClient
 
 Json = dict[str, Any]
 POLL_SECONDS = 0.1
@@ -113,7 +113,7 @@ class TargetJob:
         """Return the value of the condition once it is true; retry if the API server does not answer."""
         deadline = Deadline(seconds)
         while True:
-            with contextlib.suppress(ControlPlaneError, OSError, KeyError):
+            with contextlib.suppress(ApiError, OSError, KeyError):
                 if value := condition():
                     return value
             if deadline.is_over():
@@ -144,7 +144,7 @@ class TargetJob:
 
     def describe(self) -> str:
         """Describe the state of the job in a few lines."""
-        with contextlib.suppress(ControlPlaneError, OSError, KeyError):
+        with contextlib.suppress(ApiError, OSError, KeyError):
             status = self.status()
             pods = [f"{p['metadata']['name']}={p['status'].get('phase')}" for p in self.pods()]
             conditions = [f"{c['type']}={c['status']}({c['reason']})" for c in status.get("conditions") or []]
@@ -202,8 +202,8 @@ class TargetJob:
             evicted_at = time.time()
             try:
                 self.api.create(f"/api/v1/namespaces/{self.job.namespace}/pods/{pod}/eviction", body)
-            except ControlPlaneError as error:
-                if error.code != http.client.TOO_MANY_REQUESTS or deadline.is_over():
+            except ApiError as error:
+                if error.status != http.client.TOO_MANY_REQUESTS or deadline.is_over():
                     raise
                 time.sleep(POLL_SECONDS)
             else:

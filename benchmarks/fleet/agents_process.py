@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from benchmarks.fleet.agent import Agent, Endpoint, JobState, Pod
 from benchmarks.fleet.kube import PodWatch, admin_client
+from trainium_contract.api_server.errors import ApiError
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, TOKEN_AUDIENCE
 from trainium_devcluster.cluster import Cluster
-from trainium_devcluster.node.api.client import Api, ApiError
 from trainium_operator.memory import freeze_gc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from benchmarks.fleet.kube import PodState
+    from trainium_devcluster.node.api.client import Api
 
 Command = dict[str, Any]
 _TOKENS_IN_FLIGHT = 16

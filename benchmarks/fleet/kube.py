@@ -13,8 +13,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from trainium_contract.api_server.errors import ApiError
 from trainium_contract.api_server.kubeconfig import find_access
-from trainium_devcluster.node.api.client import Api, ApiError
+from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.reflector import Reflector
 
 if TYPE_CHECKING:

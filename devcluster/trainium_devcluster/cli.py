@@ -19,11 +19,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from trainium_contract.api_server.errors import ApiError, ClientError
 from trainium_contract.command_line import describe_usage_error
 from trainium_devcluster.binaries.command import prepare
 from trainium_devcluster.cli_fault import fault_app, node_app
 from trainium_devcluster.cluster import Cluster, node_specs, remove_leftovers
-from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.fleet.fake_nodes import FleetShape
 from trainium_devcluster.options import (
@@ -127,7 +127,7 @@ def status(
     state = cluster.status()
     try:
         ready = cluster.ready_nodes()
-    except ControlPlaneError:
+    except ApiError:
         ready = {}
     if as_json:
         sys.stdout.write(json.dumps({**state, "name": name, "readyNodes": ready}, indent=1) + "\n")
@@ -180,7 +180,7 @@ def main() -> None:
     """Run the command line; an error is one line."""
     try:
         code = app(prog_name=_NAME, standalone_mode=False)
-    except ClusterError as error:
+    except ClientError as error:
         code = _fail(str(error))
     except typer.Abort:
         code = 130

@@ -16,8 +16,8 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.binaries import Binaries, Program, ensure_binaries
-from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.faults import Faults
 from trainium_devcluster.fleet.fake_nodes import KwokFleet
@@ -212,7 +212,7 @@ class Cluster(ClusterHandle):
         deadline = time.monotonic() + _NODE_SECONDS
         while True:
             states: Mapping[str, bool] = {}
-            with contextlib.suppress(ControlPlaneError):
+            with contextlib.suppress(ApiError):
                 states = self.ready_nodes()
             late = sorted(name for name in expected if states.get(name, False) is not ready)
             if not late:

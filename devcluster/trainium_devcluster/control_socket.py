@@ -11,6 +11,7 @@ import json
 import socket
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.api_server.errors import ClientError
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ async def _respond(line: bytes, handle: Callable[[Json], Awaitable[Json]]) -> Js
         if not isinstance(message, dict):
             return {"ok": False, "error": "A request is a JSON object with the key op."}
         return {"ok": True, **await handle(message)}
-    except (ClusterError, OSError) as error:
+    except (ClientError, OSError) as error:
         return {"ok": False, "error": str(error)}
     except (KeyError, TypeError, ValueError) as error:
         return {"ok": False, "error": f"The request is malformed: {error!r}."}

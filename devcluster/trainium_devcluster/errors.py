@@ -6,6 +6,8 @@ non-zero code.
 
 from __future__ import annotations
 
+from trainium_contract.api_server.errors import ClientError
 
-class ClusterError(Exception):
+
+class ClusterError(ClientError):
     """A request to the development cluster failed; the message has the reason and the remedy."""

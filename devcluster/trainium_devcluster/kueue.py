@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.binaries import KUEUE_PROGRAMS, Program, ensure_binaries
-from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.controlplane.components import HOST, free_ports
 from trainium_devcluster.errors import ClusterError
 
@@ -128,7 +128,7 @@ def _write_certificates(cluster: ClusterHandle, folder: Path) -> bool:
 def _is_webhook_ready(cluster: ClusterHandle) -> bool:
     """Return whether the webhooks admit a flavor (a dry run)."""
     flavor = {"apiVersion": f"{_GROUP}/v1beta2", "kind": "ResourceFlavor", "metadata": {"name": "probe"}}
-    with contextlib.suppress(ControlPlaneError):
+    with contextlib.suppress(ApiError):
         cluster.api.create(f"/apis/{_GROUP}/v1beta2/resourceflavors?dryRun=All", flavor)
         return True
     return False

@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainium_contract.api_server.errors import ApiError, ClientError
 from trainium_devcluster import control_socket
 from trainium_devcluster.controlplane import components
 from trainium_devcluster.controlplane.bootstrap import bootstrap
-from trainium_devcluster.controlplane.client import ControlPlaneError
 from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.nodepool.pool import NodePool
@@ -130,7 +130,7 @@ class ClusterSupervisor:
             phase("scheduler")
             await self._until(self._has_default_account, "The controller manager created no default ServiceAccount")
             phase("ready")
-        except (ClusterError, OSError) as error:
+        except (ClientError, OSError) as error:
             logger.exception("start failed")
             self._failure = str(error)
         finally:
@@ -144,7 +144,7 @@ class ClusterSupervisor:
         try:
             with components.admin_client(self._paths, self._ports.apiserver) as client:
                 client.get("/api/v1/namespaces/default/serviceaccounts/default")
-        except ControlPlaneError:
+        except ApiError:
             return False
         return True
 

@@ -102,7 +102,7 @@ class RuntimeSupervisor:
 
     async def run(self) -> int:
         """Run until a signal (return 0) or a failure (return 1)."""
-        from trainium_operator.cluster.api.errors import StateRestoredError  # noqa: PLC0415
+        from trainium_contract.api_server.errors import StateRestoredError  # noqa: PLC0415
         from trainium_operator.cluster.lease import LeaseLostError  # noqa: PLC0415
 
         self._install_signal_handlers()
@@ -160,7 +160,7 @@ class RuntimeSupervisor:
 
     async def _first_list(self) -> None:
         """List the jobs; while the CRD is not installed, log that it is missing."""
-        from trainium_operator.cluster.api.errors import ApiError, NotFoundError  # noqa: PLC0415
+        from trainium_contract.api_server.errors import ApiError, NotFoundError  # noqa: PLC0415
 
         while True:
             try:

@@ -13,12 +13,13 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.api_server import errors
 from trainium_contract.status.conditions import Phase
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, OTHER_ROLES, ROLE_EVALUATION, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler, releases
-from trainium_operator.cluster.api import client, errors, resources
+from trainium_operator.cluster.api import client, resources
 from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
 from trainium_operator.cluster.execute import events, executor, owner_check, status_writes
 from trainium_operator.cluster.fleet import fleet_reconciler

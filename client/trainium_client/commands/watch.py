@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainium_client.commands.options import Format, JobName, Session, terminal
 from trainium_client.read import read_job_snapshot
-from trainium_contract.api_server.errors import NoClusterError
+from trainium_contract.api_server.errors import ConnectionFailedError
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _watch_changes(api: Api, name: str, version: str, changed: threading.Event) 
                     return
                 for _ in stream.lines():
                     changed.set()
-        except NoClusterError:
+        except ConnectionFailedError:
             pass
         version = ""  # start at the current version
         time.sleep(_MAX_INTERVAL_SECONDS)

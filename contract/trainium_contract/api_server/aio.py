@@ -20,8 +20,8 @@ import aiohttp
 from kubernetes.aio.client import ApiClient, Configuration
 from multidict import CIMultiDict
 
-from trainium_contract.api_server.connection import BEARER, HttpResponse, encode_body, lower_case_keys
-from trainium_contract.api_server.errors import NoClusterError
+from trainium_contract.api_server.connection import BEARER, HttpResponse, encode_body
+from trainium_contract.api_server.errors import ConnectionFailedError, NoClusterError
 
 if TYPE_CHECKING:
     import ssl
@@ -35,10 +35,6 @@ MAX_LINE_BYTES = 16 << 20
 _REDIRECTS = range(300, 400)
 _SHARED = ("host", "api_key", "ssl_ca_cert", "ca_cert_data", "cert_file", "key_file", "verify_ssl", "tls_server_name")
 """Fields that the library's two kinds of configuration have in common."""
-
-
-class ConnectionFailedError(Exception):
-    """No answer: connection refused, reset, or timed out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ class HttpClient:
         with _wrap_errors(method, path):
             async with await self._send(method, path, query, timeouts, content_type, body) as response:
                 content = await response.read()
-        return HttpResponse(response.status, lower_case_keys(response.headers.items()), content)
+        return HttpResponse(response.status, response.headers, content)
 
     @asynccontextmanager
     async def stream(

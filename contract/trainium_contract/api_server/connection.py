@@ -21,7 +21,7 @@ from kubernetes.client import ApiClient
 from kubernetes.client.exceptions import ApiException
 from urllib3.util.ssl_ import create_urllib3_context
 
-from trainium_contract.api_server.errors import NoClusterError
+from trainium_contract.api_server.errors import ConnectionFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +43,7 @@ _RETRIES = urllib3.Retry(
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """One HTTP response; `headers` has lower-case keys."""
+    """One HTTP response; look headers up by their lower-case names."""
 
     status: int
     headers: Mapping[str, str]
@@ -58,10 +58,6 @@ class LineStream:
         self.closed = False
         self._response = response
 
-    def read_rest(self) -> bytes:
-        """Read the rest of an error response."""
-        return self._response.read(_CHUNK_BYTES)
-
     def lines(self) -> Iterator[bytes]:
         """Yield lines without their ends, until the server or `close` ends the response."""
         partial = b""
@@ -71,7 +67,7 @@ class LineStream:
                 yield from complete
         except (OSError, urllib3.exceptions.HTTPError, ValueError, AttributeError) as error:
             if not self.closed:
-                raise NoClusterError(f"the connection to the API server broke: {error}") from error
+                raise ConnectionFailedError(f"the connection to the API server broke: {error}") from error
         if partial:
             yield partial
 
@@ -113,10 +109,10 @@ class Connection:
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> HttpResponse:
-        """Send a request with a JSON body. Raises NoClusterError without a response."""
+        """Send a request with a JSON body. Raises ConnectionFailedError without a response."""
         response = self._send(method, path, query, accept, self._timeout, body=body, content_type=content_type)
         with self._wrap_errors():
-            return HttpResponse(response.status, lower_case_keys(response.headers.items()), response.data)
+            return HttpResponse(response.status, response.headers, response.data)
 
     @contextlib.contextmanager
     def stream(self, path: str, *, query: Mapping[str, str], silence: float | None = None) -> Iterator[LineStream]:
@@ -171,7 +167,7 @@ class Connection:
             yield
         except (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             access = self.access
-            raise NoClusterError(
+            raise ConnectionFailedError(
                 f"no answer from the API server {access.server} (context {access.context or 'none'}): {_reason(error)}"
             ) from error
 
@@ -184,11 +180,6 @@ def set_proxy(configuration: Any, proxy: str) -> None:
     if parts.username:
         login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         configuration.proxy_headers = urllib3.make_headers(proxy_basic_auth=login)
-
-
-def lower_case_keys(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the headers of a response by lower-case names."""
-    return {name.lower(): value for name, value in headers}
 
 
 def encode_body(body: Any, content_type: str) -> Any:

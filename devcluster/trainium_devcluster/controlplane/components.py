@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from kubernetes.client import Configuration
 
+from trainium_contract.api_server.client import ApiClient
+from trainium_contract.api_server.errors import ApiError
 from trainium_contract.api_server.kubeconfig import Access
 from trainium_devcluster.controlplane.certificates import Authority, KeyPair, signing_pair, write_private
-from trainium_devcluster.controlplane.client import ApiClient, ControlPlaneError
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def admin_client(paths: ClusterPaths, port: int, *, seconds: float = 10.0) -> Ap
     """Return a client of the API server, or of another component, with the administrator's certificate."""
     authority, certificate, key = (str(paths.pki / name) for name in ("ca.crt", "admin.crt", "admin.key"))
     configuration = Configuration(f"https://{HOST}:{port}", ssl_ca_cert=authority, cert_file=certificate, key_file=key)
-    return ApiClient(Access(configuration), seconds=seconds)
+    return ApiClient(Access(configuration), user_agent="trainium-devcluster", seconds=seconds)
 
 
 def is_ready(component: Component, paths: ClusterPaths, ports: Ports) -> bool:
@@ -294,7 +295,7 @@ def is_ready(component: Component, paths: ClusterPaths, ports: Ports) -> bool:
     try:
         with admin_client(paths, port, seconds=2.0) as client:
             client.get_text(path)
-    except ControlPlaneError:
+    except ApiError:
         return False
     return True
 

@@ -15,8 +15,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainium_contract.api_server.errors import ApiError, ConnectionFailedError
 from trainium_contract.rfc3339 import format_micro_time, format_rfc3339
-from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
+from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json
 from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.options import KUBELET_PORT, NodeOptions
@@ -69,7 +70,7 @@ class Registration:
                 await self._ensure_node()
                 await self._write_status()
                 await self._renew()
-            except (ApiError, UnreachableError) as error:
+            except ApiError as error:
                 _log.warning("registration: %s", error)
                 await asyncio.sleep(_RETRY)
             else:
@@ -197,13 +198,13 @@ class Registration:
             try:
                 if changed or await self._is_stale():
                     await self._write_status()
+            except ConnectionFailedError:
+                await asyncio.sleep(_RETRY)
+                self._changed.set()
             except ApiError as error:
                 _log.warning("node status: %s", error)
                 if error.status == _NOT_FOUND:
                     await self.register()
-            except UnreachableError:
-                await asyncio.sleep(_RETRY)
-                self._changed.set()
 
     async def _renew(self) -> None:
         body: Json = {
@@ -231,7 +232,7 @@ class Registration:
             await asyncio.sleep(self.options.heartbeat_seconds)
             try:
                 await self._renew()
-            except (ApiError, UnreachableError) as error:
+            except ApiError as error:
                 _log.warning("node lease: %s", error)
 
 

@@ -8,7 +8,7 @@ import logging
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainium_operator.cluster.api.errors import ApiError, ConflictError, ForbiddenError, NotFoundError
+from trainium_contract.api_server.errors import ApiError, ConflictError, ForbiddenError, NotFoundError
 from trainium_operator.cluster.api.resources import SECRETS, Resource
 from trainium_operator.coordinator.certificate_keeper import SecretConflictError, SecretUnavailableError
 from trainium_operator.http.errors import ReviewUnavailableError
@@ -16,7 +16,8 @@ from trainium_operator.http.errors import ReviewUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.cache.store import IndexedCache
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.plan.model.names import JobId

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.api_server.errors import ApiError, ForbiddenError
 from trainium_contract.pages.formatting import format_utc
 from trainium_contract.pages.job_page import JobReport
 from trainium_contract.pages.jobs_page import JobRow
@@ -27,7 +28,6 @@ from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import PodRow, build_members, count_workers
 from trainium_contract.wire.worker_env import KIND
 from trainium_operator.bounded_dict import BoundedDict
-from trainium_operator.cluster.api.errors import ApiError, ForbiddenError
 from trainium_operator.cluster.api.resources import EVENTS
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import PodPhase, PodView

@@ -19,15 +19,16 @@ import random
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
+from trainium_contract.api_server.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from trainium_contract.rfc3339 import format_micro_time
-from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import LEASES
 from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
 
 logger = logging.getLogger(__name__)
 

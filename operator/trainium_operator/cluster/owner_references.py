@@ -14,13 +14,14 @@ import logging
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
-from trainium_operator.cluster.api.errors import ApiError, ConflictError, NotFoundError, UnavailableError
+from trainium_contract.api_server.errors import ApiError, ConflictError, NotFoundError, UnavailableError
 from trainium_operator.cluster.api.resources import DEPLOYMENTS, Resource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trainium_operator.cluster.api.errors import ApiError, UnavailableError
+from trainium_contract.api_server.errors import ApiError, UnavailableError
 from trainium_operator.cluster.execute.events import Event, EventRecorder, job_reference, write_failed_event
 from trainium_operator.cluster.queue.work_queue import ClosedError, WorkQueue
 from trainium_operator.plan.model.reasons import Reason

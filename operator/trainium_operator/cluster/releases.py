@@ -23,16 +23,16 @@ import logging
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from trainium_contract.rfc3339 import format_micro_time
-from trainium_contract.stored_json import read_json
-from trainium_contract.wire.worker_env import GROUP
-from trainium_operator.cluster.api.errors import (
+from trainium_contract.api_server.errors import (
     AlreadyExistsError,
     ApiError,
     ConflictError,
     NotFoundError,
     UnavailableError,
 )
+from trainium_contract.rfc3339 import format_micro_time
+from trainium_contract.stored_json import read_json
+from trainium_contract.wire.worker_env import GROUP
 from trainium_operator.cluster.api.resources import LEASES
 from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_name, as_text
 from trainium_operator.cluster.lease import LeaseLostError

@@ -9,9 +9,9 @@ import pytest
 from tests.cluster.definition.conftest import Api
 from tests.testing.cluster.installed import await_definition
 from tests.testing.cluster.marks import LABELS
+from trainium_contract.api_server.errors import UndeclaredFieldError
 from trainium_contract.definition.crd import custom_resource_definition
 from trainium_contract.job import TrainingJobStatus
-from trainium_operator.cluster.api.errors import UndeclaredFieldError
 from trainium_operator.cluster.execute.undeclared_fields import UndeclaredFields
 
 pytestmark = pytest.mark.cluster

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from trainium_contract.api_server.errors import ConnectionFailedError
 from trainium_operator.cluster.api.resources import ALL, CLAIMING, QUEUEING, Resource
-from trainium_operator.cluster.api.transport import ConnectionFailedError, HttpResponse, ResponseStream
+from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
 
 Json = dict[str, Any]
 POD_GROUPS = Resource("scheduling.k8s.io", "v1alpha2", "podgroups", "PodGroup")

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.testing.cluster.api_reader import ApiReader, ReadError, path_of
+from tests.testing.cluster.api_reader import path_of
 from tests.testing.suite.timeouts import scaled
+from trainium_contract.api_server.client import ApiClient
+from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.cluster import Cluster
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +30,7 @@ class Access:
     shared: Path
     settings: dict[str, Any] = field(default_factory=dict)
     devcluster: Cluster | None = None
-    reader: ApiReader | None = None
+    reader: ApiClient | None = None
     """If set, `get` reads without starting kubectl."""
 
     @property
@@ -73,7 +75,7 @@ class Access:
         if self.reader is not None and path is not None:
             try:
                 return self.reader.get(path)
-            except ReadError as error:
+            except ApiError as error:
                 raise CommandError(f"get {shlex.join(arguments)}: {error}") from error
         document: dict[str, Any] = json.loads(self.kubectl("get", *arguments, "-o", "json"))
         return document

@@ -1,17 +1,14 @@
 """Read objects of an API server without kubectl, which uses a third of a core when a test polls with it.
 
-It reads only kinds that tests wait for; use kubectl for other kinds and other credentials. Error messages are those of
-kubectl.
+It reads only kinds that tests wait for; use kubectl for other kinds and other credentials.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from tests.testing.suite.timeouts import scaled
-from trainium_contract.api_server.connection import Connection
-from trainium_contract.api_server.errors import NoClusterError
+from trainium_contract.api_server.client import ApiClient
 from trainium_contract.api_server.kubeconfig import find_access
 
 Json = dict[str, Any]
@@ -28,10 +25,6 @@ _KINDS = {
     "trainingjobs": "apis/trainium.dev/v1alpha1/{}trainingjobs",
 }
 _QUERIES = {"-l": "labelSelector", "--field-selector": "fieldSelector"}
-
-
-class ReadError(Exception):
-    """Report that the API server refused or did not answer, with the message of kubectl."""
 
 
 def path_of(arguments: tuple[str, ...]) -> str | None:
@@ -51,20 +44,6 @@ def path_of(arguments: tuple[str, ...]) -> str | None:
     return "/" + "/".join([collection, *words[1:]]) + query
 
 
-class ApiReader:
-    """A client that reads objects over one connection, with the error messages of kubectl."""
-
-    def __init__(self, kubeconfig: Path) -> None:
-        self._connection = Connection(find_access(str(kubeconfig), None, {}), timeout=scaled(60), user_agent="tests")
-
-    def get(self, path: str) -> Json:
-        """Return an object or a list, or raise ReadError."""
-        try:
-            answer = self._connection.request("GET", path)
-            document: Json = json.loads(answer.body)
-        except (NoClusterError, ValueError) as error:
-            raise ReadError(f"The API server does not answer: {error}") from error
-        if answer.status != 200:
-            reason, message = document.get("reason"), document.get("message")
-            raise ReadError(f"Error from server ({reason}): {message}")
-        return document
+def open_client(kubeconfig: Path) -> ApiClient:
+    """Return a client with the rights of a kubeconfig."""
+    return ApiClient(find_access(str(kubeconfig), None, {}), user_agent="tests", seconds=scaled(60))

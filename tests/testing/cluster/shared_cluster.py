@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from tests.testing.cluster.access import Access
-from tests.testing.cluster.api_reader import ApiReader
+from tests.testing.cluster.api_reader import open_client
 from tests.testing.cluster.installed import Installed
 from tests.testing.cluster.kind_images import load_images
 from tests.testing.cluster.leftovers import OccupiedError, check_unoccupied, remove_leftovers
@@ -172,7 +172,7 @@ def _open_development_cluster() -> Iterator[SharedCluster]:
         tempfile.TemporaryDirectory(prefix="trainium-tests-") as folder,
         Cluster.start(nodes=nodes) as devcluster,
     ):
-        reader = ApiReader(devcluster.kubeconfig)
+        reader = open_client(devcluster.kubeconfig)
         yield SharedCluster(
             "local", devcluster.variables(), Path(folder), {"chartValues": system_values()}, devcluster, reader
         )

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from tests.testing.fuzz.invariants import check_plan, check_type, require
+from trainium_contract.api_server.errors import NotFoundError
 from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.api.errors import NotFoundError
 from trainium_operator.cluster.api.resources import Resource
 from trainium_operator.cluster.cache.kueue_views import with_conditions
 from trainium_operator.cluster.cache.reflector import Lister

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from trainium_operator.cluster.api.errors import ApiError
+from trainium_contract.api_server.errors import ApiError, ConnectionFailedError
 from trainium_operator.cluster.api.resources import JOBS
-from trainium_operator.cluster.api.transport import ConnectionFailedError, HttpResponse, ResponseStream
+from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
 from trainium_operator.cluster.lease import LeaseLostError
 from trainium_operator.runtime import Runtime
 from trainium_operator.settings import Settings

@@ -20,9 +20,9 @@ from kubernetes.config import incluster_config
 from tests.testing.suite.loopback_http import LoopbackServer
 from tests.testing.suite.timeouts import scaled
 from trainium_contract.api_server import kubeconfig as files
-from trainium_contract.api_server.aio import ConnectionFailedError, HttpClient
+from trainium_contract.api_server.aio import HttpClient
 from trainium_contract.api_server.connection import Connection
-from trainium_contract.api_server.errors import NoClusterError
+from trainium_contract.api_server.errors import ConnectionFailedError, NoClusterError
 from trainium_devcluster.binaries import Program, ensure_binaries, is_cached
 
 CREDENTIALS = ("authorization", "impersonate-user", "impersonate-uid", "impersonate-group", "impersonate-extra-a%2fb")
@@ -271,7 +271,7 @@ def test_the_same_requests_go_through_a_proxy(
             asyncio.run(request_once(access))
         assert proxy.targets[:1] == expected
         proxy.targets.clear()
-        with pytest.raises(NoClusterError):
+        with pytest.raises(ConnectionFailedError):
             Connection(access, timeout=5).request("GET", "/version")
         assert proxy.targets[:1] == expected
 

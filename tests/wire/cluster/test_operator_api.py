@@ -7,10 +7,11 @@ import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, Fault, http_error
 from tests.testing.suite.virtual_time import in_virtual_time
-from trainium_operator.cluster.api import errors
+from trainium_contract.api_server import errors
+from trainium_contract.api_server.errors import ConnectionFailedError
 from trainium_operator.cluster.api.client import ATTEMPTS, Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, LEASES, PODS
-from trainium_operator.cluster.api.transport import ConnectionFailedError, HttpResponse
+from trainium_operator.cluster.api.transport import HttpResponse
 
 BODY = {"metadata": {"name": "a"}}
 

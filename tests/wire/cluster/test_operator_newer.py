@@ -14,9 +14,9 @@ from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until
 from tests.testing.virtual.replicas import Scenario
+from trainium_contract.api_server.errors import UndeclaredFieldError
 from trainium_contract.faults.causes import Cause
 from trainium_contract.wire.messages import HeartbeatRequest, Membership
-from trainium_operator.cluster.api.errors import UndeclaredFieldError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, PODS
 from trainium_operator.cluster.cache.lenient import read_spec
 from trainium_operator.cluster.execute.undeclared_fields import FOR_SECONDS, UndeclaredFields, places_in

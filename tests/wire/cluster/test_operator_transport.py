@@ -17,8 +17,7 @@ from kubernetes.config import incluster_config
 from tests.testing.api.fake_http import run_http_server
 from tests.testing.api.recorded_jobs import kubeconfig
 from trainium_contract.api_server import kubeconfig as files
-from trainium_contract.api_server.aio import ConnectionFailedError
-from trainium_contract.api_server.errors import NoClusterError
+from trainium_contract.api_server.errors import ConnectionFailedError, NoClusterError
 from trainium_operator.cluster.api.client import APPLY_PATCH
 from trainium_operator.cluster.api.transport import KubernetesTransport, connect
 

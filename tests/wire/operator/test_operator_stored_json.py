@@ -17,10 +17,11 @@ from kubernetes.client import Configuration
 from tests.testing.api.fake_http import discovery_response, run_http_server
 from tests.testing.suite.virtual_time import in_virtual_time
 from trainium_contract.api_server.aio import HttpClient
+from trainium_contract.api_server.errors import ApiError, UnavailableError
 from trainium_contract.api_server.kubeconfig import Access
+from trainium_contract.api_server.responses import MAX_REFUSAL_CHARACTERS
 from trainium_operator import handlers
-from trainium_operator.cluster.api.client import MAX_REFUSAL_CHARACTERS, Api
-from trainium_operator.cluster.api.errors import ApiError, UnavailableError
+from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CLAIMS
 from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
 from trainium_operator.cluster.cache.device_views import ClaimView, claim_view

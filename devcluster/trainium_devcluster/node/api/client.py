@@ -4,12 +4,13 @@ During a partition nothing is sent and open watches deliver nothing, as if the n
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Self
 
-from trainium_contract.api_server.aio import ConnectionFailedError, HttpClient
+from trainium_contract.api_server.aio import HttpClient
+from trainium_contract.api_server.errors import ConnectionFailedError
 from trainium_contract.api_server.kubeconfig import Access
+from trainium_contract.api_server.responses import parse_event, parse_object, parse_refusal
 from trainium_devcluster.node.api.objects import Json
 
 MERGE_PATCH = "application/merge-patch+json"
@@ -18,20 +19,6 @@ STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 _REQUEST_TIMEOUT = 15.0  # seconds; a watch has none
 _PARTITION_DELAY = 1.0  # seconds until a request fails while the node is partitioned
 _PARTITIONED = "the node is partitioned from the API server"
-
-
-class ApiError(Exception):
-    """The API server answered with an error status."""
-
-    def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(f"{status} {reason}: {message}")
-        self.status = status
-        self.reason = reason
-        self.message = message
-
-
-class UnreachableError(Exception):
-    """The API server did not answer."""
 
 
 class Api:
@@ -65,7 +52,7 @@ class Api:
 
         Raises:
             ApiError: the server refused.
-            UnreachableError: the server did not answer.
+            UnavailableError: the server did not answer, or failed.
         """
         return await self._request("GET", path, params=params)
 
@@ -91,50 +78,33 @@ class Api:
         content_type: str = "application/json",
     ) -> Json:
         await self._fail_if_partitioned()
-        try:
-            response = await self._http.request(
-                method, path, query=params or {}, body=body, content_type=content_type, timeout=self._seconds
-            )
-        except ConnectionFailedError as error:
-            raise UnreachableError(str(error)) from error
+        response = await self._http.request(
+            method, path, query=params or {}, body=body, content_type=content_type, timeout=self._seconds
+        )
         if response.status >= 400:
-            raise _error(response.status, response.body)
-        result: Json = json.loads(response.body) if response.body else {}
-        return result
+            raise parse_refusal(f"{method} {path}", response.status, response.body)
+        return parse_object(path, response.body) if response.body else {}
 
     async def watch(self, path: str, params: Mapping[str, str]) -> AsyncIterator[tuple[str, Json]]:
         """Yield (type, object) of each watch event until the server ends the watch.
 
         Raises:
             ApiError: the server refused, or ended the watch with an error (410: list again).
-            UnreachableError: the connection broke.
+            UnavailableError: the connection broke.
         """
         await self._fail_if_partitioned()
-        try:
-            async with self._http.stream(path, query={**params, "watch": "true"}, silence=None) as stream:
-                if stream.status >= 400:
-                    raise _error(stream.status, b"\n".join([line async for line in stream.lines]))
-                async for line in stream.lines:
-                    if self._partitioned:
-                        # Events during a partition are lost; after it the watch restarts from a list.
-                        raise UnreachableError(_PARTITIONED)
-                    event = json.loads(line)
-                    if event["type"] == "ERROR":
-                        status = event["object"]
-                        raise ApiError(status.get("code", 500), status.get("reason", ""), status.get("message", ""))
-                    yield event["type"], event["object"]
-        except ConnectionFailedError as error:
-            raise UnreachableError(str(error)) from error
+        async with self._http.stream(path, query={**params, "watch": "true"}, silence=None) as stream:
+            if stream.status >= 400:
+                body = b"\n".join([line async for line in stream.lines])
+                raise parse_refusal(f"watch {path}", stream.status, body)
+            async for line in stream.lines:
+                if self._partitioned:
+                    # Events during a partition are lost; after it the watch restarts from a list.
+                    raise ConnectionFailedError(_PARTITIONED)
+                event = parse_event(path, line)
+                yield event["type"], event["object"]
 
     async def _fail_if_partitioned(self) -> None:
         if self._partitioned:
             await asyncio.sleep(_PARTITION_DELAY)
-            raise UnreachableError(_PARTITIONED)
-
-
-def _error(status: int, raw: bytes) -> ApiError:
-    try:
-        body = json.loads(raw)
-        return ApiError(status, body.get("reason", ""), body.get("message", ""))
-    except (ValueError, AttributeError):
-        return ApiError(status, "", raw[:500].decode(errors="replace"))
+            raise ConnectionFailedError(_PARTITIONED)

@@ -11,8 +11,9 @@ import logging
 import time
 from enum import StrEnum
 
+from trainium_contract.api_server.errors import ApiError
 from trainium_contract.rfc3339 import format_rfc3339
-from trainium_devcluster.node.api.client import MERGE_PATCH, Api, ApiError, UnreachableError
+from trainium_devcluster.node.api.client import MERGE_PATCH, Api
 from trainium_devcluster.node.api.objects import Json, uid
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class EventSink:
             event = await self._queue.get()
             try:
                 await self._send(event)
-            except (ApiError, UnreachableError) as error:
+            except ApiError as error:
                 _log.debug("event %s lost: %s", event["reason"], error)
 
     async def _send(self, event: Json) -> None:

@@ -13,7 +13,8 @@ import logging
 import random
 from collections.abc import Callable
 
-from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
+from trainium_contract.api_server.errors import ApiError, ConnectionFailedError, UnavailableError
+from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json, uid
 from trainium_devcluster.node.api.waiting import wait_for_event
 
@@ -50,12 +51,12 @@ class Reflector:
                 version = await self._list()
                 pause = _FIRST_PAUSE
                 await self._watch(version)
+            except ConnectionFailedError as error:
+                _log.debug("%s: %s", self._path, error)
             except ApiError as error:
                 if error.status != _GONE and str(error) != self._last_error:
                     self._last_error = str(error)
                     _log.warning("%s: %s", self._path, error)
-            except UnreachableError as error:
-                _log.debug("%s: %s", self._path, error)
             await asyncio.sleep(pause)
             pause = min(_MAX_PAUSE, pause * 2)
 
@@ -127,7 +128,7 @@ class ObjectCache:
         """Return the object or None; `listener` is called on its changes until `consumer` releases it.
 
         Raises:
-            UnreachableError: when the API server does not answer within some seconds.
+            UnavailableError: when the API server does not answer within some seconds.
         """
         key = (plural, namespace, name)
         watched = self._objects.get(key)
@@ -135,7 +136,7 @@ class ObjectCache:
             watched = self._objects[key] = WatchedObject(self._api, *key)
         watched.listeners[consumer] = listener
         if not await wait_for_event(watched.synced, _SYNC_TIMEOUT):
-            raise UnreachableError(f"{plural} {namespace}/{name} could not be read from the API server")
+            raise UnavailableError(f"{plural} {namespace}/{name} could not be read from the API server")
         return watched.value
 
     def release(self, consumer: str) -> None:

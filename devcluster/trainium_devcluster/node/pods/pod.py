@@ -18,8 +18,8 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from trainium_contract.api_server.errors import ApiError, ConnectionFailedError
 from trainium_contract.rfc3339 import format_rfc3339
-from trainium_devcluster.node.api.client import ApiError, UnreachableError
 from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import (
     Json,
@@ -327,12 +327,12 @@ class PodRunner:
         while not self._deleted:
             try:
                 await self.services.api.delete(path, {"gracePeriodSeconds": 0, "preconditions": {"uid": uid(self.pod)}})
+            except ConnectionFailedError:
+                pass
             except ApiError as error:
                 if error.status in {404, 409}:
                     return
                 _log.warning("deleting pod %s: %s", path, error)
-            except UnreachableError:
-                pass
             else:
                 return
             await asyncio.sleep(_DELETE_RETRY)

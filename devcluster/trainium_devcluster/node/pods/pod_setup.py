@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainium_devcluster.node.api.client import UnreachableError
+from trainium_contract.api_server.errors import UnavailableError
 from trainium_devcluster.node.api.events import EventSeverity
 from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 from trainium_devcluster.node.network.service_directory import HostsFile
@@ -68,7 +68,7 @@ class PodSetup:
         """Start `container`; return the seconds before the next try if its configuration is not complete."""
         try:
             command, termination_log = await self._command(container)
-        except (ConfigError, UnreachableError) as error:
+        except (ConfigError, UnavailableError) as error:
             container.emit(EventSeverity.WARNING, "Failed", f"Error: {error}", container.name)
             container.set_waiting("CreateContainerConfigError", str(error))
             return _CONFIG_RETRY

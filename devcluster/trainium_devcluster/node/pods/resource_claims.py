@@ -5,7 +5,8 @@ driver prepares the devices. There is no driver here: allocated devices count as
 them.
 """
 
-from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
+from trainium_contract.api_server.errors import ApiError
+from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json, find, name, namespace, uid
 
 
@@ -37,5 +38,5 @@ async def _read(api: Api, pod: Json, claim: str) -> Json:
     path = f"/apis/resource.k8s.io/v1/namespaces/{namespace(pod)}/resourceclaims/{claim}"
     try:
         return await api.get(path)
-    except (ApiError, UnreachableError) as error:
+    except ApiError as error:
         raise ClaimError(f"resource claim {claim}: {error}") from error

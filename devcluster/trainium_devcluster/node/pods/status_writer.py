@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from trainium_contract.api_server.errors import ApiError, ConnectionFailedError
 from trainium_contract.rfc3339 import format_rfc3339
-from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
+from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 
 _log = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class StatusWriter:
         while True:
             try:
                 answer = await self.api.patch(path, {"metadata": {"uid": uid(pod)}, "status": status})
+            except ConnectionFailedError:
+                pass
             except ApiError as error:
                 if error.status in {_NOT_FOUND, _CONFLICT}:
                     self.deleted = True
@@ -71,8 +74,6 @@ class StatusWriter:
                 _log.warning("status of pod %s/%s: %s", namespace(pod), name(pod), error)
                 if error.status == _INVALID:
                     return
-            except UnreachableError:
-                pass
             else:
                 self._last = status
                 self.on_written(answer)

@@ -10,8 +10,9 @@ import asyncio
 import logging
 from pathlib import Path
 
+from trainium_contract.api_server.errors import ApiError, ConnectionFailedError
 from trainium_devcluster.controlplane.bootstrap import PROVISIONER
-from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
+from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 from trainium_devcluster.node.api.reflector import Reflector
 from trainium_devcluster.processes.cleanup import remove_tree
@@ -28,7 +29,7 @@ async def resolve_host_path(api: Api, claim_namespace: str, claim_name: str) -> 
 
     Raises:
         OSError: when the claim is not bound, or its volume is of a kind that this node cannot show.
-        ApiError, UnreachableError: when it cannot be read.
+        ApiError: when it cannot be read.
     """
     claim = await api.get(f"/api/v1/namespaces/{claim_namespace}/persistentvolumeclaims/{claim_name}")
     volume_name = claim["spec"].get("volumeName")
@@ -63,11 +64,11 @@ class Provisioner:
         """Serve claims until cancelled; return at once if the node lacks the permission."""
         try:
             await self._api.get("/apis/storage.k8s.io/v1/storageclasses", {"limit": "1"})
+        except ConnectionFailedError:
+            pass
         except ApiError as error:
             _log.info("claims are not provisioned by this node: %s", error)
             return
-        except UnreachableError:
-            pass
         async with asyncio.TaskGroup() as group:
             for reflector in (self._classes, self._claims, self._volumes):
                 group.create_task(reflector.run())
@@ -83,7 +84,7 @@ class Provisioner:
                         await self._provision(claim)
                 for volume in list(self._volumes.objects.values()):
                     await self._reclaim(volume)
-            except (ApiError, UnreachableError) as error:
+            except ApiError as error:
                 _log.warning("provisioner: %s", error)
 
     def _should_provision(self, claim: Json) -> bool:

@@ -9,7 +9,8 @@ Guarantees:
 import time
 from dataclasses import dataclass, field
 
-from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
+from trainium_contract.api_server.errors import ApiError
+from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json, name, namespace, parse_time, uid
 
 _RENEW_SHARE = 0.8
@@ -32,13 +33,13 @@ class TokenSource:
         """Return the token, after a renewal if it is due.
 
         Raises:
-            ApiError, UnreachableError: when there is no token yet and none can be had.
+            ApiError: when there is no token yet and none can be had.
         """
         if self._token and time.time() < self._renew_at:
             return self._token
         try:
             await self._request()
-        except (ApiError, UnreachableError):
+        except ApiError:
             if not self._token:
                 raise
             self.postpone()

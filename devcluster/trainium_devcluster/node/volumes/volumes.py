@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.node.api import quantities
-from trainium_devcluster.node.api.client import Api, ApiError, UnreachableError
+from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json, namespace, uid
 from trainium_devcluster.node.api.reflector import ObjectCache
 from trainium_devcluster.node.api.waiting import wait_for_event
@@ -66,7 +67,6 @@ class PodVolumes:
                 self.paths[volume["name"]] = await self._create_volume(volume)
             except (
                 ApiError,
-                UnreachableError,
                 OSError,
                 config_data.MissingKeyError,
                 downward_api.UnknownFieldError,
@@ -212,7 +212,7 @@ class PodVolumes:
                     continue
                 try:
                     atomic_writer.write(self.paths[volume["name"]], await self._files(volume))
-                except (VolumeError, ApiError, UnreachableError, OSError, config_data.MissingKeyError) as error:
+                except (VolumeError, ApiError, OSError, config_data.MissingKeyError) as error:
                     _log.warning("volume %s keeps its old content: %s", volume["name"], error)
                     for token in self._tokens.values():
                         token.postpone()

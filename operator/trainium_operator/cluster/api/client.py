@@ -14,21 +14,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic_core import from_json
-
-from trainium_contract.stored_json import read_json
+from trainium_contract.api_server.errors import ApiError, ConnectionFailedError, FencedError, UnavailableError
+from trainium_contract.api_server.responses import Json, parse_event, parse_object, parse_refusal
 from trainium_contract.wire.worker_env import FIELD_MANAGER
-from trainium_operator.cluster.api.errors import ApiError, FencedError, UnavailableError, build_error
-from trainium_operator.cluster.api.transport import ConnectionFailedError, HttpResponse, Transport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
     from trainium_operator.cluster.api.resources import Resource
-
-Json = dict[str, Any]
+    from trainium_operator.cluster.api.transport import HttpResponse, Transport
 
 REQUEST_SECONDS = 30.0
 CALL_SECONDS = 15.0
@@ -37,8 +33,6 @@ ATTEMPTS = 6
 FIRST_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 5.0
 MAX_RETRY_AFTER_SECONDS = 30.0
-MAX_REFUSAL_CHARACTERS = 8192
-"""Characters of a refusal that are kept; webhooks of others may write it."""
 PAGE = 50
 """Objects in a page. A pod is 12 kB of JSON and 45 kB parsed, and the process never returns the memory that a page
 needs."""
@@ -193,20 +187,13 @@ class Api:
             async with self._transport.stream(path, query=query, silence=silence) as stream:
                 self._on_request("WATCH", stream.status, time.monotonic() - began)
                 if stream.status >= 400:
-                    raise build_error(stream.status, "", f"watch {path}: HTTP {stream.status}")
+                    raise parse_refusal(f"watch {path}", stream.status, b"")
                 async for line in stream.lines:
-                    if not line.strip():
-                        continue
-                    event = _object(path, line)
-                    found = event.get("object")
-                    if not isinstance(found, dict) or not isinstance(event.get("type"), str):
-                        raise UnavailableError(f"watch {path}: what came is no event")
-                    if event["type"] == "ERROR":
-                        raise _watch_error(f"watch {path}", found)
-                    yield event
-        except ConnectionFailedError as error:
+                    if line.strip():
+                        yield parse_event(path, line)
+        except ConnectionFailedError:
             self._on_request("WATCH", 0, time.monotonic() - began)
-            raise UnavailableError(str(error)) from error
+            raise
 
     async def _call(
         self,
@@ -233,12 +220,12 @@ class Api:
                 )
             except ConnectionFailedError as failed:
                 self._on_request(method, 0, time.monotonic() - began)
-                error = UnavailableError(str(failed))
+                error = failed
             else:
                 self._on_request(method, answer.status, time.monotonic() - began)
                 if answer.status < 400:
-                    return _object(path, answer.body) if answer.body else {}
-                error = _refusal(method, path, answer)
+                    return parse_object(path, answer.body) if answer.body else {}
+                error = parse_refusal(f"{method} {path}", answer.status, answer.body)
                 if not isinstance(error, UnavailableError):
                     raise error
                 pause = max(pause, _retry_after(answer))
@@ -256,43 +243,8 @@ def add_labels(body: Json, labels: Mapping[str, str]) -> Json:
     return {**body, "metadata": {**metadata, "labels": {**labels, **metadata.get("labels", {})}}}
 
 
-def _quickly(body: bytes) -> Any:
-    return from_json(body, cache_strings="keys")
-
-
-def _object(path: str, body: bytes) -> Json:
-    """Parse a JSON object. Raises UnavailableError for anything else, such as a proxy's or a truncated response."""
-    try:
-        found = read_json(body, _quickly)
-    except ValueError as error:
-        raise UnavailableError(f"{path}: the answer is no JSON ({str(error)[:100]})") from error
-    if not isinstance(found, dict):
-        raise UnavailableError(f"{path}: the answer is no object")
-    return found
-
-
 def _retry_after(answer: HttpResponse) -> float:
     try:
         return min(MAX_RETRY_AFTER_SECONDS, max(0.0, float(answer.headers.get("retry-after", "0"))))
     except ValueError:  # an HTTP date; the client's own back-off applies
         return 0.0
-
-
-def _refusal(method: str, path: str, answer: HttpResponse) -> ApiError:
-    try:
-        status = read_json(answer.body, _quickly)
-    except ValueError:
-        status = {}
-    if not isinstance(status, dict):
-        status = {}
-    message = status.get("message") or answer.body[:200].decode(errors="replace") or "no message"
-    text = f"{method} {path}: HTTP {answer.status}: {message}"
-    return build_error(answer.status, str(status.get("reason", "")), text[:MAX_REFUSAL_CHARACTERS])
-
-
-def _watch_error(what: str, status: Json) -> ApiError:
-    code = status.get("code")
-    message = str(status.get("message", "")) or what
-    return build_error(
-        code if isinstance(code, int) else 500, str(status.get("reason", "")), message[:MAX_REFUSAL_CHARACTERS]
-    )

@@ -12,7 +12,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_contract.api_server.aio import ConnectionFailedError, HttpClient, ResponseStream
+from trainium_contract.api_server.aio import HttpClient, ResponseStream
 from trainium_contract.api_server.connection import HttpResponse
 from trainium_contract.api_server.errors import NoClusterError
 from trainium_contract.api_server.kubeconfig import Access, find_access, pod_access
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractAsyncContextManager
 
-__all__ = ["ConnectionFailedError", "HttpResponse", "KubernetesTransport", "ResponseStream", "Transport", "connect"]
+__all__ = ["HttpResponse", "KubernetesTransport", "ResponseStream", "Transport", "connect"]
 
 AGENT = "trainium-operator"
 CONNECTIONS = 128

@@ -22,7 +22,7 @@ from trainium_operator.plan.model.observed import DeviceTaint
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from trainium_operator.cluster.api.client import Json
+    from trainium_contract.api_server.responses import Json
 
 MAX_TEXT_CHARACTERS = 256
 MAX_DEVICES, MAX_TAINTS, MAX_PODS = 128, 16, 256

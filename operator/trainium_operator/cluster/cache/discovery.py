@@ -15,7 +15,7 @@ import logging
 import random
 from typing import TYPE_CHECKING
 
-from trainium_operator.cluster.api.errors import ApiError, ForbiddenError, NotFoundError
+from trainium_contract.api_server.errors import ApiError, ForbiddenError, NotFoundError
 from trainium_operator.cluster.api.resources import NAMESPACES, TEMPLATES, WORKLOADS, Resource
 from trainium_operator.plan.model.names import LAYERS
 from trainium_operator.plan.model.observed import GangApi, NodeView

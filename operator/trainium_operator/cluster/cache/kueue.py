@@ -13,8 +13,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from trainium_contract.api_server.errors import ApiError
 from trainium_contract.wire.worker_env import LABEL_JOB
-from trainium_operator.cluster.api.errors import ApiError
 from trainium_operator.cluster.api.resources import FLAVORS, PRIORITIES, WORKLOADS
 from trainium_operator.cluster.cache.kueue_views import flavor_view, priority_view, workload_view
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces

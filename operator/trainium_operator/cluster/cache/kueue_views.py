@@ -14,7 +14,7 @@ from trainium_operator.plan.model import names, quota
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainium_operator.cluster.api.client import Json
+    from trainium_contract.api_server.responses import Json
 
 MAX_MESSAGE_CHARACTERS = 1024
 """Characters of a Workload's message that are kept and written."""

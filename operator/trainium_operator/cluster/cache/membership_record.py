@@ -16,7 +16,7 @@ from trainium_contract.wire.recorded_membership import MEMBERSHIP_KEY, unpack_me
 from trainium_operator.plan.model.cached_property import cached_property
 
 if TYPE_CHECKING:
-    from trainium_operator.cluster.api.client import Json
+    from trainium_contract.api_server.responses import Json
 
 _MIN_ITEM_CHARACTERS = {b",": 8, b"{": 32, b"[": 32}
 """Minimum bytes of a membership for each value; a member has at least 85 bytes, with six commas."""

@@ -14,7 +14,7 @@ from trainium_operator.cluster.cache.parts import as_mapping
 from trainium_operator.plan.model.names import JobId
 
 if TYPE_CHECKING:
-    from trainium_operator.cluster.api.client import Json
+    from trainium_contract.api_server.responses import Json
 
 
 def controlling_job(raw: Json) -> JobId | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainium_operator.cluster.api.client import Json
+    from trainium_contract.api_server.responses import Json
 
 MAX_NAME_CHARACTERS = 253
 """Longest name of an object that the API server accepts; a cloud provider's machine id is far shorter."""

@@ -22,14 +22,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from trainium_operator.bounded_dict import BoundedDict
-from trainium_operator.cluster.api.errors import (
+from trainium_contract.api_server.errors import (
     ApiError,
     ExpiredError,
     ForbiddenError,
     StateRestoredError,
     UnavailableError,
 )
+from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.cache.namespaces import ListState, Namespaces
 from trainium_operator.cluster.cache.ownership import controlling_job, is_labelled
 from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
@@ -37,7 +37,8 @@ from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.plan.model.names import JobId
     from trainium_operator.plan.model.observed import StrayPod

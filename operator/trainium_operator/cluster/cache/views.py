@@ -32,9 +32,9 @@ from trainium_operator.plan.model import names, observed
 from trainium_operator.plan.model.names import ANNOTATION_GROUP, LABEL_POD_SET, LABELS_READ, RESOURCES_READ, JobId
 
 if TYPE_CHECKING:
+    from trainium_contract.api_server.responses import Json
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import Membership
-    from trainium_operator.cluster.api.client import Json
 
 logger = logging.getLogger(__name__)
 

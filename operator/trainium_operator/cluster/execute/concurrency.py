@@ -12,7 +12,7 @@ from collections import Counter, deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from trainium_operator.cluster.api.errors import ApiError
+from trainium_contract.api_server.errors import ApiError
 from trainium_operator.cluster.execute.deletion_limit import ForceDeleteLimitError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from trainium_operator.cluster.api.errors import ApiError
+from trainium_contract.api_server.errors import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

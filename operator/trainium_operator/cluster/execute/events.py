@@ -16,9 +16,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.api_server.errors import AlreadyExistsError, ApiError, NotFoundError
 from trainium_contract.rfc3339 import format_micro_time, format_rfc3339
 from trainium_operator.bounded_dict import BoundedDict
-from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, NotFoundError
 from trainium_operator.cluster.api.resources import EVENTS, JOBS
 from trainium_operator.plan.model.actions import EventIntent, EventKind, EventType
 from trainium_operator.plan.model.reasons import Reason
@@ -26,7 +26,8 @@ from trainium_operator.plan.model.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.plan.model.observed import JobView
 

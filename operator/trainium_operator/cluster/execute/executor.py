@@ -19,8 +19,8 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
+from trainium_contract.api_server import errors
 from trainium_contract.wire.worker_env import LABEL_ROLE
-from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import add_labels
 from trainium_operator.cluster.api.resources import (
     JOBS,
@@ -60,7 +60,8 @@ from trainium_operator.plan.model.names import evaluation_name, role_object_name
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import IndexedCache

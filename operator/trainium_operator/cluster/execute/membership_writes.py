@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.api_server.errors import AlreadyExistsError, ConflictError, NotFoundError
 from trainium_contract.wire.recorded_membership import REFUSAL_KEY, STATUS_KEY
-from trainium_operator.cluster.api.errors import AlreadyExistsError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS
 from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.cluster.cache.parts import as_mapping
@@ -20,7 +20,8 @@ from trainium_operator.cluster.execute.merge_patch import replace_content
 from trainium_operator.cluster.queue.write_outcomes import check_identity
 
 if TYPE_CHECKING:
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.views import ChildRecord
     from trainium_operator.cluster.execute.owner_check import OwnerCheck

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainium_operator.cluster.api.client import Json
+    from trainium_contract.api_server.responses import Json
 
 _CONTENT = frozenset({"data", "binaryData", "spec"})
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.api_server import errors
 from trainium_contract.wire.worker_env import FIELD_MANAGER, LABEL_JOB
-from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.resources import (
     DISRUPTION_BUDGETS,
     JOBS,
@@ -30,7 +30,8 @@ from trainium_operator.plan.model.names import ANNOTATION_JOB_UID
 from trainium_operator.plan.model.reasons import Reason
 
 if TYPE_CHECKING:
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.api.resources import Resource
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
     from trainium_operator.plan.model.observed import JobView

@@ -15,9 +15,9 @@ import asyncio
 import json
 from typing import TYPE_CHECKING
 
+from trainium_contract.api_server import errors
 from trainium_contract.status.internal import pack_internal
 from trainium_contract.wire.recorded_membership import REFUSAL_KEY, STATUS_KEY
-from trainium_operator.cluster.api import errors
 from trainium_operator.cluster.api.client import add_labels
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS
 from trainium_operator.cluster.execute.events import EventRecorder, write_failed_event
@@ -30,8 +30,9 @@ from trainium_operator.plan.model import names
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainium_contract.api_server.responses import Json
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.execute.owner_check import OwnerCheck
     from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.plan.model.observed import JobView

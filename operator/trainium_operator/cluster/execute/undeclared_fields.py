@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_operator.cluster.api.client import Json
-    from trainium_operator.cluster.api.errors import UndeclaredFieldError
+    from trainium_contract.api_server.errors import UndeclaredFieldError
+    from trainium_contract.api_server.responses import Json
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import logging
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
+from trainium_contract.api_server.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from trainium_operator.bounded_dict import BoundedDict
-from trainium_operator.cluster.api.errors import AlreadyExistsError, ApiError, ConflictError, NotFoundError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, NODES
 from trainium_operator.cluster.fleet import fleet_record
 from trainium_operator.plan.fleet.memory import Machine, Memory
@@ -27,7 +27,8 @@ from trainium_operator.plan.model.observed import FleetView, JobView, NodeView
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.cluster.queue.observe import Caches

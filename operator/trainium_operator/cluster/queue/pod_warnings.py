@@ -15,12 +15,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.api_server.errors import ApiError, NotFoundError
 from trainium_contract.faults.causes import Cause
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.log_line import format_log_text
 from trainium_operator.bounded_dict import BoundedDict
-from trainium_operator.cluster.api.errors import ApiError, NotFoundError
 from trainium_operator.cluster.api.resources import EVENTS, PODS
 from trainium_operator.cluster.cache.parts import as_mapping, as_mappings, as_text
 from trainium_operator.plan.model.conditions import find_condition
@@ -30,7 +30,8 @@ from trainium_operator.plan.model.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from trainium_operator.cluster.api.client import Api, Json
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.cache.reflector import Reflector
     from trainium_operator.cluster.cache.store import Key
 

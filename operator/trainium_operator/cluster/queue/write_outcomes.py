@@ -19,9 +19,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.api_server.errors import ApiError, ChangedError, ConflictError, NotOursError, UnavailableError
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE
 from trainium_operator.bounded_dict import BoundedDict
-from trainium_operator.cluster.api.errors import ApiError, ChangedError, ConflictError, NotOursError, UnavailableError
 from trainium_operator.cluster.api.resources import PODS
 from trainium_operator.cluster.cache.parts import as_mapping
 from trainium_operator.cluster.cache.views import ChildRecord, compute_stored_digest
@@ -32,7 +32,7 @@ from trainium_operator.plan.model.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping
 
-    from trainium_operator.cluster.api.client import Json
+    from trainium_contract.api_server.responses import Json
     from trainium_operator.plan.model.observed import JobView
 
 SECONDS = 10.0

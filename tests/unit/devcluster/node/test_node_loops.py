@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainium_devcluster.node.api.client import ApiError, UnreachableError
+from trainium_contract.api_server.errors import ConnectionFailedError, build_error
 from trainium_devcluster.node.api.events import EventSeverity, EventSink
 from trainium_devcluster.node.api.reflector import ObjectCache, Reflector
 from trainium_devcluster.node.api.waiting import wait_for_event
@@ -69,7 +69,7 @@ def api() -> Any:
 
 async def test_a_reflector_detects_deletions_between_watches(api: Any) -> None:
     api.lists = [object_list(item("a"), item("b")), object_list(item("b"), item("c"))]
-    api.watches = [[("MODIFIED", item("b", 2)), ApiError(410, "Expired", "too old")]]
+    api.watches = [[("MODIFIED", item("b", 2)), build_error(410, "Expired", "too old")]]
     seen: list[tuple[str, bool]] = []
     reflector = Reflector(api, "/p", {}, lambda obj, missing: seen.append((obj["metadata"]["uid"], missing)))
     task = asyncio.create_task(reflector.run())
@@ -80,7 +80,7 @@ async def test_a_reflector_detects_deletions_between_watches(api: Any) -> None:
 
 
 async def test_a_reflector_waits_for_an_unreachable_api_server(api: Any) -> None:
-    api.lists = [UnreachableError("no"), UnreachableError("no"), object_list()]
+    api.lists = [ConnectionFailedError("no"), ConnectionFailedError("no"), object_list()]
     reflector = Reflector(api, "/p", {}, lambda *_: None)
     task = asyncio.create_task(reflector.run())
     assert await wait_for_event(reflector.synced, 5)
@@ -116,7 +116,7 @@ async def test_pending_status_writes_are_merged(api: Any) -> None:
 
 
 async def test_a_status_write_is_retried_until_the_server_is_back(api: Any) -> None:
-    api.answers = [UnreachableError("no"), ApiError(500, "", "oops"), item("u", 9)]
+    api.answers = [ConnectionFailedError("no"), build_error(500, "", "oops"), item("u", 9)]
     written: list[Any] = []
     writer = StatusWriter(api, lambda: item("u"), lambda _: {"phase": "Running"}, written.append)
     task = asyncio.create_task(writer.run())
@@ -126,7 +126,7 @@ async def test_a_status_write_is_retried_until_the_server_is_back(api: Any) -> N
 
 
 async def test_the_status_of_a_pod_that_was_recreated_is_left_alone(api: Any) -> None:
-    api.answers = [ApiError(409, "Conflict", "uid mismatch")]
+    api.answers = [build_error(409, "Conflict", "uid mismatch")]
     writer = StatusWriter(api, lambda: item("u"), lambda _: {"phase": "Running"}, lambda _: None)
     task = asyncio.create_task(writer.run())
     await writer.flush()
@@ -146,7 +146,7 @@ async def test_a_token_is_renewed_before_its_expiry_and_kept_on_failure(
     source = TokenSource(api, pod, {"path": "token", "audience": "x", "expirationSeconds": 1000})
     api.answers = [
         token_response("one", "2001-09-09T02:03:20Z"),
-        UnreachableError("no"),
+        ConnectionFailedError("no"),
         token_response("two", "2001-09-09T03:46:40Z"),
     ]
     assert await source.get() == "one"

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from trainium_devcluster.node.api.client import Api, ApiError
+from trainium_contract.api_server.errors import build_error
+from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.pods.resource_claims import ClaimError, check_claims
 
 
@@ -18,7 +19,7 @@ class FakeClaimApi:
         name = path.rpartition("/")[2]
         assert path == f"/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/{name}"
         if name not in self._claims:
-            raise ApiError(404, "NotFound", f'resourceclaims "{name}" not found')
+            raise build_error(404, "NotFound", f'resourceclaims "{name}" not found')
         return {"metadata": {"name": name}, "status": self._claims[name]}
 
 

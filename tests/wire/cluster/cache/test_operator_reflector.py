@@ -9,8 +9,8 @@ import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, http_error
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
+from trainium_contract.api_server.errors import StateRestoredError
 from trainium_operator.cluster.api.client import PAGE, Api
-from trainium_operator.cluster.api.errors import StateRestoredError
 from trainium_operator.cluster.api.resources import PODS
 from trainium_operator.cluster.cache.reflector import SILENCE_SECONDS, Reflector
 

@@ -11,10 +11,10 @@ import pytest
 from tests.testing.api.fake_kubernetes import http_error
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from tests.wire.cluster.execute.executor_harness import ExecutorHarness, replace_status
+from trainium_contract.api_server.errors import ConflictError, ForbiddenError
 from trainium_contract.status.conditions import Phase
 from trainium_operator.cluster.api import resources
 from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.api.errors import ConflictError, ForbiddenError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS
 from trainium_operator.cluster.api.transport import HttpResponse
 from trainium_operator.cluster.cache.membership_record import read_membership

@@ -8,8 +8,8 @@ import pytest
 from tests.testing.api.fake_kubernetes import http_error
 from tests.testing.suite.virtual_time import run_virtual
 from tests.wire.cluster.execute.executor_harness import ExecutorHarness, replace_status
+from trainium_contract.api_server.errors import ForbiddenError, UnavailableError
 from trainium_contract.wire.recorded_membership import REFUSAL_KEY, parse_refused_status
-from trainium_operator.cluster.api.errors import ForbiddenError, UnavailableError
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, PODS
 from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.plan.model.actions import Plan

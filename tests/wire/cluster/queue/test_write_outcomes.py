@@ -6,7 +6,7 @@ import pytest
 
 from tests.testing.suite.timeouts import scaled
 from tests.testing.suite.virtual_time import in_virtual_time
-from trainium_operator.cluster.api.errors import ApiError, ConflictError, ForbiddenError, UnavailableError
+from trainium_contract.api_server.errors import ApiError, ConflictError, ForbiddenError, UnavailableError
 from trainium_operator.cluster.queue.write_outcomes import MAX_PAUSE_SECONDS, SECONDS, WriteOutcomes
 
 PLACE = "NetworkPolicy/llama-workers"
