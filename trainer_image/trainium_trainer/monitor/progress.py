@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.results import RunResults, read_results, results_path
+from trainium_contract.status.results import FIGURES, RunResults, read_results, results_path
 from trainium_worker import progress_record
 from trainium_worker.progress_record import replace_text
 
@@ -27,21 +27,8 @@ class ProgressWriter(progress_record.ProgressWriter):
 
     def record_step(self, figures: StepMetrics, *, seconds: float) -> None:
         """Record a completed step that took `seconds`."""
-        rewards = figures.rewards
         self.complete_step(
-            {
-                "step": figures.step,
-                "loss": figures.loss,
-                "grad_norm": figures.grad_norm,
-                "learning_rate": figures.learning_rate,
-                "tokens": figures.tokens,
-                "samples": figures.samples,
-                "tokens_per_second": figures.tokens_per_second,
-                "samples_per_second": figures.samples_per_second,
-                "reward_margin": rewards and rewards.margin,
-                "reward_accuracy": rewards and rewards.accuracy,
-            },
-            seconds=seconds,
+            {name: getattr(figures, name) for name in ("step", "tokens", "samples", *FIGURES)}, seconds=seconds
         )
 
     def record_artifact(self, report: ArtifactReport) -> None:

@@ -97,6 +97,16 @@ class StepMetrics:
     """Whether this is the first step after a restart."""
     stability: Stability = field(default_factory=Stability)
 
+    @property
+    def reward_margin(self) -> float | None:
+        """The margin of the rewards of the global batch."""
+        return None if self.rewards is None else self.rewards.margin
+
+    @property
+    def reward_accuracy(self) -> float | None:
+        """The accuracy of the rewards of the global batch."""
+        return None if self.rewards is None else self.rewards.accuracy
+
     def to_json(self) -> dict[str, Any]:
         """Return the line of metrics.jsonl."""
         line = {
