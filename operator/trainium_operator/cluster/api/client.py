@@ -84,6 +84,7 @@ class Api:
         fields: str = "",
         continue_token: str = "",
         limit: int = PAGE,
+        attempts: int = ATTEMPTS,
     ) -> Json:
         """List one page; `metadata.continue` identifies the next. Raises ExpiredError when the token is too old."""
         query = {"limit": str(limit)}
@@ -93,7 +94,7 @@ class Api:
             query["fieldSelector"] = fields
         if continue_token:
             query["continue"] = continue_token
-        return await self._call("GET", resource.path(namespace), query=query)
+        return await self._call("GET", resource.path(namespace), query=query, attempts=attempts)
 
     async def create(self, resource: Resource, namespace: str, body: Json, *, attempts: int = ATTEMPTS) -> Json:
         """Create an object. Raises AlreadyExistsError."""

@@ -209,7 +209,7 @@ class Lister(Generic[V]):
     async def _check_version(self, scope: _Scope) -> None:
         """Check that the server is not at an older version than before. Raises ApiError, StateRestoredError."""
         before = scope.newest
-        page = await self._api.list_page(self.resource, scope.namespace, labels=self._labels, limit=1)
+        page = await self._api.list_page(self.resource, scope.namespace, labels=self._labels, limit=1, attempts=1)
         self._record_version(scope, int(page["metadata"]["resourceVersion"]), before)
         scope.broken = False
 
