@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from trainium_client.importing.convert import ImportedJob
 
 _COLUMNS = 110
+_NUMBER = re.compile(r"(?:[-+]?(?:\.\d+|\d+(?:\.\d*)?)(?:[eE][-+]?\d+)?|0o[0-7]+)$")
+"""Text that Kubernetes reads as a number unless it is quoted. PyYAML reads YAML 1.1, in which `1e-3` is text."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -48,6 +51,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(_Block, _represent_block)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
 def write_job(job: ImportedJob, source: str) -> str:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.testing.suite.any_json import mutated_values
 from trainium_client.commands.main import main
+from trainium_client.importing.convert import ImportedJob
 from trainium_client.importing.documents import MAX_BYTES, parse_documents
 from trainium_client.importing.importer import Options, import_jobs
 from trainium_client.importing.torchrun import read_command
@@ -52,6 +53,15 @@ def run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
     ):
         main(["import", *arguments])
     return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("text", ["1e-3", "5E5", ".5", "1.", "10", "0o17", "-2e+06", "true", "null"])
+def test_text_that_a_reader_of_yaml_takes_for_a_value_is_quoted(text: str) -> None:
+    """Kubernetes reads YAML 1.2, in which 1e-3 is a number, and refuses a number as an argument of a command."""
+    job = ImportedJob({"command": ["python", "train.py", "--learning-rate", text, "v1e-3"]})
+    written = write_job(job, "a script")
+    assert f"'{text}'" in written
+    assert yaml.safe_load(written) == job.document
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
