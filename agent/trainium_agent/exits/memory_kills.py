@@ -2,8 +2,9 @@
 
 Unlike /dev/kmsg they need no privilege. cgroup v2 counts in `memory.events`, v1 in `memory.oom_control` (Linux 4.13 and
 later) and `memory.failcnt`, which stays 0 on newer kernels (seen: 6.18): there the highest usage shows whether the
-limit was reached. The kernel counts a kill in the cgroup of the killed process before it sends the signal,
-also when the node and not the cgroup ran out of memory; the second counter distinguishes these.
+limit was reached. Both also count the page cache, which the kernel drops before it kills: where much of it is left, the
+limit of the container was not the reason. The kernel counts a kill in the cgroup of the killed process before it sends
+the signal, also when the node and not the cgroup ran out of memory; the second counter distinguishes these.
 
 Source: the kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst, and `memcg_memory_event` in its
 memcontrol.h.
@@ -29,6 +30,8 @@ _ONE_KILL_SECONDS = 10.0
 """The counters of one kill may be read this long apart: the kernel reclaims memory between the limit and the kill."""
 _LIMIT_MARGIN_BYTES = 1 << 20
 """The kernel reserves memory in batches of 64 pages, so a usage this close has reached the limit."""
+_MAX_CACHE_SHARE = 0.125
+"""Share of the limit that may still be page cache when the kernel kills at the limit."""
 _UNLIMITED = 1 << 60
 """v1 shows "no limit" as the largest multiple of a page."""
 
@@ -81,7 +84,7 @@ class MemoryKills:
         # Without a limit only the node stops a program that needs too much.
         if limit is None:
             text = f"{MEMORY_LIMIT_REACHED}, which is the memory of the node"
-        elif is_limit_hit or (new.limit_hits == 0 and self._has_reached(limit)):
+        elif (is_limit_hit or (new.limit_hits == 0 and self._has_reached(limit))) and not self._holds_cache(limit):
             text = f"{MEMORY_LIMIT_REACHED} of {limit >> 20:,} MiB"
         else:
             text = f"{NODE_MEMORY_EXHAUSTED} of {limit >> 20:,} MiB"
@@ -103,6 +106,13 @@ class MemoryKills:
             return False
         peak = _read_number(self._found[0] / self._found[1].peak)
         return peak is not None and peak >= limit - _LIMIT_MARGIN_BYTES
+
+    def _holds_cache(self, limit: int) -> bool:
+        """Return whether much of the limit is page cache, where the counters of the limit include it (v1)."""
+        if self._found is None or self._found[1] is not _V1:
+            return False
+        counts = _read_keys(self._found[0] / "memory.stat")
+        return counts.get("total_active_file", 0) + counts.get("total_inactive_file", 0) > limit * _MAX_CACHE_SHARE
 
     def _read_limit(self) -> int | None:
         if self._found is None:

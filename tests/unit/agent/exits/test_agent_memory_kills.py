@@ -99,6 +99,20 @@ def test_a_kernel_that_counts_no_hits_of_the_limit_shows_them_by_the_highest_usa
     assert classify_exit(137, kernel=[event.line for event in events.newest]).cause is cause
 
 
+@pytest.mark.parametrize("limit_hits", [7, 0], ids=["counted", "by the highest usage"])
+@pytest.mark.parametrize(("cache", "cause"), [(10 << 20, Cause.OUT_OF_MEMORY), (400 << 20, Cause.HOST)])
+def test_page_cache_that_reached_the_limit_of_a_v1_cgroup_explains_no_kill(
+    tmp_path: Path, limit_hits: int, cache: int, cause: Cause
+) -> None:
+    machine, events = Machine(tmp_path, 1), KernelEvents(lambda: None)
+    (machine.folder / "memory.max_usage_in_bytes").write_text(f"{512 << 20}\n")
+    (machine.folder / "memory.stat").write_text(f"cache 1\ntotal_inactive_file {cache}\ntotal_active_file 0\n")
+    kills = MemoryKills(events, tmp_path)
+    machine.count(1, limit_hits)
+    kills.observe()
+    assert classify_exit(137, kernel=[event.line for event in events.newest]).cause is cause
+
+
 @pytest.mark.parametrize("kept", ["nothing", "no kills", "no memory controller"])
 def test_counters_that_cannot_be_read_explain_nothing(tmp_path: Path, kept: str) -> None:
     if kept != "nothing":
