@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainium_agent.linux import kernel, stacks
-from trainium_agent.ranks import python_imports, torch_store
+from trainium_agent.ranks import python_imports, rank_exit, torch_store
 from trainium_agent.ranks.python_command import exit_with_error, find_python, run_command
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def serve(channel: socket.socket, agent_pid: int, plan: StandbyPlan) -> Any:
         os._exit(0)
     os.setsid()
     kernel.set_process_title("trainium-standby")
+    rank_exit.register()
     _default_signals()
     python = find_python(plan.command) if plan.command else None
     program = python_imports.ProgramImports(python.arguments, plan.directory, plan.record) if python else None
@@ -302,7 +303,8 @@ def _run_rank(
         python_imports.prepare_fork()
         if plan.record and request.environment.get("LOCAL_RANK") == "0":
             sys.meta_path.insert(0, python_imports.ImportRecorder(plan.record))
-        run_command(request.argv)
+        with rank_exit.recording():
+            run_command(request.argv)
         return 0
     sys.argv = ["trainium-trainer", *request.argv]
     module, _, function = entry.partition(":")

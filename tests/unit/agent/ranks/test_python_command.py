@@ -1,5 +1,6 @@
 """Commands that start Python, and the modules that a standby imports for them."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -183,3 +184,40 @@ def test_a_module_that_leaves_a_thread_is_named(program: Path, monkeypatch: pyte
         check=True,
     )
     assert done.stdout == "threaded True\n", "later passes import, too"
+
+
+STOPPING = """
+import atexit, gzip, sys
+class Unloaded:
+    def __init__(self, name): self.name = name
+    def __del__(self): write(self.name)
+def write(name, write=open):
+    with write(name, "w") as file: file.write("x")
+unloaded = Unloaded("unloaded")
+atexit.register(write, "handled")
+text, archive = open("text", "w"), gzip.open("archive", "wt")
+text.write("x"), archive.write("x")
+try:
+    sys.exit(int(sys.argv[1]))
+finally:
+    write("finally")
+"""
+STOPPING_MAIN = """
+import sys
+from trainium_agent.ranks import rank_exit
+from trainium_agent.ranks.python_command import run_command
+rank_exit.register()
+with rank_exit.recording():
+    run_command(["python", "stop.py", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("code", [75, 0])
+def test_a_rank_that_stops_on_request_is_not_unloaded_but_loses_nothing(tmp_path: Path, code: int) -> None:
+    (tmp_path / "stop.py").write_text(STOPPING)
+    command = [sys.executable, "-c", STOPPING_MAIN, str(code)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+    assert all((tmp_path / name).read_text() == "x" for name in ("text", "handled", "finally"))
+    assert gzip.decompress((tmp_path / "archive").read_bytes()) == b"x"
+    assert (tmp_path / "unloaded").exists() is (code == 0)
