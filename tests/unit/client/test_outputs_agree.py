@@ -1,4 +1,4 @@
-"""Compare what `status`, `why`, `list`, `kubectl get` and the page say of one job: they never contradict each other."""
+"""Compare what `status`, `why`, `list`, `kubectl get` and the page show of one job: no two contradict each other."""
 
 import contextlib
 import json

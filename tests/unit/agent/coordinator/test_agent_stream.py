@@ -360,7 +360,7 @@ async def pauses_after(error: CoordinatorUnavailableError, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("kind", "longest", "lines"), [(CoordinatorUnavailableError, 3.0, 5), (PodRefusedError, 30.0, 2)]
 )
-async def test_a_pod_of_no_job_asks_rarely_and_says_what_to_do_rarely(
+async def test_a_pod_of_no_job_is_refused_and_reports_what_to_do_rarely(
     kind: type[CoordinatorUnavailableError],
     longest: float,
     lines: int,

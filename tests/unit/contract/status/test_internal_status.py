@@ -74,7 +74,7 @@ def test_the_stored_status_has_the_internal_fields_in_one_text() -> None:
 
 
 def test_fields_without_a_value_are_not_stored() -> None:
-    """`kubectl describe` shows each stored field in a line of its own."""
+    """`kubectl describe` shows each stored field in a separate line."""
     condition = Condition(
         type=ConditionType.READY, status=ConditionStatus.TRUE, reason="Training", last_transition_time="now"
     )

@@ -125,7 +125,7 @@ def test_a_budget_verdict_names_the_last_failure() -> None:
         assert part in result.status.verdict
 
 
-def test_a_budget_verdict_on_memory_says_which_limit_to_raise() -> None:
+def test_a_budget_verdict_on_memory_names_the_limit_to_raise() -> None:
     observed = build.running_job(4, job_spec=build.spec(recovery={"budgets": {"process": {"maxFailures": 0}}}))
     result = make_plan(build.with_status(observed, failures=(record(Cause.OUT_OF_MEMORY, ago=1),)))
     assert "resources.limits.memory in spec.workers.template" in result.status.verdict
