@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from benchmarks.fleet.floor import fail_pods
 from benchmarks.fleet.job import JOBS, NAME, SPARES, read_status, recorded_membership, wait_for_status
-from benchmarks.fleet.kube import count_writes
 from trainium_devcluster.node.api.client import MERGE_PATCH
 
 if TYPE_CHECKING:
@@ -61,11 +60,9 @@ class FaultRound:
         self.report.add("heartbeat p99 at rest", n, "ms", latency["p99"] * 1000)
 
     async def _count_writes(self) -> float:
-        """Count the writes of the operator: all requests except reads and token reviews."""
+        """Count the writes of the operator: all requests except reads."""
         requests = await self.operator.requests()
-        writes = sum(count for verb, count in requests.items() if verb not in ("GET", "WATCH", "LIST"))
-        reviews = (await asyncio.to_thread(count_writes, self.cluster)).get("tokenreviews", 0.0)
-        return writes - reviews
+        return sum(count for verb, count in requests.items() if verb not in ("GET", "WATCH", "LIST"))
 
     async def measure_faults(self) -> None:
         """Inject each fault several times, each into a complete job."""

@@ -40,19 +40,6 @@ async def delete(api: Api, path: str) -> None:
             raise
 
 
-def count_writes(cluster: Cluster) -> dict[str, float]:
-    """Return the number of writes so far by resource, as the API server counts them."""
-    counts: dict[str, float] = {}
-    for line in cluster.api.get_text("/metrics").splitlines():
-        if not line.startswith("apiserver_request_total{"):
-            continue
-        labels, _, value = line.rpartition(" ")
-        if any(f'verb="{verb}"' in labels for verb in ("POST", "PUT", "PATCH", "APPLY", "DELETE")):
-            resource = labels.partition('resource="')[2].partition('"')[0]
-            counts[resource] = counts.get(resource, 0.0) + float(value)
-    return counts
-
-
 @dataclass(slots=True)
 class PodState:
     """The state of a pod, with times of the monotonic clock."""

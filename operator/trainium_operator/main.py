@@ -139,6 +139,7 @@ class RuntimeSupervisor:
         self._spawn(group, runtime.recorder.run(), "events")
         self._spawn(group, self._lead(), "lease")
         self._spawn(group, runtime.certificate_keeper.run(lambda: runtime.elector.leading), "certificates")
+        self._spawn(group, runtime.token_verifier.run(), "token keys")
         self._spawn(group, self._serve_agents(host), "coordinator")
         if runtime.readers is not None:
             self._spawn(group, self._serve_readers(runtime.readers, host), "readers")

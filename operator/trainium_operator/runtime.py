@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trainium_contract.api_server import errors
@@ -31,7 +32,15 @@ from trainium_operator.cluster.queue import (
     work_queue,
     write_outcomes,
 )
-from trainium_operator.coordinator import authentication, certificate_keeper, certificates, probe, server, state
+from trainium_operator.coordinator import (
+    authentication,
+    certificate_keeper,
+    certificates,
+    probe,
+    server,
+    state,
+    token_verifier,
+)
 from trainium_operator.endpoints import access, servers
 from trainium_operator.http import tls
 from trainium_operator.monitoring import metrics
@@ -135,15 +144,14 @@ class Runtime:
             wall_clock=wall_clock,
             on_new_bundle=self.enqueue_all,
         )
-        token_reviewer = coordinator_ports.Reviewer(self.api, resources.TOKEN_REVIEWS)
+        self.token_verifier = token_verifier.TokenVerifier(partial(coordinator_ports.read_token_keys, self.api))
         self.coordinator = server.CoordinatorServer(
             self.state,
             authentication.Authenticator(
-                token_reviewer.review,
+                self.token_verifier.verify,
                 coordinator_ports.WorkerPods(
                     self.caches.pods.store, self.caches.jobs.store, is_current=self.leading.is_set
                 ),
-                wall_clock=clock,
             ),
             is_serving=self.serving.is_set,
             notify=self._notify,
@@ -167,7 +175,7 @@ class Runtime:
         self.readers: servers.EndpointServer | None = None
         if settings.serves_readers:
             authorizer = access.Access(
-                token_reviewer.review,
+                coordinator_ports.Reviewer(self.api, resources.TOKEN_REVIEWS).review,
                 coordinator_ports.Reviewer(self.api, resources.ACCESS_REVIEWS).review,
                 wall_clock=clock,
             )
@@ -326,7 +334,9 @@ class Runtime:
         if not self.caches.jobs.synced.is_set():
             return "trainingjobs are not listed yet"
         missing = [each.resource.plural for each in self.caches.reflectors() if not each.synced.is_set()]
-        return f"not listed yet: {', '.join(missing)}" if missing else ""
+        if missing:
+            return f"not listed yet: {', '.join(missing)}"
+        return "" if self.token_verifier.has_keys else self.token_verifier.problem
 
     def _until_serving(self) -> Awaitable[object] | None:
         # An agent connects to a follower only if the leader does not answer, or if it is new.

@@ -110,7 +110,8 @@ class HttpClient:
         content_type: str = "application/json",
         body: Any = None,
     ) -> aiohttp.ClientResponse:
-        headers = await self.headers(**{"Accept": "application/json", "Content-Type": content_type})
+        # As kubectl: the keys of tokens have another type, application/jwk-set+json.
+        headers = await self.headers(**{"Accept": "application/json, */*", "Content-Type": content_type})
         body = encode_body(body, content_type)
         if isinstance(body, bytes):
             # The library encodes a body of exactly this type again; the API server ignores the parameter.

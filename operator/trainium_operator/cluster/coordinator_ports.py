@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.api_server.errors import ApiError, ConflictError, ForbiddenError, NotFoundError
 from trainium_operator.cluster.api.resources import SECRETS, Resource
 from trainium_operator.coordinator.certificate_keeper import SecretConflictError, SecretUnavailableError
-from trainium_operator.http.errors import ReviewUnavailableError
+from trainium_operator.coordinator.token_verifier import KeysUnavailableError
+from trainium_operator.http.errors import AuthenticationUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REVIEW_SECONDS = 5.0
-"""Below the 3 seconds that an agent waits, so that a slow review does not delay other reviews."""
+KEYS_SECONDS = 5.0
+DISCOVERY_PATH, KEYS_PATH = "/.well-known/openid-configuration", "/openid/v1/jwks"
 
 
 @dataclass(eq=False)
@@ -68,16 +70,41 @@ class KubernetesSecret:
         return str(self._object["metadata"]["resourceVersion"])
 
 
+async def read_token_keys(api: Api) -> tuple[str, Json]:
+    """Return the issuer of ServiceAccount tokens and its JSON Web Key Set. Raises KeysUnavailableError.
+
+    The keys are read from the API server itself and not from the `jwks_uri`, which may be outside the cluster.
+    """
+    try:
+        async with asyncio.timeout(KEYS_SECONDS):
+            discovery, keys = await asyncio.gather(api.read(DISCOVERY_PATH), api.read(KEYS_PATH))
+    except NotFoundError:
+        raise KeysUnavailableError(
+            "the API server does not publish the keys of ServiceAccount tokens, so no agent can register; start it "
+            "with an https URL as --service-account-issuer"
+        ) from None
+    except ForbiddenError:
+        raise KeysUnavailableError(
+            f"the operator may not get {DISCOVERY_PATH} and {KEYS_PATH}, so no agent can register; see the rights in "
+            "docs/install.md"
+        ) from None
+    except (ApiError, TimeoutError) as error:
+        raise KeysUnavailableError(
+            f"the keys of ServiceAccount tokens could not be read: {error or 'no answer'}"
+        ) from error
+    return str(discovery.get("issuer", "")), keys
+
+
 @dataclass(eq=False)
 class Reviewer:
-    """Post reviews of tokens (TOKEN_REVIEWS) or of a user's rights (ACCESS_REVIEWS)."""
+    """Post reviews of tokens (TOKEN_REVIEWS) or of a user's rights (ACCESS_REVIEWS), for readers."""
 
     api: Api
     kind: Resource
     _reported: bool = field(default=False, init=False)
 
     async def review(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Return the status of a review with this spec. Raises ReviewUnavailableError."""
+        """Return the status of a review with this spec. Raises AuthenticationUnavailableError."""
         body = {"apiVersion": self.kind.api_version, "kind": self.kind.kind, "spec": spec}
         try:
             async with asyncio.timeout(REVIEW_SECONDS):
@@ -87,7 +114,7 @@ class Reviewer:
                 self._reported = True  # logged once: clients that send tokens must not fill the log
                 logger.warning("the operator may not create %s: see the rights in docs/install.md", self.kind.plural)
             # The message of a refusal could repeat the request, so only its class is passed on.
-            raise ReviewUnavailableError(type(error).__name__) from None
+            raise AuthenticationUnavailableError(type(error).__name__) from None
         status: dict[str, Any] = answer.get("status") or {}
         return status
 

@@ -1,31 +1,25 @@
-"""Authenticate agents by their projected ServiceAccount token, which the API server reviews and which names the pod.
+"""Authenticate agents by their projected ServiceAccount token, which names the pod that it was issued to.
 
 Guarantees:
-- A token is valid only for this audience, for the pod that it was issued to (name and uid are in it), and for the job
-  that controls this pod in the cache. So an agent cannot act for another pod, and a token stolen from one job is
-  useless for another. `http/reviews.py` has the times.
+- A token is valid only for this audience, for its pod (name and uid are in it), and for the job that controls this pod
+  in the cache. So an agent cannot act for another pod, and a token stolen from one job is useless for another.
+- The token of a pod that was deleted is refused, because the cache has no pod with its uid any more.
+- The API server issues a token for a pod only to the ServiceAccount of this pod, so the account is not compared again.
 - Tokens are never logged.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.http.errors import ForbiddenError, PodDeletedError, UnauthenticatedError
-from trainium_operator.http.reviews import AcceptedReview, ClientKey, ReviewCache, ReviewRequest, TokenReviewQueue
-from trainium_operator.http.tokens import bearer_token, token_digest, unverified_claims, unverified_expiry
+from trainium_operator.http.tokens import bearer_token
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from trainium_operator.plan.model.names import JobId
-
-_POD_NAME = "authentication.kubernetes.io/pod-name"
-_POD_UID = "authentication.kubernetes.io/pod-uid"
-_SERVICE_ACCOUNT = "system:serviceaccount:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +29,8 @@ class Caller:
     namespace: str
     pod_name: str
     pod_uid: str
+    expires_at: float
+    """When its token expires, in Unix seconds."""
 
 
 class PodDirectory(Protocol):
@@ -50,25 +46,21 @@ class PodDirectory(Protocol):
 
 
 class Authenticator:
-    """Check tokens; `review` posts the spec of a TokenReview and returns its status."""
+    """Check tokens; `verify` returns the claims of a valid one (`TokenVerifier`)."""
 
-    def __init__(
-        self,
-        review: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
-        pods: PodDirectory,
-        *,
-        wall_clock: Callable[[], float],
-    ) -> None:
-        self._review = review
+    def __init__(self, verify: Callable[[str], Awaitable[dict[str, Any]]], pods: PodDirectory) -> None:
+        self._verify = verify
         self._pods = pods
-        self._reviews: ReviewCache[Caller] = ReviewCache(TokenReviewQueue(wall_clock), wall_clock)
 
-    async def identify(self, authorization: str, source: str = "") -> Caller:
-        """Return the worker pod that the token was issued to; `source` is the address of the client.
+    async def identify(self, authorization: str) -> Caller:
+        """Return the worker pod that the token was issued to.
 
-        Raises UnauthenticatedError, ForbiddenError, TooManyRequestsError and ReviewUnavailableError with a sentence.
+        Raises UnauthenticatedError, ForbiddenError and AuthenticationUnavailableError with a sentence.
         """
-        caller = await self._authenticate(authorization, source)
+        token = bearer_token(authorization)
+        if not token:
+            raise UnauthenticatedError("send the pod's projected token as `Authorization: Bearer <token>`")
+        caller = _read_caller(await self._verify(token))
         self._find_job(caller)
         return caller
 
@@ -96,40 +88,14 @@ class Authenticator:
             )
         return owner
 
-    async def _authenticate(self, authorization: str, source: str) -> Caller:
-        token = bearer_token(authorization)
-        if not token:
-            raise UnauthenticatedError("send the pod's projected token as `Authorization: Bearer <token>`")
-        request = ReviewRequest(token_digest(token), partial(self._client, token, source), partial(self._ask, token))
-        caller = await self._reviews.get(request)
-        if caller is None:
-            raise UnauthenticatedError(f"the token is not valid (any more) for audience {TOKEN_AUDIENCE}")
-        return caller
 
-    def _client(self, token: str, source: str) -> ClientKey:
-        """Return the queue of the token by its unverified claims, which determine only the order."""
-        encoded = unverified_claims(token).get("kubernetes.io")
-        pod = encoded.get("pod") if isinstance(encoded, dict) else None
-        if not isinstance(encoded, dict) or not isinstance(pod, dict):
-            return ClientKey(source)
-        namespace, name, uid = encoded.get("namespace"), pod.get("name"), pod.get("uid")
-        if not (isinstance(namespace, str) and isinstance(name, str) and isinstance(uid, str)):
-            return ClientKey(source)
-        return ClientKey(source, uid if self._pods.find_job(namespace, name, uid) is not None else "")
-
-    async def _ask(self, token: str) -> AcceptedReview[Caller] | None:
-        caller = _caller_from_status(await self._review({"token": token, "audiences": [TOKEN_AUDIENCE]}))
-        return AcceptedReview(caller, unverified_expiry(token)) if caller is not None else None
-
-
-def _caller_from_status(status: dict[str, Any]) -> Caller | None:
-    """Return the pod in a TokenReview's status; None if the token is invalid or not bound to a pod."""
-    if not status.get("authenticated") or TOKEN_AUDIENCE not in (status.get("audiences") or ()):
-        return None
-    user = status.get("user") or {}
-    username: str = user.get("username", "")
-    extra = user.get("extra") or {}
-    pod_name, pod_uid = extra.get(_POD_NAME), extra.get(_POD_UID)
-    if not username.startswith(_SERVICE_ACCOUNT) or not pod_name or not pod_uid:
-        return None
-    return Caller(username.removeprefix(_SERVICE_ACCOUNT).partition(":")[0], pod_name[0], pod_uid[0])
+def _read_caller(claims: dict[str, Any]) -> Caller:
+    """Return the pod that verified claims name. Raises UnauthenticatedError if they name none."""
+    match claims:
+        case {
+            "sub": str(subject),
+            "exp": int() | float() as expires_at,
+            "kubernetes.io": {"namespace": str(namespace), "pod": {"name": str(name), "uid": str(uid)}},
+        } if subject.startswith(f"system:serviceaccount:{namespace}:"):
+            return Caller(namespace, name, uid, expires_at)
+    raise UnauthenticatedError("the token was not issued to a pod")

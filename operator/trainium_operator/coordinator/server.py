@@ -23,7 +23,6 @@ from trainium_operator.coordinator.streams import MAX_CONNECTION_SECONDS, Stream
 from trainium_operator.http.errors import ForbiddenError
 from trainium_operator.http.listener import BROKEN
 from trainium_operator.http.server import RETRY_AFTER, HttpServer, Upgrade, error_response
-from trainium_operator.http.tokens import bearer_token, unverified_expiry
 
 if TYPE_CHECKING:
     import ssl
@@ -88,8 +87,7 @@ class CoordinatorServer:
         await self.http.close()
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        authorization = request.headers.get("Authorization", "")
-        caller = await self._authenticator.identify(authorization, request.remote or "")
+        caller = await self._authenticator.identify(request.headers.get("Authorization", ""))
         self.http.authenticated(request, caller.pod_uid)
         after = _number(request.query, "after", 0)
         if request.query.get("podUid", "") != caller.pod_uid:
@@ -97,11 +95,7 @@ class CoordinatorServer:
             raise ForbiddenError(message)
         if request.headers.get("Upgrade", "").lower() != UPGRADE:
             return _error(426, f"ask for `Upgrade: {UPGRADE}`", headers={"Upgrade": UPGRADE})
-        expires = unverified_expiry(bearer_token(authorization))
-        on_closed = expires - time.time() if expires is not None else 0.0
-        seconds = (
-            min(MAX_CONNECTION_SECONDS, on_closed) if on_closed > 0.0 else MAX_CONNECTION_SECONDS
-        )  # expired: this machine's clock is wrong
+        seconds = min(MAX_CONNECTION_SECONDS, caller.expires_at - time.time())
         ends = asyncio.get_running_loop().time() + seconds
         return Upgrade(UPGRADE, lambda closed: Stream(self.streams, caller, after=after, ends=ends, on_closed=closed))
 
@@ -120,7 +114,7 @@ class CoordinatorServer:
             if refusal is None:
                 logger.exception("answering %s failed", request.path)
                 return _error(500, "defect in the coordinator; its log has the details")
-            if isinstance(error, ForbiddenError) and self.http.should_log_refusal(request):
+            if isinstance(error, ForbiddenError):
                 logger.warning("refused %s: %s", request.path, error)
             if isinstance(error, BROKEN):
                 broke = type(error).__name__

@@ -2,7 +2,7 @@
 
 Guarantees:
 - A stream belongs to the pod whose token opened it, and its messages count for no other. It ends with that token and
-  after `MAX_CONNECTION_SECONDS`, so that every token is reviewed again.
+  after `MAX_CONNECTION_SECONDS`, so that every token is checked again.
 - A frame is bounded before it is stored. The stream of an agent that does not read is closed before unsent bytes
   accumulate.
 - No frame is handled unless this process serves. A keepalive costs one update of the state and no answer.

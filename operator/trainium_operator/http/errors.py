@@ -19,5 +19,5 @@ class TooManyRequestsError(Exception):
     """429: too many tokens or requests of this kind came from this address."""
 
 
-class ReviewUnavailableError(Exception):
-    """503: the API server could not answer."""
+class AuthenticationUnavailableError(Exception):
+    """503: tokens or rights cannot be checked now."""

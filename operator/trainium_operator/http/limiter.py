@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ANONYMOUS_SECONDS = 15.0
-"""Time limit; it does not run while the operator works on a request, for instance on a review of the token."""
+"""Time limit; it does not run while the operator works on a request, for instance on a review of a token."""
 MAX_ANONYMOUS = 1_024
 FEW = 8
 MAX_PER_HOLDER = 16
@@ -41,8 +41,6 @@ class ClientConnection:
     source: str
     close: Callable[[], object]
     holder: str = ""
-    refusals: int = 0
-    """Requests that were refused while it was anonymous."""
     timer: asyncio.TimerHandle | None = None
 
 

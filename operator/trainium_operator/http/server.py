@@ -1,14 +1,12 @@
-"""An HTTP server behind a `LimitedListener`: it assigns connections to holders and slows anonymous clients down.
+"""An HTTP server behind a `LimitedListener`: it assigns connections to holders.
 
 Guarantees:
 - Every request passes the middleware, so the limiter counts the time of every connection.
-- An anonymous client with repeated refusals waits for each response, can send nothing meanwhile, and has to connect
-  again.
+- An anonymous client that is refused has to connect again, which the limiter counts.
 """
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,14 +17,12 @@ from trainium_operator.http.limiter import ConnectionLimiter
 from trainium_operator.http.listener import BROKEN, LimitedListener, TrackedConnection
 
 if TYPE_CHECKING:
+    import asyncio
     import ssl
     from collections.abc import Awaitable, Callable, Iterable
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-FREE_REFUSALS = 3
-"""Refusals over one anonymous connection that are answered at once; later ones are delayed and not logged."""
-FLOOD_SECONDS = 1.0
 SHUTDOWN_SECONDS = 2.0
 RETRY_AFTER = {"Retry-After": "1"}
 _CLIENT_ERRORS = frozenset({400, 401, 403, 404, 405, 408, 413, 429})
@@ -73,8 +69,8 @@ def error_response(error: Exception) -> ErrorResponse | None:
             return ErrorResponse(410, str(error))
         case errors.ForbiddenError():
             return ErrorResponse(403, str(error))
-        case errors.ReviewUnavailableError():
-            return ErrorResponse(503, "the API server cannot check the token now; try again", RETRY_AFTER)
+        case errors.AuthenticationUnavailableError():
+            return ErrorResponse(503, "the operator cannot check tokens now; try again", RETRY_AFTER)
         case web.HTTPException():
             return ErrorResponse(error.status, error.reason)
         case _:
@@ -125,11 +121,6 @@ class HttpServer:
         if isinstance(request.protocol, TrackedConnection):
             self.limiter.assign_holder(request.protocol.client, holder)
 
-    @staticmethod
-    def should_log_refusal(request: web.Request) -> bool:
-        """Return whether a refusal of this request is logged."""
-        return not isinstance(request.protocol, TrackedConnection) or request.protocol.client.refusals < FREE_REFUSALS
-
     @web.middleware
     async def _receive(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         client = request.protocol.client if isinstance(request.protocol, TrackedConnection) else None
@@ -138,10 +129,7 @@ class HttpServer:
         response = await self._answer(request, handler)
         if client is not None:
             if response.status in _CLIENT_ERRORS and not client.holder:
-                client.refusals += 1
-                if client.refusals > FREE_REFUSALS:
-                    await asyncio.sleep(FLOOD_SECONDS)
-                    response.force_close()
+                response.force_close()
             self.limiter.request_finished(client)
         self._on_answer(request.path, response.status)
         return response

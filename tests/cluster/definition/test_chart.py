@@ -66,8 +66,8 @@ def granted_rights(role: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     return {
         (group, resource, verb, name)
         for rule in role["rules"]
-        for group in rule.get("apiGroups", ())
-        for resource in rule["resources"]
+        for group in rule.get("apiGroups", [""])
+        for resource in rule.get("resources") or rule["nonResourceURLs"]
         for verb in rule["verbs"]
         for name in rule.get("resourceNames", [""])
     }

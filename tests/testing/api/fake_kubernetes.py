@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from tests.testing.api.token_issuer import ISSUER
 from trainium_contract.api_server.errors import ConnectionFailedError
 from trainium_operator.cluster.api.resources import ALL, CLAIMING, QUEUEING, Resource
 from trainium_operator.cluster.api.transport import HttpResponse, ResponseStream
@@ -63,7 +64,8 @@ class FakeCluster:
         self.faults: list[Fault] = []
         self.after_write: Callable[[Write], None] = lambda _: None
         self.tokens: dict[str, Json] = {}
-        """The user of each valid token."""
+        """The user of each valid token of a reader; tokens of pods are the issuer's."""
+        self.issuer = ISSUER
         self.mutate: Callable[[Resource, Json], None] = lambda _resource, _raw: None
         """A mutating admission policy for creations and merge patches."""
         self.may: Callable[[Json], bool] = lambda _spec: False
@@ -174,6 +176,8 @@ class FakeCluster:
                 return outcome
         if path == "/apis" or (path.startswith("/apis/") and path.count("/") == 3):
             return self._discovery(path)
+        if path in (documents := self.issuer.documents()):
+            return _respond(documents[path])
         resource, namespace, name, subresource = _parse_path(path)
         response = self._dispatch(
             method, resource, namespace, name, subresource, dict(query), _copy_json(body), content_type

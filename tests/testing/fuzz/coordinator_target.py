@@ -20,6 +20,7 @@ from urllib.parse import quote, urlencode
 
 from aiohttp import web
 
+from tests.testing.api.token_issuer import ISSUER
 from tests.testing.fuzz import objects
 from tests.testing.fuzz.connection import ClientConnection, Transport
 from tests.testing.fuzz.invariants import require
@@ -32,12 +33,12 @@ from trainium_contract.wire.messages import (
     RegisterRequest,
 )
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind
-from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.cluster.cache.store import Entry, Key
 from trainium_operator.cluster.coordinator_ports import WorkerPods
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.streams import MAX_FRAME_BYTES
+from trainium_operator.coordinator.token_verifier import TokenVerifier
 from trainium_operator.http.listener import TrackedConnection
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_operator.plan.manifests.config_maps import build_membership_map
@@ -82,6 +83,11 @@ class CoordinatorTarget:
         keepalive = {"frame": {"kind": FrameKind.KEEPALIVE, "raw": "\x00\x00\x00\x00\x00\x00\x00\x09"}}
         query = {"after": "0", "podUid": "uid-0"}
         stream = {"request": _request_fields("GET", STREAM_PATH, query=query, upgrade=UPGRADE)}
+        unsigned = {
+            **_request_fields("GET", STREAM_PATH, query={"podUid": "uid-1"}, upgrade=UPGRADE),
+            "jose": {"alg": "ES256", "kid": ISSUER.key_id, "typ": "JWT"},
+            "claims": ISSUER.claims("llama-w-1", exp=NOW + 60),
+        }
         post = {"request": _request_fields("POST", STREAM_PATH, body=objects.REGISTER)}
         verdict = {**objects.HEARTBEAT, "phase": "Failed", "verdict": full["failures"][0], "failures": full["failures"]}
         progress = {"step": 0, "hangDetection": "Output", "problem": "the pattern matches no line"}
@@ -118,7 +124,7 @@ class CoordinatorTarget:
                         "source": "10.0.0.1",
                         "messages": [stream, register, {"publish": 8}, heartbeat, {"gone": 0}, {"port": "refused"}],
                     },
-                    {"source": "10.0.0.2", "stalled": True, "messages": [_request_with_claims({"exp": NOW + 60})]},
+                    {"source": "10.0.0.2", "stalled": True, "messages": [{"request": unsigned}]},
                 ],
             },
             {"leads": False, "connections": [{"source": "::1", "messages": [stream]}]},
@@ -177,17 +183,6 @@ def _request_fields(method: str, path: str, *, query: Json | None = None, body: 
     return {"method": method, "path": path, "query": query or {}, "headers": headers, "token": "uid-0", "body": body}
 
 
-def _request_with_claims(claims: Json) -> Json:
-    """Return a request whose token has these claims."""
-    pod = {"kubernetes.io": {"namespace": "team", "pod": {"name": "llama-w-1", "uid": "uid-1"}}}
-    return {
-        "request": {
-            **_request_fields("GET", STREAM_PATH, query={"podUid": "uid-1"}, upgrade=UPGRADE),
-            "claims": {**pod, **claims},
-        }
-    }
-
-
 def _add_training_job(operator: OperatorHarness, generation: int) -> None:
     """Deliver a job that trains with two members and a spare."""
     spec = {
@@ -243,7 +238,7 @@ class _CoordinatorHarness:
         pods = WorkerPods(operator.caches.pods.store, operator.caches.jobs.store, is_current=lambda: True)
         self._server = CoordinatorServer(
             operator.state,
-            Authenticator(self._review, pods, wall_clock=operator.clock),
+            Authenticator(TokenVerifier(ISSUER.read).verify, pods),
             is_serving=lambda: self._leads,
             notify=lambda namespace, job, _at_once: operator.queue.put((namespace, job)),
             on_message=_METRICS.message,
@@ -325,21 +320,15 @@ class _CoordinatorHarness:
         return head.encode("latin-1", "replace") + b"\r\n\r\n" + body
 
     def _authorization(self, request: Json) -> str:
-        """`Bearer head.claims.signature`; the signature names the pod that the token was made for."""
-        token = _text(request.get("token"))
-        claims = base64.urlsafe_b64encode(_dump_json(request.get("claims", {}))).decode().rstrip("=")
-        return f"Bearer e.{claims}.{token}" if token else _text(request.get("authorization"))
-
-    async def _review(self, spec: Json) -> Json:
-        """Review a token as the API server does: it is valid if its signature is the uid of a pod."""
-        uid = spec["token"].rpartition(".")[2]
+        """Return the credentials: a valid token if `token` is the uid of a pod and no part of it is given."""
+        uid = _text(request.get("token"))
+        if "jose" in request or "claims" in request:
+            parts = (base64.urlsafe_b64encode(_dump_json(request.get(part))).decode() for part in ("jose", "claims"))
+            return f"Bearer {'.'.join(part.rstrip('=') for part in parts)}.{uid}"
         if uid not in {f"uid-{number}" for number in range(PODS + 1)}:
-            return {"authenticated": False}
+            return _text(request.get("authorization"))
         self._presented.add(uid)
-        name = f"llama-w-{uid.rpartition('-')[2]}"
-        extra = {"authentication.kubernetes.io/pod-name": [name], "authentication.kubernetes.io/pod-uid": [uid]}
-        user = {"username": "system:serviceaccount:team:default", "extra": extra}
-        return {"authenticated": True, "audiences": [TOKEN_AUDIENCE], "user": user}
+        return f"Bearer {ISSUER.token(uid.replace('uid', 'llama-w'), uid)}"
 
     def check(self) -> None:
         """Raises InvariantError."""

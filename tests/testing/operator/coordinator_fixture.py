@@ -1,25 +1,22 @@
-"""A coordinator whose tokens are reviewed by the test: `token-of-POD` is good, pods called `w-…` are its workers."""
+"""A coordinator that knows the keys of `ISSUER`; pods called `w-…` are its workers."""
 
 import asyncio
 import ssl
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator import wire_messages
 from tests.testing.operator.stream_client import SWITCHING, StreamClient
 from trainium_contract.wire.messages import Membership
 from trainium_contract.wire.stream import FrameKind
-from trainium_contract.wire.worker_env import TOKEN_AUDIENCE
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.certificates import renew_material
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.http.errors import ReviewUnavailableError
+from trainium_operator.coordinator.token_verifier import KeysUnavailableError, TokenVerifier
 from trainium_operator.http.tls import ServerTls
 from trainium_operator.plan.model.names import JobId
-
-Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 LLAMA = JobId("team", "llama", "job-uid")
 
@@ -48,26 +45,8 @@ def tls_of_server() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return tls.context, ssl.create_default_context(cadata=material.ca_bundle.decode())
 
 
-class CountedReviews:
-    """Number of reviews that the operator waits for, and the most at one time."""
-
-    pending = 0
-    max_pending = 0
-
-    def count(self, review: Review) -> Review:
-        async def counting_review(spec: dict[str, Any]) -> dict[str, Any]:
-            self.pending += 1
-            self.max_pending = max(self.max_pending, self.pending)
-            try:
-                return await review(spec)
-            finally:
-                self.pending -= 1
-
-        return counting_review
-
-
 class CoordinatorFixture:
-    """A coordinator, its review of tokens, and a stream for each pod that sends something."""
+    """A coordinator, and a stream for each pod that sends something."""
 
     def __init__(self) -> None:
         self.state = CoordinatorState(time.time)
@@ -79,7 +58,7 @@ class CoordinatorFixture:
         self.notifications: list[tuple[str, str, bool]] = []
         self.server = CoordinatorServer(
             self.state,
-            Authenticator(self.review, self, wall_clock=time.time),
+            Authenticator(TokenVerifier(self.read_keys).verify, self),
             is_serving=lambda: self.leading,
             notify=lambda *notification: self.notifications.append(notification),
             until_serving=lambda: self.serving_event.wait() if self.serving_event is not None else None,
@@ -97,18 +76,10 @@ class CoordinatorFixture:
             return None
         return LLAMA if pod_uid == f"uid-{pod_name}" and pod_name.startswith("w-") else None
 
-    async def review(self, spec: dict[str, Any]) -> dict[str, Any]:
+    async def read_keys(self) -> tuple[str, dict[str, Any]]:
         if not self.api_up:
-            raise ReviewUnavailableError
-        pod = spec["token"].removeprefix("token-of-")
-        if pod == spec["token"]:
-            return {"authenticated": False}
-        extra = {
-            "authentication.kubernetes.io/pod-name": [pod],
-            "authentication.kubernetes.io/pod-uid": [f"uid-{pod}"],
-        }
-        user = {"username": "system:serviceaccount:team:default", "extra": extra}
-        return {"authenticated": True, "audiences": [TOKEN_AUDIENCE], "user": user}
+            raise KeysUnavailableError("the API server is away")
+        return await ISSUER.read()
 
     async def start(self, context: ssl.SSLContext | None = None) -> None:
         self.port = await self.server.start("127.0.0.1", 0, context)

@@ -3,14 +3,14 @@
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.operator.coordinator_fixture import CountedReviews, tls_of_server
+from tests.testing.operator.coordinator_fixture import tls_of_server
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import ACCESS_REVIEWS, TOKEN_REVIEWS
 from trainium_operator.cluster.api.transport import Transport
@@ -18,6 +18,8 @@ from trainium_operator.cluster.coordinator_ports import Reviewer
 from trainium_operator.endpoints.access import Access
 from trainium_operator.endpoints.pages import Jobs
 from trainium_operator.endpoints.servers import EndpointServer, Exposition
+
+Review = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 PROMETHEUS = "system:serviceaccount:monitoring:prometheus"
 USER = {
@@ -33,7 +35,7 @@ def may_read_metrics(spec: dict[str, Any]) -> bool:
     return bool(spec["user"] == PROMETHEUS and spec.get("nonResourceAttributes") == wanted)
 
 
-class EndpointsFixture(CountedReviews):
+class EndpointsFixture:
     """An endpoint server, its API server `cluster`, and the clock `now` of the operator."""
 
     def __init__(self, cluster: FakeCluster) -> None:
@@ -43,6 +45,8 @@ class EndpointsFixture(CountedReviews):
         cluster.may = may_read_metrics
         self.now = time.time()
         self.answers: list[tuple[str, int]] = []
+        self.pending = self.max_pending = 0
+        """Number of reviews that the operator waits for, and the most at one time."""
         self.expositions = 0
         self.server: EndpointServer
         self.port = 0
@@ -51,6 +55,17 @@ class EndpointsFixture(CountedReviews):
     def exposition(self) -> bytes:
         self.expositions += 1
         return f"made {self.expositions}\n".encode()
+
+    def count(self, review: Review) -> Review:
+        async def counting_review(spec: dict[str, Any]) -> dict[str, Any]:
+            self.pending += 1
+            self.max_pending = max(self.max_pending, self.pending)
+            try:
+                return await review(spec)
+            finally:
+                self.pending -= 1
+
+        return counting_review
 
     @property
     def reviews(self) -> list[str]:

@@ -60,6 +60,7 @@ class Right:
 
     group: str
     resource: str
+    """Plural of a kind, with a subresource; or the path of a URL that is no resource."""
     verbs: tuple[str, ...]
     reason: str
     scope: Scope = Scope.WATCHED
@@ -162,9 +163,11 @@ RIGHTS: tuple[Right, ...] = (
         NamedAfter.CLUSTER,
     ),
     Right("", "nodes", ("patch",), "the taint of nodes in quarantine, where that is switched on", Scope.TAINTS),
-    Right(
-        "authentication.k8s.io", "tokenreviews", ("create",), "who an agent is, from its projected token", Scope.CLUSTER
+    *(
+        Right("", path, ("get",), "the keys that have signed the projected tokens of agents", Scope.CLUSTER)
+        for path in ("/.well-known/openid-configuration", "/openid/v1/jwks")
     ),
+    Right("authentication.k8s.io", "tokenreviews", ("create",), "who a client is at the HTTPS port", Scope.READERS),
     Right(
         "authorization.k8s.io",
         "subjectaccessreviews",

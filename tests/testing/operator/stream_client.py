@@ -6,6 +6,7 @@ import json
 import ssl
 from typing import Any, Self
 
+from tests.testing.api.token_issuer import ISSUER
 from tests.testing.suite.timeouts import scaled
 from trainium_contract.wire.stream import STREAM_PATH, UPGRADE, FrameKind, FrameReader, encode_frame
 
@@ -44,7 +45,7 @@ class StreamClient:
         client = cls(reader, writer)
         fields = {
             "Host": "x", "Connection": "Upgrade", "Upgrade": UPGRADE,
-            "Authorization": f"Bearer {token or f'token-of-{pod}'}",
+            "Authorization": f"Bearer {token or ISSUER.token(pod)}",
         } | headers  # fmt: skip
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         writer.write(f"GET {STREAM_PATH}?podUid=uid-{pod}&after={after} HTTP/1.1\r\n{lines}\r\n".encode())

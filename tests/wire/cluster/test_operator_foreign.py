@@ -95,21 +95,9 @@ async def test_an_agent_of_another_namespace_is_refused() -> None:
         foreign = cluster.add(PODS, worker_pod("llama-w-7", "elsewhere", owner_reference(cluster)))
         uid = foreign["metadata"]["uid"]
         await run_pending_tasks()
-        extra = {
-            "authentication.kubernetes.io/pod-name": ["llama-w-7"],
-            "authentication.kubernetes.io/pod-uid": [uid],
-        }
-        audiences = ["trainium-coordinator"]
-
-        async def review(spec: dict[str, Any]) -> dict[str, Any]:
-            audiences[:] = spec["audiences"]
-            user = {"username": "system:serviceaccount:elsewhere:default", "extra": extra}
-            return {"authenticated": True, "audiences": audiences, "user": user}
-
-        authenticator = process.runtime.coordinator._authenticator
-        authenticator._review = review
+        token = cluster.issuer.token("llama-w-7", uid, "elsewhere")
         with pytest.raises(ForbiddenError, match="the TrainingJob of pod llama-w-7 no longer exists"):
-            await authenticator.identify("Bearer token")
+            await process.runtime.coordinator._authenticator.identify(f"Bearer {token}")
 
 
 @in_virtual_time

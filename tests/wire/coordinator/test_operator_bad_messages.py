@@ -203,7 +203,7 @@ class OpenAuthenticator:
     """An authenticator that accepts every caller."""
 
     async def identify(self, *_: str) -> Caller:
-        return Caller("team", "w-0", "uid-w-0")
+        return Caller("team", "w-0", "uid-w-0", time.time() + 3600)
 
     def check(self, caller: Caller, **_: str | None) -> JobId:
         return JobId("team", "llama", "job-uid")

@@ -1,11 +1,9 @@
 """Clients that flood the coordinator: bad tokens, silent connections, requests that never end.
 
-A real coordinator over TLS, the operator's own connections to an API server over HTTP that is slow with TokenReviews.
+A real coordinator over TLS, and the operator's own connections to an API server over HTTP.
 """
 
 import asyncio
-import base64
-import json
 import socket
 import ssl
 import time
@@ -13,6 +11,7 @@ from asyncio import sslproto
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,21 @@ from aiohttp import web
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
-from tests.testing.operator.coordinator_fixture import LLAMA, CountedReviews, heartbeat, register, tls_of_server
-from tests.testing.operator.stream_client import SWITCHING, StreamClient
+from tests.testing.api.token_issuer import ISSUER
+from tests.testing.operator.coordinator_fixture import LLAMA, heartbeat, register, tls_of_server
+from tests.testing.operator.stream_client import StreamClient
 from tests.testing.suite.timeouts import async_until
 from trainium_contract.wire.stream import STREAM_PATH, FrameKind
 from trainium_operator.cluster.api.client import Api
-from trainium_operator.cluster.api.resources import LEASES, TOKEN_REVIEWS
+from trainium_operator.cluster.api.resources import LEASES
 from trainium_operator.cluster.api.transport import connect
-from trainium_operator.cluster.coordinator_ports import Reviewer
+from trainium_operator.cluster.coordinator_ports import KEYS_PATH, read_token_keys
 from trainium_operator.cluster.lease import LeaseElector, LeaseTimes
 from trainium_operator.coordinator.authentication import Authenticator
 from trainium_operator.coordinator.server import CoordinatorServer
 from trainium_operator.coordinator.state import CoordinatorState
-from trainium_operator.http import limiter, listener, server
-from trainium_operator.http.reviews import MAX_ANONYMOUS_RUNNING, MAX_RUNNING
-from trainium_operator.http.server import FREE_REFUSALS
+from trainium_operator.coordinator.token_verifier import PAUSE_SECONDS, TokenVerifier
+from trainium_operator.http import limiter, listener
 from trainium_operator.main import LEASE_CONNECTIONS
 from trainium_operator.plan.model.names import JobId
 
@@ -45,48 +44,26 @@ AGENTS = 12
 GENEROUS = 60.0
 
 
-def token(pod: str, uid: str) -> str:
-    """Return a token like those of a kubelet, without a valid signature."""
-    claims = {"kubernetes.io": {"namespace": "team", "pod": {"name": pod, "uid": uid}}}
-    payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
-    return f"header.{payload}.{pod}"
-
-
-class SlowApiServer(FakeServer):
-    """An API server that accepts tokens with a worker's name and never answers reviews of others."""
+class RecordingApiServer(FakeServer):
+    """An API server that counts renewals of the Lease and requests for keys."""
 
     def __init__(self) -> None:
         super().__init__(FakeCluster(time.time))
-        self.reviews = 0
         self.renewals = 0
-        self.hangs = True
+        self.key_reads = 0
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if request.path.endswith("/tokenreviews"):
-            return await self._review((await request.json())["spec"])
         self.renewals += request.method == "PUT" and "/leases/" in request.path
+        self.key_reads += request.path == KEYS_PATH
         return await super()._answer(request)
 
-    async def _review(self, spec: dict[str, Any]) -> web.StreamResponse:
-        self.reviews += 1
-        pod = spec["token"].rpartition(".")[2]
-        if not pod.startswith("w-"):
-            await asyncio.sleep(GENEROUS if self.hangs else 0)
-            return web.json_response({"status": {"authenticated": False}})
-        extra = {
-            "authentication.kubernetes.io/pod-name": [pod],
-            "authentication.kubernetes.io/pod-uid": [f"uid-{pod}"],
-        }
-        user = {"username": "system:serviceaccount:team:default", "extra": extra}
-        return web.json_response({"status": {"authenticated": True, "audiences": spec["audiences"], "user": user}})
 
-
-class LeadingCoordinator(CountedReviews):
-    """A coordinator over TLS that holds the Lease, and its slow API server."""
+class LeadingCoordinator:
+    """A coordinator over TLS that holds the Lease, and its API server."""
 
     server: CoordinatorServer
     elector: LeaseElector
-    api: SlowApiServer
+    api: RecordingApiServer
     url: str
     port: int
     trust: ssl.SSLContext
@@ -109,7 +86,7 @@ class LeadingCoordinator(CountedReviews):
 
     async def open_stream(self, pod: str, address: str = "127.0.0.1") -> StreamClient:
         """Open a connection and request a stream with this pod's token."""
-        return await StreamClient.open(self.port, pod, trust=self.trust, token=token(pod, f"uid-{pod}"), source=address)
+        return await StreamClient.open(self.port, pod, trust=self.trust, source=address)
 
     @asynccontextmanager
     async def hostile_client(self) -> AsyncIterator[Callable[[str, str], Awaitable[int]]]:
@@ -153,7 +130,7 @@ class Agents:
 async def run_coordinator(folder: Path) -> AsyncIterator[LeadingCoordinator]:
     """Start a leading coordinator, connected as in `main`."""
     coordinator = LeadingCoordinator()
-    coordinator.api = SlowApiServer()
+    coordinator.api = RecordingApiServer()
     await coordinator.api.start()
     transport = await connect(str(coordinator.api.kubeconfig(folder)))
     lease_transport = transport.with_separate_pool(LEASE_CONNECTIONS)
@@ -162,11 +139,12 @@ async def run_coordinator(folder: Path) -> AsyncIterator[LeadingCoordinator]:
     coordinator.elector = LeaseElector(Api(lease_transport), "system", "lease", "me", wall_clock=time.time, times=times)
     await coordinator.elector.acquire()
     holding = asyncio.create_task(coordinator.elector.hold())
-    authenticator = Authenticator(
-        coordinator.count(Reviewer(Api(transport), TOKEN_REVIEWS).review), coordinator, wall_clock=time.time
-    )
+    verifier = TokenVerifier(partial(read_token_keys, Api(transport)))
     coordinator.server = CoordinatorServer(
-        CoordinatorState(time.time), authenticator, is_serving=lambda: True, notify=lambda *_: None
+        CoordinatorState(time.time),
+        Authenticator(verifier.verify, coordinator),
+        is_serving=lambda: True,
+        notify=lambda *_: None,
     )
     context, coordinator.trust = tls_of_server()
     coordinator.port = await coordinator.server.start("0.0.0.0", 0, context)
@@ -189,18 +167,19 @@ async def test_bad_tokens_delay_neither_agents_nor_the_lease(tmp_path: Path) -> 
         coordinator.agents() as agents,
         coordinator.hostile_client() as get,
     ):
+        began = time.monotonic()
         assert await agents.register() == {200}
-        number = count()
+        number, claims = count(), ISSUER.claims("w-99")
 
         async def flood() -> None:
             while True:
                 try:
-                    await get(STREAM_PATH, f"bad-{next(number)}")
+                    await get(STREAM_PATH, ISSUER.sign(claims, kid=f"unknown-{next(number)}"))
                 except (aiohttp.ClientError, OSError):
                     await asyncio.sleep(0.05)
 
         floods = [asyncio.create_task(flood()) for _ in range(300)]
-        before, coordinator.max_pending = coordinator.api.renewals, 0
+        before = coordinator.api.renewals
         answers: set[int] = set()
         while coordinator.api.renewals < before + 2 or next(number) < 2_000:
             answers |= await agents.send_heartbeats()
@@ -208,53 +187,31 @@ async def test_bad_tokens_delay_neither_agents_nor_the_lease(tmp_path: Path) -> 
             task.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
         assert answers == {200}
-        assert coordinator.max_pending == MAX_ANONYMOUS_RUNNING
         assert coordinator.elector.leading
         assert coordinator.elector.may_act()
         async with coordinator.agents("127.0.0.3") as late:
-            assert await late.register() == {200}, "tokens of new workers are reviewed before unknown ones"
+            assert await late.register() == {200}
+        assert coordinator.api.key_reads <= 1 + (time.monotonic() - began) / PAUSE_SECONDS
 
 
-async def test_a_source_of_bad_tokens_is_rate_limited(tmp_path: Path) -> None:
-    async with (
-        run_coordinator(tmp_path) as coordinator,
-        coordinator.agents() as agents,
-        coordinator.hostile_client() as get,
-    ):
-        coordinator.api.hangs = False
-        answers = [await get(STREAM_PATH, f"bad-{number}") for number in range(12)]
-        assert answers == [401] * 10 + [429] * 2
-        assert coordinator.api.reviews == 10
-        assert await agents.register() == {200}
-        coordinator.api.reviews = 0
-        assert await agents.send_heartbeats() == {200}
-        assert coordinator.api.reviews == 0, "reviews of agents stay cached during the flood"
-
-
-@pytest.mark.parametrize("path", [STREAM_PATH, "/anything"])
-async def test_a_repeatedly_refused_connection_is_delayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
+async def test_refused_clients_have_to_connect_again_until_their_address_is_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refusals are cached: a repeated bad token, or one of a pod that is no worker, costs no review."""
-    monkeypatch.setattr(server, "FLOOD_SECONDS", GENEROUS)
+    monkeypatch.setattr(limiter, "MAX_FAILED", 5)
+    monkeypatch.setattr(limiter, "WINDOW_SECONDS", GENEROUS)
     async with (
         run_coordinator(tmp_path) as coordinator,
         coordinator.agents() as agents,
         coordinator.hostile_client() as get,
     ):
         assert await agents.register() == {200}
-        monkeypatch.setattr(
-            LeadingCoordinator, "find_job", lambda _coordinator, _namespace, pod, _uid: None if pod == "w-99" else LLAMA
-        )
-        bearer = token("w-99", "uid-w-99")
-        for _ in range(FREE_REFUSALS):
-            assert await get(path, bearer) in (403, 404)
-        late = asyncio.ensure_future(get(path, bearer))
-        for _ in range(10):
-            assert await agents.send_heartbeats() == {200}
-        assert not late.done()
-        late.cancel()
-        assert sum("refused /v1" in record.message for record in caplog.records) <= FREE_REFUSALS
+        stranger = ISSUER.token("x-99", "uid-w-99")  # valid, but of a pod that is no worker
+        requests = [(STREAM_PATH, "bad"), (STREAM_PATH, stranger), ("/anything", "bad"), (STREAM_PATH, "")]
+        assert [await get(*request) for request in (*requests, requests[0])] == [401, 403, 404, 401, 401]
+        await async_until(lambda: coordinator.server.http.limiter.anonymous == 0, "refused connections are closed")
+        with pytest.raises(aiohttp.ClientError):
+            await get(STREAM_PATH, stranger)
+        assert await agents.send_heartbeats() == {200}
 
 
 async def test_silent_and_endless_connections_are_limited_and_closed(
@@ -288,7 +245,6 @@ async def test_silent_and_endless_connections_are_limited_and_closed(
 
 async def test_a_body_is_read_only_after_authentication(tmp_path: Path) -> None:
     async with run_coordinator(tmp_path) as coordinator:
-        coordinator.api.hangs = False
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", coordinator.port, ssl=coordinator.trust, server_hostname="localhost"
         )
@@ -296,18 +252,6 @@ async def test_a_body_is_read_only_after_authentication(tmp_path: Path) -> None:
         writer.write(head.encode())  # and the body never comes
         assert (await reader.readline()).split()[1] == b"401"
         writer.transport.abort()
-
-
-async def test_concurrent_token_reviews_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", GENEROUS)
-    monkeypatch.setattr(limiter, "ANONYMOUS_SECONDS", GENEROUS)
-    async with run_coordinator(tmp_path) as coordinator:
-        streams = await asyncio.gather(*(coordinator.open_stream(f"w-{number}") for number in range(300)))
-        assert {stream.status for stream in streams} == {SWITCHING}
-        for stream in streams:
-            stream.close()
-        assert 1 < coordinator.max_pending <= MAX_RUNNING
-        assert coordinator.api.reviews == 300
 
 
 async def test_a_hanging_renewal_is_retried(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Streams of agents over real TLS: frames, memberships, errors and limits."""
 
 import asyncio
-import base64
-import json
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.coordinator_fixture import (
     LLAMA,
     CoordinatorFixture,
@@ -194,7 +193,7 @@ async def test_a_client_without_a_valid_token_gets_no_stream(coordinator: Stream
     for pod, headers, expected in (
         ("x-0", {}, 403),
         ("w-0", {"Authorization": "Bearer bad"}, 401),
-        ("w-0", {"Authorization": "Bearer token-of-w-1"}, 403),
+        ("w-0", {"Authorization": f"Bearer {ISSUER.token('w-1')}"}, 403),
         ("w-0", {"Upgrade": "websocket"}, 426),
     ):
         assert (await coordinator.open_stream(pod, **headers)).status == expected
@@ -227,12 +226,8 @@ async def test_old_and_silent_streams_are_closed(
 
 
 async def test_a_stream_ends_with_its_token(coordinator: StreamCoordinator) -> None:
-    async def review(_spec: dict[str, Any]) -> dict[str, Any]:
-        return await CoordinatorFixture.review(coordinator, {"token": "token-of-w-0"})
-
-    coordinator.server._authenticator._review = review  # type: ignore[attr-defined]
-    claims = base64.urlsafe_b64encode(json.dumps({"exp": time.time() + 60}).encode()).decode().rstrip("=")
-    assert (await coordinator.open_stream(Authorization=f"Bearer head.{claims}.sign")).status == SWITCHING
+    token = ISSUER.token("w-0", exp=time.time() + 60)
+    assert (await coordinator.open_stream(Authorization=f"Bearer {token}")).status == SWITCHING
     (opened,) = coordinator.server.streams.opened
     assert opened.ends - asyncio.get_running_loop().time() <= 60
 

@@ -1,12 +1,9 @@
 """Metrics over TLS: authorization by the API server, caching, and limits of unknown clients."""
 
 import asyncio
-import base64
-import json
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -14,12 +11,13 @@ from aiohttp import web
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.endpoints import PROMETHEUS, USER, run_endpoints
 from tests.testing.suite.timeouts import async_until
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.transport import connect
 from trainium_operator.cluster.lease import LeaseElector
-from trainium_operator.endpoints import access, servers
+from trainium_operator.endpoints import reviews, servers
 from trainium_operator.endpoints.servers import Exposition, ProbeServer
 from trainium_operator.http import limiter, listener
 from trainium_operator.main import LEASE_CONNECTIONS
@@ -72,12 +70,8 @@ async def test_reviews_are_cached_for_a_minute() -> None:
         endpoints.cluster.may = lambda _spec: False
         endpoints.now += 61
         assert (await endpoints.get(session, "good"))[0] == 403
-        reviews_before = len(endpoints.reviews)
-        assert (await endpoints.get(session, "good"))[0] == 403
-        assert len(endpoints.reviews) == reviews_before, "a refusal is cached"
         endpoints.cluster.may = lambda _spec: True
-        endpoints.now += 6
-        assert (await endpoints.get(session, "good"))[0] == 200, "refusals are cached for seconds"
+        assert (await endpoints.get(session, "good"))[0] == 200, "no refusal is cached"
 
 
 async def test_known_readers_can_read_during_an_outage() -> None:
@@ -86,14 +80,14 @@ async def test_known_readers_can_read_during_an_outage() -> None:
         endpoints.cluster.down = True
         endpoints.now += 300
         assert (await endpoints.get(session, "good"))[0] == 200
-        assert await endpoints.get(session, "tenant") == (503, "the API server cannot check the token now; try again\n")
+        assert await endpoints.get(session, "tenant") == (503, "the operator cannot check tokens now; try again\n")
         endpoints.now += 600
         assert (await endpoints.get(session, "good"))[0] == 503
 
 
 async def test_a_token_is_accepted_until_its_expiry() -> None:
     async with run_endpoints(FakeCluster()) as endpoints, endpoints.session() as session:
-        expiring = jwt(exp=endpoints.now + 30)
+        expiring = ISSUER.sign({"exp": endpoints.now + 30})
         endpoints.cluster.tokens[expiring] = USER
         assert (await endpoints.get(session, expiring))[0] == 200
         del endpoints.cluster.tokens[expiring]
@@ -117,12 +111,6 @@ async def test_an_oversized_header_is_refused_without_a_review() -> None:
         assert (await endpoints.get(session, "x" * 8_100))[0] == 401
         assert (await endpoints.get(session, "x" * 9_000))[0] == 400
         assert endpoints.reviews == []
-
-
-def jwt(**claims: Any) -> str:
-    """Return a token like those of the API server, without a valid signature."""
-    payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
-    return f"header.{payload}.signature"
 
 
 class SlowReviews(FakeServer):
@@ -167,17 +155,15 @@ async def test_bad_tokens_delay_neither_the_lease_nor_scrapes(tmp_path: Path) ->
         answers = set()
         while api.renewals < before + 2 or next(number) < 500:
             answers.add((await endpoints.get(prometheus, "good"))[0])
-        rotated = jwt(sub=PROMETHEUS, exp=time.time() + 3600)
+        rotated = ISSUER.sign({"sub": PROMETHEUS})
         api.cluster.tokens[rotated] = USER
         most_running, endpoints.max_pending = endpoints.max_pending, 0
         async with endpoints.session("127.0.0.3") as again:
-            assert (await endpoints.get(again, rotated))[0] == 200, (
-                "tokens of known readers are reviewed before unknown ones"
-            )
+            assert (await endpoints.get(again, rotated))[0] == 200, "a flood of one address delays no review of another"
         for task in floods:
             task.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
-        assert most_running == access.MAX_ANONYMOUS_RUNNING
+        assert most_running == reviews.MAX_PER_ADDRESS
         assert answers == {200}
         assert elector.may_act()
         assert not holding.done()
@@ -205,7 +191,7 @@ async def test_concurrent_bad_tokens_are_rate_limited() -> None:
     async with run_endpoints(FakeCluster()) as endpoints, endpoints.session("127.0.0.9") as hostile:
         answers = await asyncio.gather(*(endpoints.get(hostile, f"bad-{number}") for number in range(60)))
         assert {status for status, _ in answers} == {401, 429}
-        assert 10 <= len(endpoints.reviews) < 10 + access.MAX_ANONYMOUS_RUNNING
+        assert 10 <= len(endpoints.reviews) < 10 + reviews.MAX_PER_ADDRESS
 
 
 async def test_a_valid_token_without_the_right_is_rate_limited() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.testing.api.fake_http import FakeServer
 from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.agent_settings import agent_settings
 from tests.testing.suite.timeouts import async_until, scaled
 from tests.testing.virtual.fake_workers import bind_pod
@@ -68,7 +69,7 @@ class Agent:
         self.acknowledged = 0
         self.pod = pod
         name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
-        (folder / f"{name}.token").write_text(f"token-of-{name}")
+        (folder / f"{name}.token").write_text(ISSUER.token(name, uid, "default"))
         (folder / "ca.crt").write_text(bundle)
         settings = agent_settings(
             folder,
@@ -135,16 +136,10 @@ class HandoverHarness:
         return holder.partition("_")[0]
 
     def start_workers(self) -> None:
-        """Bind, start and authenticate the pods as scheduler, kubelets and token issuer do."""
+        """Bind and start the pods as scheduler and kubelets do."""
         bundle = base64.b64decode(self.cluster.get(SECRETS, "system", f"{SERVICE}-tls")["data"]["ca.crt"]).decode()
         for at, name in enumerate(self.cluster.names(PODS)):
             pod = self.cluster.change(PODS, "default", name, bind_pod(f"node-{at}", at))
-            extra = {
-                "authentication.kubernetes.io/pod-name": [name],
-                "authentication.kubernetes.io/pod-uid": [pod["metadata"]["uid"]],
-            }
-            user = {"username": "system:serviceaccount:default:default", "extra": extra}
-            self.cluster.tokens[f"token-of-{name}"] = user
             self.agents.append(Agent(pod, [replica.port for replica in self.replicas], self.folder, bundle))
 
     async def wait_for_replies(self) -> None:

@@ -8,7 +8,8 @@ import aiohttp
 import kopf
 import pytest
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.api.token_issuer import ISSUER
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from tests.testing.virtual.fake_workers import lose_node
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
@@ -74,7 +75,7 @@ async def test_probes_and_metrics_are_served() -> None:
 
 
 @in_virtual_time
-async def test_a_replica_is_ready_once_all_kinds_are_listed() -> None:
+async def test_a_replica_is_ready_once_all_kinds_are_listed_and_keys_are_read() -> None:
     cluster = FakeCluster(wall_clock)
     process = OperatorProcess(cluster)
     runtime = process.runtime
@@ -83,10 +84,30 @@ async def test_a_replica_is_ready_once_all_kinds_are_listed() -> None:
     assert "pods" in runtime.ready_problem()
     tasks = [asyncio.create_task(reflector.run()) for reflector in runtime.caches.reflectors()]
     await runtime.caches.synced()
+    assert runtime.ready_problem() == "the keys of ServiceAccount tokens are not read yet"
+    await runtime.token_verifier.refresh()
     assert runtime.ready_problem() == ""
     assert not runtime.leading.is_set()
     for task in tasks:
         task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (404, "start it with an https URL as --service-account-issuer"),
+        (403, "may not get /.well-known/openid-configuration and /openid/v1/jwks, so no agent can register"),
+        (429, "the keys of ServiceAccount tokens could not be read: GET /"),
+    ],
+)
+@in_virtual_time
+async def test_a_replica_without_keys_names_what_to_enable(status: int, sentence: str) -> None:
+    cluster = FakeCluster(wall_clock)
+    verifier = OperatorProcess(cluster).runtime.token_verifier
+    cluster.faults.append(lambda _method, path: http_error(status, "") if path in ISSUER.documents() else None)
+    await verifier.refresh()
+    assert sentence in verifier.problem
+    assert not verifier.has_keys
 
 
 @in_virtual_time

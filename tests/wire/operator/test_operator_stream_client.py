@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.testing.api.token_issuer import ISSUER
 from tests.testing.operator.agent_settings import agent_settings
 from tests.testing.operator.coordinator_fixture import LLAMA, CoordinatorFixture, membership
 from tests.testing.suite.timeouts import async_until
@@ -59,7 +60,7 @@ async def run_coordinator_and_agent(folder: Path, patch: pytest.MonkeyPatch) -> 
     material = renew_material(None, ("localhost",), time.time())
     tls.load(material.server_cert, material.server_key)
     (folder / "ca.crt").write_bytes(material.ca_bundle)
-    (folder / "token").write_text("token-of-w-0")
+    (folder / "token").write_text(ISSUER.token("w-0"))
     original_handle, original_send = streams.Stream._handle, streams.Stream._send
 
     def record_frame(stream: streams.Stream, kind: int, payload: bytes) -> None:
