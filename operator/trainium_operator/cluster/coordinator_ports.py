@@ -77,7 +77,8 @@ async def read_token_keys(api: Api) -> tuple[str, Json]:
     """
     try:
         async with asyncio.timeout(KEYS_SECONDS):
-            discovery, keys = await asyncio.gather(api.read(DISCOVERY_PATH), api.read(KEYS_PATH))
+            issuer = str((await api.read(DISCOVERY_PATH)).get("issuer", ""))
+            return issuer, await api.read(KEYS_PATH)
     except NotFoundError:
         raise KeysUnavailableError(
             "the API server does not publish the keys of ServiceAccount tokens, so no agent can register; start it "
@@ -90,9 +91,8 @@ async def read_token_keys(api: Api) -> tuple[str, Json]:
         ) from None
     except (ApiError, TimeoutError) as error:
         raise KeysUnavailableError(
-            f"the keys of ServiceAccount tokens could not be read: {error or 'no answer'}"
+            f"the keys of ServiceAccount tokens could not be read: {str(error) or 'no answer'}"
         ) from error
-    return str(discovery.get("issuer", "")), keys
 
 
 @dataclass(eq=False)

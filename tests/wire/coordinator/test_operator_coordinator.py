@@ -89,9 +89,16 @@ async def test_a_registration_waits_no_longer_than_its_limit(
     assert await coordinator.send(FrameKind.REGISTER, register()) == (503, {"error": "not leader"})
 
 
-async def test_an_unknown_agent_gets_503_during_an_outage(coordinator: CoordinatorFixture) -> None:
+async def test_agents_register_during_an_outage_once_the_keys_are_known(
+    coordinator: CoordinatorFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainium_operator.coordinator.token_verifier.PAUSE_SECONDS", 0.0)
     coordinator.api_up = False
     assert (await coordinator.send(FrameKind.REGISTER, register()))[0] == 503
+    coordinator.api_up = True
+    await coordinator.register("w-0")
+    coordinator.api_up = False
+    await coordinator.register("w-1")
 
 
 async def test_unknown_paths_and_methods_have_an_error_message(coordinator: CoordinatorFixture) -> None:
