@@ -52,7 +52,7 @@ _REJOIN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class FaultCost:
-    """What a fault or a resize cost."""
+    """Cost of a fault or a resize."""
 
     kind: str
     first_new_step_seconds: float | None
@@ -64,7 +64,7 @@ class FaultCost:
 
 @dataclass(frozen=True, slots=True)
 class RunCost:
-    """What all faults of a run cost."""
+    """Cost of all faults of a run."""
 
     title: str
     faults: tuple[FaultCost, ...]
@@ -144,7 +144,8 @@ class Recovery:
                 size = 3 - size
                 self.measure(f"resize to {size}", partial(launcher.resize, size))
             elif kind == "killed operator":
-                launcher.kill_operator()
+                with contextlib.suppress(ClusterError):  # its node still waits to restart it
+                    launcher.kill_operator()
                 self.measure("killed rank and operator", launcher.kill_rank)
             else:
                 number = signal.SIGKILL if kind == "killed rank" else signal.SIGSTOP

@@ -118,14 +118,14 @@ class TrainingJobSpec(ContractModel):
         given = [kind for kind in (self.trainer, self.program) if kind is not None]
         if len(given) > 1:
             raise ValueError("trainer and program are both given: leave one of them out")
-        if self.roles and self.program is None:
-            raise ValueError(ROLES_NEED_PROGRAM)
         names = [role.name for role in self.roles]
         if duplicate := next((name for name in names if names.count(name) > 1), ""):
             raise ValueError(f"two roles have the name {duplicate}: rename one")
         if not given:
             # The definition refuses a job without both; tests and simulations use the defaults.
             self.set_if_omitted("trainer", TrainerSpec())
+        if self.roles and not self.workload.reads_endpoints:
+            raise ValueError(ROLES_NEED_PROGRAM)
         return self
 
     @property

@@ -60,6 +60,10 @@ class Workload:
     """Whether it takes the micro-batches of a step from the membership."""
     configure: Callable[[], TrainingConfig | None] = lambda: None
     """Returns the configuration file that it reads, if any. Raises ValueError if the spec contradicts itself."""
+    reads_configuration: bool = False
+    """Whether it reads a configuration file of the trainer."""
+    reads_endpoints: bool = False
+    """Whether it reads the addresses of the job's roles."""
     reports_each_step: bool = False
     """Whether every rank reports each step. Otherwise only some ranks may report steps, or none."""
     fixed_steps: int = 0
@@ -112,6 +116,7 @@ def describe_trainer(
         processes_per_node=cores,
         batch_shape=lambda: configure().batch_shape(cores, sizes),
         configure=configure,
+        reads_configuration=True,
         reports_each_step=True,
         fixed_steps=0 if trainer.epochs or trainer.batch.tolerance else trainer.steps,
         estimated_steps=0 if trainer.epochs else trainer.steps,
@@ -140,6 +145,7 @@ def describe_program(
         if checkpoint.storage.is_mounted:
             environment[ENV_SHARED_COMPILE_CACHE] = f"{CHECKPOINT_MOUNT}/{COMPILED_FOLDER}"
     return Workload(
+        reads_endpoints=True,
         image=program.image,
         environment=environment,
         processes_per_node=processes,

@@ -85,7 +85,7 @@ def compute_loss(
 
 
 def publish(folder: Path, step: int, policy: torch.nn.Embedding, optimizer: torch.optim.Optimizer) -> None:
-    """Write policy and training state under a name of their own; both servers and a resume see them whole or not."""
+    """Write policy and training state under a new name: servers and a resume see them whole or not at all."""
     path = folder / f"policy-{step}.pt"
     state = {"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, path.with_suffix(f".{os.getpid()}"))

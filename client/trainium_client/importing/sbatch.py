@@ -66,7 +66,7 @@ class _Found:
     words: Sequence[Word]
     """Its words after srun and its options."""
     srun: argparse.Namespace | None
-    program: Program | None
+    launched: Program | None
     """The program after a launcher; None without one."""
 
 
@@ -114,7 +114,7 @@ def read_script_file(script: str, name: str) -> SourceJob:
             if value is not None:
                 setattr(options, key, value)
     tasks = _whole(options.ntasks_per_node or options.tasks_per_node)
-    program = found.program or _plain_program(found.words)
+    program = found.launched or _plain_program(found.words)
     notes += _explain(options)
     if not program.launched and _RANK_SCRIPT.search(script):
         notes.append(

@@ -107,7 +107,7 @@ def with_percent(goodput: GoodputStatus) -> GoodputStatus:
 
 
 class Outputs(NamedTuple):
-    """What the outputs show of one job."""
+    """The outputs of one job."""
 
     status: dict[str, str]
     """Lines of `status`, by label."""

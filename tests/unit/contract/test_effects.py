@@ -82,6 +82,7 @@ EVERYWHERE = (
     "workers",
     "elasticity",
     "program",
+    "roles",
     "precompile.enabled",
     "recovery.heartbeatTimeoutSeconds",
     "recovery.maxInPlaceRestarts",

@@ -75,7 +75,7 @@ OF_THE_IMAGE = {"trainium-trainer": {"neuronx_distributed", "torch_neuronx", "to
 
 
 OF_THE_PROGRAM = {
-    "trainium-devcluster": {"tokenizers", "torch", "transformers", "trl"},
+    "trainium-devcluster": {"accelerate", "tokenizers", "torch", "transformers", "trl"},
     "trainium-worker": {"accelerate", "lightning", "numpy", "torch", "transformers"},
 }
 """Modules that a training program has, or else imports no module of ours that needs them."""

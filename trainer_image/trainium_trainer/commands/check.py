@@ -48,7 +48,6 @@ from trainium_trainer.tuning.trainable import is_reference_in_model
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
-    from trainium_contract.spec.program import ProgramSpec
     from trainium_contract.trainer.config import TrainingConfig
     from trainium_contract.trainer.model import ModelConfig
 
@@ -117,8 +116,8 @@ def check(
         spec = parse_job_spec(config, document)
         if not spec.workers.accelerator.is_given:
             raise UserError(f"{config}: {DEVICE_MISSING}")
-        if spec.program is not None:
-            typer.echo("\n".join(describe_program(spec, spec.program)))
+        if not spec.workload.reads_configuration:
+            typer.echo("\n".join(describe_program(spec)))
             return
         plan = resolve_sizes(config, document, overrides or ())
         start = f"{pluralize(plan.nodes[0], 'node')} of {pluralize(plan.cores_per_node, 'process')}"
@@ -154,9 +153,10 @@ def check(
     )
 
 
-def describe_program(spec: TrainingJobSpec, program: ProgramSpec) -> list[str]:
+def describe_program(spec: TrainingJobSpec) -> list[str]:
     """Describe a job that runs a program, one line each. Raises UserError if no size is legal."""
-    workload = spec.workload
+    workload, program = spec.workload, spec.program
+    assert program is not None, "the caller has checked it"
     sizes = spec.useful_sizes()
     if not sizes:
         raise UserError(
