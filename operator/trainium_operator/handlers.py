@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import kopf
+import urllib3
+from multidict import CIMultiDict
 from pydantic_core import from_json
 
 from trainium_contract.stored_json import read_json, remove_deep_parts
@@ -126,11 +128,19 @@ def make_registry(
 def _build_session(client: KubernetesTransport, headers: Mapping[str, str]) -> kopf.AiohttpSession:
     """Create kopf's connections, which read objects of any depth; kopf closes them."""
     access = client.access
-    connector = aiohttp.TCPConnector(limit=0, ssl=client.tls)
+    login = urllib3.make_headers(proxy_basic_auth=access.proxy.login) if access.proxy.login else {}
+
+    async def authorize(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        # aiohttp sends headers of the session to a proxy too, which must not receive the token.
+        request.headers.update(headers)
+        if login:
+            request.proxy_headers = CIMultiDict(login)
+        return await handler(request)
+
     session = aiohttp.ClientSession(
-        connector=connector,
-        headers=headers,
-        proxy=access.proxy or None,
+        connector=aiohttp.TCPConnector(limit=0, ssl=client.tls),
+        middlewares=(authorize,),
+        proxy=access.proxy.url or None,
         response_class=StoredJsonResponse,
         trust_env=False,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.suite.timeouts import scaled, until
+from trainium_contract.api_server.errors import NotFoundError
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
@@ -193,7 +194,7 @@ def test_unknown_nodes_and_pods_are_errors(cluster: Cluster) -> None:
         cluster.faults.slow_node("nobody", 0)
     with pytest.raises(ClusterError, match="True, False or Unknown"):
         cluster.faults.set_condition("nobody", "NeuronHealthy", "no", "Because")
-    with pytest.raises(ClusterError, match='pods "nobody" not found'):
+    with pytest.raises(NotFoundError, match='pods "nobody" not found'):
         cluster.faults.kill_container("default", "nobody")
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import urllib3
 from kubernetes.aio.client import ApiClient, Configuration
 from multidict import CIMultiDict
 
@@ -126,7 +127,9 @@ class HttpClient:
 
 def _build_configuration(access: Access, connections: int) -> Configuration:
     source = access.configuration
-    configuration = Configuration(connection_pool_maxsize=connections, proxy=access.proxy or None)
+    configuration = Configuration(connection_pool_maxsize=connections, proxy=access.proxy.url or None)
+    if access.proxy.login:
+        configuration.proxy_headers = urllib3.make_headers(proxy_basic_auth=access.proxy.login)
     for name in _SHARED:
         setattr(configuration, name, getattr(source, name))
     # Authorities of managed clusters lack the key identifiers that Python 3.13's strict flag requires.

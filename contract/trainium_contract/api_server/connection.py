@@ -14,7 +14,6 @@ import re
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 import urllib3
 from kubernetes.client import ApiClient
@@ -88,7 +87,7 @@ class Connection:
         self._timeout = timeout
         configuration = access.configuration
         configuration.retries = _RETRIES
-        set_proxy(configuration, access.proxy)
+        _set_proxy(access)
         self._client = ApiClient(configuration)
         self._client.user_agent = user_agent
         # From Python 3.13 on urllib3 sets VERIFY_X509_STRICT, which EKS's authorities fail (the library's issue 2394).
@@ -172,14 +171,13 @@ class Connection:
             ) from error
 
 
-def set_proxy(configuration: Any, proxy: str) -> None:
-    """Set exactly this proxy, or none; otherwise parts of the library would apply the environment again."""
-    parts = urlsplit(proxy or f"http://{NO_ADDRESS}")
-    configuration.proxy = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-    configuration.no_proxy = NO_ADDRESS if proxy else "*"
-    if parts.username:
-        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        configuration.proxy_headers = urllib3.make_headers(proxy_basic_auth=login)
+def _set_proxy(access: Access) -> None:
+    """Set exactly the chosen proxy, or none; otherwise parts of the library would apply the environment again."""
+    configuration = access.configuration
+    configuration.proxy = access.proxy.url or f"http://{NO_ADDRESS}"
+    configuration.no_proxy = NO_ADDRESS if access.proxy.url else "*"
+    if access.proxy.login:
+        configuration.proxy_headers = urllib3.make_headers(proxy_basic_auth=access.proxy.login)
 
 
 def encode_body(body: Any, content_type: str) -> Any:

@@ -26,7 +26,7 @@ from kubernetes.config.exec_provider import ExecProvider
 from kubernetes.config.kube_config import EXPIRY_SKEW_PREVENTION_DELAY, ConfigNode, FileOrData, KubeConfigLoader
 
 from trainium_contract.api_server.errors import NoClusterError
-from trainium_contract.api_server.proxies import find_proxy
+from trainium_contract.api_server.proxies import NO_PROXY, Proxy, find_proxy
 from trainium_contract.rfc3339 import parse_rfc3339
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Access:
     configuration: Configuration
     namespace: str = "default"
     context: str = ""
-    proxy: str = ""
-    """URL, empty for a direct connection."""
+    proxy: Proxy = NO_PROXY
+    """Without a URL, the connection is direct."""
     impersonation: tuple[tuple[str, str], ...] = ()
     """Headers, which may repeat."""
     renewal: Renewal | None = None
@@ -167,7 +167,7 @@ def pod_access(environment: Mapping[str, str]) -> Access:
         configuration,
         namespace,
         "pod",
-        find_proxy(configuration.host, environment),
+        Proxy.parse(find_proxy(configuration.host, environment)),
         renewal=Renewal.limit(configuration),
     )
 
@@ -195,7 +195,7 @@ def _access_from_files(paths: list[Path], context: str | None, environment: Mapp
         configuration,
         namespace=entry.get("namespace", "default"),
         context=context,
-        proxy=cluster.get("proxy-url") or find_proxy(configuration.host, environment),
+        proxy=Proxy.parse(cluster.get("proxy-url") or find_proxy(configuration.host, environment)),
         impersonation=_impersonation_headers(user),
         renewal=Renewal.limit(configuration),
     )

@@ -8,13 +8,33 @@ from __future__ import annotations
 
 import ipaddress
 from contextlib import suppress
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _DEFAULT_PORTS = {"https": 443, "http": 80}
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """A proxy, with its login apart, so that errors do not contain it."""
+
+    url: str = ""
+    login: str = ""
+    """`user:password`."""
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Split a URL."""
+        parts = urlsplit(url)
+        login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else ""
+        return cls(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if url else "", login)
+
+
+NO_PROXY = Proxy()
 
 
 def find_proxy(server: str, environment: Mapping[str, str]) -> str:

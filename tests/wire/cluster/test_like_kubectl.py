@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiohttp
 import pytest
 import trustme
 import yaml
@@ -24,6 +25,7 @@ from trainium_contract.api_server.aio import HttpClient
 from trainium_contract.api_server.connection import Connection
 from trainium_contract.api_server.errors import ConnectionFailedError, NoClusterError
 from trainium_devcluster.binaries import Program, ensure_binaries, is_cached
+from trainium_operator import handlers
 
 CREDENTIALS = ("authorization", "impersonate-user", "impersonate-uid", "impersonate-group", "impersonate-extra-a%2fb")
 API_VERSION = "client.authentication.k8s.io/v1"
@@ -267,12 +269,18 @@ def test_the_same_requests_go_through_a_proxy(
         accesses.append(pod_access(tmp_path, url, environment, monkeypatch))
     for access in accesses:
         proxy.targets.clear()
-        with pytest.raises(ConnectionFailedError):
+        with pytest.raises(ConnectionFailedError) as refused:
             asyncio.run(request_once(access))
+        assert "cret" not in str(refused.value)
         assert proxy.targets[:1] == expected
         proxy.targets.clear()
-        with pytest.raises(ConnectionFailedError):
+        with pytest.raises(aiohttp.ClientError):
+            asyncio.run(request_with_kopf(access))
+        assert proxy.targets[:1] == expected
+        proxy.targets.clear()
+        with pytest.raises(ConnectionFailedError) as refused:
             Connection(access, timeout=5).request("GET", "/version")
+        assert "cret" not in str(refused.value)
         assert proxy.targets[:1] == expected
 
 
@@ -281,6 +289,16 @@ async def request_once(access: files.Access) -> None:
     try:
         await client.request("GET", "/version", query={}, body=None, content_type="application/json", timeout=5)
     finally:
+        await client.close()
+
+
+async def request_with_kopf(access: files.Access) -> None:
+    client = HttpClient(access, user_agent="test")
+    session = handlers._build_session(client, await client.headers()).aiohttp_session
+    try:
+        await session.get(f"{access.server}/version", timeout=aiohttp.ClientTimeout(5))
+    finally:
+        await session.close()
         await client.close()
 
 
