@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import shutil
 import sys
@@ -137,6 +138,7 @@ def open_api(
     from trainium_contract.api_server.connection import Connection  # noqa: PLC0415 - as above
     from trainium_contract.api_server.kubeconfig import find_access  # noqa: PLC0415 - as above
 
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it would print a warning before it repeats a read
     access = find_access(kubeconfig, context, os.environ)
     connection = Connection(access, timeout=timeout_seconds)
     _connections.append(connection)

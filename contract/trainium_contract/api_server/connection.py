@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from trainium_contract.api_server.kubeconfig import Access
 
 RESPONSE_TIMEOUT_SECONDS = 30.0
+MAX_CONNECTIONS = 64
+"""Above the threads of any command; urllib3 warns when it drops a connection."""
 BEARER = ("BearerToken",)
 """The library's name of its authentication."""
 NO_ADDRESS = "none.invalid"
@@ -87,6 +89,7 @@ class Connection:
         self._timeout = timeout
         configuration = access.configuration
         configuration.retries = _RETRIES
+        configuration.connection_pool_maxsize = MAX_CONNECTIONS
         _set_proxy(access)
         self._client = ApiClient(configuration)
         self._client.user_agent = user_agent

@@ -485,6 +485,25 @@ def test_a_command_loads_neither_models_nor_the_library_for_event_loops(server: 
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_read_is_repeated_once_without_a_word_when_the_server_closes_the_connection(
+    trn: Command, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler: Any = server._server.RequestHandlerClass
+    answer = handler.do_GET
+    dropped: list[str] = []
+
+    def drop_first(self: Any) -> None:
+        if not dropped:
+            dropped.append(self.path)
+            self.close_connection = True
+            return
+        answer(self)
+
+    monkeypatch.setattr(handler, "do_GET", drop_first)
+    assert trn("status", "llama").err == ""
+    assert len(dropped) == 1
+
+
 def test_help_and_completion_of_commands_do_not_load_the_kubernetes_library() -> None:
     program = (
         "import sys; from trainium_client.commands import complete\n"
