@@ -8,6 +8,7 @@ import torch
 
 import trainium_worker
 from tests.unit.worker.test_reports import progress
+from trainium_worker.hooks import select_figures
 from trainium_worker.hooks.loop import training_steps
 from trainium_worker.hooks.torchtitan import report_to_agent
 from trainium_worker.progress_record import stop_at
@@ -159,3 +160,8 @@ def test_torchtitans_trainer_reports_and_saves_a_checkpoint(record: Path) -> Non
     assert (stopped.value.code, trainer.saves, trainer.closed) == (75, [(7, False)], True)
     assert (progress(record).step, progress(record).figures["loss"]) == (7, 1.0 / 6)
     assert trainer.logged == [(2, 0.5), (4, 0.25), (6, 1.0 / 6)]
+
+
+def test_the_rewards_that_a_trainer_of_trl_logs_are_figures() -> None:
+    logs = {"loss": 0.5, "rewards/margins": 0.25, "rewards/accuracies": 1, "logps/chosen": -9.0, "epoch": 1.0}
+    assert select_figures(logs) == {"loss": 0.5, "reward_margin": 0.25, "reward_accuracy": 1.0}
