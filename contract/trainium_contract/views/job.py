@@ -516,7 +516,8 @@ def _problems(view: JobView) -> list[str]:
         "Reconciled",
         "NetworkPolicyApplied",
     ):
-        if kind in conditions and conditions[kind].status == "False" and conditions[kind].reason != "Suspended":
+        is_held = kind == "RolesReady" and conditions.get(kind) and not conditions[kind].message
+        if kind in conditions and conditions[kind].status == "False" and not is_held:
             # The store's own error is more specific than "nothing was committed in time".
             notice = view.checkpoints.notice if kind == "CheckpointHealthy" else ""
             problems.append(notice or _condition_text(conditions[kind]))

@@ -368,6 +368,13 @@ def test_a_role_is_scaled_and_its_unready_pods_go_first() -> None:
     assert len(created(make_plan(job_with_roles(*pods, roles=(role_spec(replicas=6),))))) == 2
 
 
+@pytest.mark.parametrize(("edited", "first"), [(-5, 3), (2**40, 3), (7, 7)])
+def test_an_edited_ordinal_gives_no_name_twice_and_none_that_is_too_long(edited: int, first: int) -> None:
+    state = RoleState(name="rollout", next_ordinal=edited)
+    observed = job_with_roles(role_pod(0), role_pod(2), status={"role_states": (state,)})
+    assert created(make_plan(observed)) == [f"demo-rollout-{first}"]
+
+
 def test_a_corrected_template_replaces_pods_that_are_not_ready_and_no_other() -> None:
     pods = (role_pod(0, template_hash="old"), role_pod(1, template_hash="old", ready=False), role_pod(2))
     result = make_plan(job_with_roles(*pods))
@@ -474,6 +481,8 @@ def test_a_queue_counts_the_pods_of_roles_and_limits_them_to_what_it_admitted() 
     leaving = replace(with_role_pods(admitted, role_pod(0)), quota=QuotaView(workloads=(evicted,)))
     result = make_plan(leaving, settings)
     assert deleted(result) == {"demo-rollout-0": None}
+    condition = result.condition(ConditionType.ROLES_READY)
+    assert (condition.status, condition.reason) == (ConditionStatus.FALSE, Reason.WAITING_FOR_QUEUE)
     assert not result.actions_of_type(SetQuotaConditions), "quota is returned when no pod is left"
 
 

@@ -86,7 +86,7 @@ def reconcile_roles(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         result = result.then(reconcile(facts, result.status, role))
     if not is_held:
         result = result.then(_apply_objects(facts, result.status))
-    return result.with_status(_set_condition(facts, result.status))
+    return result.with_status(_set_condition(facts, result.status, is_held=is_held))
 
 
 def _release_role(facts: Facts, status: TrainingJobStatus, role: RoleSpec) -> PolicyResult:
@@ -124,8 +124,7 @@ def _reconcile_role(facts: Facts, status: TrainingJobStatus, role: RoleSpec) -> 
         if facts.now < create_at:
             requeue_at = (create_at,)
         else:
-            first = review.state.next_ordinal
-            ordinals = range(first, first + missing)
+            ordinals = _next_ordinals(facts, review.state, missing)
             review.state = review.state.replaced(next_ordinal=ordinals.stop)
             avoided = _find_avoided_nodes(facts, status, review.state, role)
             manifests = objects.build_role_pods(facts.job, role.name, body, ordinals, avoided)
@@ -141,6 +140,14 @@ def _reconcile_role(facts: Facts, status: TrainingJobStatus, role: RoleSpec) -> 
         events=tuple(review.events),
         requeue_at=requeue_at,
     )
+
+
+def _next_ordinals(facts: Facts, state: RoleState, count: int) -> range:
+    """Return ordinals that no existing pod has; they restart at 0 after the last one, or an edited status."""
+    highest = max((pod.ordinal for pod in readiness.list_pods(facts.observed, state.name)), default=-1)
+    known = state.next_ordinal if 0 <= state.next_ordinal <= names.LAST_ORDINAL else 0
+    first = max(known, highest + 1)
+    return range(first, first + count)
 
 
 def _review_pods(facts: Facts, status: TrainingJobStatus, role: RoleSpec, template_hash: str) -> _Review:
@@ -271,12 +278,13 @@ def _build_report(
     )
 
 
-def _set_condition(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
+def _set_condition(facts: Facts, status: TrainingJobStatus, *, is_held: bool) -> TrainingJobStatus:
     """Set RolesReady: False while a role has fewer ready pods than training waits for."""
     kind, missing = ConditionType.ROLES_READY, [each for each in status.roles if each.since]
     waiting = [each for each in missing if each.ready_replicas < each.min_ready]
-    if facts.job.spec.suspend:
-        return with_condition(status, kind, False, Reason.SUSPENDED, "", now=facts.now)
+    if is_held:
+        reason = Reason.SUSPENDED if facts.job.spec.suspend else Reason.WAITING_FOR_QUEUE
+        return with_condition(status, kind, False, reason, "", now=facts.now)
     if not missing:
         return with_condition(status, kind, True, Reason.ROLES_READY, "", now=facts.now)
     role = (waiting or missing)[0]
