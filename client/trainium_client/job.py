@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainium_client.views.interruption_report import InterruptionReport
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.views.curve import CurvePoint
-    from trainium_contract.views.job import ArtifactView, JobView
+    from trainium_contract.views.job_view import ArtifactView, JobView
 
 _Result = TypeVar("_Result")
 _MANAGER = "trainium-client"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from trainium_contract.views.curve import CurvePoint
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job_view import JobView
 
 
 class Display(Protocol):

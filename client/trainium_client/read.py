@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from trainium_client.api import Unreadable
 from trainium_client.views.interruption_report import InterruptionReport, explain_interruption
 from trainium_contract.api_server.errors import ClientError
+from trainium_contract.views.advice import advise_retry
 from trainium_contract.views.events import build_event_views
 from trainium_contract.views.interruptions import InterruptionView, read_interruptions
-from trainium_contract.views.job import advise_retry, build_job_view
+from trainium_contract.views.job import build_job_view
 from trainium_contract.views.raw import mapping, objects, text
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import MemberRow, Members, PodRow, build_members, count_workers, parse_pod_table
@@ -24,7 +25,7 @@ from trainium_contract.wire.recorded_membership import (
 
 if TYPE_CHECKING:
     from trainium_client.api import Api, Json
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job_view import JobView
 
 
 _LOG_LINES = 5000

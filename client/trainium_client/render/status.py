@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainium_contract.pages.facts import Fact
     from trainium_contract.views.events import EventView
     from trainium_contract.views.interruptions import InterruptionView
-    from trainium_contract.views.job import JobView, MilestoneView
+    from trainium_contract.views.job_view import JobView, MilestoneView
 
 _EVENT_COUNT = 5
 _BAR_MIN_WIDTH = 60

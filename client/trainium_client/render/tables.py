@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainium_contract.views.checkpoints import CheckpointRow
     from trainium_contract.views.goodput import CostView, GoodputView
     from trainium_contract.views.interruptions import InterruptionView
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job_view import JobView
     from trainium_contract.views.workers import RankRow
 
 _BAR_WIDTH = 20

@@ -21,7 +21,7 @@ from trainium_contract.views.interruptions import describe_loss
 
 if TYPE_CHECKING:
     from trainium_contract.views.goodput import GoodputView
-    from trainium_contract.views.job import JobView, RoleView
+    from trainium_contract.views.job_view import JobView, RoleView
 
 _BAR = 24
 _HANG_DETECTION = {

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from trainium_contract.views.checkpoints import CheckpointRow
     from trainium_contract.views.curve import CurvePoint
     from trainium_contract.views.interruptions import InterruptionView
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job_view import JobView
     from trainium_contract.views.timeline import Timeline
     from trainium_contract.views.workers import Members, PodRow
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainium_contract.views.curve import CurvePoint
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job_view import JobView
 
 _RULES = (
     "dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1.2rem;margin:.4rem 0}", "dt{font-weight:600}",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from trainium_contract.status.results import StepFigures
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job_view import JobView
 
 MAX_POINTS = 1500
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from trainium_contract.views.job import JobView
+    from trainium_contract.views.job_view import JobView
 
 QUIET_SECONDS = 5.0
 """Longest time without a line while a job makes progress."""

@@ -35,7 +35,8 @@ from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.views.events import build_event_views
 from trainium_contract.views.interruptions import read_interruptions
-from trainium_contract.views.job import JobView, build_job_view, cost_view
+from trainium_contract.views.job import build_job_view, cost_view
+from trainium_contract.views.job_view import JobView
 from trainium_contract.views.raw import strip_control_characters
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import Members, build_members, build_rank_rows, count_workers, parse_pod_table

@@ -22,7 +22,8 @@ from trainium_contract.definition.crd import custom_resource_definition
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.pages.formatting import format_duration, format_percent
 from trainium_contract.pages.job_page import JobReport, report_html
-from trainium_contract.views.job import JobView, build_job_view
+from trainium_contract.views.job import build_job_view
+from trainium_contract.views.job_view import JobView
 from trainium_devcluster.demos.view import View
 from trainium_operator.monitoring.metrics import Metrics
 from trainium_simulator.report import format_shares

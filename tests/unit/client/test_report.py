@@ -21,7 +21,8 @@ from trainium_contract.views.checkpoints import CheckpointRow, describe_location
 from trainium_contract.views.curve import MAX_POINTS, read_curve
 from trainium_contract.views.events import build_event_views
 from trainium_contract.views.interruptions import read_interruptions
-from trainium_contract.views.job import ArtifactView, FigureView, MilestoneView, build_job_view
+from trainium_contract.views.job import build_job_view
+from trainium_contract.views.job_view import ArtifactView, FigureView, MilestoneView
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.workers import MemberRow, Members
 

@@ -24,23 +24,19 @@ from trainium_contract.status.conditions import ConditionStatus, ConditionType, 
 from trainium_contract.status.interruptions import PLANNED_RUNGS, Interruption, Rung
 from trainium_contract.status.results import Alert, StepFigures
 from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member, Progress, WorkerPhase
-from trainium_operator.plan.manifests.worker_pod import PRECOMPILE_CONTAINER, compute_template_hash, is_outdated
+from trainium_operator.plan.manifests.worker_pod import compute_template_hash, is_outdated
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
 from trainium_operator.plan.model.conditions import StatusT, find_condition, is_true, with_condition
-from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.model.text import format_names
 from trainium_operator.plan.pods.gang_policy import set_admitted
-from trainium_operator.plan.pods.refused_pods import describe_start_failures
 from trainium_operator.plan.report.checkpoint_health import set_checkpoint_health
 from trainium_operator.plan.report.goodput import update_goodput
+from trainium_operator.plan.report.missing_workers import find_slow_start_times, set_pods_ready
 from trainium_operator.plan.report.run_results import describe_activity, record_results
 from trainium_operator.plan.view.facts import (
     Facts,
     current_heartbeats,
-    describe_creation_refusal,
-    find_creation_blocker,
 )
 from trainium_operator.plan.view.progress import (
     count_total_steps,
@@ -202,12 +198,6 @@ def _is_blocking(state: ConditionStatus, reason: str) -> bool:
 
 
 _ALERTS = frozenset(AlertKind)
-SLOW_INIT_SECONDS = 120.0
-"""A user's init container that runs for longer is reported as the reason why the worker does not start."""
-
-
-UNANSWERED_SECONDS = 30.0
-"""A pod that neither a scheduler nor a kubelet has reported for longer is named."""
 
 
 def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
@@ -216,7 +206,7 @@ def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
         return PolicyResult(status=status)
     status = _set_counts(facts, status)
     status = _set_progress(facts, status)
-    status = _set_pods_ready(facts, status)
+    status = set_pods_ready(facts, status)
     status = set_admitted(facts, status)
     status = _set_running(facts, status)
     status = _set_recovering(facts, status)
@@ -225,16 +215,8 @@ def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     steady_from = find_steady_time(facts)
     if steady_from is not None and not status.start_time:
         requeue_at = (*requeue_at, steady_from)
-    requeue_at = (*requeue_at, *_find_slow_start_times(facts))
+    requeue_at = (*requeue_at, *find_slow_start_times(facts))
     return PolicyResult(status=status.replaced(phase=_derive_phase(facts, status)), requeue_at=requeue_at)
-
-
-def _find_slow_start_times(facts: Facts) -> tuple[float, ...]:
-    """Return when init containers will have run, or pods will have waited for a report, for too long."""
-    pods = [worker.pod for worker in facts.workers.values()]
-    deadlines = [pod.init_since + SLOW_INIT_SECONDS for pod in pods if pod.init_since is not None]
-    deadlines += [pod.created + UNANSWERED_SECONDS for pod in pods if _has_no_report(pod)]
-    return tuple(at for at in deadlines if at > facts.now)
 
 
 def have_members_reported(facts: Facts) -> bool:
@@ -343,107 +325,6 @@ def _newest_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: lis
     return public.CheckpointStatus(
         memory_step=memory_step, durable_step=durable_step, durable_time=durable_time, notice=notice
     )
-
-
-def _set_pods_ready(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    desired = status.desired
-    members = facts.member_uids
-    registered = sum(
-        worker.alive and worker.agent is not None and worker.pod.phase is PodPhase.RUNNING
-        for worker in facts.workers.values()
-        if not worker.finished
-    ) + sum(worker.finished for uid, worker in facts.workers.items() if uid in members)
-    kind = ConditionType.PODS_READY
-    if registered >= desired:
-        message = f"{pluralize(desired, 'worker')} {'is' if desired == 1 else 'are'} registered"
-        return with_condition(status, kind, True, Reason.ALL_READY, message, now=facts.now)
-    reason, explanation = _explain_missing_workers(facts, status)
-    message = (
-        f"{registered} of {pluralize(desired, 'worker')} {'is' if desired == 1 else 'are'} registered. {explanation}"
-    )
-    return with_condition(status, kind, False, reason, message, now=facts.now)
-
-
-def _explain_missing_workers(facts: Facts, status: TrainingJobStatus) -> tuple[Reason, str]:
-    if conflicts := sorted(facts.observed.name_conflicts.items()):
-        return Reason.NAME_TAKEN, conflicts[0][1]
-    if (refusal := describe_creation_refusal(facts)) is not None:
-        return refusal
-    if (blocker := find_creation_blocker(facts)) is not None:
-        return blocker
-    unschedulable = [worker.pod for worker in facts.workers.values() if worker.pod.unschedulable_message]
-    if unschedulable:
-        pods = format_names(tuple(pod.name for pod in unschedulable))
-        return (
-            Reason.UNSCHEDULABLE,
-            f"{pods} cannot be scheduled: {unschedulable[0].unschedulable_message}{_describe_capacity(facts)}",
-        )
-    waiting = [
-        worker.pod
-        for worker in facts.workers.values()
-        if worker.pod.phase in (PodPhase.PENDING, PodPhase.FAILED) and worker.pod.reason
-    ]
-    blocked_pods = [pod for pod in waiting if pod.reason not in STARTING_REASONS]
-    if blocked_pods:
-        pod = blocked_pods[-1]
-        return Reason.WORKER_NOT_STARTING, f"{_pod_location(pod)}: {pod.reason} {pod.message}"
-    if (unanswered := _explain_unanswered_pods(facts)) is not None:
-        return unanswered
-    if (start_failures := describe_start_failures(status, facts.now)) is not None:
-        return Reason.WORKER_NOT_STARTING, start_failures
-    return _explain_init_containers(facts) or (Reason.WAITING_FOR_WORKERS, "")
-
-
-def _explain_unanswered_pods(facts: Facts) -> tuple[Reason, str] | None:
-    """Return which pods no scheduler has looked at, or which kubelet has not reported a pod."""
-    silent = [
-        worker.pod
-        for worker in facts.workers.values()
-        if _has_no_report(worker.pod) and facts.now >= worker.pod.created + UNANSWERED_SECONDS
-    ]
-    if not silent:
-        return None
-    pod = silent[0]
-    names_text = format_names(tuple(each.name for each in silent if each.scheduled == pod.scheduled))
-    if not pod.scheduled:
-        return Reason.UNSCHEDULABLE, (
-            f"no scheduler has looked at {names_text} for {UNANSWERED_SECONDS:.0f} s or more: does the scheduler "
-            f"{pod.scheduler or 'default-scheduler'} (schedulerName of the pod) run in this cluster?"
-        )
-    return Reason.WORKER_NOT_STARTING, f"the kubelet of node {pod.node} has not reported {names_text}: does it run?"
-
-
-def _has_no_report(pod: PodView) -> bool:
-    waits = pod.phase is PodPhase.PENDING and not pod.deleting
-    return waits and not (pod.reason or pod.unschedulable_message or pod.init_container)
-
-
-def _pod_location(pod: PodView) -> str:
-    return f"{pod.name} on node {pod.node}" if pod.node else pod.name
-
-
-def _explain_init_containers(facts: Facts) -> tuple[Reason, str] | None:
-    """Return which init container runs; after `SLOW_INIT_SECONDS` it is a problem, except the operator's."""
-    pending_pods = [
-        worker.pod
-        for worker in facts.workers.values()
-        if worker.pod.init_container and worker.pod.phase is PodPhase.PENDING
-    ]
-    if not pending_pods:
-        return None
-    pod = min(pending_pods, key=lambda pod: (pod.init_since or facts.now, pod.ordinal))
-    seconds = facts.now - (pod.init_since or facts.now)
-    text = f"{_pod_location(pod)}: init container {pod.init_container} is running"
-    if pod.init_container == PRECOMPILE_CONTAINER or seconds < SLOW_INIT_SECONDS:
-        return Reason.WAITING_FOR_WORKERS, text
-    return Reason.WORKER_NOT_STARTING, (
-        f"{text} for more than {SLOW_INIT_SECONDS // 60:.0f} minutes, and the worker waits for it: "
-        f"kubectl logs {pod.name} -c {pod.init_container} -n {facts.job.namespace}"
-    )
-
-
-def _describe_capacity(facts: Facts) -> str:
-    return "".join(feature.describe_capacity(facts) for feature in facts.features)
 
 
 def _set_running(facts: Facts, status: StatusT) -> StatusT:

@@ -20,7 +20,7 @@ from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.text import SENTENCE_LIMIT, format_names, format_sentence
 from trainium_operator.plan.report.events import list_events
-from trainium_operator.plan.report.summary import SLOW_INIT_SECONDS
+from trainium_operator.plan.report.missing_workers import SLOW_INIT_SECONDS
 
 
 def starting_job(*pods: Any, **observed_fields: Any) -> Any:

@@ -10,8 +10,8 @@ from tests.unit.plan.plan_results import make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType
 from trainium_operator.plan.model.observed import PodPhase
+from trainium_operator.plan.report.missing_workers import UNANSWERED_SECONDS
 from trainium_operator.plan.report.reconciled import DELETION_SECONDS
-from trainium_operator.plan.report.summary import UNANSWERED_SECONDS
 
 
 def plan_with_pod(**changes: Any) -> Any:
