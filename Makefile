@@ -140,8 +140,8 @@ parity: setup  ## Loss curves and exported models against transformers, in every
 soak: binaries  ## Real training through all faults of the table for hours, and a search for leaks (ARGS="--rows 1,2 --runs 60")
 	@$(BIN)/python -m benchmarks.faults --leaks --no-document --out out/soak --results out/soak/results $(ARGS)
 
-proof: setup  ## Kills at 200 seeded points of training and checkpoints: docs/recovery-proof.md (ARGS="--uneven", "--tuning --points 10")
-	@$(BIN)/python -m benchmarks.proof --document docs/recovery-proof.md $(ARGS)
+proof: setup  ## Kills at 200 seeded points of training and checkpoints: benchmarks/proof/recovery-proof.md (ARGS="--uneven", "--tuning --points 10")
+	@$(BIN)/python -m benchmarks.proof --document benchmarks/proof/recovery-proof.md $(ARGS)
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all

@@ -78,7 +78,9 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--leaks", action="store_true", help="also look for leaks (development cluster only)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "faults", help="folder for diagnostics")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the results")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "fault-table.md", help="page to write")
+    parser.add_argument(
+        "--document", type=Path, default=ROOT / "benchmarks" / "faults" / "fault-table.md", help="page to write"
+    )
     parser.add_argument("--no-document", dest="document", action="store_const", const=None, help="write no page")
     return parser.parse_args()
 

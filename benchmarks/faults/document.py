@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 INTRODUCTION = """# The fault table
 
-Every fault that needs no accelerator is injected, timed and checked. These commands write the page:
+Every fault that needs no accelerator is injected, timed and checked. These commands write this file:
 
 ```sh
 make faults                       # all rows; ARGS="--rows 1,5 --runs 3" for some, ARGS=--resume for missing runs

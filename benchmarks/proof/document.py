@@ -1,4 +1,4 @@
-"""Summarize the results of a suite by family and point, and write its section of docs/recovery-proof.md."""
+"""Summarize the results of a suite by family and point, and write its section of recovery-proof.md."""
 
 from __future__ import annotations
 

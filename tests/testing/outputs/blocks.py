@@ -7,14 +7,15 @@
 
     <!-- output: end -->
 
-`output only:` omits the command itself. A block stays indented or fenced.
+`output only:` omits the command itself; `output 12:` shows the first 12 lines. A block stays indented or fenced.
 """
 
 import re
 from collections.abc import Callable, Collection
 
 _BLOCK = re.compile(
-    r"^<!-- output(?P<only> only)?: (?P<command>(?!end -->).+?) -->\n(?P<body>.*?)^<!-- output: end -->$",
+    r"^<!-- output(?P<only> only)?(?: (?P<lines>\d+))?: (?P<command>(?!end -->).+?) -->\n(?P<body>.*?)"
+    r"^<!-- output: end -->$",
     re.MULTILINE | re.DOTALL,
 )
 _FENCE = re.compile(r"^```\w*$", re.MULTILINE)
@@ -42,6 +43,8 @@ def update_blocks(page: str, output: Callable[[str], str], *, leave: Collection[
 
 def _block(match: re.Match[str], output: str) -> str:
     lines = output.splitlines()
+    if match["lines"] and len(lines) > int(match["lines"]):
+        lines = [*lines[: int(match["lines"])], "..."]
     if not match["only"]:
         lines = [*_prompt(match["command"]), *lines]
     fence = _FENCE.search(match["body"])

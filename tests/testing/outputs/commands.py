@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -149,14 +148,6 @@ def _simulate_job() -> str:
         return _replay(shlex.split(SIMULATE)[2:])
 
 
-def _support_bundle_files() -> str:
-    """Return the files of the support bundle, as tar lists them."""
-    with tempfile.TemporaryDirectory() as folder:
-        archive = f"{folder}/bundle.tar.gz"
-        _replay(["support-bundle", "llama", "-n", "team", "-f", archive])
-        return subprocess.run(["tar", "-tzf", archive], capture_output=True, text=True, check=True).stdout
-
-
 def _ui() -> str:
     """Return the output of `ui` with a fixed port and secret."""
     with mock.patch.object(UiServer, "serve_forever"):
@@ -211,7 +202,6 @@ _BUILT: dict[str, Callable[[], str]] = {
     "kubectl get trn": _kubectl_get_of_demo,
     "kubectl trn watch llama -n team": _watch_screen,
     SIMULATE: _simulate_job,
-    "tar -tzf llama-support-*.tar.gz": _support_bundle_files,
     "kubectl trn ui llama -n team": _ui,
     "trainium-devcluster up --nodes 5": _devcluster_up,
     "kubectl trn import mingpt.yaml --instance-type trn1.32xlarge": _import_mingpt,

@@ -260,7 +260,7 @@ def test_each_suite_replaces_only_its_section_of_the_page() -> None:
             page = replace_section(page, part, suite)
         pages.add(page)
     assert len(pages) == 1
-    known = (ROOT / "docs/recovery-proof.md").read_text()
+    known = (ROOT / "benchmarks/proof/recovery-proof.md").read_text()
     renewed = replace_section(known, tuning, TUNING)
     assert renewed.startswith(known.partition("## Fine-tuning")[0].strip())
     assert replace_section(renewed, tuning, TUNING) == renewed
