@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -96,4 +97,5 @@ if __name__ == "__main__":
     server = ThreadingHTTPServer(address, Handler)
     sys.stdout.write(f"serves at port {server.server_address[1]}\n")
     sys.stdout.flush()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # process 1 of a container ignores it otherwise
     server.serve_forever()
