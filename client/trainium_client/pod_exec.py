@@ -7,6 +7,7 @@ once.
 from __future__ import annotations
 
 import json
+import ssl
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from trainium_contract.api_server.errors import ClientError, ForbiddenError, Not
 from trainium_contract.views.curve import read_curve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from trainium_client.api import Api
     from trainium_contract.views.curve import CurvePoint
@@ -48,21 +49,16 @@ def run_in_pod(
 
     Raises ClientError if the program cannot be run, or exits with a code that is not accepted.
     """
-    # Imported here: few commands run programs in workers.
-    import websocket  # noqa: PLC0415 - as above
-    from kubernetes.stream import ws_client  # noqa: PLC0415 - as above
+    import websocket  # noqa: PLC0415 - few commands run programs in workers
 
     client: Any = websocket
     connection = api.connection
-    if connection.access.impersonation:
-        # `kubernetes.stream` drops these headers, so the program would run with other rights.
-        raise ClientError(f"cannot run a program in {pod} as another user: use a kubeconfig without 'as'")
     query = [("command", part) for part in command]
     query += [("container", "worker"), ("stdout", "true"), ("stderr", "true")]
     path = f"/api/v1/namespaces/{api.namespace}/pods/{quote(pod)}/exec"
     url, headers = connection.serialize("GET", path, query, **{"sec-websocket-protocol": _PROTOCOL})
     try:
-        socket = ws_client.create_websocket(connection.access.configuration, ws_client.get_websocket_url(url), headers)
+        socket = _open_websocket(connection.access.configuration, url, headers.items())
         socket.settimeout(timeout_seconds)
     except client.WebSocketBadStatusException as error:
         raise _describe_refusal(error.status_code, api.namespace, pod) from error
@@ -110,6 +106,26 @@ def parse_json_lines(output: ExecOutput) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def _open_websocket(configuration: Any, url: str, headers: Iterable[tuple[str, str]]) -> Any:
+    """Open a WebSocket with all headers; `kubernetes.stream` drops those of an impersonated user."""
+    import websocket  # noqa: PLC0415 - as above
+    from kubernetes.stream import ws_client  # noqa: PLC0415 - as above
+
+    options = {
+        "cert_reqs": ssl.CERT_REQUIRED if configuration.verify_ssl else ssl.CERT_NONE,
+        "check_hostname": configuration.verify_ssl and configuration.assert_hostname is not False,
+        "ca_certs": configuration.ssl_ca_cert,
+        "certfile": configuration.cert_file,
+        "keyfile": configuration.key_file,
+        "server_hostname": configuration.tls_server_name,
+    }
+    header = [f"{name}: {value}" for name, value in headers]
+    proxy = ws_client.websocket_proxycare({}, configuration, url, None)
+    socket: Any = websocket.WebSocket(sslopt={name: value for name, value in options.items() if value is not None})
+    socket.connect(ws_client.get_websocket_url(url), header=header, **proxy)
+    return socket
 
 
 def _read_output(socket: Any, client: Any, pod: str, accepted_codes: tuple[int, ...]) -> ExecOutput:

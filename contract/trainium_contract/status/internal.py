@@ -169,8 +169,9 @@ def pack_internal(status: StatusModel) -> dict[str, Any]:
         part = given.get(place, {}) if place else given
         if name in part:
             (internal.setdefault(place, {}) if place else internal)[name] = part[name]
-    conditions = {"conditions": stored.pop("conditions")}  # a metav1.Condition has its message even if it is empty
-    stored = _drop_empty(stored) | conditions
+    # A metav1.Condition has its message even if it is empty; no changes since a failure differ from unknown ones.
+    complete = {name: stored.pop(name) for name in ("conditions", "failedSpec") if name in stored}
+    stored = _drop_empty(stored) | complete
     return {**stored, INTERNAL_KEY: json.dumps(internal, separators=(",", ":"))} if internal else stored
 
 

@@ -38,7 +38,12 @@ def _send(client: socket.socket, frames: tuple[tuple[int, bytes], ...], status: 
 
 
 @contextlib.contextmanager
-def worker(*frames: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -> Iterator[Api]:
+def worker(
+    *frames: tuple[int, bytes],
+    status: Any = SUCCESS,
+    code: int = 101,
+    impersonation: tuple[tuple[str, str], ...] = (),
+) -> Iterator[Api]:
     """Serve one exec request whose program writes these (channel, data) frames."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -52,6 +57,7 @@ def worker(*frames: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -
                 client.sendall(b"HTTP/1.1 %d No\r\nContent-Length: 0\r\n\r\n" % code)
                 return
             assert b"command=cat&command=/etc/hosts" in head
+            assert all(f"{name}: {value}\r\n".encode() in head for name, value in impersonation)
             fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
             accept = base64.b64encode(hashlib.sha1(fields[b"Sec-WebSocket-Key"] + _MAGIC).digest())
             client.sendall(
@@ -65,7 +71,8 @@ def worker(*frames: tuple[int, bytes], status: Any = SUCCESS, code: int = 101) -
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield Api(Connection(Access(Configuration(f"http://127.0.0.1:{listener.getsockname()[1]}"))), "team")
+        configuration = Configuration(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield Api(Connection(Access(configuration, impersonation=impersonation)), "team")
     finally:
         thread.join()
         listener.close()
@@ -77,6 +84,12 @@ def test_output_is_separated_by_channel() -> None:
 
     assert output.error == b"warning"
     assert parse_json_lines(output) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_program_runs_as_the_user_of_the_kubeconfig() -> None:
+    user = (("Impersonate-User", "eve"), ("Impersonate-Group", "a"), ("Impersonate-Group", "b"))
+    with worker((1, b"[]"), impersonation=user) as api:
+        assert run_in_pod(api, "w-0", ("cat", "/etc/hosts")).out == b"[]"
 
 
 def test_a_failed_program_raises_its_last_line_unless_its_code_is_accepted() -> None:

@@ -10,6 +10,7 @@ import pytest
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType
+from trainium_contract.status.failed_spec import FailedSpecStatus
 from trainium_contract.status.internal import (
     INTERNAL_KEY,
     FailureRecord,
@@ -82,6 +83,8 @@ def test_fields_without_a_value_are_not_stored() -> None:
     stored = pack_internal(status)
     assert not {"verdict", "artifacts", "history", "compiled", "hangDetection"} & stored.keys()
     assert stored["conditions"][0]["message"] == "", "as in a metav1.Condition"
+    failed = pack_internal(TrainingJobStatus(failed_spec=FailedSpecStatus(changes=())))
+    assert failed["failedSpec"]["changes"] == [], "no changes are not unknown ones"
     assert stored["replicas"] == 0, "the scale subresource and the columns read it"
     assert TrainingJobStatus.model_validate(unpack_internal(stored)) == status
 
