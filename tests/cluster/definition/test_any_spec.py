@@ -63,7 +63,7 @@ def test_a_job_that_usual_parsers_reject_is_accepted_and_parsed(
     template = '{"a":' * 9_000 + "1" + "}" * 9_000
     spec = json.dumps(SPEC).replace('"workers": {', f'"workers": {{"template": {template}, ', 1)
     job = f'{{"apiVersion":"trainium.dev/v1alpha1","kind":"TrainingJob","metadata":{{"name":"deep"}},"spec":{spec}}}'
-    answer = connection.request("POST", path, body=job.encode())
+    answer = connection.request("POST", path, body=job.encode(), content_type="application/yaml")
 
     assert answer.status == 201, answer.body[:500]
     with pytest.raises(RecursionError):

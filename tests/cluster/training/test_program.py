@@ -121,6 +121,27 @@ def test_a_program_completes_after_a_killed_process_and_a_lost_node(operator: Sh
     assert conditions["ProgressReported"]["status"] == "True"
 
 
+def test_steps_that_a_program_makes_after_an_ignored_suspension_are_counted_as_lost(
+    operator: SharedCluster, namespace: str
+) -> None:
+    job = ProgramJob(operator, namespace, "program", "{}")
+    folder = f"/checkpoints/{namespace}/{job.name}"
+    program = {"command": ["sh", "-c", f"trap '' TERM; {SCRIPT}", "count", folder]}
+    job.change = json.dumps({"program": program, "recovery": {"gracePeriodSeconds": 6}})
+    job.apply()
+    job.until("steps", lambda status: step_of(status) >= 3)
+    job.suspend()
+    job.until_phase("Suspended")
+    job.suspend(yes=False)
+    status = job.until("steps after it", lambda status: status["history"][-1].get("stepsLost") is not None, seconds=120)
+    (entry,) = status["history"]
+    assert (entry["rung"], entry["resumeStep"]) == ("Suspend", entry["stepBefore"] // 10 * 10), entry
+    assert entry["stepsLost"] == entry["stepBefore"] % 10
+    assert entry["stepBefore"] > 6, "its ranks trained on for the grace period"
+    assert "did not end in the grace period after SIGTERM" in entry["message"]
+    assert status["restarts"]["total"] == 0
+
+
 @pytest.mark.long
 def test_a_lost_node_and_the_ranks_that_miss_it_are_one_interruption(operator: SharedCluster, namespace: str) -> None:
     job = ddp_job(operator, namespace)

@@ -299,6 +299,10 @@ def test_steps_that_a_program_makes_after_an_ignored_suspension_are_lost_and_exp
     )
     spec = build.program_spec(workers={"replicas": 2}, suspend=True)
     observed = build.running_job(2, job_spec=spec, status={"progress": ProgressStatus(step=79)}, agents=killed)
+    asked = build.agents(range(2), WorkerPhase.TRAINING, progress=Progress(step=79, updated=NOW - 20), generation=1)
+    requested = make_plan(build.with_agents(observed, asked)).status
+    assert (requested.membership.size, requested.history) == (0, ())
+    observed = build.with_status(observed, requested)
     released = make_plan(observed)
     assert (released.newest_entry.rung, released.newest_entry.step_before) == (Rung.SUSPEND, 279)
     assert "did not end in the grace period after SIGTERM and were killed" in released.newest_entry.message

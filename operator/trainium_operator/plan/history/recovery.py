@@ -8,7 +8,7 @@ that reports no steps it ends when the processes of all members run again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
@@ -16,6 +16,7 @@ from trainium_contract.status.interruptions import PLANNED_RUNGS, Interruption, 
 from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
 from trainium_operator.plan.history.interruptions import NewInterruption, open_interruption, replace_entry
 from trainium_operator.plan.model.text import format_sentence
+from trainium_operator.plan.view.facts import current_heartbeats
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
 from trainium_operator.plan.view.progress import (
     find_last_step,
@@ -149,10 +150,15 @@ def close_abandoned(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
 def release_generation(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     """Close every open interruption, and record the last step of ranks that ignored the request to save and leave."""
     status = close_abandoned(facts, status)
-    current = facts.current
-    if current is None or not _was_killed(facts, current.generation):
+    released = facts.observed.membership
+    if released is None:
         return status
-    if not status.history or status.history[-1].rung is not Rung.SUSPEND:
+    # The status gives the generation up at once, while its agents report until their pods end.
+    facts = replace(facts, current=released, heartbeats=current_heartbeats(facts.observed, released))
+    if not _was_killed(facts, released.generation):
+        return status
+    newest = status.history[-1] if status.history else None
+    if newest is None or (newest.rung, newest.generation) != (Rung.SUSPEND, released.generation):
         new = NewInterruption(
             cause=Cause.RESIZE,
             rung=Rung.SUSPEND,

@@ -87,6 +87,7 @@ async def test_only_listed_namespaces_are_read() -> None:
 async def test_a_forbidden_namespace_is_served_once_it_can_be_read() -> None:
     async with scenario(missing=("blue",)) as (cluster, rights, process, workers):
         await until(reports_steps(workers, "red-job"), 60, "red trains")
+        await process.runtime.token_verifier.refresh()
         assert process.runtime.ready_problem() == ""
         assert process.runtime.caches.namespaces.counts() == {
             ListState.LISTED: 1,
