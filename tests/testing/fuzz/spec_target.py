@@ -49,13 +49,14 @@ class SpecTarget:
         spec = recorded_object("job")["spec"]
         fields = example(schema)
         program = _consistent_program(fields.pop("program"))
+        roles = _consistent_roles(fields.pop("roles"))
         full = _consistent_spec(fields)
         sections = [{"spec": {**spec, key: value}} for key, value in full.items() if isinstance(value, dict)]
         return [
             {"spec": {}},
             {"spec": spec, "status": recorded_object("job")["status"]},
             {"spec": full, "again": True},
-            {"spec": {"workers": full["workers"], "recovery": full["recovery"], "program": program}},
+            {"spec": {"workers": full["workers"], "recovery": full["recovery"], "program": program, "roles": roles}},
             *sections,
             *_EXAMPLES,
         ]
@@ -171,6 +172,13 @@ def _consistent_spec(spec: Json) -> Json:
     spec["suspend"] = False
     spec.pop("managedBy", None)
     return _with_effect(spec)
+
+
+def _consistent_roles(roles: list[Json]) -> list[Json]:
+    """Return the roles without the fields that only workers have."""
+    for role in roles:
+        role["accelerator"].pop("claim", None)
+    return roles
 
 
 def _with_effect(spec: Json) -> Json:

@@ -46,13 +46,14 @@ def test_a_seed_has_every_field_of_the_definition() -> None:
     stored = pack_internal(TrainingJobStatus.model_validate(status))
     without_value = {"checkpoint", "compiled"}  # all that the example gives them is empty
     assert stored.keys() | without_value == object_schema()["properties"]["status"]["properties"].keys()
-    left_out = {"path", "weights", "s3", "persistentVolumeClaim", "managedBy", "adapter", "program"}
+    left_out = {"path", "weights", "s3", "persistentVolumeClaim", "managedBy", "adapter", "program", "roles"}
     sections = object_schema()["properties"]["spec"]["properties"]
     assert sections.keys() - full.keys() <= left_out
     assert sections["trainer"]["properties"].keys() == full["trainer"].keys()
     (program_job,) = [case["spec"] for case in SpecTarget().seeds() if "program" in case.get("spec", {})]
     TrainingJobSpec.model_validate(program_job)
     assert sections["program"]["properties"].keys() == program_job["program"].keys()
+    assert sections["roles"]["items"]["properties"].keys() == program_job["roles"][0].keys()
 
 
 def test_the_edges_of_a_field_are_its_bounds_and_enum_values() -> None:

@@ -113,7 +113,9 @@ ALLOWED = {
     # These are no waits of tests: polls in a pod, lifetimes of servers, waits under test.
     "tests/cluster/node/test_node_network.py": 1,
     "tests/wire/cluster/execute/test_optional_writes.py": 1,
+    "tests/wire/cluster/test_like_kubectl.py": 6,
     "tests/wire/cluster/test_operator_lease.py": 1,
+    "tests/wire/cluster/test_operator_transport.py": 1,
     "tests/wire/agent/coordinator_server.py": 1,
     "tests/wire/operator/test_operator_stored_json.py": 1,
     "tests/testing/api/fake_http.py": 1,

@@ -309,7 +309,7 @@ def test_a_rendezvous_completes_without_notifications(agents: GenerationAgents) 
     handler._watcher = StateWatcher(agents.membership, lambda _: None, lambda: None)  # never started
     thread, results = agents.join(handler)
     agents.until(lambda: agents.store.has(agents.store.key(0, "joined", 1)))
-    agents.store.set(agents.store.key(0, "port"), "29500")
+    agents.store.set(agents.store.key(0, "port"), "29500 0")
     agents.store.set(agents.store.key(0, "go"))
     thread.join(5)
     assert len(results) == 1

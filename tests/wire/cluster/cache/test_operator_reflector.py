@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.testing.api.fake_kubernetes import FakeCluster, http_error
+from tests.testing.suite.timeouts import scaled
 from tests.testing.suite.virtual_time import in_virtual_time, run_pending_tasks
 from trainium_contract.api_server.errors import StateRestoredError
 from trainium_operator.cluster.api.client import PAGE, Api
@@ -167,7 +168,7 @@ async def test_a_server_that_is_at_an_older_version_than_before_is_noticed(outag
     cluster.restore(backup, version)
     cluster.down = False
     with pytest.raises(ExceptionGroup) as raised:
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, scaled(20))
     assert raised.group_contains(StateRestoredError, match="restore of etcd")
 
 
