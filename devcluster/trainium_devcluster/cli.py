@@ -180,7 +180,7 @@ def main() -> None:
     """Run the command line; an error is one line."""
     try:
         code = app(prog_name=_NAME, standalone_mode=False)
-    except ClientError as error:
+    except (ClientError, ClusterError) as error:
         code = _fail(str(error))
     except typer.Abort:
         code = 130

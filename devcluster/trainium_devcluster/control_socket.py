@@ -85,7 +85,7 @@ async def _respond(line: bytes, handle: Callable[[Json], Awaitable[Json]]) -> Js
         if not isinstance(message, dict):
             return {"ok": False, "error": "A request is a JSON object with the key op."}
         return {"ok": True, **await handle(message)}
-    except (ClientError, OSError) as error:
+    except (ClientError, ClusterError, OSError) as error:
         return {"ok": False, "error": str(error)}
     except (KeyError, TypeError, ValueError) as error:
         return {"ok": False, "error": f"The request is malformed: {error!r}."}

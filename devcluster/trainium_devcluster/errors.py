@@ -6,8 +6,9 @@ non-zero code.
 
 from __future__ import annotations
 
-from trainium_contract.api_server.errors import ClientError
 
+class ClusterError(Exception):
+    """A request to the development cluster failed; the message has the reason and the remedy.
 
-class ClusterError(ClientError):
-    """A request to the development cluster failed; the message has the reason and the remedy."""
+    The standard library suffices for it, because `scripts/setup.sh` builds programs before any package is installed.
+    """

@@ -130,7 +130,7 @@ class ClusterSupervisor:
             phase("scheduler")
             await self._until(self._has_default_account, "The controller manager created no default ServiceAccount")
             phase("ready")
-        except (ClientError, OSError) as error:
+        except (ClientError, ClusterError, OSError) as error:
             logger.exception("start failed")
             self._failure = str(error)
         finally:

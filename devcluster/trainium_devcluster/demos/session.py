@@ -16,6 +16,7 @@ from trainium_contract.api_server.errors import ClientError
 from trainium_devcluster.cluster import Cluster, node_specs, system_node
 from trainium_devcluster.demos.jobs import NAMESPACE
 from trainium_devcluster.demos.view import View
+from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ class DemoSession:
         try:
             with self.view:
                 outcome = work(self)
-        except ClientError as error:
+        except (ClientError, ClusterError) as error:
             self.console.print(f"{self.title}: {error}", style="red", markup=False)
             raise typer.Exit(1) from None
         for table in outcome.tables:

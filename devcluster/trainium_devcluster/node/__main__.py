@@ -29,11 +29,12 @@ def main() -> int:
     import asyncio  # noqa: PLC0415 - after the fork, see above
 
     from trainium_contract.api_server.errors import ClientError  # noqa: PLC0415
+    from trainium_devcluster.errors import ClusterError  # noqa: PLC0415
     from trainium_devcluster.node import runtime  # noqa: PLC0415
 
     try:
         asyncio.run(runtime.run(options, isolation_mode, launcher_socket))
-    except (ClientError, ValueError, OSError) as error:
+    except (ClientError, ClusterError, ValueError, OSError) as error:
         logging.getLogger(__name__).error("the node cannot run: %s", error)  # noqa: TRY400 - the sentence is enough
         return 1
     return 0
