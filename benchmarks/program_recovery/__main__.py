@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SILENT_SECONDS = 60.0
-"""How long a peer may do nothing after a node is lost."""
+"""Seconds after the loss of a node in which a peer may do nothing."""
 _EPOCHS = 2
 _SAMPLES = 3200
 """Samples that `recorded_sft.py` creates; it can be imported only where TRL is installed."""
@@ -47,7 +47,7 @@ _STEPS_OF_EPOCH = 200
 _STEPS_BETWEEN = 10
 _WAIT_SECONDS = 150.0
 _REJOIN_SECONDS = 60.0
-"""How long a launcher may take to use all nodes again before the next resize."""
+"""Seconds that a launcher has to use all nodes again before the next resize."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class ProgressRecord:
     stage: str = TRAIN
     """The stage of the run: `Train`, or one before or after the steps."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What was measured in the newest step, by name; rates are those of the whole job over the newest steps."""
+    """Figures of the newest step by name; rates are those of the whole job over the newest steps."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "ES256", "ES384", "ES512"})
 REFRESH_SECONDS = 300.0
 PAUSE_SECONDS = 10.0
 LEEWAY_SECONDS = 60.0
-"""Of the operator's clock; the API server allows as much."""
+"""Error of the operator's clock that is accepted; the API server accepts as much."""
 _CLAIMS = ("iss", "aud", "exp", "iat", "sub")
 
 

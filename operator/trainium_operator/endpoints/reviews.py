@@ -91,7 +91,7 @@ class ReviewCache(Generic[T]):
         self._wall_clock = wall_clock
         self._accepted: BoundedDict[bytes, _AcceptedReview[T]] = BoundedDict(REMEMBERED)
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """Of the requests that wait for a review, so that all of them get one answer."""
+        """Locks of the requests that wait for a review, so that all of them get one answer."""
 
     async def get(
         self,

@@ -45,7 +45,7 @@ class Version:
     session: str
     """The processes that wrote it: two sessions may have reached one step with different states."""
     details: str = field(default="", compare=False)
-    """What else its writer records of the state."""
+    """Further facts of the state, recorded by its writer."""
 
 
 @dataclass(frozen=True, order=True)
@@ -56,7 +56,7 @@ class Part:
     name: str
     """The part of the state; ranks that hold the same part share a name."""
     layout: str
-    """How its writer lays out the payload."""
+    """Layout of the payload, defined by its writer."""
     payload_bytes: int
     checksum: str = ""
 
