@@ -519,6 +519,27 @@ def test_the_calls_of_tools_and_the_answer_after_them_are_learned(tmp_path: Path
     assert learned == f"{call}{opened}\n</think>\n\nthe third<|im_end|>"
 
 
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+COMPARED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m['content'] is none %}{{ m.tool_calls | tojson }}"
+    "{% else %}{{ '' + m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
+
+def test_a_content_of_null_is_left_out_as_by_transformers(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", chat=PLAIN).parent
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(TOOL_CALL, tokenize=False)
+    ((text, learned),) = decode(open_encoded(chat_config(tmp_path, [{"messages": TOOL_CALL}], PLAIN)))
+    assert text == expected
+    assert "None" not in learned
+
+
+def test_a_template_that_compares_a_content_with_null_gets_null(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    ((_, learned),) = decode(open_encoded(chat_config(tmp_path, [{"messages": TOOL_CALL}], COMPARED)))
+    assert '"name": "rank"' in learned
+
+
 @pytest.mark.parametrize("form", ["settings", "files"])
 def test_records_with_tools_use_the_template_for_them(tmp_path: Path, form: str) -> None:
     named = {"default": CHAT, "tool_use": TOOLS}

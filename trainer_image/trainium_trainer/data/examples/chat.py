@@ -111,7 +111,7 @@ class ChatFormat(RecordFormat):
             )
             raise BadRecordError(f"{problem}, so there is nothing to learn: add its answer")
         if any(
-            not (messages[number]["content"] or "").strip() and not messages[number].get("tool_calls")
+            not messages[number].get("content", "").strip() and not messages[number].get("tool_calls")
             for number in learned
         ):
             raise BadRecordError("the answer is empty: give the assistant's message a content")
@@ -135,7 +135,7 @@ class ChatFormat(RecordFormat):
 
     def _find_unused_reasoning(self, message: Mapping[str, Any], text: str) -> tuple[str, ...]:
         """Name the reasoning before an answer that the template leaves out."""
-        before, end, _ = (message["content"] or "").partition(END_OF_REASONING)
+        before, end, _ = message.get("content", "").partition(END_OF_REASONING)
         if end and before.rpartition(START_OF_REASONING)[2].strip() not in text:
             return (f"{self.field}[].content before {END_OF_REASONING}",)
         return ()
@@ -180,7 +180,7 @@ class ChatFormat(RecordFormat):
         return [self._message(message) for message in messages]
 
     def _message(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message as input of the template: the content is a text or null, and no other value is null."""
+        """Return a message as input of the template: the content is a text, and no value is null."""
         message: dict[str, Any] = without_nulls(fields) | {"role": fields["role"]}
         reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
         if reasoning is not None:
@@ -199,7 +199,7 @@ class ChatFormat(RecordFormat):
                 f"the content of the {message['role']}'s message is neither text nor a list of parts with `type` and "
                 "`text`: write it as text"
             )
-        return message | {"content": content}
+        return message if content is None else message | {"content": content}
 
     def _conversation(self, messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
         """Return messages and tools for the template. Raises BadRecordError."""
@@ -224,15 +224,15 @@ class ChatFormat(RecordFormat):
         chosen = self._chosen.for_tools(tools)
         if chosen is None:
             raise BadRecordError(f"has no tools, but {self._where} is only for conversations with tools")
+        variables = self._variables | {_MARKS: marks}
+        inputs = {"tools": tools, "documents": None, "add_generation_prompt": prompt}
         try:
-            text: str = self._compiled[chosen].render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self._variables | {_MARKS: marks},
-            )
+            text: str = self._compiled[chosen].render(messages=messages, **inputs, **variables)
         except Exception as error:  # a user's template may raise anything
+            if any("content" not in message for message in messages):
+                # transformers leaves null values out; some templates compare the content of tool calls with null.
+                nulls = [{"content": None, **message} for message in messages]
+                return self.render(nulls, tools, marks, prompt=prompt)
             raise BadRecordError(f"the chat template refuses the messages ({_reason(error, self._where)}") from error
         return text
 

@@ -151,7 +151,7 @@ class Conversation:
         header = text[: count_common(around[0], text)] if around else ""
         if not (prompt or "").endswith(" "):  # a blank after the header belongs to the first token of the answer
             header = header.rstrip(" ")
-        question = self.messages[number - 1]["content"] if number else None
+        question = self.messages[number - 1].get("content") if number else None
         question = self.marks.resolve(question).text.strip() if isinstance(question, str) else ""
         if around is None or question not in header:
             return -1
