@@ -22,7 +22,7 @@ from trainium_contract.base import DERIVED, MATCHING
 from trainium_contract.definition.accelerator_rules import ACCELERATOR_RULES
 from trainium_contract.definition.cel import Rule
 from trainium_contract.definition.program_rules import PROGRAM_RULES
-from trainium_contract.definition.role_rules import ROLE_RULES, describe_template_schema
+from trainium_contract.definition.role_rules import ROLE_RULES, describe_other_names, describe_template_schema
 from trainium_contract.definition.rules import (
     BY_CAUSE_RULES,
     RECOVERY_RULE_RULES,
@@ -134,6 +134,7 @@ def object_schema() -> dict[str, Any]:
     role = spec["properties"]["roles"]["items"]
     _attach_rules(role, ROLE_RULES)
     role["properties"]["template"]["properties"] = describe_template_schema()
+    role["properties"] |= describe_other_names()
     _attach_rules(spec["properties"]["checkpoint"]["properties"]["storage"], STORAGE_RULES)
     # Users set a size of 0 to stop a job: a rule explains how, and rules do not run after a schema error.
     del spec["properties"]["workers"]["properties"]["replicas"]["minimum"]

@@ -54,6 +54,10 @@ ROLE_RULES: tuple[Rule, ...] = (
         ".accelerator",
         reason=RefusalReason.FORBIDDEN,
     ),
+    *(
+        Rule(f"!has(self.{name})", sentence, f".{name}", reason=RefusalReason.FORBIDDEN)
+        for name, sentence in roles.OTHER_NAMES.items()
+    ),
 )
 """Rules of one entry of `spec.roles`."""
 
@@ -98,6 +102,13 @@ def role_port_rule(job_not_running: str, suffix: str) -> Rule:
         ".spec.roles",
         reason=RefusalReason.FORBIDDEN,
     )
+
+
+def describe_other_names() -> dict[str, Any]:
+    """Return the properties that a rule refuses with the right name; an unknown field has no sentence of its own."""
+    return {
+        name: _field("string", f"Refused: {sentence}.", maxLength=64) for name, sentence in roles.OTHER_NAMES.items()
+    }
 
 
 def describe_template_schema() -> dict[str, Any]:

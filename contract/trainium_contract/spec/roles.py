@@ -32,6 +32,11 @@ BEFORE_NEEDS_MIN_READY = (
     "startupPolicy BeforeWorkers needs minReady of at least 1: give the number of ready pods after which the workers "
     "start, or set startupPolicy to WithWorkers"
 )
+OTHER_NAMES = {
+    "startBefore": "startBefore is not a field: set startupPolicy to BeforeWorkers or WithWorkers",
+    "restart": "restart is not a field: set restartPolicy to Always, or leave it out",
+}
+"""Fields that users expect, and the sentence that names the right one."""
 CLAIM_NOT_FOR_ROLES = (
     "accelerator.claim is for workers: leave it out, and the device plugin allocates the devices of a role"
 )
@@ -88,6 +93,13 @@ class RoleSpec(ContractModel):
     """Start of the role relative to the workers."""
     restart_policy: RoleRestartPolicy = RoleRestartPolicy.ALWAYS
     """Reaction to the end of a pod; never that of the training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and (name := next((each for each in OTHER_NAMES if each in fields), "")):
+            raise ValueError(f"role {fields.get('name', '')}: {OTHER_NAMES[name]}")
+        return fields
 
     @model_validator(mode="after")
     def _check(self) -> Self:

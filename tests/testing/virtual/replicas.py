@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
-from tests.testing.api.fake_kubernetes import FakeCluster
+from tests.testing.api.fake_kubernetes import FakeCluster, http_error
 from tests.testing.virtual.fake_workers import Workers
 from tests.testing.virtual.operator_process import OperatorProcess, training_job, until, wall_clock
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.internal import unpack_internal
 from trainium_contract.wire.recorded_membership import parse_refused_status
+from trainium_contract.wire.worker_env import LABEL_ROLE
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, NODES, PODS
 from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.settings import Settings
@@ -52,6 +53,26 @@ class WorkerCluster:
     def event_messages(self) -> list[str]:
         """Return the texts of all events."""
         return [raw["message"] for key, raw in self.cluster.objects.items() if key[0] == EVENTS.plural]
+
+    def role_pods(self, role: str) -> list[str]:
+        """Return the names of the pods with this label."""
+        pods = ((name, self.cluster.get(PODS, "default", name)) for name in self.cluster.names(PODS))
+        return [name for name, raw in pods if raw["metadata"]["labels"][LABEL_ROLE] == role]
+
+    @contextlib.contextmanager
+    def refused_pods(self, role: str, message: str) -> Iterator[None]:
+        """Refuse to create pods with this label, within the context."""
+        create = self.cluster._create
+
+        def create_or_refuse(resource: Any, namespace: str, body: dict[str, Any]) -> Any:
+            is_refused = resource == PODS and body["metadata"]["labels"].get(LABEL_ROLE) == role
+            return http_error(403, "Forbidden", message) if is_refused else create(resource, namespace, body)
+
+        self.cluster._create = create_or_refuse  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.cluster._create = create  # type: ignore[method-assign]
 
     async def wait_for_steps(self, steps: int = 5, seconds: float = 120, job: str = "llama") -> None:
         """Wait for at least this many new steps."""
@@ -219,3 +240,29 @@ async def run_deployment(
         agents.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await agents
+
+
+class Kubelet(Protocol):
+    """Runs pods that are no workers."""
+
+    def __init__(self, env: OperatorDeployment) -> None: ...
+
+    async def run(self) -> None:
+        """Run until it is cancelled."""
+
+
+RunningKubelet = TypeVar("RunningKubelet", bound=Kubelet)
+
+
+@asynccontextmanager
+async def run_with_kubelet(
+    kubelet: type[RunningKubelet], job: dict[str, Any], **options: Any
+) -> AsyncIterator[tuple[OperatorDeployment, RunningKubelet]]:
+    """Start a cluster with a job and a kubelet for its other pods; wait for no step."""
+    async with run_deployment(job=job, start=False, **options) as env:
+        running = kubelet(env)
+        task = asyncio.create_task(running.run())
+        try:
+            yield env, running
+        finally:
+            task.cancel()

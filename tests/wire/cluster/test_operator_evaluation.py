@@ -1,20 +1,18 @@
 """Evaluation pods of milestones: the operator killed after each write, refused pods, foreign pods."""
 
 import asyncio
-import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 
-from tests.testing.api.fake_kubernetes import http_error
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.fake_workers import end_worker
 from tests.testing.virtual.operator_process import training_job, until
-from tests.testing.virtual.replicas import OperatorDeployment, check_each_kill_point, run_deployment
-from trainium_contract.wire.worker_env import LABEL_ROLE, ROLE_EVALUATION
+from tests.testing.virtual.replicas import OperatorDeployment, check_each_kill_point, run_with_kubelet
+from trainium_contract.wire.worker_env import ROLE_EVALUATION
 from trainium_operator.cluster.api.resources import JOBS, PODS
 from trainium_operator.plan.model.names import ANNOTATION_EVALUATES
 
@@ -60,15 +58,8 @@ def _with_message(raw: dict[str, Any], text: str) -> None:
     raw["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = text
 
 
-@contextlib.asynccontextmanager
-async def run_evaluations(**options: Any) -> AsyncIterator[tuple[OperatorDeployment, Kubelet]]:
-    async with run_deployment(job=job_with_milestones(), start=False, **options) as env:
-        kubelet = Kubelet(env)
-        task = asyncio.create_task(kubelet.run())
-        try:
-            yield env, kubelet
-        finally:
-            task.cancel()
+def run_evaluations(replicas: int) -> AbstractAsyncContextManager[tuple[OperatorDeployment, Kubelet]]:
+    return run_with_kubelet(Kubelet, job_with_milestones(), replicas=replicas)
 
 
 def is_evaluated(env: OperatorDeployment) -> bool:
@@ -104,22 +95,13 @@ def test_each_model_is_measured_once_after_each_death_of_the_operator(stride: in
 @in_virtual_time
 async def test_a_refused_evaluation_pod_does_not_stop_training() -> None:
     async with run_evaluations(replicas=1) as (env, _):
-        create = env.cluster._create
-        quota_error = http_error(403, "Forbidden", "exceeded quota: evaluations")
-        refuse_evaluation_pods = True
-
-        def create_or_refuse(resource: Any, namespace: str, body: dict[str, Any]) -> Any:
-            is_evaluation_pod = body.get("metadata", {}).get("labels", {}).get(LABEL_ROLE) == ROLE_EVALUATION
-            return quota_error if refuse_evaluation_pods and is_evaluation_pod else create(resource, namespace, body)
-
-        env.cluster._create = create_or_refuse  # type: ignore[method-assign]
-        await env.wait_until_running()
-        killed_pod = env.cluster.names(PODS)[0]
-        env.workers.kill_pod(killed_pod)
-        await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
-        await env.wait_until_running()
-        assert "exceeded quota: evaluations" in env.status()["evaluations"][0]["message"]
-        refuse_evaluation_pods = False
+        with env.refused_pods(ROLE_EVALUATION, "exceeded quota: evaluations"):
+            await env.wait_until_running()
+            killed_pod = env.cluster.names(PODS)[0]
+            env.workers.kill_pod(killed_pod)
+            await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the loss is counted")
+            await env.wait_until_running()
+            assert "exceeded quota: evaluations" in env.status()["evaluations"][0]["message"]
         await until(lambda: is_evaluated(env), 900, "all are measured")
         assert not env.status()["evaluations"][0].get("message")
 

@@ -1,8 +1,7 @@
 """Pods of roles at the API server: the operator killed after each write, refused pods, addresses for agents."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ from tests.testing.api.fake_kubernetes import http_error
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from tests.testing.virtual.fake_workers import end_worker
 from tests.testing.virtual.operator_process import training_job, until
-from tests.testing.virtual.replicas import OperatorDeployment, check_each_kill_point, run_deployment
-from trainium_contract.wire.worker_env import LABEL_ROLE
-from trainium_operator.cluster.api.resources import DISRUPTION_BUDGETS, JOBS, PODS, SERVICES
+from tests.testing.virtual.replicas import OperatorDeployment, check_each_kill_point, run_with_kubelet
+from trainium_operator.cluster.api.resources import DISRUPTION_BUDGETS, JOBS, NETWORK_POLICIES, PODS, SERVICES
 from trainium_operator.plan.model.names import JobId
 
 ROLE = {
@@ -42,7 +40,7 @@ class Kubelet:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(1)
-            for name in list_role_pods(self.env):
+            for name in self.env.role_pods("rollout"):
                 raw = self.env.cluster.get(PODS, "default", name)
                 assert self.uids.setdefault(name, raw["metadata"]["uid"]) == raw["metadata"]["uid"], "a name twice"
                 conditions = raw["status"].get("conditions") or []
@@ -55,22 +53,8 @@ def _make_ready(raw: dict[str, Any]) -> None:
     raw["status"] = {**raw["status"], "podIP": f"10.9.0.{raw['metadata']['name'][-1]}", "conditions": conditions}
 
 
-def list_role_pods(env: OperatorDeployment) -> list[str]:
-    names = env.cluster.names(PODS)
-    return [
-        name for name in names if env.cluster.get(PODS, "default", name)["metadata"]["labels"][LABEL_ROLE] == "rollout"
-    ]
-
-
-@contextlib.asynccontextmanager
-async def run_roles(**options: Any) -> AsyncIterator[tuple[OperatorDeployment, Kubelet]]:
-    async with run_deployment(job=job_with_role(), start=False, **options) as env:
-        kubelet = Kubelet(env)
-        task = asyncio.create_task(kubelet.run())
-        try:
-            yield env, kubelet
-        finally:
-            task.cancel()
+def run_roles(**options: Any) -> AbstractAsyncContextManager[tuple[OperatorDeployment, Kubelet]]:
+    return run_with_kubelet(Kubelet, job_with_role(), **options)
 
 
 def count_ready(env: OperatorDeployment) -> int:
@@ -93,12 +77,12 @@ def test_a_role_is_whole_after_each_death_of_the_operator(stride: int) -> None:
             await env.wait_until_running()
             await until(lambda: count_ready(env) == 2, 60, "both pods of the role are ready")
             generation = env.status()["membership"]["generation"]
-            env.cluster.change(PODS, "default", list_role_pods(env)[0], end_worker(137, "Error", "Failed"))
+            env.cluster.change(PODS, "default", env.role_pods("rollout")[0], end_worker(137, "Error", "Failed"))
             await until(lambda: count_ready(env) == 1, 60, "one pod is lost")
             await until(lambda: count_ready(env) == 2, 60, "it is replaced")
             await env.wait_for_steps()
             end = {
-                "pods": len(list_role_pods(env)),
+                "pods": len(env.role_pods("rollout")),
                 "addresses": len(served_addresses(env)),
                 "restarts": env.status()["roles"][0]["restarts"],
                 "generations": env.status()["membership"]["generation"] - generation,
@@ -125,21 +109,13 @@ def test_a_role_is_whole_after_each_death_of_the_operator(stride: int) -> None:
 async def test_refused_pods_of_a_role_do_not_stop_training_once_it_runs() -> None:
     async with run_roles(replicas=1) as (env, _):
         await env.wait_until_running()
-        create = env.cluster._create
-        refused = True
-
-        def create_or_refuse(resource: Any, namespace: str, body: dict[str, Any]) -> Any:
-            is_role = body.get("metadata", {}).get("labels", {}).get(LABEL_ROLE) == "rollout" and resource == PODS
-            error = http_error(403, "Forbidden", "exceeded quota: pods")
-            return error if refused and is_role else create(resource, namespace, body)
-
-        env.cluster._create = create_or_refuse  # type: ignore[method-assign]
-        env.cluster.remove(PODS, "default", list_role_pods(env)[0])
-        await until(lambda: "exceeded quota: pods" in env.status()["roles"][0].get("message", ""), 60, "it is reported")
-        env.workers.kill_pod(next(name for name in env.cluster.names(PODS) if "-w-" in name))
-        await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "the loss of a worker is answered")
-        await env.wait_until_running()
-        refused = False
+        with env.refused_pods("rollout", "exceeded quota: pods"):
+            env.cluster.remove(PODS, "default", env.role_pods("rollout")[0])
+            message = lambda: env.status()["roles"][0].get("message", "")  # noqa: E731
+            await until(lambda: "exceeded quota: pods" in message(), 60, "it is reported")
+            env.workers.kill_pod(next(name for name in env.cluster.names(PODS) if "-w-" in name))
+            await until(lambda: env.status().get("restarts", {}).get("total") == 1, 60, "a lost worker is replaced")
+            await env.wait_until_running()
         await until(lambda: count_ready(env) == 2, 900, "both pods of the role are ready")
         assert not env.status()["roles"][0].get("message")
 
@@ -154,3 +130,23 @@ async def test_a_suspended_job_and_one_that_has_ended_have_no_pod_of_a_role() ->
         env.cluster.change(JOBS, "default", "llama", lambda raw: raw["spec"].update(suspend=False))
         await env.wait_until_running()
         await until(lambda: count_ready(env) == 2, 60, "the role is back")
+
+
+@in_virtual_time
+async def test_a_refused_network_policy_of_roles_is_reported_beside_that_of_the_workers() -> None:
+    def refuse(method: str, path: str) -> Any:
+        return (
+            http_error(403, "Forbidden", "denied by admission") if method == "POST" and "/networkpol" in path else None
+        )
+
+    async with run_roles(replicas=0, job_network_policy=True, operator_labels="app=operator") as (env, _):
+        env.cluster.faults.append(refuse)
+        await env.start_operator("operator-0")
+        await env.wait_until_running()
+        await until(lambda: env.condition("Reconciled").get("status") == "False", 60, "it is reported")
+        assert "NetworkPolicy llama-roles" in env.condition("Reconciled")["message"]
+        assert "llama-workers" not in env.condition("Reconciled")["message"], "its condition is NetworkPolicyApplied"
+        assert "denied by admission" in env.condition("NetworkPolicyApplied")["message"]
+        env.cluster.faults.clear()
+        await until(lambda: env.condition("Reconciled").get("status") == "True", 400, "it is created")
+        assert env.cluster.names(NETWORK_POLICIES) == ["llama-roles", "llama-workers"]

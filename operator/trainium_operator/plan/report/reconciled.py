@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
+from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import PolicyResult, event
 from trainium_operator.plan.model.conditions import find_condition, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 _CONDITION = ConditionType.RECONCILED
-_OWN_CONDITION = ("NetworkPolicy",)
-"""Kinds with a separate condition."""
 _MAX_SHOWN = 3
 DELETION_SECONDS = 60.0
 """A pod that still exists for longer after its grace period is named."""
@@ -59,9 +58,10 @@ def _list_differences(facts: Facts, status: TrainingJobStatus) -> Iterator[tuple
         if pod.deletion_deadline is not None and facts.now >= pod.deletion_deadline + DELETION_SECONDS:
             yield Reason.DELETION_PENDING, _describe_pending_deletion(pod)
     pods = {pod.name for pod in facts.observed.pods}
+    own_condition = f"NetworkPolicy/{names.network_policy_name(facts.job.name)}"
     for place, refusal in sorted(facts.observed.refusals.items()):
         kind, _, name = place.partition("/")
-        if kind in _OWN_CONDITION or (kind == "Pod" and name not in pods):
+        if place == own_condition or (kind == "Pod" and name not in pods):
             continue
         yield refusal.reason, refusal.sentence.rstrip(". ")
 
