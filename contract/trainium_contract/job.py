@@ -50,11 +50,13 @@ JOB_REQUIREMENTS: tuple[Requirement, ...] = (
     *requirements(
         "trainer.evaluate.generation.{topP,topK}", Switch("trainer.evaluate.generation.temperature", off=(0.0,))
     ),
+    *requirements("trainer.artifacts.atMilestones", Switch("checkpoint.milestones.everyTokens", off=(None,))),
     *requirements("precompile.sizes", Switch("precompile.enabled", on=(True,))),
     *requirements(
         "recovery.hang.{initSeconds,compileSeconds,loadSeconds,saveSeconds,stepFloorSeconds,stepFactor}",
         Switch("recovery.hang.enabled", on=(True,)),
     ),
+    *requirements("health.preflight.timeoutSeconds", Switch("health.preflight.checks", off=((),))),
     *requirements("health.quarantine.debounceSeconds", Switch("health.quarantine.enabled", on=(True,))),
     *requirements("checkpoint.durable.{keepLast,failureTolerance,saveTimeoutSeconds}", Switch("program", on=(None,))),
 )

@@ -39,6 +39,7 @@ data.maskDocuments: true | data.format: Chat | data.format: Text
 {EXAMPLES}.template.completion: "a {{b}}" | data.format: Text | data.format: Instruction
 {EXAMPLES}.chat.messagesField: turns | data.format: Instruction | data.format: Chat
 {EXAMPLES}.chat.template: /t.jinja | data.format: Classification | data.format: Chat
+{EXAMPLES}.chat.date: "2026-01-31" | data.format: Instruction | data.format: Chat
 {EXAMPLES}.classification.textFields: [a] | data.format: Chat | data.format: Classification
 {EXAMPLES}.classification.labelField: kind | data.format: Text | data.format: Classification
 {EXAMPLES}.classification.labels: [a, b] | data.format: Chat | data.format: Classification
@@ -47,6 +48,8 @@ data.maskDocuments: true | data.format: Chat | data.format: Text
 {EXAMPLES}.preference.chosenField: a | data.format: Chat | {DPO}
 {EXAMPLES}.preference.rejectedField: a | data.format: Text | {DPO}
 {EXAMPLES}.function: "a:b" | data.format: Chat | data.format: Function
+data.tokenizer.vocabSize: 500 | data.tokenizer.path: /t |
+data.tokenizer.vocabSize: 500 | model.weights: /base |
 data.validation.split: Tail | data.validation.source: /held | data.validation.fraction: 0.1
 schedule.warmupSteps: 3 | schedule.warmupRatio: 0.1 |
 schedule.decaySteps: 5 | schedule.kind: Constant | {WSD}
@@ -55,10 +58,9 @@ optimizer.decayScope: Matrices | optimizer.weightDecay: 0 | optimizer.weightDeca
 parallelism.sequence: true | parallelism.tensor: 1 | parallelism.tensor: 2
 artifacts.precision: Float16 | artifacts.kinds: [Adapter], {{LORA}} | artifacts.kinds: [Model]
 monitor.trackerProject: a | seed: 1 | monitor.trackers: [MLflow]
-""".replace("{LORA}", "tuning.method: LoRA, model.weights: /base").replace(
-    "{MILESTONES}", "checkpoint.milestones.everyTokens: 9"
-)
+""".replace("{LORA}", "tuning.method: LoRA, model.weights: /base")
 JOB_CASES = """
+trainer.artifacts.atMilestones: true | trainer.steps: 5 | trainer.steps: 5, checkpoint.milestones.everyTokens: 9
 trainer.evaluate.samples: 5 | suspend: true | {EVALUATE}
 trainer.evaluate.tasks.names: [mmlu] | suspend: true | {EVALUATE}
 trainer.evaluate.before: false | suspend: true | {EVALUATE}
@@ -75,6 +77,7 @@ recovery.hang.loadSeconds: 5 | recovery.hang.enabled: false | recovery.hang.enab
 recovery.hang.saveSeconds: 5 | recovery.hang.enabled: false | recovery.hang.enabled: true
 recovery.hang.stepFloorSeconds: 5 | recovery.hang.enabled: false | recovery.hang.enabled: true
 recovery.hang.stepFactor: 9 | recovery.hang.enabled: false | recovery.hang.enabled: true
+health.preflight.timeoutSeconds: 5 | health.preflight.checks: [] | health.preflight.checks: [Clock]
 health.quarantine.debounceSeconds: 5 | health.quarantine.enabled: false | health.quarantine.enabled: true
 checkpoint.durable.keepLast: 5 | {PROGRAM} |
 checkpoint.durable.failureTolerance: 5 | {PROGRAM} |

@@ -45,12 +45,16 @@ TRAINER_REQUIREMENTS: tuple[Requirement, ...] = (
     *requirements(f"{_EXAMPLES}maskExamples", Switch(f"{_EXAMPLES}packing", on=(True,))),
     *requirements(f"{_EXAMPLES}template.{{prompt,completion}}", _format(DataFormat.INSTRUCTION)),
     *requirements(f"{_EXAMPLES}chat.messagesField", _format(DataFormat.CHAT)),
-    *requirements(f"{_EXAMPLES}chat.template", _format(DataFormat.CHAT, DataFormat.FUNCTION, DataFormat.PREFERENCE)),
+    *requirements(
+        f"{_EXAMPLES}chat.{{template,date}}", _format(DataFormat.CHAT, DataFormat.FUNCTION, DataFormat.PREFERENCE)
+    ),
     *requirements(
         f"{_EXAMPLES}classification.{{textFields,labelField,labels,prompt}}", _format(DataFormat.CLASSIFICATION)
     ),
     *requirements(f"{_EXAMPLES}preference.{{promptField,chosenField,rejectedField}}", _format(DataFormat.PREFERENCE)),
     *requirements(f"{_EXAMPLES}function", _format(DataFormat.FUNCTION)),
+    *requirements("data.tokenizer.vocabSize", Switch("data.tokenizer.path", on=(None,))),
+    *requirements("data.tokenizer.vocabSize", _NO_WEIGHTS),
     *requirements("data.validation.split", Switch("data.validation.fraction", off=(None,))),
     *requirements("schedule.warmupSteps", Switch("schedule.warmupRatio", on=(None,))),
     *requirements("schedule.{decaySteps,finalRatio}", _CHANGES_RATE),
