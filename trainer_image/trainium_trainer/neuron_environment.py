@@ -58,8 +58,6 @@ _INFLIGHT, _MAX_INFLIGHT = "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "3"
 _DOWNCASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 """The file with the EC2 instance type."""
-LOGICAL_CORE = "NEURON_LOGICAL_NC_CONFIG"
-"""The number of physical cores per logical core."""
 DEVICE_FILES = "neuron[0-9]*"
 _M_ARENA_MAX = -8  # of mallopt(3)
 

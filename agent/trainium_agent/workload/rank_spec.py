@@ -15,6 +15,7 @@ from trainium_agent.ranks.python_command import find_python, is_launcher
 from trainium_agent.ranks.standby import StandbyPlan
 from trainium_agent.settings import DEFAULT_RANK_ENTRY, QUICK_CHECKS
 from trainium_agent.workload.posted_progress import ENV_URL
+from trainium_contract.accelerators import EFA_ENVIRONMENT
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.spec.program import ProgramWarm
 from trainium_contract.wire import worker_env
@@ -155,4 +156,4 @@ def network_environment(devices: int) -> dict[str, str]:
     """
     if not devices or not _INFINIBAND.is_dir():
         return {}
-    return {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+    return dict(EFA_ENVIRONMENT)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainium_client.importing.source_job import YEAR_SECONDS, Note
+from trainium_contract.accelerators import INSTANCES
 from trainium_contract.job import MAX_NAME
-from trainium_contract.sizes import INSTANCES
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainium_contract.accelerators import INSTANCES, NEURON
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
-from trainium_contract.sizes import INSTANCES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainium_contract.sizes import Instance
+    from trainium_contract.accelerators import Instance
 
 
 def _value_of_instance_type(figure: Callable[[Instance], int]) -> str:
@@ -40,8 +40,8 @@ ACCELERATOR_RULES: tuple[Rule, ...] = (
         reason=RefusalReason.FORBIDDEN,
     ),
     Rule(
-        "!has(self.claim) || !has(self.resources) || !('aws.amazon.com/neuron' in self.resources)",
-        "accelerator.claim and resources aws.amazon.com/neuron both ask for the devices, and together they would hand "
+        f"!has(self.claim) || !has(self.resources) || !('{NEURON}' in self.resources)",
+        f"accelerator.claim and resources {NEURON} both ask for the devices, and together they would hand "
         "them out twice: leave one of them out",
         ".resources",
     ),
@@ -80,8 +80,9 @@ ACCELERATOR_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         """!has(self.claim) || !has(self.claim.logicalNeuronCore)
-        || (has(self.instanceType) && self.instanceType.startsWith('trn2'))""",
-        "accelerator.claim.logicalNeuronCore is for trn2: elsewhere a core is what a process sees; leave it out",
+        || (has(self.instanceType) && ['trn2', 'trn3'].exists(f, self.instanceType.startsWith(f)))""",
+        "accelerator.claim.logicalNeuronCore is for trn2 and trn3: elsewhere a core is what a process sees; leave it "
+        "out",
         ".claim.logicalNeuronCore",
         reason=RefusalReason.FORBIDDEN,
     ),

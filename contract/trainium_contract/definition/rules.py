@@ -9,6 +9,7 @@ operator instead (docs/decisions/0084-any-size.md).
 
 from __future__ import annotations
 
+from trainium_contract.accelerators import INSTANCES
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
 from trainium_contract.definition.effect_rules import EFFECT_RULES
 from trainium_contract.definition.program_rules import PROGRAM_SPEC_RULES
@@ -31,7 +32,6 @@ from trainium_contract.definition.size_expressions import (
 from trainium_contract.definition.trainer_rules import TRAINER_RULES
 from trainium_contract.faults.causes import NO_FAULT_CAUSES, USER_CAUSES, Cause
 from trainium_contract.job import MAX_NAME
-from trainium_contract.sizes import INSTANCES
 from trainium_contract.spec.managed_by import MANAGER
 from trainium_contract.spec.workers import DEVICE_MISSING
 from trainium_contract.trainer.config import TrainerSpec

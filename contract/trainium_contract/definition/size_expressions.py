@@ -6,8 +6,8 @@ node, bound once by `bind_cores`: CEL has no `let`, and a comprehension over one
 
 from __future__ import annotations
 
+from trainium_contract.accelerators import INSTANCES
 from trainium_contract.definition.cel import ZERO_TO_99, bind_value, exists_up_to, format_message
-from trainium_contract.sizes import INSTANCES
 
 _CORES_BY_TYPE = "{" + ", ".join(f"'{name}': {instance.cores}" for name, instance in INSTANCES.items()) + "}"
 _CORES_GIVEN = (

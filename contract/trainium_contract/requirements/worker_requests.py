@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from trainium_contract.accelerators import NEURON, Device
 from trainium_contract.requirements.memory_estimate import (
     MemoryEstimate,
     MemorySetting,
@@ -22,7 +23,6 @@ from trainium_contract.requirements.memory_estimate import (
     WeightLayout,
     estimate_memory,
 )
-from trainium_contract.spec.workers import Device
 from trainium_contract.trainer.parallelism import BackendChoice
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _compute_node_share(accelerator: AcceleratorSpec) -> _NodeShare:
     instance = accelerator.instance()
     if instance is None or accelerator.device is not Device.NEURON:
         return _NodeShare()
-    requested = accelerator.resources.get("aws.amazon.com/neuron", "")
+    requested = accelerator.resources.get(NEURON, "")
     devices = int(requested) if requested.isdecimal() else accelerator.claimed_devices() or instance.devices
     devices = min(devices, instance.devices)
     return _NodeShare(instance.host_bytes * devices // instance.devices, instance.vcpus * devices / instance.devices)

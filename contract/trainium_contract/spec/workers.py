@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
+from trainium_contract.accelerators import INSTANCES, Device, Instance
 from trainium_contract.base import ContractModel
-from trainium_contract.sizes import INSTANCES, Instance
 from trainium_contract.spec.claim import ClaimSpec
 from trainium_contract.spec.pod_template import PodTemplate
 
@@ -22,14 +21,6 @@ DEVICE_MISSING = (
 
 NodeCount = Annotated[int, Field(ge=1, le=MAX_NODES)]
 Quantity = Annotated[str, Field(min_length=1, max_length=32)]
-
-
-class Device(StrEnum):
-    """Device of a worker."""
-
-    NEURON = "neuron"
-    CUDA = "cuda"
-    CPU = "cpu"
 
 
 class AcceleratorSpec(ContractModel):

@@ -15,8 +15,8 @@ from tests.testing.cluster.installed import make_namespace
 from tests.testing.cluster.marks import SELECTOR
 from tests.testing.operator.rbac import RIGHTS, NamedAfter, Scope
 from tests.testing.suite.timeouts import until
+from trainium_contract.accelerators import INSTANCES
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_contract.sizes import INSTANCES
 from trainium_operator.coordinator.certificates import server_names
 from trainium_operator.plan.features.network_policy.policy import build_network_policy
 from trainium_operator.plan.model.observed import JobView, WorkerIngress

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.definition.conftest import Api
 from tests.cluster.definition.test_chart import NAME, find, render_chart
 from tests.testing.suite.timeouts import scaled, until
-from trainium_contract.sizes import INSTANCES
+from trainium_contract.accelerators import INSTANCES
 
 pytestmark = pytest.mark.cluster
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from trainium_contract.accelerators import INSTANCES
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.models.families import PRESETS
 from trainium_contract.models.parameters import count_parameters
 from trainium_contract.models.shape import ModelShape
-from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.config import TrainerSpec, TrainingConfig
 from trainium_contract.trainer.data import HubConfig

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainium_contract.accelerators import INSTANCES
 from trainium_contract.models.families import PRESETS
 from trainium_contract.models.parameters import count_parameters
 from trainium_contract.pages.formatting import pluralize
 from trainium_contract.requirements.descriptors import count_required_files, explain_file_limit
-from trainium_contract.sizes import INSTANCES
 from trainium_contract.spec.workers import DEVICE_MISSING
 from trainium_contract.trainer.parallelism import BackendChoice
 from trainium_contract.trainer.tuning import BASE_REFERENCE

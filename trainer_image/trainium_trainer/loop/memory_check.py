@@ -12,6 +12,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
+from trainium_contract.accelerators import INSTANCES, LOGICAL_CORE
 from trainium_contract.models.parameters import EMBEDDING, find_parameter
 from trainium_contract.requirements.memory_estimate import (
     DEVICE_RESERVE,
@@ -20,9 +21,8 @@ from trainium_contract.requirements.memory_estimate import (
     estimate_memory,
 )
 from trainium_contract.requirements.worker_requests import SHARED_MEMORY_SHARE, build_memory_setting
-from trainium_contract.sizes import INSTANCES
 from trainium_trainer.exits import UserError
-from trainium_trainer.neuron_environment import LOGICAL_CORE, PRODUCT_NAME
+from trainium_trainer.neuron_environment import PRODUCT_NAME
 from trainium_trainer.tuning.trainable import LORA_A, is_adapter
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from trainium_contract.accelerators import Instance
     from trainium_contract.models.shape import ModelShape
-    from trainium_contract.sizes import Instance
     from trainium_trainer.configuration.config import Settings
 
 _GIB = 1 << 30

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainium_contract.accelerators import LOGICAL_CORE
 from trainium_contract.models.parameters import count_parameters
-from trainium_trainer.neuron_environment import LOGICAL_CORE, PRODUCT_NAME
+from trainium_trainer.neuron_environment import PRODUCT_NAME
 
 if TYPE_CHECKING:
     from trainium_contract.models.shape import ModelShape

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.accelerators import EFA, INSTANCES, NEURON
 from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import POLARITIES, Severity, is_bad_when_true
 from trainium_contract.faults.responses import Response
-from trainium_contract.sizes import INSTANCES
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 
@@ -128,7 +128,7 @@ def _capacity_problems(node: NodeView, demand: PodRequirements | None) -> Iterat
         return
     instance = INSTANCES.get(node.labels.get(names.LABEL_INSTANCE_TYPE, ""))
     counted = instance is not None and not (demand is not None and demand.claims)
-    full = {names.NEURON: instance.devices} if counted and instance is not None else {}
+    full = {NEURON: instance.devices} if counted and instance is not None else {}
     needed = demand.resources if demand is not None else {}
     for resource in sorted(full.keys() | needed.keys()):
         available = node.capacity.get(resource)
@@ -137,7 +137,7 @@ def _capacity_problems(node: NodeView, demand: PodRequirements | None) -> Iterat
             continue
         is_short = available < (needed.get(resource, 0) if demand is not None else expected)
         severity = Severity.DRAIN if is_short and available > 0 else Severity.SUSPECT
-        cause = Cause.NETWORK if resource == names.EFA else Cause.DEVICE
+        cause = Cause.NETWORK if resource == EFA else Cause.DEVICE
         yield NodeProblem(severity, cause, f"capacity {resource}", f"{available} of {expected}")
 
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from trainium_contract.accelerators import INSTANCES, NEURON
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.rfc3339 import format_rfc3339
-from trainium_contract.sizes import INSTANCES
 from trainium_operator.plan.faults.node_signals import NodeProblem, find_node_problems
 from trainium_operator.plan.fleet.memory import (
     LEMON_STRIKES,
@@ -36,7 +36,7 @@ from trainium_operator.plan.fleet.memory import (
     list_quarantined_machines,
     next_quarantine,
 )
-from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE, NEURON, TAINT_QUARANTINED
+from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE, TAINT_QUARANTINED
 from trainium_operator.plan.model.observed import (
     MAX_BAD_SHARE,
     FleetView,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.accelerators import DEVICES, EFA
 from trainium_contract.requirements.worker_requests import WorkerRequests, compute_worker_requests
-from trainium_contract.spec.workers import AcceleratorSpec, Device
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
+    from trainium_contract.spec.workers import AcceleratorSpec
 
 Json = dict[str, Any]
 
@@ -27,19 +28,22 @@ def find_extended_resources(accelerator: AcceleratorSpec) -> dict[str, str]:
     """Return the devices that a worker requests: all of its node by the instance type, or those in the spec."""
     if accelerator.resources:
         return dict(accelerator.resources)
-    if accelerator.device is Device.CUDA:
-        return {"nvidia.com/gpu": str(accelerator.cores())}
-    instance = accelerator.instance()
-    if accelerator.device is not Device.NEURON or instance is None:
+    device, instance = DEVICES[accelerator.device], accelerator.instance()
+    if device.one_per_process:
+        return {device.resource: str(accelerator.cores())}
+    if not device.resource or instance is None:
         return {}
-    devices = {} if accelerator.claim is not None else {"aws.amazon.com/neuron": str(instance.devices)}
-    return {**devices, "vpc.amazonaws.com/efa": str(instance.efa)} if instance.efa else devices
+    devices = {} if accelerator.claim is not None else {device.resource: str(instance.devices)}
+    return {**devices, EFA: str(instance.efa)} if instance.efa else devices
 
 
 def find_expected_devices(accelerator: AcceleratorSpec) -> str | None:
-    """Return the Neuron devices that a worker must find, claimed or allocated; None if the number is not known."""
+    """Return the number of devices that a worker must find, claimed or allocated; None if it is not known."""
+    device = DEVICES[accelerator.device]
+    if not device.is_counted:
+        return None
     if accelerator.claim is None:
-        return find_extended_resources(accelerator).get("aws.amazon.com/neuron")
+        return find_extended_resources(accelerator).get(device.resource)
     count = accelerator.claimed_devices()
     return str(count) if count else None
 
@@ -56,15 +60,15 @@ def build_device_tolerations(accelerator: AcceleratorSpec) -> list[Json]:
     """Return the operator's own tolerations: of the device's taint, and for a while of an unreachable node."""
     lost = [
         {
-            "key": f"node.kubernetes.io/{taint}",
+            "key": f"node.kubernetes.io/{condition}",
             "operator": "Exists",
             "effect": "NoExecute",
             "tolerationSeconds": _UNREACHABLE_SECONDS,
         }
-        for taint in ("not-ready", "unreachable")
+        for condition in ("not-ready", "unreachable")
     ]
-    device = {Device.NEURON: "aws.amazon.com/neuron", Device.CUDA: "nvidia.com/gpu"}.get(accelerator.device)
-    return [{"key": device, "operator": "Exists"}, *lost] if device else lost
+    taint = DEVICES[accelerator.device].taint
+    return [{"key": taint, "operator": "Exists"}, *lost] if taint else lost
 
 
 def with_worker_needs(spec: Json, job: TrainingJobSpec) -> Json:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.accelerators import DEVICES, EFA, EFA_ENVIRONMENT, LOGICAL_CORE, Device
 from trainium_contract.spec.recovery import HangSpec
 from trainium_contract.spec.scheduling import Topology
-from trainium_contract.spec.workers import AcceleratorSpec, Device
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.plan.manifests.owned_object import build_owner_reference, compute_content_hash
@@ -32,6 +32,7 @@ from trainium_operator.plan.model.names import LAYERS
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.spec.storage import StorageSpec
+    from trainium_contract.spec.workers import AcceleratorSpec
     from trainium_contract.workload import Workload
     from trainium_operator.plan.model.observed import JobView, PlanSettings
 
@@ -453,16 +454,14 @@ def _build_environment(job: JobView, settings: PlanSettings) -> list[Json]:
 
 
 def _build_device_environment(accelerator: AcceleratorSpec, workload: Workload) -> dict[str, str]:
-    if accelerator.device is Device.CPU:
-        return {"OMP_NUM_THREADS": "1"}
-    if accelerator.device is not Device.NEURON:
-        return {}
-    variables = dict(workload.neuron_environment)
+    variables = dict(DEVICES[accelerator.device].environment)
+    if accelerator.device is Device.NEURON:
+        variables |= workload.neuron_environment
     devices = find_expected_devices(accelerator)
     if devices is not None:
         variables[env.ENV_NEURON_DEVICES] = devices
     if accelerator.claim is not None and accelerator.claim.logical_neuron_core is not None:
-        variables["NEURON_LOGICAL_NC_CONFIG"] = str(accelerator.claim.logical_neuron_core)
-    if "vpc.amazonaws.com/efa" in find_extended_resources(accelerator):
-        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+        variables[LOGICAL_CORE] = str(accelerator.claim.logical_neuron_core)
+    if EFA in find_extended_resources(accelerator):
+        variables |= EFA_ENVIRONMENT
     return variables

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainium_contract.accelerators import DEVICE_RESOURCES, EFA
 from trainium_contract.wire.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 
 ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
@@ -138,8 +139,7 @@ LABELS_READ = frozenset(
     }
 )
 """Labels of a node that plans read; a change of another one triggers nothing."""
-NEURON, EFA = "aws.amazon.com/neuron", "vpc.amazonaws.com/efa"
-RESOURCES_READ = frozenset({NEURON, EFA, "nvidia.com/gpu"})
+RESOURCES_READ = DEVICE_RESOURCES | {EFA}
 LABEL_POD_SET = "kueue.x-k8s.io/podset"
 """On a worker pod: the pod set of Kueue that it was created for."""
 ANNOTATION_GROUP = f"{GROUP}/gang"

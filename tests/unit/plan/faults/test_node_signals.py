@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
+from trainium_contract.accelerators import EFA, NEURON
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.faults.rules import RecoveryRule, RuleAction
@@ -24,8 +25,8 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 
 GOOD = NodeView(name="n")
-TRN1 = replace(GOOD, labels={names.LABEL_INSTANCE_TYPE: "trn1.32xlarge"}, capacity={names.NEURON: 16, names.EFA: 8})
-WHOLE_NODE = PodRequirements({names.NEURON: 16, names.EFA: 8})
+TRN1 = replace(GOOD, labels={names.LABEL_INSTANCE_TYPE: "trn1.32xlarge"}, capacity={NEURON: 16, EFA: 8})
+WHOLE_NODE = PodRequirements({NEURON: 16, EFA: 8})
 FATAL, DRAIN, SUSPECT = Severity.FATAL, Severity.DRAIN, Severity.SUSPECT
 
 
@@ -41,15 +42,15 @@ def test_a_node_without_signals_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("capacity", "demand", "expected"),
     [
-        ({names.NEURON: 15, names.EFA: 8}, WHOLE_NODE, [(DRAIN, Cause.DEVICE)]),
-        ({names.NEURON: 15, names.EFA: 8}, None, [(DRAIN, Cause.DEVICE)]),
-        ({names.NEURON: 15, names.EFA: 8}, PodRequirements({names.NEURON: 8}), [(SUSPECT, Cause.DEVICE)]),
-        ({names.NEURON: 0, names.EFA: 8}, WHOLE_NODE, [(SUSPECT, Cause.DEVICE)]),
-        ({names.NEURON: 16, names.EFA: 7}, WHOLE_NODE, [(DRAIN, Cause.NETWORK)]),
-        ({names.NEURON: 16, names.EFA: 1}, PodRequirements({names.NEURON: 16, names.EFA: 1}), []),
-        ({names.NEURON: 16, names.EFA: 8}, WHOLE_NODE, []),
-        ({names.NEURON: 32, names.EFA: 8}, WHOLE_NODE, []),
-        ({names.NEURON: 12}, PodRequirements({}), [(SUSPECT, Cause.DEVICE)]),
+        ({NEURON: 15, EFA: 8}, WHOLE_NODE, [(DRAIN, Cause.DEVICE)]),
+        ({NEURON: 15, EFA: 8}, None, [(DRAIN, Cause.DEVICE)]),
+        ({NEURON: 15, EFA: 8}, PodRequirements({NEURON: 8}), [(SUSPECT, Cause.DEVICE)]),
+        ({NEURON: 0, EFA: 8}, WHOLE_NODE, [(SUSPECT, Cause.DEVICE)]),
+        ({NEURON: 16, EFA: 7}, WHOLE_NODE, [(DRAIN, Cause.NETWORK)]),
+        ({NEURON: 16, EFA: 1}, PodRequirements({NEURON: 16, EFA: 1}), []),
+        ({NEURON: 16, EFA: 8}, WHOLE_NODE, []),
+        ({NEURON: 32, EFA: 8}, WHOLE_NODE, []),
+        ({NEURON: 12}, PodRequirements({}), [(SUSPECT, Cause.DEVICE)]),
     ],
 )
 def test_lost_devices_show_as_missing_capacity(capacity: Any, demand: PodRequirements | None, expected: Any) -> None:

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from tests.testing.trainer.example_files import write_tokenizer
+from trainium_contract.accelerators import INSTANCES
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.requirements.memory_estimate import MemoryEstimate
-from trainium_contract.sizes import INSTANCES
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
 from trainium_trainer.checkpoint.root.commit_lease import settings_digest

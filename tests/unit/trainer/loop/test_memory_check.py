@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from trainium_contract.accelerators import Instance
 from trainium_contract.models.parameters import parameter_sizes
 from trainium_contract.requirements.memory_estimate import TrainedParameters
-from trainium_contract.sizes import Instance
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer.backends.replicated_store import ReplicatedStore
 from trainium_trainer.compile.dry_run import launch_at
