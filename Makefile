@@ -27,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 # Keep compiled code, in any environment: otherwise each lane would compile the 350 files of tests, for nine seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-nxd test-trackers test-trl test-tasks check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
+.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-versions test-nxd test-trackers test-trl test-tasks check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -64,6 +64,11 @@ test-long: binaries  ## What needs minutes: long tests, then property tests with
 
 test-cluster: setup  ## Cluster tests on CLUSTER=local, kind or existing (docs/testing.md)
 	@$(BIN)/python -m pytest tests/cluster --ring=all --cluster=$(CLUSTER) $(ARGS)
+
+test-versions: setup  ## The cluster tests on Kubernetes 1.37, those of the definition also on 1.34 (`make test` has 1.36)
+	@code=0; for run in "1.34 tests/cluster/definition" "1.37 tests/cluster"; do \
+	export TRAINIUM_KUBERNETES=$${run%% *}; $(BIN)/trainium-devcluster binaries >/dev/null || { code=$$?; continue; }; \
+	$(BIN)/python -m pytest $(IN_LANES) --ring=all $${run#* } $(ARGS) || code=$$?; done; exit $$code
 
 test-nxd:  ## The nxd backend on the real neuronx-distributed, torch and torch_xla 2.9 (NXD_SRC=<its checkout>/src)
 	@test -d "$(NXD_SRC)/neuronx_distributed" || { echo "NXD_SRC is to be the src folder of a checkout of neuronx-distributed (docs/backends.md)" >&2; exit 2; }

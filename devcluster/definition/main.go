@@ -1,4 +1,4 @@
-// Command check-definition prints why the API server of the oldest supported Kubernetes would refuse a CustomResourceDefinition.
+// Command check-definition prints why the API server of the pinned Kubernetes would refuse a CustomResourceDefinition.
 package main
 
 import (

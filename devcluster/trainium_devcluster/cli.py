@@ -29,6 +29,7 @@ from trainium_devcluster.fleet.fake_nodes import FleetShape
 from trainium_devcluster.options import (
     Cpu,
     Efa,
+    Kubernetes,
     Memory,
     Name,
     Neuron,
@@ -73,6 +74,7 @@ def up(
     label: NodeLabels = None,
     taint: NodeTaints = None,
     node_monitor_grace: GraceSeconds = None,
+    kubernetes: Kubernetes = None,
     kueue: Annotated[bool, typer.Option("--kueue", help="Run the real Kueue controller in it.")] = False,
 ) -> None:
     """Start a cluster and leave it running until `down`."""
@@ -87,6 +89,7 @@ def up(
         fleet=fleet,
         fleet_shape=FleetShape(neuron=neuron, efa=efa),
         node_monitor_grace_seconds=node_monitor_grace,
+        kubernetes=kubernetes,
         kueue=kueue,
         detached=True,
         report=to_stderr,
@@ -152,9 +155,11 @@ def run(
     name: Annotated[str | None, typer.Option("--name", help="Name of the temporary cluster.")] = None,
     nodes: NodeCount = 2,
     neuron: Neuron = 16,
+    kubernetes: Kubernetes = None,
 ) -> None:
     """Start a temporary cluster, run a command with its kubectl, helm and KUBECONFIG, and stop the cluster."""
-    with Cluster.start(name, node_specs(nodes, neuron=neuron), report=to_stderr) as cluster:
+    specs = node_specs(nodes, neuron=neuron)
+    with Cluster.start(name, specs, kubernetes=kubernetes, report=to_stderr) as cluster:
         try:
             done = subprocess.run(command, env={**os.environ, **cluster.variables()}, check=False)
         except OSError as error:
@@ -164,16 +169,18 @@ def run(
 
 @app.command()
 def binaries(
+    kubernetes: Kubernetes = None,
     fleet: Annotated[bool, typer.Option("--fleet", help="Also kwok, which simulates fleets of fake nodes.")] = False,
     kueue: Annotated[bool, typer.Option("--kueue", help="Also Kueue, which admits jobs by quota.")] = False,
     s3: Annotated[bool, typer.Option("--s3", help="Also versitygw, an S3 server over a folder.")] = False,
     definition: Annotated[
-        bool, typer.Option("--definition", help="Also the check of definitions of the oldest supported Kubernetes.")
+        bool, typer.Option("--definition", help="Also the checks of definitions of the oldest and newest Kubernetes.")
     ] = False,
     helm: Annotated[bool, typer.Option("--helm", help="Only helm, which renders the chart: no control plane.")] = False,
 ) -> None:
     """Fetch or build all programs into the cache, and print the folder."""
-    sys.stdout.write(f"{prepare(fleet=fleet, kueue=kueue, s3=s3, definition=definition, helm=helm)}\n")
+    folder = prepare(kubernetes=kubernetes, fleet=fleet, kueue=kueue, s3=s3, definition=definition, helm=helm)
+    sys.stdout.write(f"{folder}\n")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.binaries import Binaries, Program, ensure_binaries
+from trainium_devcluster.binaries.catalog import find_kubernetes
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.faults import Faults
 from trainium_devcluster.fleet.fake_nodes import KwokFleet
@@ -65,6 +66,7 @@ class Cluster(ClusterHandle):
         fleet: int = 0,
         fleet_shape: FleetShape | None = None,
         kueue: bool = False,
+        kubernetes: str | None = None,
         node_monitor_grace_seconds: float | None = None,
         apiserver_args: Sequence[str] = (),
         controller_manager_args: Sequence[str] = (),
@@ -77,21 +79,22 @@ class Cluster(ClusterHandle):
         """Start a cluster and wait until its control plane and nodes are ready.
 
         `fleet` fake nodes of `fleet_shape` are also registered; their pods are Running without processes. With `kueue`
-        the real Kueue controller runs, without queues. `venv_bin` is the folder of programs on the PATH of pods; by
-        default that of this interpreter. A detached cluster runs until `stop`, any other ends with this process.
-        `keep_files` keeps logs and data.
+        the real Kueue controller runs, without queues. `kubernetes` is the version, by default TRAINIUM_KUBERNETES or
+        1.36. `venv_bin` is the folder of programs on the PATH of pods; by default that of this interpreter. A detached
+        cluster runs until `stop`, any other ends with this process. `keep_files` keeps logs and data.
         """
         name = name or f"c{os.getpid()}-{secrets.token_hex(3)}"
         spec = ClusterSpec(
             name=name,
             nodes=tuple(nodes),
+            kubernetes=find_kubernetes(kubernetes).number,
             node_monitor_grace_seconds=node_monitor_grace_seconds,
             apiserver_args=tuple(apiserver_args),
             controller_manager_args=tuple(controller_manager_args),
             scheduler_args=tuple(scheduler_args),
         )
         paths = ClusterPaths.of(name)
-        binaries = ensure_binaries(report=report)
+        binaries = ensure_binaries(kubernetes=spec.kubernetes, report=report)
         with reserve_name(paths):
             report(f"starting cluster {name}: etcd, API server, controller manager, scheduler")
             supervisor = launch_supervisor(
@@ -120,7 +123,8 @@ class Cluster(ClusterHandle):
         paths = ClusterPaths.of(name)
         if not paths.is_running():
             raise ClusterError(f"Cluster {name!r} is not running; start it with: trainium-devcluster up --name {name}")
-        return cls(paths, ensure_binaries())
+        spec = ClusterSpec.from_json(paths.spec.read_text())
+        return cls(paths, ensure_binaries(kubernetes=spec.kubernetes))
 
     def stop(self) -> None:
         """Stop the cluster and all its processes. Idempotent."""

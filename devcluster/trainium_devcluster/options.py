@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainium_devcluster.binaries.catalog import KUBERNETES_VARIABLE
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Name = Annotated[str, typer.Option("--name", envvar="TRAINIUM_DEVCLUSTER", help="Which cluster.")]
+Kubernetes = Annotated[
+    str | None,
+    typer.Option("--kubernetes", envvar=KUBERNETES_VARIABLE, help="Version of Kubernetes: 1.34, 1.36 (default), 1.37."),
+]
 Neuron = Annotated[int, typer.Option("--neuron", min=0, help="aws.amazon.com/neuron of each node.")]
 Efa = Annotated[int, typer.Option("--efa", min=0, help="vpc.amazonaws.com/efa of each node.")]
 Cpu = Annotated[str, typer.Option("--cpu", help="cpu of each node, a Kubernetes quantity.")]

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainium_devcluster.binaries.catalog import DEFAULT_KUBERNETES
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class ClusterSpec:
 
     name: str
     nodes: tuple[NodeSpec, ...] = ()
+    kubernetes: str = DEFAULT_KUBERNETES.number
+    """The version of the control plane, which its nodes report as theirs."""
     node_monitor_grace_seconds: float | None = None
     """Time for which a silent node stays Ready; None for the default of the controller manager."""
     apiserver_args: tuple[str, ...] = ()

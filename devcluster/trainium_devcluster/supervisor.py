@@ -64,6 +64,7 @@ class ClusterSupervisor:
             binaries=binaries,
             venv_bin=venv_bin,
             heartbeat_seconds=self._spec.heartbeat_seconds,
+            kubernetes=self._spec.kubernetes,
         )
         self._components: dict[Component, Child] = {}
         self._programs: dict[str, Child] = {}

@@ -17,6 +17,7 @@ import pytest
 
 from tests.testing.suite.timeouts import scaled, until
 from trainium_contract.api_server.errors import NotFoundError
+from trainium_devcluster.binaries.catalog import find_kubernetes
 from trainium_devcluster.cluster import Cluster
 from trainium_devcluster.controlplane.components import Component
 from trainium_devcluster.errors import ClusterError
@@ -24,6 +25,7 @@ from trainium_devcluster.state import ClusterPaths, ClusterSpec
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
+VERSION = f"v{find_kubernetes().number}"
 CLI = [sys.executable, "-m", "trainium_devcluster.cli"]
 
 
@@ -51,6 +53,7 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 OWNER = """
 import time
+from trainium_devcluster.binaries.catalog import find_kubernetes
 from trainium_devcluster.cluster import Cluster
 cluster = Cluster.start("owned")
 print("up", flush=True)
@@ -94,7 +97,7 @@ def test_components_are_ready_and_default_objects_exist(cluster: Cluster) -> Non
 
 def test_kubectl_and_helm_have_the_pinned_versions(cluster: Cluster) -> None:
     versions = json.loads(cluster.kubectl("version", "-o", "json"))
-    assert versions["clientVersion"]["gitVersion"] == versions["serverVersion"]["gitVersion"] == "v1.36.3"
+    assert versions["clientVersion"]["gitVersion"] == versions["serverVersion"]["gitVersion"] == VERSION
     assert cluster.helm("version", "--short").strip().startswith("v4.3.1")
 
 
@@ -104,7 +107,7 @@ def test_a_server_certificate_is_needed_and_verified(cluster: Cluster) -> None:
         urllib.request.urlopen(url, timeout=scaled(5), context=ssl.create_default_context())
     context = ssl.create_default_context(cafile=str(cluster.paths.pki / "ca.crt"))
     with urllib.request.urlopen(url, timeout=scaled(5), context=context) as answer:
-        assert json.load(answer)["gitVersion"] == "v1.36.3"
+        assert json.load(answer)["gitVersion"] == VERSION
 
 
 def test_etcd_requires_a_client_certificate(cluster: Cluster) -> None:

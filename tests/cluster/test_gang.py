@@ -1,19 +1,24 @@
-"""Native gang scheduling on a real control plane: the API is found, and a gang is bound whole or not at all.
+"""Native gang scheduling on a real control plane: a gang is bound whole or not at all, and only a start is a gang.
 
-It has its own control plane, because the API is off by default in Kubernetes 1.36. No training and no operator process:
-the plan's own manifests, and the scheduler's decisions about them.
+It has its own control plane, because the API is off by default in Kubernetes 1.36 and 1.37.
 """
 
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.testing.cluster.installed import install_operator
+from tests.testing.cluster.jobs import Job
+from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import until
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_devcluster.cluster import Cluster
+from trainium_devcluster.binaries.catalog import find_kubernetes
+from trainium_devcluster.cluster import Cluster, system_node, system_values
+from trainium_devcluster.demos.metrics import every_sample_once
 from trainium_devcluster.state import NodeSpec
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.transport import connect
@@ -22,19 +27,27 @@ from trainium_operator.plan.model.actions import ApplyGroup, CreatePod, Plan
 from trainium_operator.plan.model.observed import GangApi, JobView, Observed, PlanSettings
 from trainium_operator.plan.plan import plan
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
 
+KUBERNETES = find_kubernetes().minor
 GATES = "--feature-gates=GenericWorkload=true"
+API_VERSIONS = {"1.36": "scheduling.k8s.io/v1alpha2", "1.37": "scheduling.k8s.io/v1beta1"}
+SCHEDULER_GATES = {"1.36": f"{GATES},GangScheduling=true", "1.37": GATES}
+
+
+NODES = 3
 
 
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     if request.config.getoption("--cluster") != "local":
-        pytest.skip("needs a control plane with an alpha API, which only the development cluster can be given")
+        pytest.skip("needs a control plane with an API that is off, which only the development cluster can be given")
+    if KUBERNETES not in API_VERSIONS:
+        pytest.skip(f"Kubernetes {KUBERNETES} has no gang API")
     with Cluster.start(
-        nodes=[NodeSpec(name=f"gang-{at}") for at in range(2)],
-        apiserver_args=["--runtime-config=scheduling.k8s.io/v1alpha2=true", GATES],
-        scheduler_args=["--feature-gates=GenericWorkload=true,GangScheduling=true"],
+        nodes=[*(NodeSpec(name=f"gang-{at}") for at in range(NODES)), system_node()],
+        apiserver_args=[f"--runtime-config={API_VERSIONS[KUBERNETES]}=true", GATES],
+        scheduler_args=[SCHEDULER_GATES[KUBERNETES]],
     ) as started:
         yield started
 
@@ -91,13 +104,49 @@ def bound_pods(cluster: Cluster) -> list[str]:
     return [pod["metadata"]["name"] for pod in pods if pod["spec"].get("nodeName")]
 
 
+def test_a_job_that_starts_as_a_gang_trains_through_a_kill_and_resizes(cluster: Cluster, tmp_path: Path) -> None:
+    shared = SharedCluster("local", cluster.variables(), tmp_path, {}, cluster)
+    install_operator(shared, {"statusIntervalSeconds": 1} | system_values())
+    change = "{scheduling: {gang: Native}, workers: {replicas: 3, minReplicas: 2}, trainer: {steps: 100000}}"
+    job = Job(shared, "default", "trained", change).apply()
+    job.until_step(5)
+    (group,) = {pod["spec"]["schedulingGroup"]["podGroupName"] for pod in job.pods()}
+    stored = shared.get("podgroup", group)
+    assert (stored["apiVersion"], stored["spec"]["schedulingPolicy"]) == (
+        API_VERSIONS[KUBERNETES],
+        {"gang": {"minCount": 2}},
+    )
+    before = job.uids()
+
+    job.kill_rank(1)
+    killed = job.until_recovered(1)
+    job.until_step(killed["resumeStep"] + 5)
+    assert job.uids() == before
+    job.scale(2)
+    smaller = job.until_recovered(2)
+    job.until_step(smaller["resumeStep"] + 5)
+    job.scale(3)
+    larger = job.until_recovered(3)
+    job.until_step(larger["resumeStep"] + 5)
+
+    assert (smaller["stepsLost"], larger["stepsLost"]) == (0, 0)
+    joined = [pod["spec"] for pod in job.pods() if pod["metadata"]["uid"] not in before]
+    assert [pod.get("schedulingGroup") for pod in joined] == [None], "a pod that joins a running job is scheduled alone"
+    job.suspend()
+    status = job.until_phase("Suspended")
+    assert status["restarts"]["total"] == 1
+    assert every_sample_once(job.folder, max(job.losses()), 12)
+    job.delete()
+    until(lambda: not shared.get("podgroups")["items"], "the group was not deleted with its job")
+
+
 async def test_a_native_gang_is_bound_completely_or_not_at_all(cluster: Cluster) -> None:
     apis = await discover_served_apis(cluster)
-    assert apis == {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
-    first = first_plan(cluster, apis, 3)
+    assert apis == {GangApi.SCHEDULING_GROUP: API_VERSIONS[KUBERNETES]}
+    first = first_plan(cluster, apis, NODES + 1)
     groups = [action.manifest for action in first.actions if isinstance(action, ApplyGroup)]
     pods = [action.manifest for action in first.actions if isinstance(action, CreatePod)]
-    assert (len(groups), len(pods)) == (1, 3)
+    assert (len(groups), len(pods)) == (1, NODES + 1)
     apply(cluster, groups[0])
     for pod in pods:
         apply(cluster, pod)
@@ -107,12 +156,14 @@ async def test_a_native_gang_is_bound_completely_or_not_at_all(cluster: Cluster)
         group = json.loads(cluster.kubectl("get", "podgroup", name, "-o", "json"))
         conditions = (group.get("status") or {}).get("conditions") or ()
         return any(
-            condition["type"] == "PodGroupScheduled" and condition["status"] == "False" for condition in conditions
+            # 1.37 has another name for it.
+            condition["type"] in {"PodGroupScheduled", "PodGroupInitiallyScheduled"} and condition["status"] == "False"
+            for condition in conditions
         )
 
-    until(is_unschedulable, "the scheduler never said that a gang of three does not fit on two nodes")
+    until(is_unschedulable, "the scheduler never said that the gang does not fit on the nodes")
     assert bound_pods(cluster) == [], "a partial gang holds nodes"
     stored = json.loads(cluster.kubectl("get", "pod", pods[0]["metadata"]["name"], "-o", "json"))
     assert stored["spec"]["schedulingGroup"] == {"podGroupName": name}, "the field survives the real API server"
-    cluster.add_node(NodeSpec(name="gang-2"))
-    until(lambda: len(bound_pods(cluster)) == 3, "the gang was not bound although it fits")
+    cluster.add_node(NodeSpec(name=f"gang-{NODES}"))
+    until(lambda: len(bound_pods(cluster)) == NODES + 1, "the gang was not bound although it fits")

@@ -12,6 +12,7 @@ from trainium_devcluster.errors import ClusterError
 def main() -> int:
     """Prepare the programs and print their folder; print a ClusterError as one sentence."""
     parser = argparse.ArgumentParser(prog="python -m trainium_devcluster.binaries", description=prepare.__doc__)
+    parser.add_argument("--kubernetes")
     for option in ("fleet", "kueue", "s3", "definition", "helm"):
         parser.add_argument(f"--{option}", action="store_true")
     try:

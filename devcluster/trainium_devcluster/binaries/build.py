@@ -2,7 +2,7 @@
 
 Guarantees:
 - One multi-call file serves etcd, the Kubernetes components and kubectl, linked under each name.
-- Versions and checksums of every dependency come from `go.mod` and `go.sum`.
+- Versions and checksums of every dependency come from `go.mod` and `go.sum`, or the pair of another Kubernetes.
 - Flags are fixed so that checkouts share Go's build cache.
 - One module is compiled at a time, on all processors, while the sources of the next are fetched.
 """
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from trainium_devcluster.binaries.catalog import (
     HELM_VERSION,
-    KUBERNETES_VERSION,
     KUEUE_VERSION,
     VERSITYGW_VERSION,
+    KubernetesVersion,
     Program,
 )
 from trainium_devcluster.binaries.toolchain import Go, find_go
@@ -53,10 +53,19 @@ class Source:
     """Variables that the linker sets: the version that the program reports."""
     files: tuple[str, str] | None = None
     """A module and its folder that is copied beside the program, under the folder's last name."""
+    modules: str = "go.mod"
+    """The file of `folder` with the pinned modules."""
+
+    def command(self, go: Go, verb: str, *arguments: str) -> GoCommand:
+        """Return a command of Go in the folder of the module, with its pinned modules."""
+        pins = () if self.modules == "go.mod" else (f"-modfile={self.modules}",)
+        return go.command(verb, *pins, *arguments, folder=module_root() / self.folder)
 
 
-SOURCES: tuple[Source, ...] = (
-    Source(
+def build_source(kubernetes: KubernetesVersion) -> Source:
+    """Return the source of the control plane of a version."""
+    major, minor = kubernetes.minor.split(".")
+    return Source(
         label="etcd, the Kubernetes control plane and kubectl",
         folder=".",
         package=".",
@@ -69,11 +78,15 @@ SOURCES: tuple[Source, ...] = (
             Program.KUBECTL,
         ),
         variables=(
-            (f"{_COMPONENT_VERSION}.gitVersion", f"v{KUBERNETES_VERSION}"),
-            (f"{_COMPONENT_VERSION}.gitMajor", KUBERNETES_VERSION.split(".")[0]),
-            (f"{_COMPONENT_VERSION}.gitMinor", KUBERNETES_VERSION.split(".")[1]),
+            (f"{_COMPONENT_VERSION}.gitVersion", f"v{kubernetes.number}"),
+            (f"{_COMPONENT_VERSION}.gitMajor", major),
+            (f"{_COMPONENT_VERSION}.gitMinor", minor),
         ),
-    ),
+        modules=kubernetes.modules,
+    )
+
+
+_OTHER_SOURCES: tuple[Source, ...] = (
     Source(
         label="helm",
         folder="helm",
@@ -115,7 +128,21 @@ SOURCES: tuple[Source, ...] = (
         programs=(Program.CHECK_DEFINITION,),
         variables=(),
     ),
+    Source(
+        label="the check of definitions by the newest Kubernetes",
+        folder="definition",
+        package=".",
+        file="check-newest-definition",
+        programs=(Program.CHECK_NEWEST_DEFINITION,),
+        variables=(),
+        modules="newest.mod",
+    ),
 )
+
+
+def list_sources(kubernetes: KubernetesVersion) -> tuple[Source, ...]:
+    """Return all sources, with the control plane of this version first."""
+    return (build_source(kubernetes), *_OTHER_SOURCES)
 
 
 def module_root() -> Path:
@@ -155,8 +182,7 @@ def build_all(
 
 def _fetch(go: Go, source: Source, running: contextlib.ExitStack) -> GoCommand:
     """Start Go, which downloads the modules of the package and prints their names; `running` ends it."""
-    command = ("list", "-deps", "-f", "{{.ImportPath}}", source.package)
-    fetch = running.push(go.command(*command, folder=module_root() / source.folder))
+    fetch = running.push(source.command(go, "list", "-deps", "-f", "{{.ImportPath}}", source.package))
     return fetch.__enter__()  # `running` ends it
 
 
@@ -175,8 +201,8 @@ def _wait_for_sources(fetch: GoCommand, source: Source, progress: ProgressLines)
 
 def _compile(go: Go, source: Source, staging: Path, progress: ProgressLines, packages: int, following: str) -> None:
     flags = " ".join(["-s", "-w", *(f"-X {name}={value}" for name, value in source.variables)])
-    command = ("build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", flags, "-o", str(staging), source.package)
-    run = go.command(*command, folder=module_root() / source.folder)
+    options = ("-v", "-trimpath", "-buildvcs=false", "-ldflags", flags, "-o", str(staging))
+    run = source.command(go, "build", *options, source.package)
 
     def describe_progress() -> str:
         return f"{run.packages:,} of {packages:,} packages" if run.packages else ""
@@ -216,7 +242,7 @@ def _copy_files(go: Go, source: Source, target: Path) -> None:
     if source.files is None:
         return
     module, path = source.files
-    with go.command("list", "-m", "-f", "{{.Dir}}", module, folder=module_root() / source.folder) as listed:
+    with source.command(go, "list", "-m", "-f", "{{.Dir}}", module) as listed:
         if not listed.wait_for_success(_LIST_SECONDS):
             raise ClusterError(f"The files of {module} were not found; the last lines of Go:\n{listed.last_errors()}")
         unpacked = Path(listed.output().strip())

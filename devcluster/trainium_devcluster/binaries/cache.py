@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from trainium_devcluster.binaries.build import SOURCES, build_all
+from trainium_devcluster.binaries.build import build_all, list_sources
 from trainium_devcluster.binaries.catalog import (
     BUILT_ONLY,
     CLUSTER_PROGRAMS,
     Architecture,
+    KubernetesVersion,
     Program,
     Release,
+    find_kubernetes,
     release_of,
     this_architecture,
     version_key,
@@ -32,7 +34,7 @@ from trainium_devcluster.progress import ProgressLines, ReportProgress, hold_loc
 SOURCE_VARIABLE = "TRAINIUM_BINARIES"
 """Environment variable: `auto` (the default), `download` or `build`."""
 
-ReleaseOf = Callable[[Program, Architecture], Release]
+ReleaseOf = Callable[[Program, Architecture, KubernetesVersion], Release]
 
 
 class Origin(StrEnum):
@@ -65,6 +67,7 @@ def cache_root() -> Path:
 def ensure_binaries(
     *,
     programs: frozenset[Program] = CLUSTER_PROGRAMS,
+    kubernetes: str | None = None,
     root: Path | None = None,
     origin: Origin | None = None,
     report: ReportProgress = to_stderr,
@@ -74,10 +77,11 @@ def ensure_binaries(
     """Return the folder with the programs, after adding missing ones; raises ClusterError if that fails.
 
     `programs` are those of a cluster (the default) or the additional ones of a fleet: each set has a separate folder.
+    `kubernetes` is the version of the cluster's programs, by default that of `find_kubernetes`.
     """
-    architecture = this_architecture()
+    architecture, version = this_architecture(), find_kubernetes(kubernetes)
     root = root or cache_root()
-    folder = root / "bin" / version_key(architecture, programs)
+    folder = root / "bin" / version_key(architecture, programs, version)
     origin = origin or _origin_from_environment()
     if not _missing(folder, programs):
         return Binaries(folder)
@@ -95,9 +99,8 @@ def ensure_binaries(
             _download_all(
                 published,
                 folder,
-                releases=releases,
+                release_of=lambda program: releases(program, architecture, version),
                 limits=limits or Limits(),
-                architecture=architecture,
                 progress=progress,
             )
             missing = _missing(folder, programs)
@@ -105,7 +108,7 @@ def ensure_binaries(
             raise ClusterError(
                 f"{', '.join(missing)} cannot be downloaded; set {SOURCE_VARIABLE}=build to build from source."
             )
-        sources = [source for source in SOURCES if missing & set(source.programs)]
+        sources = [source for source in list_sources(version) if missing & set(source.programs)]
         if sources:
             build_all(sources, missing, folder, root / "go", ProgressLines(2 * len(sources), report))
     return Binaries(folder)
@@ -121,7 +124,8 @@ def _origin_from_environment() -> Origin:
 
 def is_cached(programs: frozenset[Program]) -> bool:
     """Return whether all programs are cached, so that neither network nor build is needed."""
-    return not _missing(cache_root() / "bin" / version_key(this_architecture(), programs), programs)
+    key = version_key(this_architecture(), programs, find_kubernetes())
+    return not _missing(cache_root() / "bin" / key, programs)
 
 
 def _missing(folder: Path, programs: frozenset[Program]) -> frozenset[Program]:
@@ -132,15 +136,14 @@ def _download_all(
     missing: frozenset[Program],
     folder: Path,
     *,
-    releases: ReleaseOf,
+    release_of: Callable[[Program], Release],
     limits: Limits,
-    architecture: Architecture,
     progress: ProgressLines,
 ) -> None:
     """Download the programs that are available; report a failure in one line and skip its host afterwards."""
     dead_hosts: set[str] = set()
     for program in sorted(missing):
-        release = releases(program, architecture)
+        release = release_of(program)
         host = release.url.split("/")[2]
         if host in dead_hosts:
             continue

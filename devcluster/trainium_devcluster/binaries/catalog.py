@@ -2,22 +2,28 @@
 
 Guarantees:
 - A version appears here and in the pinned Go modules; a test checks that both are equal.
+- The control plane exists in several versions of Kubernetes, each with the etcd of its kubeadm and separate pins.
 - A checksum is listed here or fetched from the release's host over verified TLS.
 - No program is used unchecked, so one whose project publishes no checksum is built (Go's checksums cover its module).
 """
 
 from __future__ import annotations
 
+import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from trainium_devcluster.errors import ClusterError
 
-KUBERNETES_VERSION = "1.36.3"
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KUBERNETES_VARIABLE = "TRAINIUM_KUBERNETES"
+"""Environment variable: the version of Kubernetes, `1.37` or `1.37.2`."""
 OLDEST_KUBERNETES_VERSION = "1.30.14"
 """Newest patch of the oldest version that the chart supports."""
-ETCD_VERSION = "3.6.8"
 HELM_VERSION = "4.3.1"
 KWOK_VERSION = "0.8.0"
 KUEUE_VERSION = "0.19.2"
@@ -41,12 +47,14 @@ class Program(StrEnum):
     """An S3 server over a folder; tests of checkpoints, data and artifacts in a bucket need it."""
     CHECK_DEFINITION = "check-definition"
     """Validates a CustomResourceDefinition as the oldest supported API server does; a test needs it."""
+    CHECK_NEWEST_DEFINITION = "check-newest-definition"
+    """The same as the newest API server that is tested."""
 
 
 FLEET_PROGRAMS = frozenset({Program.KWOK})
 KUEUE_PROGRAMS = frozenset({Program.KUEUE})
 S3_PROGRAMS = frozenset({Program.VERSITYGW})
-DEFINITION_PROGRAMS = frozenset({Program.CHECK_DEFINITION})
+DEFINITION_PROGRAMS = frozenset({Program.CHECK_DEFINITION, Program.CHECK_NEWEST_DEFINITION})
 BUILT_ONLY = FLEET_PROGRAMS | KUEUE_PROGRAMS | S3_PROGRAMS | DEFINITION_PROGRAMS
 """Programs that are published without checksums, or only as images."""
 CLUSTER_PROGRAMS = frozenset(Program) - BUILT_ONLY
@@ -73,13 +81,50 @@ class Release:
     sha256_url: str | None = None
 
 
-# Known checksums. The others are published beside the file by the same host.
-_PINNED: dict[tuple[Program, Architecture], str] = {
-    (Program.ETCD, Architecture.AMD64): "cf9cfe91a4856cb90eed9c99e6aee4b708db2c7888b88a6f116281f04b0ea693",
-    (Program.ETCD, Architecture.ARM64): "438f56a700d17ce761510a3e63e6fa5c1d587b2dd4d7a22c179c09a649366760",
-    (Program.KUBECTL, Architecture.AMD64): "ebbd080e7c2e275093b55915722043257eb24004363e20acb3c4d71919f88336",
-    (Program.KUBECTL, Architecture.ARM64): "3d86f24401c41ae5a46ac50eef8865fe891d3647d324a0836f6c63757a126e62",
-}
+@dataclass(frozen=True, slots=True)
+class KubernetesVersion:
+    """A version of the control plane and kubectl, and the etcd that its kubeadm starts."""
+
+    number: str
+    etcd: str
+    modules: str
+    """The file with its pinned Go modules, beside `go.mod`."""
+    checksums: Mapping[tuple[Program, Architecture], str] = field(default_factory=dict)
+    """Known checksums of releases. The others are published beside the file by the same host."""
+
+    @property
+    def minor(self) -> str:
+        """The version without its patch, as `1.37`."""
+        return self.number.rpartition(".")[0]
+
+
+DEFAULT_KUBERNETES = KubernetesVersion(
+    "1.36.3",
+    etcd="3.6.8",
+    modules="go.mod",
+    checksums={
+        (Program.ETCD, Architecture.AMD64): "cf9cfe91a4856cb90eed9c99e6aee4b708db2c7888b88a6f116281f04b0ea693",
+        (Program.ETCD, Architecture.ARM64): "438f56a700d17ce761510a3e63e6fa5c1d587b2dd4d7a22c179c09a649366760",
+        (Program.KUBECTL, Architecture.AMD64): "ebbd080e7c2e275093b55915722043257eb24004363e20acb3c4d71919f88336",
+        (Program.KUBECTL, Architecture.ARM64): "3d86f24401c41ae5a46ac50eef8865fe891d3647d324a0836f6c63757a126e62",
+    },
+)
+KUBERNETES_VERSIONS = (
+    KubernetesVersion("1.34.4", etcd="3.6.5", modules="kubernetes-1.34.mod"),
+    DEFAULT_KUBERNETES,
+    KubernetesVersion("1.37.2", etcd="3.7.0", modules="kubernetes-1.37.mod"),
+)
+"""The versions that a development cluster can have, oldest first."""
+
+
+def find_kubernetes(requested: str | None = None) -> KubernetesVersion:
+    """Return the version of this number, else of TRAINIUM_KUBERNETES, else the default; raises ClusterError."""
+    wanted = requested or os.environ.get(KUBERNETES_VARIABLE) or DEFAULT_KUBERNETES.number
+    for version in KUBERNETES_VERSIONS:
+        if wanted.removeprefix("v") in {version.number, version.minor}:
+            return version
+    numbers = ", ".join(version.number for version in KUBERNETES_VERSIONS)
+    raise ClusterError(f"There is no development cluster of Kubernetes {wanted!r}; use one of {numbers}.")
 
 
 def this_architecture() -> Architecture:
@@ -94,7 +139,9 @@ def this_architecture() -> Architecture:
     raise ClusterError(f"The development cluster has no binaries for the processor {machine!r}; use amd64 or arm64.")
 
 
-def version_key(architecture: Architecture, programs: frozenset[Program] = CLUSTER_PROGRAMS) -> str:
+def version_key(
+    architecture: Architecture, programs: frozenset[Program], kubernetes: KubernetesVersion = DEFAULT_KUBERNETES
+) -> str:
     """Return the name of the cache folder for these versions, so that an upgrade never mixes with older programs."""
     if programs <= FLEET_PROGRAMS:
         return f"kwok-{KWOK_VERSION}-{architecture}"
@@ -103,21 +150,22 @@ def version_key(architecture: Architecture, programs: frozenset[Program] = CLUST
     if programs <= S3_PROGRAMS:
         return f"versitygw-{VERSITYGW_VERSION}-{architecture}"
     if programs <= DEFINITION_PROGRAMS:
-        return f"definition-{OLDEST_KUBERNETES_VERSION}-{architecture}"
-    return f"kubernetes-{KUBERNETES_VERSION}-etcd-{ETCD_VERSION}-helm-{HELM_VERSION}-{architecture}"
+        return f"definition-{OLDEST_KUBERNETES_VERSION}-{KUBERNETES_VERSIONS[-1].number}-{architecture}"
+    return f"kubernetes-{kubernetes.number}-etcd-{kubernetes.etcd}-helm-{HELM_VERSION}-{architecture}"
 
 
-def release_of(program: Program, architecture: Architecture) -> Release:
+def release_of(program: Program, architecture: Architecture, kubernetes: KubernetesVersion) -> Release:
     """Return the official release of a program that is not in `BUILT_ONLY`."""
-    pinned = _PINNED.get((program, architecture))
+    pinned = kubernetes.checksums.get((program, architecture))
     match program:
         case Program.ETCD:
-            stem = f"etcd-v{ETCD_VERSION}-linux-{architecture}"
-            base = f"https://github.com/etcd-io/etcd/releases/download/v{ETCD_VERSION}"
-            return Release(program, ETCD_VERSION, f"{base}/{stem}.tar.gz", f"{stem}/etcd", pinned)
+            stem = f"etcd-v{kubernetes.etcd}-linux-{architecture}"
+            base = f"https://github.com/etcd-io/etcd/releases/download/v{kubernetes.etcd}"
+            archive, checksums = f"{base}/{stem}.tar.gz", f"{base}/SHA256SUMS"
+            return Release(program, kubernetes.etcd, archive, f"{stem}/etcd", pinned, checksums)
         case Program.HELM:
             url = f"https://get.helm.sh/helm-v{HELM_VERSION}-linux-{architecture}.tar.gz"
             return Release(program, HELM_VERSION, url, f"linux-{architecture}/helm", pinned, f"{url}.sha256sum")
         case _:
-            url = f"https://dl.k8s.io/release/v{KUBERNETES_VERSION}/bin/linux/{architecture}/{program}"
-            return Release(program, KUBERNETES_VERSION, url, None, pinned, f"{url}.sha256")
+            url = f"https://dl.k8s.io/release/v{kubernetes.number}/bin/linux/{architecture}/{program}"
+            return Release(program, kubernetes.number, url, None, pinned, f"{url}.sha256")

@@ -26,11 +26,18 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    *, fleet: bool = False, kueue: bool = False, s3: bool = False, definition: bool = False, helm: bool = False
+    *,
+    kubernetes: str | None = None,
+    fleet: bool = False,
+    kueue: bool = False,
+    s3: bool = False,
+    definition: bool = False,
+    helm: bool = False,
 ) -> Path:
     """Fill the cache, with the cluster's programs first, and return their folder; raises ClusterError.
 
-    `fleet`, `kueue`, `s3` and `definition` add the programs of these options. `helm` prepares only that program.
+    `kubernetes` is the version of the cluster's programs, as for `find_kubernetes`. `fleet`, `kueue`, `s3` and
+    `definition` add the programs of these options. `helm` prepares only that program.
     """
     sets = [frozenset({Program.HELM}) if helm else CLUSTER_PROGRAMS]
     optional = (
@@ -42,7 +49,7 @@ def prepare(
     sets += [programs for programs, is_requested in optional if is_requested]
     try:
         with interrupts.catch_interrupts():
-            folders = [ensure_binaries(programs=programs).folder for programs in sets]
+            folders = [ensure_binaries(programs=programs, kubernetes=kubernetes).folder for programs in sets]
     except KeyboardInterrupt:
         raise ClusterError(
             "The programs of the development cluster are not all there: their preparation was interrupted. What is "

@@ -77,10 +77,11 @@ def _published_checksum(release: Release, limits: Limits) -> str:
             text = response.read(4096).decode("ascii", "replace")
         except (OSError, http.client.HTTPException) as error:
             raise DownloadError(f"{release.sha256_url} broke off: {error}") from error
-    found = re.search(r"\b[0-9a-f]{64}\b", text.lower())
-    if found is None:
-        raise DownloadError(f"{release.sha256_url} holds no SHA-256 checksum")
-    return found.group(0)
+    name = release.url.rpartition("/")[2]
+    for checksum, file in re.findall(r"^([0-9a-f]{64})(?:[ \t]+\*?(\S+))?[ \t]*$", text, re.MULTILINE):
+        if file in {"", name}:
+            return str(checksum)
+    raise DownloadError(f"{release.sha256_url} holds no SHA-256 checksum of {name}")
 
 
 def _fetch(url: str, target: Path, limits: Limits) -> str:

@@ -30,6 +30,8 @@ class NodeOptions:
     venv_bin: str
     """Folder that comes first in the PATH of pods."""
     heartbeat_seconds: float
+    kubernetes: str
+    """The version that the node reports for its kubelet."""
 
     def __post_init__(self) -> None:
         _ = self.taints

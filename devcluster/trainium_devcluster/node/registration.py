@@ -29,7 +29,6 @@ _STATUS_SECONDS = 300.0
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _NOT_FOUND, _CONFLICT = 404, 409
 _RETRY = 0.5  # seconds
-_KUBELET_VERSION = "v1.36.3"  # a version that version skew checks accept beside a 1.36 API server
 _HEALTHY = (
     ("MemoryPressure", "KubeletHasSufficientMemory", "kubelet has sufficient memory available"),
     ("DiskPressure", "KubeletHasNoDiskPressure", "kubelet has no disk pressure"),
@@ -173,7 +172,7 @@ class Registration:
                 "containerRuntimeVersion": "process://1.0.0",
                 "kernelVersion": uname.release,
                 "kubeProxyVersion": "",
-                "kubeletVersion": _KUBELET_VERSION,
+                "kubeletVersion": f"v{self.options.kubernetes}",
                 "machineID": _machine_id(),
                 "operatingSystem": "linux",
                 "osImage": "process node",

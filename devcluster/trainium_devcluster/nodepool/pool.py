@@ -69,6 +69,7 @@ class NodePool:
         binaries: Path,
         venv_bin: Path,
         heartbeat_seconds: float,
+        kubernetes: str,
     ) -> None:
         self._paths = paths
         self._ports = ports
@@ -76,6 +77,7 @@ class NodePool:
         self._binaries = binaries
         self._venv_bin = venv_bin
         self._heartbeat_seconds = heartbeat_seconds
+        self._kubernetes = kubernetes
         self._nodes: dict[str, PoolNode] = {}
 
     def add(self, spec: NodeSpec) -> None:
@@ -147,7 +149,9 @@ class NodePool:
 
     def _start(self, spec: NodeSpec) -> None:
         api_server = (components.HOST, self._ports.apiserver)
-        options = NodeOptions(str(self._paths.root), spec, api_server, str(self._venv_bin), self._heartbeat_seconds)
+        options = NodeOptions(
+            str(self._paths.root), spec, api_server, str(self._venv_bin), self._heartbeat_seconds, self._kubernetes
+        )
         components.issue_node(self._paths, self._ports, spec.name)
         command = [sys.executable, "-m", "trainium_devcluster.node", str(options.write())]
         environment = node_environment(os.environ, self._paths, spec.name, self._binaries)

@@ -20,15 +20,19 @@ import pytest
 
 from tests.testing.suite.loopback_http import LoopbackServer
 from trainium_devcluster.binaries import build, cache, catalog
-from trainium_devcluster.binaries.build import SOURCES, Source, module_root
+from trainium_devcluster.binaries.build import Source, list_sources, module_root
 from trainium_devcluster.binaries.cache import Origin, ensure_binaries
 from trainium_devcluster.binaries.catalog import (
     BUILT_ONLY,
     CLUSTER_PROGRAMS,
+    DEFAULT_KUBERNETES,
     FLEET_PROGRAMS,
+    KUBERNETES_VERSIONS,
     Architecture,
+    KubernetesVersion,
     Program,
     Release,
+    find_kubernetes,
     release_of,
 )
 from trainium_devcluster.binaries.download import DownloadError, Limits, UnreachableError, download_program
@@ -117,12 +121,13 @@ def test_a_program_is_extracted_from_an_archive(host: ReleaseHost, tmp_path: Pat
 
 def test_the_checksum_is_fetched_from_the_release_host_when_none_is_pinned(host: ReleaseHost, tmp_path: Path) -> None:
     host.files["/helm"] = CONTENT
-    host.files["/helm.sha256sum"] = f"{sha256(CONTENT)}  helm.tar.gz\n".encode()
+    host.files["/helm.sha256sum"] = f"{'0' * 64}  helm.asc\n{sha256(CONTENT)}  helm\n".encode()
     release = Release(Program.HELM, "4", f"{host.url}/helm", None, None, f"{host.url}/helm.sha256sum")
     download_program(release, tmp_path / "helm", QUICK)
-    host.files["/helm.sha256sum"] = b"<html>please log in</html>"
-    with pytest.raises(DownloadError, match="holds no SHA-256 checksum"):
-        download_program(release, tmp_path / "helm2", QUICK)
+    for text in ("<html>please log in</html>", f"{sha256(CONTENT)}  another\n"):
+        host.files["/helm.sha256sum"] = text.encode()
+        with pytest.raises(DownloadError, match="holds no SHA-256 checksum of helm"):
+            download_program(release, tmp_path / "helm2", QUICK)
 
 
 def test_a_wrong_checksum_leaves_nothing_behind(host: ReleaseHost, tmp_path: Path) -> None:
@@ -163,7 +168,7 @@ def test_a_refused_connection_is_unreachable(tmp_path: Path) -> None:
 
 
 def releases_at(host: ReleaseHost) -> cache.ReleaseOf:
-    return lambda program, _: Release(program, "1", f"{host.url}/{program}", None, sha256(CONTENT))
+    return lambda program, *_: Release(program, "1", f"{host.url}/{program}", None, sha256(CONTENT))
 
 
 def ensure_from(host: ReleaseHost, root: Path, **options: Any) -> cache.Binaries:
@@ -218,8 +223,8 @@ def test_only_programs_that_could_not_be_downloaded_are_built(
     missing = Release(Program.HELM, "1", f"http://localhost:{host.server_address[1]}/missing", None, sha256(CONTENT))
     host.files.update({f"/{program}": CONTENT for program in Program})
 
-    def release(program: Program, architecture: Architecture) -> Release:
-        return missing if program is Program.HELM else releases_at(host)(program, architecture)
+    def release(program: Program, architecture: Architecture, kubernetes: KubernetesVersion) -> Release:
+        return missing if program is Program.HELM else releases_at(host)(program, architecture, kubernetes)
 
     ensure_from(host, tmp_path, origin=Origin.AUTO, releases=release)
     assert built == [("helm", frozenset({Program.HELM}))]
@@ -247,7 +252,7 @@ def test_files_of_a_module_replace_those_of_the_last_build(tmp_path: Path) -> No
     go = tmp_path / "go"
     go.write_text(f"#!/bin/sh\necho {module}\n")
     go.chmod(0o755)
-    source = replace(SOURCES[0], files=("example.org/m", "config"))
+    source = replace(list_sources(DEFAULT_KUBERNETES)[0], files=("example.org/m", "config"))
     build._copy_files(Go(go), source, tmp_path / "bin")
     files = sorted(path.name for path in (tmp_path / "bin" / "config").rglob("*.yaml"))
     assert files == ["a.yaml"]
@@ -298,32 +303,78 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("architecture", list(Architecture))
 @pytest.mark.parametrize("program", sorted(frozenset(Program) - BUILT_ONLY))
-def test_every_release_is_on_an_official_host_and_can_be_checked(program: Program, architecture: Architecture) -> None:
-    release = release_of(program, architecture)
+@pytest.mark.parametrize("kubernetes", KUBERNETES_VERSIONS, ids=lambda version: version.minor)
+def test_every_release_is_on_an_official_host_and_can_be_checked(
+    program: Program, architecture: Architecture, kubernetes: KubernetesVersion
+) -> None:
+    release = release_of(program, architecture, kubernetes)
     assert release.url.startswith(("https://dl.k8s.io/", "https://github.com/etcd-io/", "https://get.helm.sh/"))
     assert release.sha256 or release.sha256_url
     assert architecture in release.url
 
 
-def test_the_pinned_modules_have_the_versions_that_are_downloaded() -> None:
-    root = module_root()
-    control_plane = (root / "go.mod").read_text()
-    minor = catalog.KUBERNETES_VERSION.split(".", 1)[1]
-    assert f"k8s.io/kubernetes v{catalog.KUBERNETES_VERSION}\n" in control_plane
-    assert f"go.etcd.io/etcd/server/v3 v{catalog.ETCD_VERSION}\n" in control_plane
+@pytest.mark.parametrize("kubernetes", KUBERNETES_VERSIONS, ids=lambda version: version.minor)
+def test_the_pinned_modules_have_the_versions_that_are_downloaded(kubernetes: KubernetesVersion) -> None:
+    control_plane = (module_root() / kubernetes.modules).read_text()
+    assert (module_root() / kubernetes.modules).with_suffix(".sum").is_file()
+    assert f"k8s.io/kubernetes v{kubernetes.number}\n" in control_plane
+    assert f"go.etcd.io/etcd/server/v3 v{kubernetes.etcd}\n" in control_plane
     staging = re.findall(r"^\t(k8s\.io/\S+) => \1 v(\S+)$", control_plane, re.MULTILINE)
     assert len(staging) > 30
-    assert {version for _, version in staging} == {f"0.{minor}"}
+    assert {version for _, version in staging} == {kubernetes.number.replace("1", "0", 1)}
+
+
+def test_a_version_is_chosen_by_its_number_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(catalog.KUBERNETES_VARIABLE, raising=False)
+    assert find_kubernetes() is DEFAULT_KUBERNETES
+    assert find_kubernetes("v1.37") is find_kubernetes("1.37.2") is KUBERNETES_VERSIONS[-1]
+    monkeypatch.setenv(catalog.KUBERNETES_VARIABLE, "1.34")
+    assert find_kubernetes().number == "1.34.4"
+    assert find_kubernetes("1.36") is DEFAULT_KUBERNETES
+    monkeypatch.setenv(catalog.KUBERNETES_VARIABLE, "1.3")
+    with pytest.raises(ClusterError, match=r"of Kubernetes '1\.3'; use one of 1\.34\.4, 1\.36\.3, 1\.37\.2\."):
+        find_kubernetes()
+
+
+def test_another_version_is_built_in_a_separate_folder_from_separate_pins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_build(monkeypatch)
+    folders = {
+        ensure_binaries(kubernetes=version.minor, root=tmp_path, origin=Origin.BUILD, report=lambda _: None).folder
+        for version in KUBERNETES_VERSIONS
+    }
+    assert len(folders) == len(KUBERNETES_VERSIONS)
+    calls = tmp_path / "calls"
+    go = tmp_path / "go"
+    go.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n')
+    go.chmod(0o755)
+    for version in KUBERNETES_VERSIONS:
+        with build.build_source(version).command(Go(go), "list", ".") as command:
+            assert command.wait_for_success(10)
+    assert calls.read_text().splitlines() == [
+        "list -modfile=kubernetes-1.34.mod .",
+        "list .",
+        "list -modfile=kubernetes-1.37.mod .",
+    ]
+
+
+def test_the_other_pinned_modules_have_the_versions_of_the_catalog() -> None:
+    root = module_root()
     assert f"helm.sh/helm/v4 v{catalog.HELM_VERSION}" in (root / "helm" / "go.mod").read_text()
     assert f"sigs.k8s.io/kwok v{catalog.KWOK_VERSION}" in (root / "kwok" / "go.mod").read_text()
     assert f"sigs.k8s.io/kueue v{catalog.KUEUE_VERSION}" in (root / "kueue" / "go.mod").read_text()
     assert f"versitygw v{catalog.VERSITYGW_VERSION}" in (root / "versitygw" / "go.mod").read_text()
     oldest_minor = catalog.OLDEST_KUBERNETES_VERSION.split(".", 1)[1]
     assert f"apiextensions-apiserver v0.{oldest_minor}\n" in (root / "definition" / "go.mod").read_text()
+    newest_minor = KUBERNETES_VERSIONS[-1].number.split(".", 1)[1]
+    assert f"apiextensions-apiserver v0.{newest_minor}\n" in (root / "definition" / "newest.mod").read_text()
 
 
 def test_every_program_has_a_source() -> None:
-    assert sorted(program for source in SOURCES for program in source.programs) == sorted(Program)
+    assert sorted(program for source in list_sources(DEFAULT_KUBERNETES) for program in source.programs) == sorted(
+        Program
+    )
 
 
 def write_fake_go(folder: Path, version: str) -> None:

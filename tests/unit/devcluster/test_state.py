@@ -112,7 +112,7 @@ def test_nodes_send_several_heartbeats_within_the_grace_period() -> None:
 def options_of(root: Path, **fields: Any) -> NodeOptions:
     spec = NodeSpec("node-1", **fields)
     ClusterPaths(root).node("node-1").mkdir(parents=True, exist_ok=True)
-    return NodeOptions(str(root), spec, ("127.0.0.1", 3), "/venv/bin", 1.0)
+    return NodeOptions(str(root), spec, ("127.0.0.1", 3), "/venv/bin", 1.0, "1.36.3")
 
 
 def test_node_options_are_read_as_written(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""Validate the definition with the libraries of the oldest Kubernetes that the chart supports.
-
-The tests beside this one create it on the API server of the newest version that is tested.
-"""
+"""Validate the definition with the libraries of the oldest supported Kubernetes and of the newest tested."""
 
 import json
 import subprocess
@@ -19,9 +16,9 @@ from trainium_devcluster.binaries import DEFINITION_PROGRAMS, Program, catalog, 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]  # the first run on a machine builds the program
 
 
-def validate(definition: dict[str, Any], folder: Path) -> str:
+def validate(definition: dict[str, Any], folder: Path, check: Program = Program.CHECK_DEFINITION) -> str:
     """Return the refusals, one a line; raises ClusterError if the program cannot be built."""
-    program = ensure_binaries(programs=DEFINITION_PROGRAMS).path(Program.CHECK_DEFINITION)
+    program = ensure_binaries(programs=DEFINITION_PROGRAMS).path(check)
     file = folder / "definition.json"
     file.write_text(json.dumps(definition))
     done = subprocess.run([program, file], capture_output=True, text=True, check=False, timeout=scaled(120))
@@ -36,8 +33,15 @@ def test_the_chart_supports_the_version_whose_libraries_validate_the_definition(
     assert chart["kubeVersion"] == f">={minor}.0-0"
 
 
-def test_the_oldest_supported_api_server_accepts_the_definition(tmp_path: Path) -> None:
-    assert validate(custom_resource_definition(), tmp_path) == ""
+@pytest.mark.parametrize("check", sorted(DEFINITION_PROGRAMS))
+def test_the_oldest_and_the_newest_api_server_accept_the_definition(check: Program, tmp_path: Path) -> None:
+    assert validate(custom_resource_definition(), tmp_path, check) == ""
+
+
+def test_the_newest_api_server_also_refuses_an_invalid_definition(tmp_path: Path) -> None:
+    definition = custom_resource_definition()
+    definition["spec"]["scope"] = "Everywhere"
+    assert "spec.scope: Unsupported value" in validate(definition, tmp_path, Program.CHECK_NEWEST_DEFINITION)
 
 
 @pytest.mark.parametrize(
