@@ -164,6 +164,15 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "windows of 24 positions in three of four layers, YaRN in the fourth",
         {"model_type": "olmo3", "sliding_window": 24, "rope_scaling": _YARN | {"rope_theta": 500_000.0}},
     ),
+    "Gemma 3": (
+        "windows of 24 positions in five of six layers, heads of 32, tied",
+        {"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 24, "head_dim": 32}
+        | {"tie_word_embeddings": True},
+    ),
+    "Ministral 3": (
+        "YaRN and queries that grow from position 32 on",
+        {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}},
+    ),
     "SmolLM3": ("every fourth layer not rotated, tied", {"model_type": "smollm3", "tie_word_embeddings": True}),
 }
 _BASES = {name: Settings(f"{name} base", "", family=_SMALL | fields) for name, (_, fields) in _FAMILIES.items()}

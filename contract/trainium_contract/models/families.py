@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from trainium_contract.models import granite, llama, mistral, olmo, qwen2, qwen3, smollm3
+from trainium_contract.models import gemma3, granite, llama, mistral, olmo, qwen2, qwen3, smollm3
 
 _FAMILIES = (
     llama.FAMILY,
     mistral.FAMILY,
+    mistral.MINISTRAL,
+    mistral.MINISTRAL3,
     qwen2.FAMILY,
     qwen3.FAMILY,
     granite.FAMILY,
     olmo.OLMO2,
     olmo.OLMO3,
     smollm3.FAMILY,
+    gemma3.FAMILY,
 )
 FAMILIES = {family.model_type: family for family in _FAMILIES}
 """By the `model_type` of their `config.json`."""

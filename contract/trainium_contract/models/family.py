@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.models.shape import Activation
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -38,6 +40,8 @@ class Family:
     """Defaults of `transformers` for omitted fields; has all fields that not every family has."""
     traits: Callable[[Config], dict[str, Any]] = _none
     """Convert a `config.json` to the fields of ModelShape that differ from Llama's."""
+    fixed: Config = field(default_factory=lambda: {"hidden_act": Activation.SILU.value})
+    """Fields of `config.json` for which only this value is computed; None: must be absent, null or false."""
     has_windowed_rope: bool = False
     """Whether layers with a window have a separate rotary embedding."""
     fields: Callable[[ModelShape], dict[str, Any]] = _none

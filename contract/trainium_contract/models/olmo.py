@@ -6,12 +6,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.models.family import Family, bias_traits, window_fields, window_traits
-from trainium_contract.models.shape import ModelShape, QueryKeyNorm, RopeScalingKind, RopeStretch, WindowedRope
+from trainium_contract.models.shape import (
+    ModelShape,
+    NormPlacement,
+    QueryKeyNorm,
+    RopeScalingKind,
+    RopeStretch,
+    WindowedRope,
+)
 
 if TYPE_CHECKING:
     from trainium_contract.models.family import Config
 
-_TRAITS = {"norm_after": True, "query_key_norm": QueryKeyNorm.ALL_HEADS}
+_TRAITS = {"norm_placement": NormPlacement.OUTPUTS, "query_key_norm": QueryKeyNorm.ALL_HEADS}
 _DEFAULTS = {"attention_bias": False, "rms_norm_eps": 1e-5}
 _PATTERN = (True, True, True, False)
 """Which layers of OLMo 3 have a window."""
@@ -28,7 +35,7 @@ _OLMO2_7B = ModelShape(
     max_positions=4096,
     norm_eps=1e-6,
     tie_embeddings=False,
-    norm_after=True,
+    norm_placement=NormPlacement.OUTPUTS,
     query_key_norm=QueryKeyNorm.ALL_HEADS,
 )
 _OLMO2_32B = replace(

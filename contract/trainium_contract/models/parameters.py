@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from trainium_contract.models.shape import QueryKeyNorm
+from trainium_contract.models.shape import NormPlacement, QueryKeyNorm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,7 +95,7 @@ def layer_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     """Return the parameters of one layer by their names within it; all layers have the same."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    parameters = [] if shape.norm_after else [_norm("input_layernorm", hidden)]
+    parameters = [] if shape.norm_placement is NormPlacement.OUTPUTS else [_norm(shape, "input_layernorm")]
     for projection, outputs, unit in (
         ("q", query, Unit.QUERY_HEADS),
         ("k", key_value, Unit.KEY_VALUE_HEADS),
@@ -104,12 +104,14 @@ def layer_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
         parameters += _columns(f"self_attn.{projection}_proj", (outputs, hidden), unit, bias=shape.attention_bias)
     parameters += _rows("self_attn.o_proj", (hidden, query), Unit.QUERY_HEADS, bias=shape.output_bias)
     parameters += _query_key_norms(shape)
-    parameters.append(_norm("post_attention_layernorm", hidden))
+    parameters.append(_norm(shape, "post_attention_layernorm"))
     for projection in ("gate", "up"):
         parameters += _columns(f"mlp.{projection}_proj", (inner, hidden), Unit.FEATURES, bias=shape.mlp_bias)
     parameters += _rows("mlp.down_proj", (hidden, inner), Unit.FEATURES, bias=shape.mlp_bias)
-    if shape.norm_after:
-        parameters.append(_norm("post_feedforward_layernorm", hidden))
+    if shape.norm_placement is NormPlacement.BOTH:
+        parameters.append(_norm(shape, "pre_feedforward_layernorm"))
+    if shape.norm_placement is not NormPlacement.INPUTS:
+        parameters.append(_norm(shape, "post_feedforward_layernorm"))
     return {parameter.name: parameter for parameter in parameters}
 
 
@@ -129,6 +131,7 @@ def _rows(module: str, size: tuple[int, int], unit: Unit, *, bias: bool) -> list
 
 def _query_key_norms(shape: ModelShape) -> list[Parameter]:
     parameters = []
+    initial = _initial_norm(shape)
     for projection, heads, unit in (
         ("q", shape.num_attention_heads, Unit.QUERY_HEADS),
         ("k", shape.num_key_value_heads, Unit.KEY_VALUE_HEADS),
@@ -136,21 +139,25 @@ def _query_key_norms(shape: ModelShape) -> list[Parameter]:
         name = f"self_attn.{projection}_norm.weight"
         match shape.query_key_norm:
             case QueryKeyNorm.EACH_HEAD:
-                parameters.append(Parameter(name, (shape.head_dim,), initial=Initial.ONES, summed=True))
+                parameters.append(Parameter(name, (shape.head_dim,), initial=initial, summed=True))
             case QueryKeyNorm.ALL_HEADS:
-                parameters.append(Parameter(name, (heads * shape.head_dim,), 0, unit, Initial.ONES))
+                parameters.append(Parameter(name, (heads * shape.head_dim,), 0, unit, initial))
     return parameters
 
 
-def _norm(module: str, width: int) -> Parameter:
-    return Parameter(f"{module}.weight", (width,), initial=Initial.ONES)
+def _norm(shape: ModelShape, module: str) -> Parameter:
+    return Parameter(f"{module}.weight", (shape.hidden_size,), initial=_initial_norm(shape))
+
+
+def _initial_norm(shape: ModelShape) -> Initial:
+    return Initial.ZEROS if shape.has_centered_norms else Initial.ONES
 
 
 @functools.lru_cache(maxsize=64)
 def non_layer_parameters(shape: ModelShape) -> Mapping[str, Parameter]:
     """Return the parameters outside the layers by name; a tied model has no separate output projection."""
     embedding = Parameter(EMBEDDING, (shape.vocab_size, shape.hidden_size), 0)
-    parameters = {EMBEDDING: embedding, "model.norm.weight": _norm("model.norm", shape.hidden_size)}
+    parameters = {EMBEDDING: embedding, "model.norm.weight": _norm(shape, "model.norm")}
     return parameters if shape.tie_embeddings else parameters | {HEAD: replace(embedding, name=HEAD)}
 
 

@@ -37,6 +37,22 @@ class QueryKeyNorm(StrEnum):
     """All heads of a token together."""
 
 
+class NormPlacement(StrEnum):
+    """Which ends of the two branches of a layer are normalized."""
+
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"
+    BOTH = "both"
+
+
+class Activation(StrEnum):
+    """The function of the feed-forward's gate, by `transformers`' name."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+    """GELU by its approximation with tanh."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeStretch:
     """Scaling of the rotary embedding; fields that `kind` does not use are 0."""
@@ -100,8 +116,10 @@ class ModelShape:
     """Whether the projection after attention has a bias."""
     mlp_bias: bool = False
     query_key_norm: QueryKeyNorm = QueryKeyNorm.NONE
-    norm_after: bool = False
-    """Whether a layer normalizes the outputs of its branches instead of their inputs."""
+    norm_placement: NormPlacement = NormPlacement.INPUTS
+    has_centered_norms: bool = False
+    """Whether norms multiply by one plus their weight."""
+    activation: Activation = Activation.SILU
     sliding_window: int | None = None
     """Positions that a token attends to, its own included, in the layers of `windowed`; None: all earlier ones."""
     windowed: tuple[bool, ...] = (True,)
@@ -110,6 +128,10 @@ class ModelShape:
     """Which layers have the rotary embedding, repeated over the layers."""
     windowed_rope: WindowedRope | None = None
     """The rotary embedding of the layers with the window; None: that of the other layers."""
+    query_growth: float | None = None
+    """Queries at position p are multiplied by 1 + this x ln(1 + floor(p / original positions of the stretch))."""
+    has_scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the root of `hidden_size`."""
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     """Factor of the attention scores; None: the inverse root of `head_dim`."""
@@ -119,10 +141,12 @@ class ModelShape:
 
     @property
     def longest_sequence(self) -> int:
-        """Return the longest sequence in tokens; a dynamic scaling goes beyond the positions of training."""
+        """Return the longest sequence in tokens; a dynamic scaling and YaRN go beyond the positions of training."""
         stretch = self.rope_stretch
-        is_dynamic = stretch is not None and stretch.kind is RopeScalingKind.DYNAMIC
-        return int(self.max_positions * stretch.factor) if stretch is not None and is_dynamic else self.max_positions
+        if stretch is None or stretch.kind not in (RopeScalingKind.DYNAMIC, RopeScalingKind.YARN):
+            return self.max_positions
+        # A dynamic scaling has no original positions. YaRN's factor is also of files that keep the shorter maximum.
+        return max(self.max_positions, int((stretch.original_max_positions or self.max_positions) * stretch.factor))
 
     def window_size(self, layer: int) -> int | None:
         """Return the window of a layer; None if a token attends to all earlier ones."""
@@ -149,8 +173,7 @@ class ModelShape:
         if not isinstance(values, dict):
             raise TypeError(f"{values!r} is not a model's shape")
         parsed: dict[str, Any] = {name: tuple(values[name]) for name in _PATTERNS if name in values}
-        if "query_key_norm" in values:
-            parsed["query_key_norm"] = QueryKeyNorm(values["query_key_norm"])
+        parsed |= {name: kind(values[name]) for name, kind in _ENUMS.items() if name in values}
         if "windowed_rope" in values:
             stretch = _parse_stretch(values["windowed_rope"]["stretch"])
             parsed["windowed_rope"] = WindowedRope(theta=values["windowed_rope"]["theta"], stretch=stretch)
@@ -158,6 +181,7 @@ class ModelShape:
 
 
 _PATTERNS = ("windowed", "rotated")
+_ENUMS = {"query_key_norm": QueryKeyNorm, "norm_placement": NormPlacement, "activation": Activation}
 _ALWAYS_OF_STRETCH = {"low_frequency_factor", "high_frequency_factor", "original_max_positions"}
 
 

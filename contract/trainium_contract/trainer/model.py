@@ -60,6 +60,11 @@ class ModelPreset(StrEnum):
     OLMO3_7B = "OLMo3-7B"
     OLMO3_32B = "OLMo3-32B"
     SMOLLM3_3B = "SmolLM3-3B"
+    GEMMA3_270M = "Gemma3-270M"
+    GEMMA3_1B = "Gemma3-1B"
+    GEMMA3_4B = "Gemma3-4B"
+    GEMMA3_12B = "Gemma3-12B"
+    GEMMA3_27B = "Gemma3-27B"
 
 
 _LLAMA_FACTOR = 8.0
@@ -174,7 +179,8 @@ class ModelConfig(ContractModel):
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary embedding; omitted: that of the preset or of the file."""
     max_positions: Annotated[int, Field(ge=8, le=2**31 - 1)] | None = None
-    """Longest sequence that the model is designed for, tokens; data.sequenceLength must not be above it."""
+    """Longest sequence that the model is designed for, tokens; data.sequenceLength must not be above it, or above the
+    original positions times the factor of `YaRN` and `Dynamic`."""
     norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Epsilon of RMSNorm, added to the mean square."""
     tie_embeddings: bool | None = None

@@ -58,6 +58,7 @@ class _Rope(BaseModel):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    llama_4_scaling_beta: float | None = None
 
     @property
     def kind(self) -> str:
@@ -79,7 +80,6 @@ class _Config(BaseModel):
     num_attention_heads: _Count
     num_key_value_heads: _Count | None = None
     head_dim: _Count | None = None
-    hidden_act: str = "silu"
     max_position_embeddings: _Count = 2048
     rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     initializer_range: Annotated[float, Field(gt=0, le=1)] = 0.02
@@ -90,14 +90,16 @@ class _Config(BaseModel):
     windowed_rope_parameters: _Rope | None = None
     """Those of the layers with a window, if the family has them apart."""
     attention_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
-    partial_rotary_factor: _Positive = 1.0
     # Fields that only some families have:
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: _Count | None = None
     use_sliding_window: bool = True
     max_window_layers: Annotated[int, Field(ge=0)] = 0
+    sliding_window_pattern: _Count = 6
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    rope_local_base_freq: _Positive | None = None
+    query_pre_attn_scalar: _Count = 256
     no_rope_layers: list[Literal[0, 1]] | None = None
     no_rope_layer_interval: _Count = 4
     embedding_multiplier: _Positive = 1.0
@@ -111,6 +113,8 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "mlp_bias": False,
     "sliding_window": None,
     "layer_types": FULL,
+    "rope_local_base_freq": None,
+    "query_pre_attn_scalar": None,
     "no_rope_layers": 1,
     "embedding_multiplier": 1.0,
     "attention_multiplier": None,
@@ -145,13 +149,20 @@ def shape_of_document(document: Any, where: str) -> ModelShape:
         config = _Config.model_validate(dict(family.defaults) | _with_separate_ropes(where, document, family))
     except ValidationError as error:
         raise UserError(f"{where}: {explain(error, _Config)}") from error
-    _refuse_other_arithmetic(where, config)
+    _refuse_other_arithmetic(where, document, family)
+    _refuse_short_lists(where, config)
+    if config.attention_dropout:
+        _log.warning(
+            "%s: attention_dropout %s has no effect: attention is trained as it is evaluated, without it",
+            where,
+            config.attention_dropout,
+        )
     rope = config.rope_scaling or config.rope_parameters or _Rope()
     theta = rope.rope_theta or config.rope_theta or _DEFAULT_THETA
     traits = family.traits(config.model_dump())
     if (windowed := config.windowed_rope_parameters) is not None:
         # transformers takes `rope_theta` beside the parameters for the layers without a window only.
-        other = windowed.rope_theta or family.defaults.get("rope_theta", _DEFAULT_THETA)
+        other = windowed.rope_theta or config.rope_local_base_freq or family.defaults.get("rope_theta", _DEFAULT_THETA)
         stretch = _stretch(where, f"rope_parameters.{SLIDING}", windowed, config)
         traits["windowed_rope"] = WindowedRope(theta=None if other == theta else other, stretch=stretch)
     return ModelShape(
@@ -184,10 +195,17 @@ def _find_family(where: str, document: dict[str, Any]) -> Family:
             return family
     described = ", ".join(map(str, names)) or "no architecture"
     described += f" (model_type {kind!r})" if kind else ""
+    text = document.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") in FAMILIES:
+        architecture = FAMILIES[text["model_type"]].architecture
+        raise UserError(
+            f"{where}: describes {described}, of which only the language model can be trained: save it apart as "
+            f"{architecture}, as docs/models.md shows, or train the whole model in a program (spec.program)"
+        )
     known = ", ".join(sorted(family.architecture for family in FAMILIES.values()))
     raise UserError(
-        f"{where}: describes {described}, but only {known} can be trained: use a model of one of them; "
-        "see docs/models.md to add a family"
+        f"{where}: describes {described}, but the built-in trainer has only {known}: use a model of one of them, or "
+        "train yours with transformers in a program (spec.program, docs/program.md)"
     )
 
 
@@ -204,16 +222,16 @@ def _refuse_foreign_fields(where: str, document: dict[str, Any], family: Family)
             )
 
 
-def _refuse_other_arithmetic(where: str, config: _Config) -> None:
-    for field, value, wanted in (
-        ("hidden_act", config.hidden_act, "silu"),
-        ("attention_dropout", config.attention_dropout, 0.0),
-        ("partial_rotary_factor", config.partial_rotary_factor, 1.0),
-    ):
+def _refuse_other_arithmetic(where: str, document: dict[str, Any], family: Family) -> None:
+    for field, wanted in {**family.fixed, "partial_rotary_factor": 1.0}.items():
+        value = document.get(field) or wanted
         if value != wanted:
             raise UserError(
                 f"{where}: {field} is {value!r}, but this trainer has only {wanted!r}: change it or use another model"
             )
+
+
+def _refuse_short_lists(where: str, config: _Config) -> None:
     for field, kinds in (("layer_types", config.layer_types), ("no_rope_layers", config.no_rope_layers)):
         if kinds is not None and len(kinds) < config.num_hidden_layers:
             raise UserError(
@@ -236,7 +254,8 @@ def _with_separate_ropes(where: str, document: dict[str, Any], family: Family) -
 
     Raises UserError if `rope_parameters` differ by layer in a family without.
     """
-    scaling, ropes = document.get("rope_scaling") or None, document.get("rope_parameters") or {}
+    scaling = document.get("rope_scaling") or None
+    ropes = document.get("rope_parameters") or family.defaults.get("rope_parameters") or {}
     by_layer = isinstance(ropes, dict) and (FULL in ropes or SLIDING in ropes)
     if not family.has_windowed_rope:
         if by_layer:
@@ -323,6 +342,8 @@ def _refuse_unordered(where: str, field: str, less: float, other: str, more: flo
 def to_config(shape: ModelShape) -> dict[str, Any]:
     """Return the contents of a `config.json` for a shape, readable by `transformers` 4 and 5."""
     family, rope = FAMILIES[shape.family], _to_rope(shape.rope_stretch)
+    if shape.query_growth is not None:
+        rope["llama_4_scaling_beta"] = shape.query_growth
     parameters: dict[str, Any] = {"rope_theta": shape.rope_theta, **rope}
     if (windowed := shape.windowed_rope) is not None:
         other = {"rope_theta": windowed.theta or shape.rope_theta, **_to_rope(windowed.stretch)}
@@ -337,7 +358,6 @@ def to_config(shape: ModelShape) -> dict[str, Any]:
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": shape.max_positions,
         "rms_norm_eps": shape.norm_eps,
         "initializer_range": shape.initial_std,
@@ -345,6 +365,7 @@ def to_config(shape: ModelShape) -> dict[str, Any]:
         "rope_theta": shape.rope_theta,
         "rope_scaling": rope if shape.rope_stretch else None,
         "rope_parameters": parameters,
+        **family.fixed,
         **family.fields(shape),
         "attention_dropout": 0.0,
     }

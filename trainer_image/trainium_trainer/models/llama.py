@@ -1,8 +1,8 @@
 """Llama and the families that descend from it, written for one device.
 
 RMSNorm, rotary embedding, grouped-query attention, SwiGLU. The differences between a family and Llama are fields of its
-shape: biases, a window of attention, norms of queries and keys, norms after the branches, layers without rotation,
-multipliers.
+shape: biases, a window of attention, norms of queries and keys, norms after the branches or at both ends, layers
+without rotation, multipliers.
 
 Guarantees:
 - Parameters are those of `trainium_contract.models.parameters`, under Hugging Face's names.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
-from trainium_contract.models.shape import QueryKeyNorm
+from trainium_contract.models.shape import Activation, NormPlacement, QueryKeyNorm
 from trainium_trainer.models.linear import linear
 from trainium_trainer.models.rope import build_context, context_at_positions, context_at_tokens, rotate
 
@@ -84,10 +84,11 @@ class RMSNorm(WeightedModule):
     mean: Callable[[Tensor], Tensor] | None = None
     """Set by a plan that divides the width: maps this rank's squares to the mean over all ranks."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, shape: ModelShape, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
+        self.eps = shape.norm_eps
+        self.is_centered = shape.has_centered_norms
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
@@ -95,7 +96,8 @@ class RMSNorm(WeightedModule):
         squares = wide.pow(2)
         mean = squares.mean(-1, keepdim=True) if self.mean is None else self.mean(squares)
         wide = wide * torch.rsqrt(mean + self.eps)
-        return (wide * self.local_weight()).to(x.dtype)
+        weight = self.local_weight()
+        return (wide * (weight.float() + 1.0 if self.is_centered else weight)).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -121,8 +123,8 @@ class Attention(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if shape.query_key_norm is not QueryKeyNorm.NONE:
-            self.q_norm = RMSNorm(shape.head_dim if self.norms_each_head else query, shape.norm_eps)
-            self.k_norm = RMSNorm(shape.head_dim if self.norms_each_head else key_value, shape.norm_eps)
+            self.q_norm = RMSNorm(shape, shape.head_dim if self.norms_each_head else query)
+            self.k_norm = RMSNorm(shape, shape.head_dim if self.norms_each_head else key_value)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence, hidden] to the same shape."""
@@ -133,6 +135,8 @@ class Attention(nn.Module):
         table = context if self.window is None or context.windowed is None else context.windowed
         if self.is_rotated:
             query, key = rotate(query, table), rotate(key, table)
+        if table.query_scale is not None:
+            query = query * table.query_scale.to(query.dtype)
         if self.context_parallel is not None:
             mixed = self.context_parallel(query, key, value, table)
         else:
@@ -160,18 +164,20 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The SwiGLU feed-forward layer."""
+    """The gated feed-forward layer: SwiGLU, or GEGLU by the shape's activation."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
+        self.activation = shape.activation
         self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
         self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias)
         self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, bias=shape.mlp_bias)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence, hidden] to the same shape."""
-        inner = F.silu(self.gate_proj(x, context)) * self.up_proj(x, context)
-        out: Tensor = self.down_proj(inner, context)
+        gate = self.gate_proj(x, context)
+        gate = F.silu(gate) if self.activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+        out: Tensor = self.down_proj(gate * self.up_proj(x, context), context)
         return out
 
 
@@ -181,9 +187,9 @@ class Block(nn.Module):
     def __init__(self, shape: ModelShape, number: int = 0) -> None:
         super().__init__()
         self.multiplier = shape.residual_multiplier
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.input_layernorm = RMSNorm(shape, shape.hidden_size)
         self.self_attn = Attention(shape, number)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape, shape.hidden_size)
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
@@ -202,7 +208,7 @@ class PostNormBlock(Block):
     def __init__(self, shape: ModelShape, number: int = 0) -> None:
         super().__init__(shape, number)
         del self.input_layernorm
-        self.post_feedforward_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.post_feedforward_layernorm = RMSNorm(shape, shape.hidden_size)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence, hidden] to the same shape."""
@@ -210,9 +216,30 @@ class PostNormBlock(Block):
         return x + self.scaled(self.post_feedforward_layernorm(self.mlp(x, context)))
 
 
+class SandwichNormBlock(Block):
+    """One transformer layer that normalizes inputs and outputs of its branches (Gemma 3, arXiv 2503.19786)."""
+
+    def __init__(self, shape: ModelShape, number: int = 0) -> None:
+        super().__init__(shape, number)
+        self.pre_feedforward_layernorm = RMSNorm(shape, shape.hidden_size)
+        self.post_feedforward_layernorm = RMSNorm(shape, shape.hidden_size)
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Map [batch, sequence, hidden] to the same shape."""
+        x = x + self.scaled(self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), context)))
+        return x + self.scaled(self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), context)))
+
+
+_BLOCKS = {
+    NormPlacement.INPUTS: Block,
+    NormPlacement.OUTPUTS: PostNormBlock,
+    NormPlacement.BOTH: SandwichNormBlock,
+}
+
+
 def build_block(shape: ModelShape, number: int) -> Block:
     """Create a layer whose weights are undefined."""
-    return PostNormBlock(shape, number) if shape.norm_after else Block(shape, number)
+    return _BLOCKS[shape.norm_placement](shape, number)
 
 
 class Backbone(nn.Module):
@@ -220,10 +247,10 @@ class Backbone(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.multiplier = shape.embedding_multiplier
+        self.multiplier = shape.embedding_multiplier * (shape.hidden_size**0.5 if shape.has_scaled_embedding else 1.0)
         self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(build_block(shape, number) for number in range(shape.num_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.norm = RMSNorm(shape, shape.hidden_size)
 
     def forward(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """Map [batch, sequence] token ids to [batch, sequence, hidden]."""
@@ -236,7 +263,10 @@ class Backbone(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed [batch, sequence] token ids as [batch, sequence, hidden]."""
         x: Tensor = self.embed_tokens(tokens)
-        return x if self.multiplier == 1.0 else x * self.multiplier
+        if self.multiplier == 1.0:
+            return x
+        # Gemma's factor was rounded to the type of the weights when the model was trained.
+        return x * torch.full((), self.multiplier, dtype=x.dtype, device=x.device)
 
 
 class Llama(nn.Module):

@@ -37,6 +37,8 @@ class AttentionContext(NamedTuple):
     """Rotation and mask of layers with a sliding window; None: those of the other layers."""
     token_positions: Tensor | None = None
     """[sequence] int64, the positions of the tokens where this is a part of the sequence; None: 0, 1, 2, ..."""
+    query_scale: Tensor | None = None
+    """Factors of the rotated queries, of the size of `cos` with the width 1; None: 1."""
     first: Tensor | None = None
     """First position that each token of a part attends to, instead of a mask: [batch or 1, sequence] int64; None: 0."""
 
@@ -75,8 +77,12 @@ def _build_table(shape: ModelShape, length: int, device: torch.device) -> Attent
     angles = torch.outer(positions, inverse_frequencies(shape, device, length))
     angles = torch.cat((angles, angles), dim=-1)
     factor = 1.0 if shape.rope_stretch is None else shape.rope_stretch.attention_factor
-    table = AttentionContext(angles.cos(), angles.sin())
-    return table if factor == 1.0 else AttentionContext(table.cos * factor, table.sin * factor)
+    table = AttentionContext(angles.cos() * factor, angles.sin() * factor)
+    if shape.query_growth is None or shape.rope_stretch is None:
+        return table
+    # Llama 4's factor: https://github.com/meta-llama/llama-models, llama4/model.py
+    turns = torch.floor(positions / shape.rope_stretch.original_max_positions)
+    return table._replace(query_scale=(1.0 + shape.query_growth * torch.log1p(turns)).unsqueeze(-1))
 
 
 def context_at_positions(table: AttentionContext, positions: Tensor) -> AttentionContext:
@@ -90,8 +96,7 @@ def context_at_positions(table: AttentionContext, positions: Tensor) -> Attentio
 
     def at_tokens(table: AttentionContext) -> AttentionContext:
         mask = same if table.mask is None else same & table.mask
-        cos, sin = table.cos[positions].unsqueeze(1), table.sin[positions].unsqueeze(1)
-        return table._replace(cos=cos, sin=sin, mask=mask.unsqueeze(1))
+        return _take_positions(table, positions)._replace(mask=mask.unsqueeze(1))
 
     windowed = None if table.windowed is None else at_tokens(table.windowed)
     return at_tokens(table)._replace(windowed=windowed)
@@ -111,14 +116,21 @@ def context_at_tokens(
         if window is not None and window < len(table.cos):
             earliest = (token_positions - (window - 1)).clamp(min=0).unsqueeze(0)
             first = earliest if begins is None else torch.maximum(begins, earliest)
-        if positions is None:
-            cos, sin = table.cos[token_positions], table.sin[token_positions]
-        else:
-            cos, sin = table.cos[positions].unsqueeze(1), table.sin[positions].unsqueeze(1)
-        return table._replace(cos=cos, sin=sin, token_positions=token_positions, first=first)
+        part = _take_positions(table, token_positions if positions is None else positions)
+        return part._replace(token_positions=token_positions, first=first)
 
     windowed = None if table.windowed is None else at_tokens(table.windowed, window)
     return at_tokens(table, None)._replace(windowed=windowed)
+
+
+def _take_positions(table: AttentionContext, positions: Tensor) -> AttentionContext:
+    """Return the rotation of tokens at `positions`, [sequence] or [batch, sequence] int64."""
+
+    def take(rows: Tensor) -> Tensor:
+        return rows[positions] if positions.dim() == 1 else rows[positions].unsqueeze(1)
+
+    scale = None if table.query_scale is None else take(table.query_scale)
+    return table._replace(cos=take(table.cos), sin=take(table.sin), query_scale=scale)
 
 
 def inverse_frequencies(shape: ModelShape, device: torch.device, length: int = 0) -> Tensor:

@@ -58,7 +58,7 @@ def test_every_preset_has_a_shape_and_the_default_is_small() -> None:
     assert set(PRESETS) == set(ModelPreset)
     for preset in ModelPreset:
         shape = resolve_shape(ModelConfig(preset=preset), 2048)
-        has_other_width = preset == "Mistral-Nemo-12B" or shape.family == "qwen3"
+        has_other_width = preset == "Mistral-Nemo-12B" or shape.family in ("qwen3", "gemma3_text")
         assert has_other_width or shape.head_dim * shape.num_attention_heads == shape.hidden_size
     assert count_parameters(resolve_shape(ModelConfig(), 2048)) < 1_000_000
 
@@ -84,6 +84,20 @@ def test_absent_fields_have_the_defaults_of_llama_config(tmp_path: Path) -> None
     shape = read_shape(write_config(tmp_path, **dict.fromkeys(absent.split(), "absent")))
     assert (shape.num_key_value_heads, shape.head_dim, shape.rope_stretch, shape.rope_theta) == (32, 128, None, 10_000)
     assert (shape.norm_eps, shape.initial_std, shape.tie_embeddings, shape.max_positions) == (1e-6, 0.02, False, 2048)
+
+
+def test_a_dropout_of_attention_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_shape(write_config(tmp_path, attention_dropout=0.1)) == PRESETS[ModelPreset.LLAMA31_8B]
+    (warning,) = caplog.messages
+    assert warning.endswith("attention_dropout 0.1 has no effect: attention is trained as it is evaluated, without it")
+
+
+def test_yarn_allows_the_original_positions_times_its_factor(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    assert read_shape(write_config(tmp_path, max_position_embeddings=40_960)).longest_sequence == 40_960
+    for positions in (32_768, 40_960, 131_072):
+        shape = read_shape(write_config(tmp_path, rope_scaling=yarn, max_position_embeddings=positions))
+        assert (shape.max_positions, shape.longest_sequence) == (positions, 131_072)
 
 
 def test_heads_may_be_wider_than_the_residual_stream_divided_by_them(tmp_path: Path) -> None:
@@ -116,10 +130,10 @@ def test_a_shape_written_as_a_file_is_read_back(tmp_path: Path, preset: ModelPre
     [
         (
             {"architectures": ["PhiForCausalLM"]},
-            "PhiForCausalLM (model_type 'llama'), but only GraniteForCausalLM,",
+            "PhiForCausalLM (model_type 'llama'), but the built-in trainer has only Gemma3ForCausalLM, ",
         ),
-        ({"architectures": "absent", "model_type": "gpt2"}, "no architecture (model_type 'gpt2'), but only"),
-        ({"architectures": "absent", "model_type": "absent"}, "describes no architecture, but only"),
+        ({"architectures": "absent", "model_type": "gpt2"}, "no architecture (model_type 'gpt2'), but the built"),
+        ({"architectures": "absent", "model_type": "absent"}, "describes no architecture, but the built-in trainer"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide', which is not a whole number"),
         ({"vocab_size": "absent"}, "vocab_size is missing"),
         ({"vocab_size": 0}, "vocab_size is 0: use a number of at least 1"),
@@ -129,7 +143,15 @@ def test_a_shape_written_as_a_file_is_read_back(tmp_path: Path, preset: ModelPre
             {"architectures": "absent", "model_type": "mistral", "sliding_window": 0},
             "sliding_window is 0: use a number of at least 1",
         ),
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, but this trainer has only 0.0"),
+        (
+            {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"},
+            "train yours with transformers in a program (spec.program, docs/program.md)",
+        ),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+            | {"text_config": {"model_type": "gemma3_text"}},
+            "only the language model can be trained: save it apart as Gemma3ForCausalLM, as docs/models.md shows",
+        ),
         (
             {"rope_scaling": {"type": "longrope", "factor": 2.0}},
             "rope_scaling has the type 'longrope', but this trainer",

@@ -30,6 +30,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"attention_bias": True},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"], **WINDOW},
     "smollm3": {"no_rope_layers": [1, 0], "mlp_bias": True},
+    "ministral": {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 8, **WINDOW},
+    "ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        **WINDOW,
+    },
 }
 FULL = "tuning={method: Full}"
 FLOAT32 = "artifacts.precision=Float32"
@@ -51,10 +68,13 @@ COMMON_LAYOUTS = {
     "olmo2": "tp2",
     "olmo3": "tp2",
     "smollm3": "pp2",
+    "ministral": "sharded",
+    "ministral3": "tp2",
+    "gemma3_text": "tp2",
 }
 """The layout of each family in the short tests."""
-ADAPTED_FAMILIES = frozenset({"llama", "granite"})
-"""Families whose adapters are in the short tests: with biases and with multipliers."""
+ADAPTED_FAMILIES = frozenset({"llama", "granite", "gemma3_text"})
+"""Families whose adapters are in the short tests: with biases, with multipliers, and with more norms."""
 
 
 @pytest.fixture(scope="session")

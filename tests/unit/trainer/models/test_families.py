@@ -115,6 +115,53 @@ CASES: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 7,
     },
+    "ministral": {"model_type": "ministral", "sliding_window": 8, "head_dim": 8},
+    "ministral, a window in every second layer": {
+        "model_type": "ministral",
+        "sliding_window": 5,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
+    "ministral3, a window": {
+        "model_type": "ministral3",
+        "sliding_window": 6,
+        "rope_parameters": YARN
+        | {"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.2},
+    },
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 6, "head_dim": 16, "tie_word_embeddings": True},
+    "gemma3, untied, biases, a window in every second layer": {
+        "model_type": "gemma3_text",
+        "sliding_window": 5,
+        "head_dim": 8,
+        "attention_bias": True,
+        "query_pre_attn_scalar": 168,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma3, a scaling in layers without a window": {
+        "model_type": "gemma3_text",
+        "sliding_window": 6,
+        "head_dim": 8,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "gemma3, as version 4 wrote it": {
+        "model_type": "gemma3_text",
+        "sliding_window": 6,
+        "head_dim": 8,
+        "sliding_window_pattern": 2,
+        "rope_theta": 777.0,
+        "rope_local_base_freq": 333.0,
+    },
+    "qwen3, yarn beyond its positions": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "max_position_embeddings": 10,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        "rope_theta": 1_000_000.0,
+    },
 }
 
 
@@ -218,6 +265,11 @@ def test_the_list_of_parameters_is_that_of_the_network(preset: str) -> None:
         ("OLMo3-7B", 7_298_011_136),
         ("OLMo3-32B", 32_233_522_176),
         ("SmolLM3-3B", 3_075_098_624),
+        ("Gemma3-270M", 268_098_176),
+        ("Gemma3-1B", 999_885_952),
+        ("Gemma3-4B", 3_880_263_168),
+        ("Gemma3-12B", 11_766_034_176),
+        ("Gemma3-27B", 27_009_346_304),
     ],
 )
 def test_a_published_shape_has_the_published_size(preset: str, parameters: int) -> None:

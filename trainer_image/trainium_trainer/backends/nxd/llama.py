@@ -134,7 +134,7 @@ def head_norms(shape: ModelShape, dtype: torch.dtype) -> tuple[RMSNorm | None, R
     """Create the norms of queries and keys, if the model has them."""
     if shape.query_key_norm is QueryKeyNorm.NONE:
         return None, None
-    query, key = (RMSNorm(shape.head_dim, shape.norm_eps).to(dtype) for _ in range(2))
+    query, key = (RMSNorm(shape, shape.head_dim).to(dtype) for _ in range(2))
     return query, key
 
 

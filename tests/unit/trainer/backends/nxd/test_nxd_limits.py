@@ -63,6 +63,7 @@ def test_packed_examples_and_masked_documents_need_no_other_backend(data: dict[s
         ("OLMo2-1B", "backend Nxd has no models of the family olmo2, only llama, mistral, qwen2, qwen3: set backend"),
         ("Granite3.3-2B", "backend Nxd has no models of the family granite, only"),
         ("SmolLM3-3B", "backend Nxd has no models of the family smollm3, only"),
+        ("Gemma3-1B", "backend Nxd has no models of the family gemma3_text, only"),
     ],
 )
 def test_a_family_that_it_cannot_compute_is_refused_by_name(preset: str, sentence: str) -> None:
