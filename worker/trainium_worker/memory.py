@@ -8,7 +8,8 @@
 
 The state is every parameter that is trained, the buffers, the optimizer's state, and other values that can be pickled.
 Parameters may be plain tensors or DTensors (DDP, FSDP2, tensor parallelism). Saves are those of `trainium_worker.dcp`,
-with its guarantees; the next step computes while a save is copied to another node.
+with its guarantees; the next step computes while a save is copied to another node. Later saves of the same tensors cost
+one copy of them. A step at which only some ranks have a new tensor is not saved.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 import trainium_worker
 from trainium_worker.dcp import MemoryReader, MemoryWriter
+from trainium_worker.dcp.repeated import RepeatedSave, Staged, describe_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +35,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainium_worker.dcp.parts import StrPath
+    from trainium_worker.dcp.repeated import Layout
 
+_MIN_VALUES_BYTES = 4096
+_FULL_FRACTION = 0.75
+"""The filled fraction of the tensor with the values at which the next save gets a larger one."""
 _WRAPPERS = re.compile(r"^module\.|_orig_mod\.")
 """Prefixes that DistributedDataParallel and torch.compile add to names."""
 
@@ -47,27 +53,62 @@ class _Saver:
         self.group: ProcessGroup | None = dist.new_group(backend="gloo") if distributed else None
         self._saving: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-save")
-        self._planner = dcp.DefaultSavePlanner()
-        self._planned: list[object] = []
-        """The names, shapes and types of the state for which the planner has a plan."""
+        self._layout: Layout = []
+        self._repeated: RepeatedSave | None = None
+        """The last save, if a state of `_layout` can repeat it."""
+        self._values_bytes = _MIN_VALUES_BYTES
+        """The size of the tensor with the values."""
+        self._is_nearly_full = False
+        self._walked: list[object] = []
+        """What `model_tensors` found at its last walk of the model."""
+        self._modules: list[torch.nn.Module] = []
+        self._model: dict[str, torch.Tensor] = {}
 
-    def save(self, writer: MemoryWriter, state: dict[str, Any]) -> None:
+    def model_tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return `_model_tensors`; walks a model only if a module, parameter or buffer was added or replaced."""
+        if not self._modules or self._modules[0] is not model or self._walked != _list_members(self._modules):
+            self._modules = [*model.modules()]
+            self._walked, self._model = _list_members(self._modules), _model_tensors(model)
+        return self._model
+
+    def pack(self, values: Any) -> torch.Tensor:
+        """Return values as a tensor of bytes, whose size seldom changes."""
+        packed = pickle.dumps(values)
+        fraction = 1 if self._repeated is not None else _FULL_FRACTION  # a rank alone should not change the layout
+        while self._values_bytes * fraction < len(packed):
+            self._values_bytes *= 2
+        self._is_nearly_full = len(packed) > self._values_bytes * _FULL_FRACTION
+        return torch.frombuffer(bytearray(packed.ljust(self._values_bytes, b"\0")), dtype=torch.uint8)
+
+    def save(self, writer: MemoryWriter, state: dict[str, torch.Tensor]) -> None:
         """Copy the state, and save it in the background."""
-        layout: list[object] = [
-            (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else name
-            for name, value in state.items()
-        ]
-        self._saving = self._thread.submit(self._write, writer, writer.stage(state), layout)
+        layout, repeated = describe_layout(state), self._repeated
+        if repeated is None or layout != self._layout:
+            staged, state = Staged.PLAN, writer.stage(_detach(state))
+        else:
+            staged = repeated.stage(state)
+            if staged == Staged.REPEATED and self._is_nearly_full:
+                staged = Staged.REPEATED_ONCE
+        self._layout = layout
+        self._saving = self._thread.submit(self._write, writer, state, staged)
 
-    def _write(self, writer: MemoryWriter, state: dict[str, Any], layout: list[object]) -> None:
-        """Write a state; ranks agree on a plan only where one of them has a state of another layout than before."""
-        if writer.agree(layout == self._planned):
-            self._planner.set_up_planner(state)
-            writer.write_data(self._planner.plan, self._planner)
-            return
-        self._planner, self._planned = dcp.DefaultSavePlanner(), []
-        dcp.save(state, storage_writer=writer, planner=self._planner, process_group=self.group)
-        self._planned = layout
+    def _write(self, writer: MemoryWriter, state: dict[str, torch.Tensor], staged: Staged) -> None:
+        """Write a state, with a plan if it has another layout than the last one. Collective."""
+        repeated, session = self._repeated, writer.session
+        all_staged = session.all_gather_integers(staged)
+        if repeated is not None and Staged.PLAN not in all_staged:
+            repeated.write(writer.step, all_staged)
+            if Staged.REPEATED_ONCE in all_staged:
+                self._repeated = None
+        elif set(all_staged) == {Staged.PLAN}:
+            self._repeated = None
+            dcp.save(state, storage_writer=writer, process_group=self.group)
+            if session.is_enabled:
+                self._repeated = RepeatedSave.of_newest_save(session, state)
+                session.free_copy()
+        elif repeated is not None:  # the layout changed on some ranks only: there is no save of this step
+            repeated.discard()
+            self._repeated = None
 
     def wait(self) -> None:
         """Wait for the save in progress. Raises its error."""
@@ -105,14 +146,14 @@ def save(
     saver = _get_saver()
     saver.wait()
     tensors, rest = _split_optimizer(optimizer)
-    state: dict[str, Any] = {**_model_tensors(model), **tensors, f"values.{_rank()}": pickle.dumps((rest, values))}
+    state = {**saver.model_tensors(model), **tensors, f"values.{_rank()}": saver.pack((rest, values))}
     writer = MemoryWriter(step, directory=directory)
     if writer.is_enabled:
         saver.save(writer, state)
     if durable is not None:
         folder = os.fspath(durable).format(step=step)
         trainium_worker.stage("save")
-        dcp.save(state, checkpoint_id=folder, process_group=saver.group)
+        dcp.save(_detach(state), checkpoint_id=folder, process_group=saver.group)
         trainium_worker.saved(step, folder)
 
 
@@ -134,7 +175,7 @@ def load(
 def read(reader: MemoryReader, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """Load the save of a reader, and return the values of the ranks that saved. Collective."""
     metadata = reader.read_metadata().state_dict_metadata
-    parameters, states = _model_tensors(model), _create_optimizer_tensors(metadata, optimizer)
+    parameters, states = _detach(_model_tensors(model)), _create_optimizer_tensors(metadata, optimizer)
     saved = {name for name in metadata if name.startswith("model.")}
     if different := saved ^ parameters.keys():
         name, place = min(different), "now" if min(different) in saved else "then"
@@ -158,10 +199,11 @@ def read_values(reader: MemoryReader) -> list[Any]:
 
 
 def _read_values(reader: MemoryReader) -> list[tuple[dict[str, Any], Any]]:
-    names = [name for name in reader.read_metadata().state_dict_metadata if name.startswith("values.")]
-    loaded: dict[str, Any] = dict.fromkeys(sorted(names, key=_number), b"")
+    metadata: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    names = sorted((name for name in metadata if name.startswith("values.")), key=_number)
+    loaded: dict[str, Any] = {name: torch.empty(metadata[name].size, dtype=torch.uint8) for name in names}
     dcp.load(loaded, storage_reader=reader, process_group=_get_saver().group)
-    return [pickle.loads(packed) for packed in loaded.values()]  # noqa: S301 - written by ranks of this job
+    return [pickle.loads(packed.numpy().tobytes()) for packed in loaded.values()]  # noqa: S301 - written by this job
 
 
 def wait() -> None:
@@ -177,14 +219,30 @@ def _number(name: str) -> int:
     return int(name.rpartition(".")[2])
 
 
+def _list_members(modules: list[torch.nn.Module]) -> list[object]:
+    """Return the identities of the members of modules, and which parameters are trained."""
+    members: list[object] = []
+    for module in modules:
+        for parameter in module._parameters.values():  # noqa: SLF001 - the public methods walk the whole model
+            members += (id(parameter), parameter is not None and parameter.requires_grad)
+        members += map(id, module._buffers.values())  # noqa: SLF001 - as above
+        members += map(id, module._modules.values())  # noqa: SLF001 - as above
+    return members
+
+
 def _model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the trained parameters and the buffers of a model by name, without the prefixes of its wrappers."""
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = model.named_parameters()
+    tensors: dict[str, torch.Tensor] = {name: parameter for name, parameter in parameters if parameter.requires_grad}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:  # noqa: SLF001 - it has no public name
-                tensors[f"{prefix}.{name}"] = buffer.detach()
+                tensors[f"{prefix}.{name}"] = buffer
     return {f"model.{_WRAPPERS.sub('', name)}": tensor for name, tensor in tensors.items()}
+
+
+def _detach(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

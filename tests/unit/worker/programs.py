@@ -21,9 +21,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import trainium_worker
 from tests.testing.suite.timeouts import scaled
 from tests.testing.trainer.fork_server import fork_context
-from trainium_worker.dcp import MemoryReader, MemoryWriter
+from trainium_worker import memory
+from trainium_worker.dcp import MemoryReader, MemoryWriter, commit
+from trainium_worker.snapshots import copies
 from trainium_worker.snapshots.store import run_directory
 
 GLOBAL_BATCH = 8
@@ -112,6 +115,47 @@ def train(results: Path, *, mode: str, steps: int, width: int = 34, **options: A
         saving.result()
 
 
+def save_each_step(results: Path, *, steps: int, case: str = "", kill: list[int] | None = None) -> None:
+    """Train with `memory.save` after each step; report the steps saved, the bytes sent for each, and the weights."""
+    rank = dist.get_rank()
+    report: dict[str, Any] = {"saved": [], "sent": []}
+    send, saved = copies.send_part, trainium_worker.saved
+
+    def record_send(*arguments: Any, spans: Any = None) -> bool:
+        report["sent"].append(len(arguments[-1]) if spans is None else sum(end - start for start, end in spans))
+        return send(*arguments, spans=spans)
+
+    def record_saved(step: int, location: str) -> None:
+        report["saved"].append(step)
+        saved(step, location)
+
+    vars(commit)["send_part"], trainium_worker.saved = record_send, record_saved
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(12, 34), torch.nn.BatchNorm1d(34), torch.nn.Linear(34, 3)]
+    module: Any = torch.nn.Sequential(*(layers if case == "buffers" else layers[::2]))
+    model: Any = fully_shard(module) if case == "fsdp" else DistributedDataParallel(module, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step, values = memory.load(model, optimizer)
+    report |= {"resumed": step, "values": [len(value) for value in values]}
+    while step < steps:
+        inputs = torch.randn(8, 12, generator=torch.Generator().manual_seed(step)).chunk(2)[rank]
+        model(inputs).pow(2).mean().backward()
+        memory.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if kill == [rank, step]:
+            _write_atomically(results / f"rank-{rank}.json", report)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 4 and case in ("new tensor", f"new tensor of rank {rank}"):
+            module.register_buffer("extra", torch.ones(5))
+        memory.save(step, model, optimizer, "." * 800 * step if case == "values" and rank == 0 else "")
+    memory.wait()
+    tensors = (getattr(tensor, "full_tensor", tensor.detach)() for tensor in module.parameters())
+    report["weights"] = [tensor.tolist() for tensor in tensors]
+    _write_atomically(results / f"rank-{rank}.json", report)
+
+
 def _write_atomically(path: Path, report: dict[str, Any]) -> None:
     """Replace the file atomically, so that a killed rank leaves no partial file."""
     draft = path.with_suffix(".draft")
@@ -131,7 +175,7 @@ def _run_rank(environment: dict[str, str], store: str, errors: str, results: Pat
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(environment["RANK"]), world_size=int(environment["WORLD_SIZE"])
     )
-    train(results, **options)
+    options.pop("train", train)(results, **options)
     dist.barrier()
     sys.stderr.flush()
     os._exit(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from trainium_worker.snapshots.files import SUFFIX
 from trainium_worker.snapshots.store import PartFiles, SnapshotStore, run_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -65,6 +66,10 @@ class Session:
         """The save from which this attempt resumed, kept until the attempt has completed one."""
         self.complete_saves = 0
         """The number of complete saves of this attempt."""
+        self.newest_files: dict[int, SnapshotFile] = {}
+        """The files of the newest save of this attempt, by the rank of the part."""
+        self.receivers = ThreadPoolExecutor(max(1, len(self.copy_sources)), thread_name_prefix="memory-copy")
+        """The threads that receive copies, one for each rank."""
         self.pending_writer: object | None = None
         """The writer whose copy of the state is in the stager's memory."""
         self._stager: DefaultStager | None = None
@@ -86,7 +91,11 @@ class Session:
         self.pending_writer = writer
         return self._stager.stage(state)
 
-    def reserve(self, sizes: Sequence[int]) -> dict[int, SnapshotFile]:
+    def free_copy(self) -> None:
+        """Free the memory of the copies that `copy_state` made, once no save needs them."""
+        self._stager = None
+
+    def reserve(self, sizes: Sequence[int] | Mapping[int, int]) -> dict[int, SnapshotFile]:
         """Return the files for the next save, by rank. Raises OSError if there is no space."""
         return {rank: files.next(sizes[rank]) for rank, files in self._files.items()}
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,33 +13,21 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 import trainium_worker
+from trainium_worker.dcp.commit import Outcome, commit, describe_no_space
 from trainium_worker.dcp.parts import ALIGNMENT_BYTES, lay_out, round_up
-from trainium_worker.dcp.session import FILES_PER_PART, TAG, open_session
-from trainium_worker.snapshots.copies import receive_part, send_part
-from trainium_worker.snapshots.files import BLOCK_BYTES, DamagedSnapshotError, Part, Version
+from trainium_worker.dcp.session import open_session
+from trainium_worker.snapshots.files import BLOCK_BYTES, Part, Version
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlanner
 
     from trainium_worker.dcp.parts import Entry, StrPath
-    from trainium_worker.dcp.session import Session
     from trainium_worker.snapshots.files import SnapshotFile
 
-_log = logging.getLogger(__name__)
-
 _NO_SIZE = -1
-
-
-class _Outcome(IntEnum):
-    """The outcome of a save on a rank; the job has the highest one of its ranks."""
-
-    OK = 0
-    NO_SPACE = 1
-    FAILED = 2
 
 
 class MemoryWriter(StorageWriter, AsyncStager):
@@ -57,20 +42,16 @@ class MemoryWriter(StorageWriter, AsyncStager):
         """
         super().__init__()
         self.step = step
-        self._session = open_session(directory)
+        self.session = open_session(directory)
 
     @property
     def is_enabled(self) -> bool:
         """Whether saves are kept, which is the same on all ranks."""
-        return self._session.is_enabled
-
-    def agree(self, condition: bool) -> bool:
-        """Return whether a condition holds on all ranks. Collective."""
-        return bool(min(self._session.all_gather_integers(int(condition))))
+        return self.session.is_enabled
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state, so that training can change it."""
-        session = self._session
+        session = self.session
         copied: dict[str, Any] = session.copy_state(state_dict, self) if session.is_enabled else state_dict
         return copied
 
@@ -92,7 +73,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans unchanged. Raises ValueError if not all ranks save together."""
-        ranks = self._session.world_size
+        ranks = self.session.world_size
         if len(plans) != ranks:
             raise ValueError(
                 f"{len(plans)} of {ranks} ranks save together: save to memory with all ranks of the job in one process "
@@ -102,7 +83,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part and its copies."""
-        session = self._session
+        session = self.session
         try:
             written_bytes = self._write(plan, planner) if session.is_enabled else 0
         finally:
@@ -122,7 +103,7 @@ class MemoryWriter(StorageWriter, AsyncStager):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> int:
         """Write the part and return its bytes; all ranks succeed, fail or run out of space together."""
-        session = self._session
+        session = self.session
         session.remove_leftovers()
         failure: BaseException | None = None
         size, draft, problem = _NO_SIZE, None, ""
@@ -132,76 +113,25 @@ class MemoryWriter(StorageWriter, AsyncStager):
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             failure = error
         sizes = session.all_gather_integers(size)
-        outcome, part, files = _Outcome.FAILED, None, {}
+        outcome, part, files = Outcome.FAILED, None, {}
         if draft is not None and _NO_SIZE not in sizes:
             try:
                 files = session.reserve(sizes)
                 part = self._write_part(files[session.rank], draft, planner)
-                outcome = _Outcome.OK
+                outcome = Outcome.OK
             except OSError as error:
-                outcome, problem = _Outcome.NO_SPACE, _describe_no_space(session, error, sizes)
+                kept = [sizes[rank] for rank in (session.rank, *session.copy_sources)]
+                outcome, problem = Outcome.NO_SPACE, describe_no_space(session, error, kept)
             except Exception as error:  # noqa: BLE001 - as above
                 failure = error
-        job_outcome = max(session.all_gather_integers(outcome))
-        if job_outcome == _Outcome.OK and part is not None:
-            problem = "a copy did not arrive as it was sent"
-            try:
-                outcome = _Outcome.OK if self._replicate(files, part) else _Outcome.FAILED
-            except (RuntimeError, DamagedSnapshotError) as error:
-                outcome, failure = _Outcome.FAILED, error
-            job_outcome = max(session.all_gather_integers(outcome))
-        if job_outcome == _Outcome.NO_SPACE:
-            session.disable(files.values())
-            reason = next(rank_reason for rank_reason in session.all_gather(problem) if rank_reason)
-            trainium_worker.notice(reason)
-            if session.rank == 0:
-                _log.warning("%s", reason)
-            return 0
-        if job_outcome == _Outcome.FAILED:
-            for file in files.values():
-                file.invalidate()  # the next save overwrites these files, not the newest complete save
-            if failure is not None:
-                raise failure
-            raise RuntimeError(f"step {self.step} is not in memory: {problem or 'another rank failed to save it'}")
-        session.complete_saves += 1
-        trainium_worker.saved(self.step, trainium_worker.MEMORY)
-        return size
+        return size if commit(session, files, part, outcome, problem=problem, failure=failure) else 0
 
     def _write_part(self, file: SnapshotFile, draft: _Draft, planner: SavePlanner) -> Part:
         """Copy the state into a file and finish it."""
-        session = self._session
+        session = self.session
         draft.copy_to(file.payload, planner)
         version = Version(self.step, trainium_worker.generation, session.id, str(session.world_size))
         return file.finish(Part(version, str(session.rank), str(draft.index_start), draft.payload_bytes))
-
-    def _replicate(self, files: dict[int, SnapshotFile], part: Part) -> bool:
-        """Send this rank's part to its buddy and receive those of others; return whether all arrived intact."""
-        session = self._session
-        if session.group is None or session.copy_target is None:
-            return True
-        with ThreadPoolExecutor(max(1, len(session.copy_sources)), thread_name_prefix="memory-copy") as receivers:
-            futures = [receivers.submit(self._receive, source, files[source]) for source in session.copy_sources]
-            payload = files[session.rank].payload[: part.payload_bytes]
-            was_sent = send_part(session.group, session.copy_target, TAG, part.to_page(), payload)
-            return all([was_sent, *(future.result() for future in futures)])
-
-    def _receive(self, source: int, file: SnapshotFile) -> bool:
-        assert self._session.group is not None, "there are other ranks"
-
-        def choose_file(part: Part) -> SnapshotFile:
-            if part.name != str(source):
-                raise DamagedSnapshotError(f"rank {source} sent part {part.name}")
-            return file
-
-        return bool(receive_part(self._session.group, source, TAG, choose_file))
-
-
-def _describe_no_space(session: Session, error: OSError, sizes: Sequence[int]) -> str:
-    mib = FILES_PER_PART * sum(sizes[rank] for rank in (session.rank, *session.copy_sources)) / 2**20
-    return (
-        f"no snapshots are kept in memory, only checkpoints on storage count: {session.directory} of rank "
-        f"{session.rank}: {error.strerror}: the rank needs {mib:.0f} MiB there; raise the size of the memory volume"
-    )
 
 
 @dataclass(frozen=True)
