@@ -369,7 +369,7 @@ def _init_state(spec: Json, status: Json) -> InitState:
 def _reason_and_message(status: Json, scheduled: Json, worker: Json, init: InitState) -> tuple[str, str]:
     """Return reason and message of the pod, of the worker, or of the container that delays the worker."""
     if reason := as_text(status.get("reason")):
-        return reason, as_text(status.get("message"))
+        return reason, as_text(status.get("message")).strip()  # a kubelet ends its sentence with a space
     if init.reason:
         return init.reason, init.message
     for state in (as_mapping(worker.get("terminated")), as_mapping(worker.get("waiting"))):

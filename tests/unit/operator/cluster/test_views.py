@@ -82,7 +82,7 @@ def test_the_worker_container_is_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("status", "reason", "message"),
     [
-        ({"reason": "Evicted", "message": "disk", "containerStatuses": [terminated_status()]}, "Evicted", "disk"),
+        ({"reason": "Evicted", "message": "disk. ", "containerStatuses": [terminated_status()]}, "Evicted", "disk."),
         ({"containerStatuses": [terminated_status(message="last words")]}, "Error", "last words"),
         (
             {"containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]},
