@@ -146,7 +146,16 @@ def train(results: Path, options: dict[str, Any]) -> None:
     def report() -> None:
         losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
         draft = report_file.with_suffix(".draft")
-        draft.write_text(json.dumps({"losses": losses, "ledger": trainer.ledger, "step": trainer.state.global_step}))
+        draft.write_text(
+            json.dumps(
+                {
+                    "losses": losses,
+                    "ledger": trainer.ledger,
+                    "step": trainer.state.global_step,
+                    "answers": getattr(trainer, "answers", {}),
+                }
+            )
+        )
         draft.replace(report_file)
 
     trainer.add_callback(Faults(options, report))

@@ -103,6 +103,15 @@ class Run:
         return {int(step): loss for step, loss in self.reports[0]["losses"].items()}
 
     @property
+    def answers(self) -> dict[int, list[list[Any]]]:
+        """The prompts of each step of this start, with their answers and rewards, over all ranks."""
+        steps: dict[int, list[list[Any]]] = {}
+        for report in self.reports:
+            for step, answers in report["answers"].items():
+                steps.setdefault(int(step), []).extend(answers)
+        return {step: sorted(answers) for step, answers in steps.items()}
+
+    @property
     def ledger(self) -> dict[int, list[int]]:
         """The samples of each step of this start, over all ranks."""
         steps: dict[int, list[int]] = {}

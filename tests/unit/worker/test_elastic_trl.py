@@ -58,6 +58,24 @@ def test_a_trainer_of_trl_goes_on_with_the_same_samples_and_losses(run: Run, tmp
 
     assert run.start([0], arguments={"output_dir": str(tmp_path / "one")}, **options) == [0], run.errors
     assert read_ledger(run) == ledger
-    if kind != "grpo" and "lora" not in options:  # its answers, and dropout, depend on the rank
+    if kind != "grpo" and "lora" not in options:  # rewards have another order, and dropout depends on the rank
         assert run.losses == pytest.approx(losses, rel=2e-7 if options.get("double") else 1e-6)
     assert run.losses.keys() == losses.keys()
+
+
+def test_grpo_goes_on_with_the_same_answers_and_counts_each_reward_once(run: Run, tmp_path: Path) -> None:
+    assert run.start([0, 1], arguments={"output_dir": str(tmp_path / "whole")}, **PROMPTS) == [0, 0], run.errors
+    losses, answers = run.losses, run.answers
+    assert {len(step) for step in answers.values()} == {8}, "two prompts with four answers"
+
+    counted: dict[int, list[list[Any]]] = {}
+    for step in (2, 5):
+        assert -9 in run.start([0, 1], agent=True, kill=[1, step], **PROMPTS), run.errors
+        counted |= run.answers
+    assert run.start([0, 1], agent=True, **PROMPTS) == [0, 0], run.errors
+    assert min(run.answers) > 2, "it resumed"
+    assert counted | run.answers == answers, "each prompt with its four answers and their rewards, once"
+    assert {step: losses[step] for step in run.losses} == run.losses, "bitwise equal"
+
+    assert run.start([0], arguments={"output_dir": str(tmp_path / "one")}, **PROMPTS) == [0], run.errors
+    assert run.answers == answers, "also at another size: an answer depends on the step and its position"

@@ -69,8 +69,15 @@ class Ledger:
         return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
-def reward_length(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(len(set(completion.split()))) for completion in completions]
+ANSWERS: dict[int, list[tuple[str, str, float]]] = {}
+"""The prompts of each step with their answers and rewards."""
+
+
+def reward_length(prompts: list[str], completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+    rewards = [float(len(set(completion.split()))) for completion in completions]
+    answers = zip(prompts, completions, rewards, strict=True)
+    ANSWERS.setdefault(trainer_state.global_step + 1, []).extend(answers)
+    return rewards
 
 
 def build_trainer(kind: str, samples: int, options: dict[str, Any], arguments: dict[str, Any]) -> Any:
@@ -101,6 +108,7 @@ def build_trainer(kind: str, samples: int, options: dict[str, Any], arguments: d
     elif kind == "dpo":
         more["ref_model"] = copy.deepcopy(model)
     rows = Dataset.from_list([write_row(kind, number) for number in range(samples)])
-    return type(f"Ledger{trainer.__name__}", (Ledger, trainer), {"_tag_names": []})(
+    fields = {"_tag_names": [], "answers": ANSWERS}
+    return type(f"Ledger{trainer.__name__}", (Ledger, trainer), fields)(
         model=model, args=settings(**arguments), train_dataset=rows, processing_class=tokenizer, **more
     )

@@ -19,7 +19,14 @@ from trainium_worker.dcp.session import open_session
 from trainium_worker.hooks.elastic.checkpoints import check_version, find_checkpoint, read_identity, write_aside
 from trainium_worker.hooks.elastic.identity import Identity, hash_samples
 from trainium_worker.hooks.elastic.memory_state import History, MemoryState, collect_values
-from trainium_worker.hooks.elastic.samples import Collate, Samples, TrainerSampler, derive_seed, seed_processor
+from trainium_worker.hooks.elastic.samples import (
+    AnswerSeeds,
+    Collate,
+    Samples,
+    TrainerSampler,
+    derive_seed,
+    seed_processor,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,6 +180,16 @@ class Run:
             seed_processor(seed)  # torch.manual_seed would keep a call for each device that is not there
         else:
             set_seed(seed)
+
+    def seed_answers(self, prompts: int) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which each answer of the step depends on the seed, the step and its position alone."""
+        sampler, step = self.sampler, self.trainer.state.global_step
+        if self.micro_batch is None or sampler is None:
+            return contextlib.nullcontext()
+        positions = sampler.positions(step % sampler.steps_per_epoch, 0)
+        if len(positions) != prompts:  # a later turn of some of the answers
+            return contextlib.nullcontext()
+        return AnswerSeeds([derive_seed("answer", self.trainer.args.seed, step, position) for position in positions])
 
     # -- resume
 

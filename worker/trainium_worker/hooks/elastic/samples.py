@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, RandomSampler, SequentialSampler
 
 from trainium_worker.data import MicroBatch, PositionSampler
@@ -43,6 +44,33 @@ def _seeded(*parts: object) -> Iterator[int]:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002 - as above
         torch.set_rng_state(states[2])
+
+
+class AnswerSeeds(TorchFunctionMode):
+    """Within the context, `torch.multinomial` draws each row by the random numbers of its seed.
+
+    An answer is then a function of its seed and its prompt, whatever else is in the batch. A tensor with another number
+    of rows, or on a device without generators, is drawn as always.
+    """
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        super().__init__()
+        self._seeds = seeds
+        self._generators: list[torch.Generator] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not torch.multinomial or kwargs.get("generator") is not None or not self._is_batch(args[0]):
+            return function(*args, **kwargs)
+        if not self._generators:
+            self._generators = [torch.Generator(args[0].device).manual_seed(seed) for seed in self._seeds]
+        rows = zip(args[0], self._generators, strict=True)
+        return torch.stack([torch.multinomial(row, *args[1:], **kwargs, generator=each) for row, each in rows])
+
+    def _is_batch(self, weights: torch.Tensor) -> bool:
+        return weights.dim() == 2 and len(weights) == len(self._seeds) and weights.device.type in {"cpu", "cuda"}
 
 
 class TrainerSampler(PositionSampler):

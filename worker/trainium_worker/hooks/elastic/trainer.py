@@ -115,6 +115,10 @@ class _ElasticMethods:
         self._elastic.micro_batch += 1
         return loss
 
+    def _generate_single_turn(self: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._elastic.seed_answers(len(prompts)):
+            return super()._generate_single_turn(prompts, *args, **kwargs)  # type: ignore[misc]
+
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
