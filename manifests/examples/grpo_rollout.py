@@ -7,6 +7,7 @@ so a step that is repeated after a fault has the same prompts, the same answers 
 # ruff: noqa: INP001 - a user's program, in no package
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import os
@@ -23,7 +24,10 @@ import trainium_worker
 VOCABULARY, PROMPTS, SAMPLES, TOKENS = 12, 8, 4, 8
 PUBLISH_EVERY = 4
 """Steps between two published policies: answers of a step are at most so many updates old."""
-REQUEST_SECONDS = 10.0
+REQUEST_SECONDS = 5.0
+"""Limit of a request; a step must end before the job takes it for a hang (15 s unless it sets more)."""
+AVOID_SECONDS = 30.0
+"""Time in which a server that has failed is asked only if there is no other."""
 
 
 class RefusedError(Exception):
@@ -51,17 +55,30 @@ def ask(address: str, body: dict[str, Any]) -> list[list[int]]:
 ALL_TOKENS = frozenset(range(VOCABULARY))
 
 
+FAILED_AT: dict[str, float] = {}
+"""When a server failed last, by address."""
+
+
+def list_servers() -> list[str]:
+    """Return the ready servers without those that have failed lately, or all of them if all have."""
+    ready = trainium_worker.endpoints("rollout")
+    recent = time.monotonic() - AVOID_SECONDS
+    return [address for address in ready if FAILED_AT.get(address, recent) <= recent] or list(ready)
+
+
 def generate(version: int, prompt: int, seed: int) -> list[list[int]]:
     """Return the answers to a prompt from any server that has the policy; waits while none answers."""
     body = {"model": f"policy-{version}", "prompt": [prompt], "n": SAMPLES, "max_tokens": TOKENS, "seed": seed}
     attempt = seed // SAMPLES  # spreads the prompts over the servers
     while True:
-        addresses = trainium_worker.endpoints("rollout")
+        addresses = list_servers()
         if addresses:
+            address = addresses[attempt % len(addresses)]
             try:
-                return ask(addresses[attempt % len(addresses)], body)
+                return ask(address, body)
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-                sys.stderr.write(f"asking another server: {error!r}\n")
+                FAILED_AT[address] = time.monotonic()
+                sys.stderr.write(f"asking another server than {address}: {error!r}\n")
         attempt += 1
         time.sleep(0.05 if addresses else 0.5)
 
@@ -106,14 +123,15 @@ def resume(folder: Path, policy: torch.nn.Embedding, optimizer: torch.optim.Opti
     return int(newest)
 
 
-def train(folder: Path, last_step: int) -> None:
-    """Train to the last step."""
+def train(folder: Path, last_step: int, seed: int, learning_rate: float) -> None:
+    """Train to the last step; `seed` chooses the first policy and the answers."""
+    start = time.time()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
         dist.init_process_group("gloo")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     policy = torch.nn.Embedding(VOCABULARY, VOCABULARY)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate)
     done = resume(folder, policy, optimizer)
     if done == 0 and rank == 0:
         publish(folder, 0, policy, optimizer)
@@ -122,8 +140,9 @@ def train(folder: Path, last_step: int) -> None:
         rewards = torch.zeros(PROMPTS)
         optimizer.zero_grad()
         for index in range(rank, PROMPTS, size):
-            prompt = (step * PROMPTS + index) % VOCABULARY
-            samples = generate(version, prompt, (step * PROMPTS + index) * SAMPLES)
+            number = step * PROMPTS + index
+            prompt = number % VOCABULARY
+            samples = generate(version, prompt, ((seed << 32) + number) * SAMPLES)
             group = [reward(prompt, tokens) for tokens in samples]
             rewards[index] = sum(group) / SAMPLES
             (compute_loss(policy, prompt, samples, group) / PROMPTS).backward()
@@ -135,7 +154,8 @@ def train(folder: Path, last_step: int) -> None:
         optimizer.step()
         if rank == 0:
             with (folder / "rewards.jsonl").open("a") as log:
-                log.write(json.dumps({"step": step, "rewards": rewards.tolist()}) + "\n")
+                record = {"step": step, "rewards": rewards.tolist(), "ranks": size, "start": start, "time": time.time()}
+                log.write(json.dumps(record) + "\n")
             if step % PUBLISH_EVERY == 0:
                 publish(folder, step, policy, optimizer)
         trainium_worker.step(step, loss=1.0 - float(rewards.mean()), samples=PROMPTS * SAMPLES, total_steps=last_step)
@@ -144,9 +164,15 @@ def train(folder: Path, last_step: int) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="shared with the servers: policies, training state and rewards")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=0.1)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
     try:
-        train(Path(sys.argv[1]), int(sys.argv[2]))
+        train(options.folder, options.steps, options.seed, options.learning_rate)
     except RefusedError as error:
         sys.exit(f"the servers refuse this policy: {error}")

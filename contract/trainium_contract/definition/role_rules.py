@@ -105,7 +105,7 @@ def role_port_rule(job_not_running: str, suffix: str) -> Rule:
 
 
 def describe_other_names() -> dict[str, Any]:
-    """Return the properties that a rule refuses with the right name; an unknown field has no sentence of its own."""
+    """Return the properties that a rule refuses with the right name; an unknown field gets no such sentence."""
     return {
         name: _field("string", f"Refused: {sentence}.", maxLength=64) for name, sentence in roles.OTHER_NAMES.items()
     }

@@ -143,6 +143,28 @@ def test_killed_servers_and_a_killed_trainer_change_no_reward(rollout: Rollout, 
     assert all(rewards == by_step[step] for step, rewards in disturbed), "repeated steps get the same answers"
 
 
+def test_a_server_that_does_not_answer_costs_one_timeout(rollout: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("grpo_rollout")
+    monkeypatch.setattr(example, "REQUEST_SECONDS", 0.5)
+    address = rollout.start_server()
+    rollout.until_ready(address)
+    torch.save({"policy": {"weight": torch.zeros(12, 12)}}, rollout.policies / "policy-0.pt")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts for it
+        silent_address = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("TRAINIUM_ROLE_ROLLOUT", f"{address},{silent_address}")
+        monkeypatch.setattr(example, "FAILED_AT", {})
+        answers = [example.generate(0, 1, seed) for seed in range(0, 16, 4)]
+        assert list(example.FAILED_AT) == [silent_address]
+        failed_at = example.FAILED_AT[silent_address]
+        assert [example.generate(0, 1, seed) for seed in range(0, 16, 4)] == answers
+        assert example.FAILED_AT[silent_address] == failed_at, "it is asked no more"
+        monkeypatch.setenv("TRAINIUM_ROLE_ROLLOUT", silent_address)
+        assert example.list_servers() == [silent_address], "unless there is no other"
+
+
 def test_a_server_refuses_weights_of_another_shape_with_a_sentence(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

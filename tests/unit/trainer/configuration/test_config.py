@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from tests.testing.trainer.example_files import write_tokenizer
 from trainium_contract.accelerators import INSTANCES
 from trainium_contract.exit_codes import ExitCode
+from trainium_contract.job import TrainingJobSpec
 from trainium_contract.requirements.memory_estimate import MemoryEstimate
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_trainer import cli
@@ -430,6 +432,21 @@ def test_an_error_in_a_manifest_is_reported_with_its_place(tmp_path: Path) -> No
     document = {"kind": "TrainingJob", "spec": {"workers": {"replica": 3}}}
     with pytest.raises(UserError, match=r"spec: workers\.replica is not a field: did you mean replicas\?"):
         load(write_config(tmp_path, document))
+
+
+@pytest.mark.parametrize(
+    ("field", "advice"),
+    [
+        ("startBefore: Workers", "set startupPolicy to BeforeWorkers"),
+        ("restart: Always", "set restartPolicy to Always"),
+    ],
+)
+def test_a_role_with_an_expected_name_of_a_field_is_refused_with_the_right_one(field: str, advice: str) -> None:
+    name, value = field.split(": ")
+    container = {"image": "vllm:1", "command": ["vllm"]}
+    role = {"name": "rollout", "port": 8000, "template": {"spec": {"containers": [container]}}, name: value}
+    with pytest.raises(ValidationError, match=f"role rollout: {name} is not a field: {advice}"):
+        TrainingJobSpec.model_validate({"program": {"image": "rl:1", "command": ["train"]}, "roles": [role]})
 
 
 def test_the_steps_follow_from_the_epochs_and_the_warm_up_from_the_steps() -> None:
