@@ -15,8 +15,7 @@ from benchmarks.faults.document import write_document
 from benchmarks.faults.environment import NODES, FaultEnvironment, RowSkippedError
 from benchmarks.faults.leaks import LeakDetector
 from benchmarks.faults.record import ClusterKind, RowResult, RunResult
-from benchmarks.faults.row import RequestedRuns, Row
-from benchmarks.faults.rows import ROWS
+from benchmarks.faults.row import ROWS, RequestedRuns, Row
 from tests.testing.cluster.shared_cluster import open_cluster
 
 HERE = Path(__file__).parent
@@ -87,21 +86,21 @@ def _parse_options() -> argparse.Namespace:
 
 def _select_rows(options: argparse.Namespace) -> list[Row]:
     selected = {part for part in options.rows.split(",") if part}
-    unknown = sorted(selected - {name for row in ROWS for name in (row.name, str(row.number))})
+    unknown = sorted(selected - {name for row in ROWS for name in (row.row, str(row.number))})
     if unknown:
-        sys.exit(f"There are no rows {', '.join(unknown)}; there are {', '.join(row.name for row in ROWS)}.")
-    rows = [row for row in ROWS if not selected or selected & {row.name, str(row.number)}]
+        sys.exit(f"There are no rows {', '.join(unknown)}; there are {', '.join(row.row for row in ROWS)}.")
+    rows = [row for row in ROWS if not selected or selected & {row.row, str(row.number)}]
     return [row for row in rows if row.kubelet] if options.cluster == "existing" else rows
 
 
 def _result_path(row: Row, options: argparse.Namespace) -> Path:
     suffix = "kubelet" if options.cluster == "existing" else "local"
     folder: Path = options.results
-    return folder / f"{row.number:02d}{row.part}-{suffix}.json"
+    return folder / f"{row.file_stem}-{suffix}.json"
 
 
 def _requested_runs(row: Row, options: argparse.Namespace) -> int:
-    return min(int(options.runs), row.max_runs)
+    return min(int(options.runs), row.runs)
 
 
 def _previous_result(row: Row, options: argparse.Namespace) -> RowResult | None:
@@ -120,23 +119,23 @@ def _is_complete(row: Row, options: argparse.Namespace) -> bool:
 
 def _run_row(env: FaultEnvironment, row: Row, options: argparse.Namespace) -> None:
     cluster = ClusterKind.KUBELETS if options.cluster == "existing" else ClusterKind.DEVCLUSTER
-    previous = _previous_result(row, options) or RowResult(row.name, cluster, options.seed)
-    requested = RequestedRuns(row.name, options.seed, range(len(previous.runs), _requested_runs(row, options)))
-    log(f"row {row.name}: {row.fault}, {len(requested.runs)} run{'s' if len(requested.runs) > 1 else ''}")
+    previous = _previous_result(row, options) or RowResult(row.row, cluster, options.seed)
+    requested = RequestedRuns(row.row, options.seed, range(len(previous.runs), _requested_runs(row, options)))
+    log(f"row {row.row}: {row.fault}, {len(requested.runs)} run{'s' if len(requested.runs) > 1 else ''}")
     started_at = time.monotonic()
     results: list[RunResult] = []
     skipped = ""
     try:
         for result in row.run(env, requested):
             results.append(result)
-            log(f"  {row.name}.{result.run} {_format_run(result)}")
+            log(f"  {row.row}.{result.run} {_format_run(result)}")
     except RowSkippedError as reason:
         skipped = str(reason)
         log(f"  not run: {skipped}")
     except Exception as error:  # noqa: BLE001 - the other rows still run
         requested.add_errors([f"the row ended with an error: {type(error).__name__}: {error}"])
     for sentence in requested.deviations:
-        log(f"  {row.name} WRONG: {sentence}")
+        log(f"  {row.row} WRONG: {sentence}")
     replace(
         previous,
         runs=(*previous.runs, *results),

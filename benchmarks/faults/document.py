@@ -13,7 +13,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.record import ClusterKind, RowResult, Spread
-from benchmarks.faults.rows import ROWS
+from benchmarks.faults.row import ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -121,8 +121,8 @@ def write_document(results: Path, path: Path) -> None:
 def _lines(folder: Path, previous: str) -> Iterator[str]:
     yield INTRODUCTION + CLUSTERS
     results = {path.stem: RowResult.load(path) for path in sorted(folder.glob("*.json"))}
-    local = [(row, results.get(f"{row.number:02d}{row.part}-local")) for row in ROWS]
-    kubelet = [(row, results.get(f"{row.number:02d}{row.part}-kubelet")) for row in ROWS if row.kubelet]
+    local = [(row, results.get(f"{row.file_stem}-local")) for row in ROWS]
+    kubelet = [(row, results.get(f"{row.file_stem}-kubelet")) for row in ROWS if row.kubelet]
     measured = [(row, result) for row, result in (*local, *kubelet) if result is not None]
     yield f"Run {_summarize([result for _, result in measured])}.\n"
     previous_local, _, previous_kubelet = previous.partition(_KUBELETS_HEADING)
@@ -140,7 +140,7 @@ def _lines(folder: Path, previous: str) -> Iterator[str]:
     yield "| # | injected | expected | checked by |"
     yield "|---|---|---|---|"
     for row in ROWS:
-        yield f"| {row.name} | {row.injected} | {row.expected} | {row.checked} |"
+        yield f"| {row.row} | {row.injected} | {row.expected} | {row.checked} |"
     yield VIRTUAL_TIME_TESTS
 
 
@@ -156,7 +156,7 @@ def _older_line(row: Row, previous: str, cluster: ClusterKind) -> str:
     """Return the line of the previous page, with its figures or the reason why the row did not run."""
     for line in previous.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] != row.name or len(cells) != _COLUMNS or cells[-1] == "not run yet":
+        if cells[0] != row.row or len(cells) != _COLUMNS or cells[-1] == "not run yet":
             continue
         has_new_figures = cells[-2].isdigit() and not cells[-1].endswith(_OLDER_MARK)
         return f"{line[:-2]}{_OLDER_MARK} |" if has_new_figures else line
@@ -167,12 +167,12 @@ def table_line(row: Row, result: RowResult | None, cluster: ClusterKind = Cluste
     """Return the line of a row."""
     if result is None or result.skipped:
         reason = "not run yet" if result is None else f"not run: {result.skipped}"
-        return f"| {row.name} | {row.fault} | {cluster.value} | 0 | | | | | | {reason} |"
+        return f"| {row.row} | {row.fault} | {cluster.value} | 0 | | | | | | {reason} |"
     correct, checked = result.blame_counts
     lost = [run.steps_lost for run in result.runs if run.steps_lost is not None]
     failures = f" {result.failed_runs} of {len(result.runs)}" if result.failed_runs else ""
     cells = (
-        row.name,
+        row.row,
         row.fault,
         result.cluster.value,
         str(len(result.runs)),
@@ -193,7 +193,7 @@ def _format_spread(values: Iterable[float | None]) -> str:
 
 def _deviation_list(row: Row, result: RowResult) -> Iterator[str]:
     cluster = f" ({result.cluster.value})" if result.cluster is ClusterKind.KUBELETS else ""
-    yield f"**{row.name}, {row.fault}**{cluster}:\n"
+    yield f"**{row.row}, {row.fault}**{cluster}:\n"
     for sentence, count in Counter(map(_shorten, result.all_deviations)).most_common(6):
         yield f"- {sentence}{f' ({count} times)' if count > 1 else ''}"
     yield ""

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -27,16 +26,14 @@ from benchmarks.faults.target import TargetJob
 from tests.testing.cluster.access import ROOT
 from tests.testing.cluster.installed import NAMESPACE as OPERATOR_NAMESPACE
 from tests.testing.cluster.installed import RELEASE, install_operator, make_namespace
-from tests.testing.cluster.jobs import Job, merge
+from tests.testing.cluster.jobs import merge
 from tests.testing.suite import timeouts
-from trainium_contract.api_server.client import ApiClient
 from trainium_contract.api_server.errors import ApiError
-from trainium_contract.api_server.kubeconfig import find_access
-from trainium_devcluster.demos.metrics import read_samples
+from trainium_devcluster.jobs.metrics import read_samples
 from trainium_devcluster.state import NodeSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from tests.testing.cluster.shared_cluster import SharedCluster
     from trainium_devcluster.faults import Faults
@@ -85,9 +82,7 @@ class FaultEnvironment:
         self.cluster = cluster
         self.out = out
         self.log = log
-        access = find_access(None, None, os.environ | cluster.variables)
-        self.api = ApiClient(access, user_agent="fault-benchmark", seconds=timeouts.scaled(20))
-        self.operator = OperatorPods(cluster, self.api)
+        self.operator = OperatorPods(cluster)
         self._full_size = self.local or len(cluster.worker_nodes()) >= FULL_SIZE_NODES
         self._references: dict[str, dict[int, float]] = {}
         self._numbers = itertools.count(int(time.time()) % 1_000_000)
@@ -105,7 +100,7 @@ class FaultEnvironment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.api.close()
+        self.cluster.api.close()
 
     @property
     def local(self) -> bool:
@@ -121,16 +116,33 @@ class FaultEnvironment:
         """Return the number of spares for which the cluster has nodes."""
         return requested if self._full_size else min(requested, 1)
 
-    def require_full_size(self) -> None:
-        """Raise RowSkippedError on a cluster without nodes for three members and two spares."""
-        if not self._full_size:
-            raise RowSkippedError(f"{FULL_SIZE_NODES} nodes are needed")
+    def require(self, requirement: str) -> None:
+        """Raise RowSkippedError if the cluster does not fulfil this requirement of a row."""
+        settings, nodes = self.cluster.settings.keys(), len(self.cluster.worker_nodes())
+        problems = {
+            "devcluster": "" if self.local else "needs the development cluster",
+            "images": "the development cluster pulls no images" if self.local else "",
+            "full_size": "" if self._full_size else f"{FULL_SIZE_NODES} nodes are needed",
+            "four_nodes": "" if nodes >= 4 else "four nodes are needed",
+            "partitions": _find_missing(settings, "cutOff", "mend") if not self.local else "",
+            "name_servers": (
+                "the development cluster has no name server; test_name_server.py has one"
+                if self.local
+                else _find_missing(settings, "dnsStop", "dnsGo")
+            ),
+        }
+        if problems[requirement]:
+            raise RowSkippedError(problems[requirement])
 
     @contextlib.contextmanager
     def job(
-        self, name: str, *changes: str, environment: dict[str, str] | None = None, step_seconds: float = STEP_SECONDS
+        self,
+        name: str,
+        *changes: Mapping[str, Any],
+        environment: dict[str, str] | None = None,
+        step_seconds: float = STEP_SECONDS,
     ) -> Iterator[TargetJob]:
-        """Run a job with a fault injector, and remove it at the end."""
+        """Run a job with a fault injector, and remove it at the end; later changes of its spec take precedence."""
         unique = f"{name}-{next(self._numbers)}"
         commands = self.cluster.shared / "cache" / "faults" / f"{NAMESPACE}-{unique}"
         commands.mkdir(mode=0o777)
@@ -141,21 +153,18 @@ class FaultEnvironment:
             "TRAINIUM_FAULTS_DIR": f"/cache/faults/{commands.name}",
             "TRAINIUM_FAULTS_STEP_SECONDS": f"{step_seconds:g}",
         }
-        job = Job(
-            self.cluster,
-            NAMESPACE,
-            unique,
-            merged_yaml(BASE_SPEC, f"workers: {{replicas: {self.size}}}", *changes),
-            environment=variables | (environment or {}),
+        spec: dict[str, Any] = yaml.safe_load(BASE_SPEC)
+        for change in ({"workers": {"replicas": self.size}}, *changes):
+            spec = merge(spec, dict(change))
+        target = TargetJob(
+            self.cluster, NAMESPACE, unique, yaml.safe_dump(spec), commands, variables | (environment or {})
         )
-        spares = int(job.manifest["spec"]["workers"].get("spares", 0))
-        target = TargetJob(self.cluster, self.api, job, commands, spares)
-        job.apply()
+        target.apply()
         try:
             yield target
         finally:
             target.remove()
-            shutil.rmtree(job.folder, ignore_errors=True)
+            shutil.rmtree(target.folder, ignore_errors=True)
 
     def reference(self, size: int, steps: int, batch: int = BATCH) -> dict[int, float]:
         """Return the losses by step of an undisturbed job at this size and global batch, for at least `steps` steps.
@@ -168,10 +177,10 @@ class FaultEnvironment:
         if len(losses) < steps:
             length = _REFERENCE_STEPS if steps <= _REFERENCE_STEPS else STEPS
             self.log(f"an undisturbed run of {length} steps at size {size} as the reference curve")
-            trainer = f"{{monitor: {{recordSamples: false}}, batch: {{globalSize: {batch}}}}}"
-            change = f"workers: {{replicas: {size}}}\ntrainer: {trainer}"
+            trainer = {"monitor": {"recordSamples": False}, "batch": {"globalSize": batch}}
+            change = {"workers": {"replicas": size}, "trainer": trainer}
             with self.job(name, change, step_seconds=0.0) as target:
-                target.wait_for_step(length, 900)
+                target.until_step(length, 900)
                 losses = target.losses()
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(losses))
@@ -182,7 +191,7 @@ class FaultEnvironment:
         """Return a sentence for each deviation of the curve and of the samples of a job."""
         losses = target.losses()
         reference = self.reference(size, max(losses, default=0), batch)
-        samples = read_samples(target.job.folder)
+        samples = read_samples(target.folder)
         recorded = max(0, max(samples, default=0) - 2)  # some ranks may not have recorded the newest steps yet
         return [*compare_losses(losses, reference, tolerance), *check_batches(samples, recorded, batch)]
 
@@ -190,10 +199,10 @@ class FaultEnvironment:
         """Save objects, events and logs of a stuck run."""
         folder = self.out / "stuck" / name
         folder.mkdir(parents=True, exist_ok=True)
-        namespace = target.job.namespace
+        namespace = target.namespace
         in_namespace = ("-n", namespace)
         commands = {
-            "job.yaml": ("get", "trainingjob", target.job.name, *in_namespace, "-o", "yaml"),
+            "job.yaml": ("get", "trainingjob", target.name, *in_namespace, "-o", "yaml"),
             "pods.txt": ("get", "pods,configmaps,poddisruptionbudgets", *in_namespace, "-o", "wide"),
             "nodes.txt": ("get", "nodes", "-o", "wide"),
             "events.txt": ("get", "events", *in_namespace, "--sort-by=.metadata.creationTimestamp"),
@@ -220,24 +229,16 @@ class FaultEnvironment:
         with contextlib.suppress(Exception):
             cluster.faults.kill_node(node)
         cluster.request_supervisor({"op": "delete-node", "node": node})
-        self.api.delete(f"/api/v1/nodes/{node}")
+        self.cluster.api.delete(f"/api/v1/nodes/{node}")
 
     def cordoned(self) -> list[str]:
         """Return the cordoned nodes."""
-        nodes = self.api.get("/api/v1/nodes")["items"]
+        nodes = self.cluster.api.get("/api/v1/nodes")["items"]
         return [node["metadata"]["name"] for node in nodes if node["spec"].get("unschedulable")]
 
     def clear_quarantine(self) -> None:
         """Delete the fleet's records of bad machines, so that rows are independent."""
-        self.api.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/configmaps/{RELEASE}-quarantine")
-
-    def taint(self, node: str, key: str, effect: str) -> None:
-        """Taint a node, as a termination handler does."""
-        self.cluster.kubectl("taint", "node", node, f"{key}=fault-table:{effect}", "--overwrite")
-
-    def untaint(self, node: str, key: str) -> None:
-        """Remove a taint, if the node has it."""
-        self.cluster.run("kubectl", "taint", "node", node, f"{key}-")
+        self.cluster.api.delete(f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/configmaps/{RELEASE}-quarantine")
 
     def set_unhealthy(self, node: str, *, on: bool = True) -> None:
         """Set the condition by which a health monitor reports a bad node, or remove it."""
@@ -252,44 +253,35 @@ class FaultEnvironment:
             self.cluster.kubectl("patch", "node", node, "--subresource=status", "--type=strategic", "-p", change)
 
     def partition(self, node: str, *, on: bool = True) -> None:
-        """Cut a node off from the API and its peers, or reconnect it; raise RowSkippedError if the cluster cannot."""
+        """Cut a node off from the API and its peers, or reconnect it, on a cluster with partitions."""
         if self.cluster.devcluster is not None:
             faults = self.cluster.devcluster.faults
             (faults.partition_node if on else faults.heal_node)(node)
             return
-        command = self.cluster.settings.get("cutOff" if on else "mend")
-        if not command:
-            raise RowSkippedError("the cluster's settings have no cutOff and mend commands")
+        command = str(self.cluster.settings["cutOff" if on else "mend"])
         subprocess.run(command.format(node=node), shell=True, check=True, timeout=timeouts.scaled(60))
 
     @property
     def faults(self) -> Faults:
         """Fault controls of the development cluster; raises RowSkippedError elsewhere."""
-        if self.cluster.devcluster is None:
-            raise RowSkippedError("needs the development cluster")
+        self.require("devcluster")
+        assert self.cluster.devcluster is not None
         return self.cluster.devcluster.faults
 
-    def kill_agent(self, namespace: str, pod: str, node: str, number: signal.Signals = signal.SIGKILL) -> None:
+    def kill_agent(self, namespace: str, member: Json, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to the main process of a worker, from outside its container."""
         if self.cluster.devcluster is not None:
-            self.cluster.devcluster.faults.kill_container(namespace, pod, signal=number)
+            self.cluster.devcluster.faults.kill_container(namespace, member["podName"], signal=number)
             return
         shell = self.cluster.settings.get("nodeShell")
         if not shell:
             raise RowSkippedError("the cluster's settings have no nodeShell command")
-        command = f"{shell.format(node=node)} pkill -{number.value} -o -f trainium-agent"
+        command = f"{shell.format(node=member['nodeName'])} pkill -{number.value} -o -f trainium-agent"
         subprocess.run(command, shell=True, check=True, timeout=timeouts.scaled(60))
-
-    def require_name_servers(self) -> None:
-        """Raise RowSkippedError where name servers cannot be stopped."""
-        if self.cluster.devcluster is not None:
-            raise RowSkippedError("the development cluster has no name server; test_name_server.py has one")
-        if not {"dnsStop", "dnsGo"} <= self.cluster.settings.keys():
-            raise RowSkippedError("the cluster's settings have no dnsStop and dnsGo commands")
 
     @contextlib.contextmanager
     def stopped_name_servers(self) -> Iterator[None]:
-        """Stop all name servers of the cluster, after `require_name_servers`."""
+        """Stop all name servers of a cluster whose settings have the commands."""
         stop, resume = (self.cluster.settings.get(key, "") for key in ("dnsStop", "dnsGo"))
         try:
             subprocess.run(stop, shell=True, check=True, timeout=timeouts.scaled(60))
@@ -309,12 +301,9 @@ class FaultEnvironment:
         return True
 
 
-def merged_yaml(*parts: str) -> str:
-    """Merge mappings in order and return them as YAML."""
-    result: dict[str, Any] = {}
-    for part in parts:
-        result = merge(result, yaml.safe_load(part) or {})
-    return str(yaml.safe_dump(result))
+def _find_missing(settings: Collection[str], *names: str) -> str:
+    """Return the reason for which a row is skipped without these commands in the settings; empty if there are all."""
+    return "" if set(names) <= set(settings) else f"the cluster's settings have no {' and '.join(names)} commands"
 
 
 def _read_losses(path: Path) -> dict[int, float]:

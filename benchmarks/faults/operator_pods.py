@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.testing.cluster.shared_cluster import SharedCluster
-    from trainium_contract.api_server.client import ApiClient
 
 Json = dict[str, Any]
 _DEPLOYMENT = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{RELEASE}"
@@ -23,9 +22,9 @@ _PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 class OperatorPods:
     """Controls the replicas of the operator on a cluster; each call returns when its change is complete."""
 
-    def __init__(self, cluster: SharedCluster, api: ApiClient) -> None:
+    def __init__(self, cluster: SharedCluster) -> None:
         self._cluster = cluster
-        self._api = api
+        self._api = cluster.api
 
     def pods(self) -> list[Json]:
         """Return the pods of the operator that are not terminating."""

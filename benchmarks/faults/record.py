@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,9 @@ class ClusterKind(StrEnum):
     """A cluster with genuine kubelets."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunResult:
-    """Result of a run."""
+    """Result of a run, which collects what was measured and found."""
 
     run: int
     detection_seconds: float | None = None
@@ -121,16 +121,3 @@ class Spread:
 def _percentile(ordered: list[float], fraction: float) -> float:
     """Return the smallest value that at least this fraction of the values does not exceed."""
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
-
-
-@dataclass
-class Findings:
-    """Collects the deviations of a run."""
-
-    deviations: list[str] = field(default_factory=list)
-
-    def expect(self, condition: object, sentence: str) -> bool:
-        """Add the sentence unless the condition is true; return whether it is."""
-        if not condition:
-            self.deviations.append(sentence)
-        return bool(condition)

@@ -2,96 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.faults.record import Findings, RunResult
+from trainium_devcluster.jobs import recovery as measured
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from benchmarks.faults.environment import FaultEnvironment
+    from benchmarks.faults.record import RunResult
     from benchmarks.faults.target import TargetJob
+    from trainium_devcluster.jobs.recovery import InjectedFault, JobSnapshot, Recovery
 
 Json = dict[str, Any]
-SPARE_OR_REPLACE = frozenset({"Spare", "Replace"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedRecovery:
-    """Expected consequences of a fault; empty sets accept anything."""
+    """Expected consequences of a fault; empty values accept anything."""
 
-    causes: frozenset[str]
-    rungs: frozenset[str]
-    pod: str | None = None
-    """Worker that the history must name; "" for none, None for any."""
-    node: str | None = None
-    suspect: str | None = None
-    """Node that the failure must be attributed to; "" for none, None if it is not checked."""
-    max_steps_lost: int = 1
+    causes: tuple[str, ...] = ()
+    rungs: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    """Fields of the interruption that must name a victim: `pod`, `node`."""
+    suspects: str | None = None
+    """Whose node the failure must be attributed to: `victim` or `nobody`; None if it is not checked."""
+    steps_lost: int = 1
+    """Largest number of steps that are computed again."""
     pods_joined: int | None = None
-    """Number of pods that joined; 0 also requires that every pod keeps its uid. None if it is not checked."""
-    max_interruptions: int = 1
-    """Maximum number of entries in the history; more means that one fault was counted as several."""
-    detect_within_seconds: float | None = None
-    """Limit of the detection, if the row has one."""
-    timeout_seconds: float = 60.0
-    """Limit of each wait for the recovery."""
-    check_last_entry: Callable[[Findings, Json], bool] | None = None
-    """Further check of the last history entry; returns whether the blame is correct."""
+    """Number of pods that join; 0 also requires that every pod keeps its uid. None if it is not checked."""
+    interruptions: int = 1
+    """Largest number of entries in the history; more means that one fault was counted as several."""
+    detected_within: float | None = None
+    """Limit of the detection in seconds, if the row has one."""
+    timeout: float = 60.0
+    """Limit of each wait for the recovery in seconds."""
+    pause: float = 0.0
+    """Seconds after the recovery in which further interruptions may follow."""
+    last: Mapping[str, Any] = field(default_factory=dict)
+    """Expected `causes`, `rungs` and `names` of the last interruption, if there may be several."""
 
 
-def expect_in_place(cause: str, pod: str, suspect: str = "") -> ExpectedRecovery:
-    """Expect a restart in place that names one worker, keeps all pods and by default suspects no node."""
-    rungs = frozenset({"InPlace"})
-    return ExpectedRecovery(causes=frozenset({cause}), rungs=rungs, pod=pod, suspect=suspect, pods_joined=0)
-
-
-def expect_node_lost(node: str, **fields: object) -> ExpectedRecovery:
-    """Expect a failed node to be named and suspected, and its rank to go to a spare or to a new pod."""
-    defaults: dict[str, Any] = {"causes": frozenset({"NodeLost"}), "rungs": SPARE_OR_REPLACE, "pods_joined": 1}
-    return ExpectedRecovery(**(defaults | {"node": node, "suspect": node} | fields))
-
-
-@dataclass(frozen=True, slots=True)
-class JobSnapshot:
-    """State of the job right before the fault."""
-
-    interruptions: frozenset[tuple[Any, ...]]
-    """Keys of the entries of its history."""
-    pod_uids: frozenset[str]
-    taken_at: float = field(default_factory=time.time)
-    """Unix seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class InjectedFault:
-    """A fault in a job."""
-
-    before: JobSnapshot
-    injected_at: float
-    """Unix seconds."""
-    completed_step: int
-    """Newest step that was complete right after the fault."""
-
-
-def interruption_key(entry: Json) -> tuple[Any, ...]:
-    """Return the identity of an interruption, without its rung, which may still change."""
-    return (entry["generation"], entry.get("attempt", 0), entry.get("failedAt"))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
     """A run of a row: the cluster, the job, and a random generator that depends only on seed, row and run."""
 
     env: FaultEnvironment
     target: TargetJob
-    number: int
     rng: random.Random
+    recovery: ExpectedRecovery
+    result: RunResult
+    """What the run has measured and found so far."""
 
-    def random_member(self) -> Json:
+    def expect(self, condition: object, sentence: str) -> bool:
+        """Add the sentence to the deviations unless the condition is true; return whether it is."""
+        if not condition:
+            self.result.deviations += (sentence,)
+        return bool(condition)
+
+    def choose_member(self) -> Json:
         """Choose a member, and wait for a random moment."""
         member = self.rng.choice(self.target.members())
         time.sleep(self.rng.uniform(0.0, 0.5))
@@ -99,102 +72,92 @@ class Run:
 
     def snapshot(self) -> JobSnapshot:
         """Record the state of the job."""
-        uids = frozenset(pod["metadata"]["uid"] for pod in self.target.pods())
-        return JobSnapshot(frozenset(map(interruption_key, self.target.history())), uids)
+        return measured.take_snapshot(self.target)
 
-    def result(self, findings: Findings, **fields: Any) -> RunResult:
-        """Return the result of a run whose recovery is not measured."""
-        return RunResult(self.number, deviations=tuple(findings.deviations), **fields)
-
-    def inject(self, action: Callable[[], float | None]) -> InjectedFault:
+    def inject(self, action: Callable[[], object]) -> InjectedFault:
         """Inject a fault by an action, which may return the time of the fault."""
-        before, started_at = self.snapshot(), time.time()
-        return InjectedFault(before, action() or started_at, self.target.newest_step())
+        return measured.inject(self.target, action)
 
-    def measure_recovery(
-        self, action: Callable[[], float | None], expected: ExpectedRecovery, *, note: str = "", pause: float = 0.0
-    ) -> RunResult:
-        """Inject a fault by an action, and follow the recovery."""
-        return self.follow_recovery(self.inject(action), expected, note=note, pause=pause)
+    def delete_member(self) -> tuple[InjectedFault, Json]:
+        """Delete a random member by force; return the fault and the member."""
+        member = self.choose_member()
+        return self.inject(lambda: self.target.delete_pod(member["podName"], force=True)), member
 
-    def follow_recovery(
-        self, fault: InjectedFault, expected: ExpectedRecovery, *, note: str = "", pause: float = 0.0
-    ) -> RunResult:
-        """Follow the recovery from a fault, and check it.
+    def measure(self, action: Callable[[], object], *victims: Json, note: str = "", **changes: Any) -> None:
+        """Inject a fault into some members by an action, and follow the recovery."""
+        self.follow(self.inject(action), *victims, note=note, **changes)
 
-        After the first recovery, wait `pause` seconds for further interruptions by the same fault.
-        """
-        target, completed = self.target, fault.completed_step
+    def follow(self, fault: InjectedFault, *victims: Json, note: str = "", **changes: Any) -> None:
+        """Follow the recovery from a fault in some members, and check it; `changes` are of the row's expectation."""
+        expected = replace(self.recovery, **changes)
+        recovery = measured.follow(self.target, fault, expected.timeout, expected.pause)
+        self._check(recovery, fault.before, expected, victims)
+        self.result.detection_seconds = recovery.detection_seconds
+        self.result.recovery_seconds = recovery.recovery_seconds
+        self.result.steps_lost = recovery.steps_lost
+        self.result.note = note or " and ".join(str(victim["podName"]) for victim in victims)
 
-        def recovered_entries() -> list[Json]:
-            entries = [entry for entry in target.history() if interruption_key(entry) not in fault.before.interruptions]
-            return entries if all(entry.get("recoveredSeconds") is not None for entry in entries) else []
+    @contextlib.contextmanager
+    def replaced_node(self, member: Json, *, keep_operator: bool = False) -> Iterator[str]:
+        """Move the operator off the node of a member, which the block makes faulty; replace the node afterwards."""
+        node: str = member["nodeName"]
+        if not keep_operator and self.env.move_operator_off(node):
+            self.target.wait_until_stable()
+        try:
+            yield node
+        finally:
+            self.env.replace_node(node)
 
-        target.wait_until(recovered_entries, "recovery and new step", expected.timeout_seconds)
-        if pause:
-            time.sleep(pause)
-        entries = target.wait_until(recovered_entries, "recovery from all interruptions", expected.timeout_seconds)
-        first, last = entries[0], entries[-1]
-        findings = Findings()
-        blame_correct = self._check_blame(fault.before, first, expected, findings)
-        resumed = min(entry.get("resumeStep", completed) for entry in entries)
-        lost = max(0, completed - resumed, *(entry.get("stepsLost") or 0 for entry in entries))
-        findings.expect(
-            lost <= expected.max_steps_lost, f"{lost} steps lost, expected at most {expected.max_steps_lost}"
-        )
+    def _check(
+        self, recovery: Recovery, before: JobSnapshot, expected: ExpectedRecovery, victims: tuple[Json, ...]
+    ) -> None:
+        entries = recovery.entries
+        lost, allowed = recovery.steps_lost, expected.steps_lost
+        self.result.blame_correct = self._check_blame(recovery, before, expected, victims)
+        self.expect(lost <= allowed, f"{lost} steps lost, expected at most {allowed}")
         causes = ", ".join(f"{entry['cause']}/{entry['rung']}" for entry in entries)
-        findings.expect(
-            len(entries) <= expected.max_interruptions, f"one fault made {len(entries)} interruptions: {causes}"
-        )
-        failed_at = first.get("failedAt")
-        detection = failed_at + first["detectedSeconds"] - fault.injected_at if failed_at else None
-        if expected.detect_within_seconds is not None and detection is not None:
-            limit = expected.detect_within_seconds
-            findings.expect(detection <= limit, f"detection took {detection:.1f} s, expected at most {limit:g} s")
-        self._check_pods(fault.before, entries, expected, findings)
-        if expected.check_last_entry is not None:
-            blame_correct = expected.check_last_entry(findings, last) and blame_correct
-        first_new_step = (
-            max(completed, *(entry.get("stepBefore", 0) for entry in entries), last.get("resumeStep") or 0) + 1
-        )
-        target.wait_for_step(first_new_step, expected.timeout_seconds)
-        ended_at = target.records().get(first_new_step, {}).get("time")
-        return RunResult(
-            run=self.number,
-            detection_seconds=None if detection is None else round(max(0.0, detection), 3),
-            recovery_seconds=None if ended_at is None else round(ended_at - fault.injected_at, 3),
-            steps_lost=lost,
-            blame_correct=blame_correct,
-            deviations=tuple(findings.deviations),
-            note=note,
-        )
+        self.expect(len(entries) <= expected.interruptions, f"one fault made {len(entries)} interruptions: {causes}")
+        detection, limit = recovery.detection_seconds, expected.detected_within
+        if limit is not None and detection is not None:
+            self.expect(detection <= limit, f"detection took {detection:.1f} s, expected at most {limit:g} s")
+        if expected.pods_joined is not None:
+            joined = recovery.pods_joined
+            self.expect(joined == expected.pods_joined, f"{joined} pods joined, expected {expected.pods_joined}")
+        if expected.pods_joined == 0:
+            self.expect(self.target.uids() == before.pod_uids, "pods were replaced, all should have been kept")
 
-    def _check_blame(self, before: JobSnapshot, entry: Json, expected: ExpectedRecovery, findings: Findings) -> bool:
-        previous_deviations = len(findings.deviations)
-        cause = f"{entry['cause']} ({entry['message'][:160]})"
-        findings.expect(not expected.causes or entry["cause"] in expected.causes, f"the cause named is {cause}")
-        findings.expect(not expected.rungs or entry["rung"] in expected.rungs, f"the rung is {entry['rung']}")
-        for kind, name in (("pod", expected.pod), ("node", expected.node)):
-            if name is not None:
-                named = entry.get(kind, "")
-                findings.expect(named == name, f"the {kind} named is {named or 'none'}, it was {name or 'none'}")
-        if expected.suspect is not None:
+    def _check_blame(
+        self, recovery: Recovery, before: JobSnapshot, expected: ExpectedRecovery, victims: tuple[Json, ...]
+    ) -> bool:
+        previous_deviations = len(self.result.deviations)
+        self._check_entry("first", recovery.entries[0], victims, expected.causes, expected.rungs, expected.names)
+        if expected.last:
+            self._check_entry("last", recovery.entries[-1], victims, **expected.last)
+        if expected.suspects is not None:
+            suspected = {str(victim["nodeName"]) for victim in victims} if expected.suspects == "victim" else set()
             failures = self.target.status().get("failures") or []
             # Times of failures are from the operator's clock, some in whole seconds.
-            suspects = {record.get("node", "") for record in failures if record["at"] >= before.taken_at - 1} - {""}
-            findings.expect(
-                suspects == {expected.suspect} - {""},
-                f"suspected nodes are {', '.join(sorted(suspects)) or 'none'}, expected {expected.suspect or 'none'}",
-            )
-        return len(findings.deviations) == previous_deviations
+            nodes = {record.get("node", "") for record in failures if record["at"] >= before.taken_at - 1} - {""}
+            self.expect(nodes == suspected, f"suspected nodes are {_join(nodes)}, expected {_join(suspected)}")
+        return len(self.result.deviations) == previous_deviations
 
-    def _check_pods(
-        self, before: JobSnapshot, entries: list[Json], expected: ExpectedRecovery, findings: Findings
+    def _check_entry(
+        self,
+        which: str,
+        entry: Json,
+        victims: tuple[Json, ...],
+        causes: tuple[str, ...] = (),
+        rungs: tuple[str, ...] = (),
+        names: tuple[str, ...] = (),
     ) -> None:
-        if expected.pods_joined is None:
-            return
-        joined = sum(entry.get("podsReplaced", 0) for entry in entries)
-        findings.expect(joined == expected.pods_joined, f"{joined} pods joined, expected {expected.pods_joined}")
-        if expected.pods_joined == 0:
-            uids = {pod["metadata"]["uid"] for pod in self.target.pods()}
-            findings.expect(uids == before.pod_uids, "pods were replaced, all should have been kept")
+        """Check an interruption: its cause, its rung, and that its named fields name a victim."""
+        cause = f"{entry['cause']} ({entry['message'][:160]})"
+        self.expect(not causes or entry["cause"] in causes, f"the cause of the {which} interruption is {cause}")
+        self.expect(not rungs or entry["rung"] in rungs, f"the rung of the {which} interruption is {entry['rung']}")
+        for kind in names:
+            expected, named = {str(victim[f"{kind}Name"]) for victim in victims}, entry.get(kind, "")
+            self.expect(named in expected, f"the {kind} named {which} is {named or 'none'}, it was {_join(expected)}")
+
+
+def _join(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

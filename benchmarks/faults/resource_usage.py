@@ -160,7 +160,7 @@ def _count_objects(env: FaultEnvironment) -> dict[str, int]:
     counts: dict[str, int] = {}
     for path in _OBJECT_PATHS:
         try:
-            items = env.api.get("/" + path.format(NAMESPACE))["items"]
+            items = env.cluster.api.get("/" + path.format(NAMESPACE))["items"]
         except ApiError:
             return {}
         counts[path.rpartition("/")[2]] = sum(item["metadata"]["name"] not in _IGNORED_OBJECTS for item in items)

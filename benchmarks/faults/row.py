@@ -1,4 +1,4 @@
-"""Define a row, and run it several times, in one job if possible.
+"""Read the rows of the table from rows.yaml, and run a row several times, in one job if possible.
 
 Guarantees:
 - Every random choice of a run comes from a generator that depends only on seed, row and run.
@@ -8,38 +8,35 @@ Guarantees:
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.faults.environment import BATCH, STEPS
+import yaml
+
+from benchmarks.faults.environment import BATCH, STEPS, FaultEnvironment
+from benchmarks.faults.injections import CONTEXTS, INJECTIONS
 from benchmarks.faults.record import RunResult
-from benchmarks.faults.recovery import Run
-from benchmarks.faults.target import NoProgressError
+from benchmarks.faults.recovery import ExpectedRecovery, Run
 from tests.testing.cluster.access import CommandError
 from tests.testing.suite.timeouts import NotInTimeError
 from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from benchmarks.faults.environment import FaultEnvironment
+    from benchmarks.faults.target import TargetJob
 
 _MIN_REMAINING_STEPS = 100
 """If fewer steps remain, a new job is started, because the job might complete during the next recovery."""
 _MAX_FAILED_JOBS = 3
-EXPECTED_ERRORS = (
-    NoProgressError,
-    NotInTimeError,
-    CommandError,
-    ClusterError,
-    TimeoutError,
-    subprocess.TimeoutExpired,
-    OSError,
-)
+_START_SECONDS = 180.0
+EXPECTED_ERRORS = (NotInTimeError, CommandError, ClusterError, TimeoutError, subprocess.TimeoutExpired, OSError)
 
 
 @dataclass
@@ -65,44 +62,54 @@ class RequestedRuns:
 class Row:
     """A row of the table."""
 
-    number: int
-    part: str = ""
-    """A letter if a row has several variants."""
+    row: str
+    """Its number, and a letter if it has several variants."""
     fault: str
     injected: str
     expected: str
     checked: str
     """The description of the check of the result, for the page."""
-    run_once: Callable[[Run], RunResult]
-    require: Callable[[FaultEnvironment], object] | None = None
-    """Function that raises RowSkippedError on a cluster on which the row cannot run."""
-    context: Callable[[FaultEnvironment], AbstractContextManager[None]] | None = None
-    """State of the cluster during all runs, or during each run if each has a separate job."""
+    inject: str
+    """Function of `injections` that injects the fault, and measures or checks what follows."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Its arguments; `with` in the file."""
+    recovery: ExpectedRecovery = field(default_factory=ExpectedRecovery)
+    require: str = ""
+    """Requirement of `FaultEnvironment` on the cluster; empty for none."""
+    context: str = ""
+    """Function of `injections` for the state of the cluster during all runs, or each if each has a separate job."""
     spares: int = 1
-    spec: str = ""
-    """Changes of the job's spec, as YAML."""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """Changes of the job's spec."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment of the workers."""
     job_per_run: bool = False
     """Whether each run has a separate job, whose curve is not checked."""
+    starts_training: bool = True
+    """Whether a run begins when the job trains."""
     tolerance: float = 0.0
     """Largest relative difference of a loss from the reference curve."""
     batch: int = BATCH
-    max_runs: int = 30
+    runs: int = 30
     """Maximum number of runs; below 30 if a run takes long."""
     kubelet: bool = True
     """Whether the row can also run on genuine kubelets."""
 
     @property
-    def name(self) -> str:
-        """Number and part."""
-        return f"{self.number}{self.part}"
+    def number(self) -> int:
+        """The number without the letter."""
+        return int(re.sub(r"\D", "", self.row))
+
+    @property
+    def file_stem(self) -> str:
+        """Start of the names of its results."""
+        return f"{self.number:02d}{self.row.lstrip('0123456789')}"
 
     def run(self, env: FaultEnvironment, requested: RequestedRuns) -> Iterator[RunResult]:
         """Run the row as often as requested."""
-        if self.require is not None:
-            self.require(env)
-        context = self.context or (lambda _: nullcontext())
+        if self.require:
+            env.require(self.require)
+        context = CONTEXTS[self.context] if self.context else (lambda _: nullcontext())
         if self.job_per_run:
             for run in requested.runs:
                 with context(env):
@@ -111,16 +118,23 @@ class Row:
         with context(env):
             yield from self._run_in_one_job(env, requested)
 
-    def _job(self, env: FaultEnvironment) -> AbstractContextManager[Any]:
-        change = f"workers: {{spares: {env.spares(self.spares)}}}"
-        return env.job(f"row{self.name}", change, self.spec, environment=dict(self.variables))
+    def _job(self, env: FaultEnvironment) -> AbstractContextManager[TargetJob]:
+        spares = {"workers": {"spares": env.spares(self.spares)}}
+        return env.job(f"row{self.row}", spares, self.spec, environment=dict(self.variables))
+
+    def _run_once(self, env: FaultEnvironment, target: TargetJob, requested: RequestedRuns, number: int) -> RunResult:
+        run = Run(env, target, requested.random(number), self.recovery, RunResult(number))
+        INJECTIONS[self.inject](run, **self.arguments)
+        return run.result
 
     def _run_in_separate_job(self, env: FaultEnvironment, requested: RequestedRuns, run: int) -> RunResult:
         try:
             env.clear_quarantine()
             with self._job(env) as target:
                 try:
-                    return self.run_once(Run(env, target, run, requested.random(run)))
+                    if self.starts_training:
+                        target.wait_until_stable(3, _START_SECONDS)
+                    return self._run_once(env, target, requested, run)
                 except EXPECTED_ERRORS:
                     env.save_diagnostics(target, f"{requested.name}-{run}")
                     raise
@@ -140,8 +154,8 @@ class Row:
             env.clear_quarantine()
             with self._job(env) as target:
                 try:
-                    target.wait_until_stable(3, seconds=180)
-                except NoProgressError as error:
+                    target.wait_until_stable(3, _START_SECONDS)
+                except EXPECTED_ERRORS as error:
                     env.save_diagnostics(target, f"{requested.name}-{pending[0]}-before")
                     yield RunResult(run=pending.popleft(), deviations=(f"before the fault: {error}",))
                     continue
@@ -150,7 +164,7 @@ class Row:
                     try:
                         target.clear_failures()
                         env.clear_quarantine()
-                        result = self.run_once(Run(env, target, run, requested.random(run)))
+                        result = self._run_once(env, target, requested, run)
                     except EXPECTED_ERRORS as error:
                         env.save_diagnostics(target, f"{requested.name}-{run}")
                         yield RunResult(run=run, deviations=(str(error),))
@@ -166,3 +180,15 @@ class Row:
                         requested.add_errors([f"after run {run}: {error}"])
                         break
                 requested.add_errors(env.check_curve(target, env.size, self.tolerance, self.batch))
+
+
+def read_rows(file: Path) -> tuple[Row, ...]:
+    """Read the rows of a file, in the order of their numbers."""
+    rows = []
+    for entry in yaml.safe_load(file.read_text())["rows"]:
+        recovery = ExpectedRecovery(**entry.pop("recovery", {}))
+        rows.append(Row(row=str(entry.pop("row")), arguments=entry.pop("with", {}), recovery=recovery, **entry))
+    return tuple(sorted(rows, key=lambda row: row.file_stem))
+
+
+ROWS = read_rows(Path(__file__).with_name("rows.yaml"))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from benchmarks.ranks import run_ranks
 from trainium_contract.trainer.artifacts import ArtifactPrecision
-from trainium_devcluster.demos.metrics import read_steps
+from trainium_devcluster.jobs.metrics import read_steps
 from trainium_trainer.artifacts.export import export
 from trainium_trainer.models.llama import Llama
 

@@ -12,7 +12,7 @@ from benchmarks.proof import artifact_checks
 from benchmarks.proof.kill_points import ARTIFACTS
 from trainium_contract.status.results import read_results
 from trainium_contract.wire.checkpoint_manifest import folder_name
-from trainium_devcluster.demos.metrics import read_samples
+from trainium_devcluster.jobs.metrics import read_samples
 from trainium_trainer.artifacts.manifest import UNFINISHED
 from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.survey import survey, verify

@@ -17,7 +17,7 @@ import yaml
 from benchmarks.parity.preferences import PEER, write_task
 from benchmarks.ranks import run_ranks
 from trainium_contract.models.families import FAMILIES
-from trainium_devcluster.demos.metrics import read_steps
+from trainium_devcluster.jobs.metrics import read_steps
 from trainium_trainer.configuration.config import load
 
 if TYPE_CHECKING:

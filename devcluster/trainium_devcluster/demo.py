@@ -13,8 +13,8 @@ from trainium_contract.pages.facts import format_goodput
 from trainium_contract.pages.formatting import format_duration
 from trainium_devcluster.demos.curves import Curves, fault_table, plot_curves
 from trainium_devcluster.demos.jobs import WAIT_SECONDS, Demo, Run
-from trainium_devcluster.demos.metrics import every_sample_once
 from trainium_devcluster.demos.session import REPOSITORY, DemoSession, Keep, Name, Out, Outcome
+from trainium_devcluster.jobs.metrics import every_sample_once
 
 
 def _picture(curves: Curves, path: Path) -> None:

@@ -20,8 +20,8 @@ from trainium_contract.views.status_reader import public_status
 from trainium_contract.wire.recorded_membership import parse_members
 from trainium_devcluster.cluster import system_values
 from trainium_devcluster.demos.curves import Fault
-from trainium_devcluster.demos.metrics import StepLog
 from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.jobs.metrics import StepLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -243,7 +243,7 @@ class Demo(ABC):
             detected_seconds=entry.get("detectedSeconds"),
             recovered_seconds=None if resumed is None else resumed - injected_at,
             pause_seconds=None if resumed is None or ended is None else resumed - ended,
-            steps_lost=entry.get("stepsLost", run.log.steps_lost_after(injected_at)),
+            steps_lost=entry.get("stepsLost", 0),
             pods_replaced=entry.get("podsReplaced", 0),
         )
         self.faults.append(fault)

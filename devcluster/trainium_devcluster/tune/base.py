@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainium_devcluster.binaries.cache import cache_root
-from trainium_devcluster.demos.metrics import StepLog
 from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.jobs.metrics import StepLog
 from trainium_devcluster.progress import hold_lock
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_devcluster.demos.curves import Curves
 from trainium_devcluster.demos.jobs import WAIT_SECONDS, Demo
-from trainium_devcluster.demos.metrics import every_sample_once_an_epoch
 from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.jobs.metrics import every_sample_once_an_epoch
 from trainium_devcluster.tune.report import Evaluation, Figure, TuneResult
 
 if TYPE_CHECKING:

@@ -89,9 +89,9 @@ def test_a_replaced_worker_keeps_its_image_and_sidecar(
     job.until_step(3)
     (image,) = worker_images(job)
     job.cluster.kubectl("delete", "pod", job.members()[0]["podName"], "-n", job.namespace, "--wait=false")
-    status = job.until_recovered()
+    job.until_recovered()
     assert worker_images(job) == {image}
-    assert not status.get("outdatedPods")
+    assert not job.status().get("outdatedPods")
     assert not [text for text in job.events() if "TemplateChanged" in text]
 
 
@@ -103,10 +103,10 @@ def test_rewritten_images_do_not_make_pods_outdated(
     job.until_step(3)
     job.until("the spare is warm", lambda status: status.get("spares") == 1)
     uids = job.uids()
-    status = job.until_step(30)
+    job.until_step(30)
     assert all(image.startswith("mirror.example.com/") for image in worker_images(job))
     assert job.uids() == uids
-    assert not status.get("outdatedPods")
+    assert not job.status().get("outdatedPods")
 
 
 def test_limits_and_a_grace_period_that_the_cluster_sets_are_reported_and_followed(

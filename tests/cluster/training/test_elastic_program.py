@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,11 +86,6 @@ class ElasticJob(ProgramJob):
         pod: str = self.members()[node_rank]["podName"]
         newest = max(self.folder.glob(f"ledger-{pod}-*"), key=lambda path: path.stat().st_mtime)
         self.exec_in_pod(pod, "sh", "-c", f"kill -9 {newest.name.rpartition('-')[2]}")
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the program, on this machine."""
-        return Path(self.cluster.shared) / self.namespace / self.name
 
     def read_lines(self, kind: str) -> list[list[Any]]:
         files = sorted(self.folder.glob(f"{kind}-*"))

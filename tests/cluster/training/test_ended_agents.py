@@ -137,7 +137,7 @@ def test_a_job_that_ends_without_an_operator_shows_its_final_figures(
         job.kill_rank(0)
         until(
             lambda: all(pod["status"]["phase"] == "Succeeded" for pod in job.pods()),
-            lambda: f"the pods end: {job.describe(job.status())}",
+            lambda: f"the pods end: {job.describe()}",
             180,
         )
         before = job.status()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.testing.cluster.jobs import curves_agree
 from tests.testing.cluster.shared_cluster import DEVICES
-from trainium_devcluster.demos.metrics import every_sample_once
+from trainium_devcluster.jobs.metrics import every_sample_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -75,7 +75,7 @@ def test_models_of_milestones_are_evaluated_during_training(
         found[:] = side_pods(job)
         return bool(found) and found[0]["status"].get("phase") == "Running"
 
-    until(runs, lambda: f"a pod measures the first milestone: {job.describe(job.status())}", 180)
+    until(runs, lambda: f"a pod measures the first milestone: {job.describe()}", 180)
     (pod,) = found
     assert job.status()["phase"] in ("Running", "Completed")
     assert pod["spec"]["priority"] < 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.testing.suite.timeouts import until
-from trainium_devcluster.demos.metrics import every_sample_once
+from trainium_devcluster.jobs.metrics import every_sample_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.testing.cluster.jobs import curves_agree
-from trainium_devcluster.demos.metrics import every_sample_once, every_sample_once_in_batches
+from trainium_devcluster.jobs.metrics import every_sample_once, every_sample_once_in_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.testing.suite.timeouts import until
-from trainium_devcluster.demos.metrics import every_sample_once
+from trainium_devcluster.jobs.metrics import every_sample_once
 from trainium_trainer.checkpoint.root.survey import survey, verify
 from trainium_trainer.storage.posix import PosixStorage
 from trainium_trainer.storage.protocol import Retry

@@ -1,5 +1,6 @@
 """Run commands against one cluster and return their output."""
 
+import functools
 import json
 import os
 import shlex
@@ -12,6 +13,7 @@ from tests.testing.cluster.api_reader import path_of
 from tests.testing.suite.timeouts import scaled
 from trainium_contract.api_server.client import ApiClient
 from trainium_contract.api_server.errors import ApiError
+from trainium_contract.api_server.kubeconfig import find_access
 from trainium_devcluster.cluster import Cluster
 
 ROOT = Path(__file__).parents[3]
@@ -30,8 +32,6 @@ class Access:
     shared: Path
     settings: dict[str, Any] = field(default_factory=dict)
     devcluster: Cluster | None = None
-    reader: ApiClient | None = None
-    """If set, `get` reads without starting kubectl."""
 
     @property
     def is_existing(self) -> bool:
@@ -69,12 +69,18 @@ class Access:
         """Return the standard output of helm; raise CommandError when it fails."""
         return self.check_output("helm", *arguments, seconds=180)
 
+    @functools.cached_property
+    def api(self) -> ApiClient:
+        """A client of the API server with the rights of the kubeconfig."""
+        access = find_access(None, None, os.environ | self.variables)
+        return ApiClient(access, user_agent="tests", seconds=scaled(60))
+
     def get(self, *arguments: str) -> dict[str, Any]:
-        """Return the JSON of `kubectl get ... -o json`."""
-        path = path_of(arguments) if self.reader is not None else None
-        if self.reader is not None and path is not None:
+        """Return the JSON of `kubectl get ... -o json`, mostly without starting kubectl."""
+        path = path_of(arguments)
+        if path is not None:
             try:
-                return self.reader.get(path)
+                return self.api.get(path)
             except ApiError as error:
                 raise CommandError(f"get {shlex.join(arguments)}: {error}") from error
         document: dict[str, Any] = json.loads(self.kubectl("get", *arguments, "-o", "json"))

@@ -3,13 +3,8 @@
 It reads only kinds that tests wait for; use kubectl for other kinds and other credentials.
 """
 
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-
-from tests.testing.suite.timeouts import scaled
-from trainium_contract.api_server.client import ApiClient
-from trainium_contract.api_server.kubeconfig import find_access
 
 Json = dict[str, Any]
 
@@ -42,8 +37,3 @@ def path_of(arguments: tuple[str, ...]) -> str | None:
         return None
     collection = _KINDS[words[0]].format(f"namespaces/{namespace}/")
     return "/" + "/".join([collection, *words[1:]]) + query
-
-
-def open_client(kubeconfig: Path) -> ApiClient:
-    """Return a client with the rights of a kubeconfig."""
-    return ApiClient(find_access(str(kubeconfig), None, {}), user_agent="tests", seconds=scaled(60))

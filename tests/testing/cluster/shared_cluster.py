@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from tests.testing.cluster.access import Access
-from tests.testing.cluster.api_reader import open_client
 from tests.testing.cluster.installed import Installed
 from tests.testing.cluster.kind_images import load_images
 from tests.testing.cluster.leftovers import OccupiedError, check_unoccupied, remove_leftovers
@@ -172,10 +171,8 @@ def _open_development_cluster() -> Iterator[SharedCluster]:
         tempfile.TemporaryDirectory(prefix="trainium-tests-") as folder,
         Cluster.start(nodes=nodes) as devcluster,
     ):
-        reader = open_client(devcluster.kubeconfig)
-        yield SharedCluster(
-            "local", devcluster.variables(), Path(folder), {"chartValues": system_values()}, devcluster, reader
-        )
+        settings = {"chartValues": system_values()}
+        yield SharedCluster("local", devcluster.variables(), Path(folder), settings, devcluster)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,7 @@ from pathlib import Path
 from benchmarks.faults.document import table_line, write_document
 from benchmarks.faults.environment import curve_digest
 from benchmarks.faults.record import ClusterKind, RowResult, RunResult, Spread
-from benchmarks.faults.row import RequestedRuns
-from benchmarks.faults.rows import ROWS
+from benchmarks.faults.row import ROWS, RequestedRuns
 
 
 def result(*runs: RunResult, **more: object) -> RowResult:
@@ -73,7 +72,7 @@ def test_a_row_that_was_not_run_again_keeps_its_line_and_is_marked_as_older(tmp_
 def test_a_row_without_a_result_reports_it() -> None:
     row = ROWS[0]
     assert "not run yet" in table_line(row, None)
-    skipped = RowResult(row.name, ClusterKind.DEVCLUSTER, 1, skipped="no such node")
+    skipped = RowResult(row.row, ClusterKind.DEVCLUSTER, 1, skipped="no such node")
     assert "not run: no such node" in table_line(row, skipped)
 
 
@@ -86,13 +85,13 @@ def test_a_seed_gives_the_same_choices_whatever_else_is_run() -> None:
 
 def test_each_row_has_its_descriptions() -> None:
     for row in ROWS:
-        assert all((row.fault, row.injected, row.expected, row.checked)), row.name
-        assert 1 <= row.max_runs <= 30
+        assert all((row.fault, row.injected, row.expected, row.checked)), row.row
+        assert 1 <= row.runs <= 30
 
 
 def test_every_row_without_an_accelerator_exists() -> None:
     assert {row.number for row in ROWS} == {*range(1, 7), 8, *range(12, 35), *range(42, 53)}
-    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert len({row.row for row in ROWS}) == len(ROWS)
 
 
 def test_the_reference_curve_is_identified_by_a_digest_of_its_code() -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.faults.environment import check_batches, compare_losses
 from benchmarks.faults.leaks import MIN_SAMPLES, find_growth, find_job_files, find_leftovers
 from benchmarks.faults.resource_usage import Process, ResourceUsage, role_of
-from trainium_devcluster.demos.metrics import read_samples
+from trainium_devcluster.jobs.metrics import read_samples
 
 
 def test_a_curve_that_differs_or_misses_steps_is_wrong() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainium_devcluster.demos.curves import Curves, Fault
-from trainium_devcluster.demos.metrics import (
+from trainium_devcluster.jobs.metrics import (
     StepLog,
     every_sample_once,
     every_sample_once_an_epoch,
@@ -91,7 +91,7 @@ def test_empty_curves_are_not_equal() -> None:
     assert not Curves(0, {}, {}, ()).is_identical
 
 
-def test_a_repeated_step_counts_as_lost_and_its_first_end_is_kept(tmp_path: Path) -> None:
+def test_the_first_end_of_a_repeated_step_is_kept(tmp_path: Path) -> None:
     log = StepLog(tmp_path / "metrics.jsonl")
 
     def write(times: dict[int, float]) -> None:
@@ -101,6 +101,5 @@ def test_a_repeated_step_counts_as_lost_and_its_first_end_is_kept(tmp_path: Path
 
     write({1: 10.0, 2: 11.0, 3: 12.0})
     write({1: 10.0, 2: 20.0, 3: 21.0, 4: 22.0})  # resumed after step 1
-    assert log.steps_lost_after(12.5) == 2
     assert (log.step_time(3), log.first_times[3]) == (21.0, 12.0)
     assert log.first_times[4] == log.step_time(4) == 22.0

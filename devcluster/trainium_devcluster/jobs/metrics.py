@@ -1,7 +1,7 @@
 """Read the trainer's files: a record for each step of the final history, and the samples of each step.
 
-`StepLog` rereads `metrics.jsonl`, so it detects a step that is recomputed after a fault: its record changes. Times are
-Unix seconds of this machine.
+`StepLog` rereads `metrics.jsonl` and keeps when a step ended for the first time, which a fault may let the trainer
+compute again. Times are Unix seconds of this machine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+
+_TAIL_BYTES = 8192
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
@@ -33,14 +36,23 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
     return steps
 
 
+def read_newest_step(path: Path) -> int:
+    """Return the step of the last whole line, from the end of the file; 0 if there is none."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - _TAIL_BYTES))
+        for line in reversed(file.read().split(b"\n")):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return int(json.loads(line)["step"])
+    return 0
+
+
 @dataclass
 class StepLog:
-    """Records the steps of a run, and how often each was computed."""
+    """Records the steps of a run."""
 
     path: Path
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    recomputed: list[tuple[int, float]] = field(default_factory=list)
-    """(step, time of the newer record), in the order of detection."""
     first_times: dict[int, float] = field(default_factory=dict)
     """When each step ended for the first time."""
 
@@ -49,9 +61,6 @@ class StepLog:
         records = read_steps(self.path)
         for step, record in records.items():
             self.first_times.setdefault(step, float(record["time"]))
-            former = self.steps.get(step)
-            if former is not None and former["time"] != record["time"]:
-                self.recomputed.append((step, record["time"]))
         self.steps.update(records)
 
     def losses(self) -> dict[int, float]:
@@ -62,10 +71,6 @@ class StepLog:
     def newest(self) -> int:
         """The highest step so far; 0 before the first."""
         return max(self.steps, default=0)
-
-    def steps_lost_after(self, moment: float) -> int:
-        """Return the number of steps that were completed before `moment` and computed again after it."""
-        return len({step for step, time in self.recomputed if time > moment})
 
     def step_time(self, step: int) -> float | None:
         """Return when `step` ended; None if it has not."""

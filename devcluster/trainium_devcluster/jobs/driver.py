@@ -1,0 +1,247 @@
+"""Drive a TrainingJob: apply it, wait for its states, inject faults, and read its status and its files.
+
+Guarantees:
+- State is read from the API and from the files of a run, never from inside operator or agent.
+- A wait continues while the API server does not answer. At its limit it raises JobTimeoutError with the job's state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import yaml
+
+from trainium_contract.api_server.errors import ApiError
+from trainium_contract.job import TrainingJobStatus
+from trainium_contract.status.internal import unpack_internal
+from trainium_contract.wire.recorded_membership import parse_members
+from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.jobs.metrics import StepLog, read_newest_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from trainium_contract.api_server.client import ApiClient
+
+Json = dict[str, Any]
+T = TypeVar("T")
+WAIT_SECONDS = 90.0
+"""Limit of what takes seconds on the development cluster; a genuine kubelet reports a lost node after 50."""
+_POLL_SECONDS = 0.1
+
+
+class JobTimeoutError(ClusterError):
+    """A wait reached its limit; the message ends with the state of the job."""
+
+
+class ClusterTools(Protocol):
+    """What a driver needs of a cluster."""
+
+    @property
+    def api(self) -> ApiClient:
+        """A client of the API server."""
+
+    def kubectl(self, *arguments: str, stdin: str = "") -> str:
+        """Run kubectl and return its output."""
+
+
+class JobDriver:
+    """Drives one TrainingJob of a cluster."""
+
+    def __init__(self, cluster: ClusterTools, namespace: str, name: str, folder: Path) -> None:
+        """`folder` has the checkpoints and records of the run, on this machine."""
+        self.cluster = cluster
+        self.namespace = namespace
+        self.name = name
+        self.folder = folder
+        self.log = StepLog(folder / "metrics.jsonl")
+
+    @property
+    def path(self) -> str:
+        """Path of the TrainingJob in the API."""
+        return f"/apis/trainium.dev/v1alpha1/namespaces/{self.namespace}/trainingjobs/{self.name}"
+
+    # --- observe -------------------------------------------------------------------------------------------------
+
+    def object(self) -> Json:
+        """Return the TrainingJob."""
+        return self.cluster.api.get(self.path)
+
+    def status(self) -> Json:
+        """Return the status with the operator's internal fields in their places; empty before the first one."""
+        stored = self.object().get("status")
+        return TrainingJobStatus().to_wire() | unpack_internal(stored) if stored else {}
+
+    def history(self) -> list[Json]:
+        """Return the last interruptions, oldest first."""
+        return list(self.status().get("history") or [])
+
+    def condition(self, kind: str) -> Json:
+        """Return a condition of the status; empty if there is none of that type."""
+        conditions: list[Json] = self.status().get("conditions") or []
+        return next((condition for condition in conditions if condition["type"] == kind), {})
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return int(self.status()["membership"]["size"])
+
+    def members(self) -> list[Json]:
+        """Return the members by node rank."""
+        path = f"/api/v1/namespaces/{self.namespace}/configmaps/{self.name}-membership"
+        return parse_members(self.cluster.api.get(path))
+
+    def pods(self) -> list[Json]:
+        """Return the worker pods."""
+        selector = f"labelSelector=trainium.dev/job-name={self.name}"
+        pods: list[Json] = self.cluster.api.get(f"/api/v1/namespaces/{self.namespace}/pods?{selector}")["items"]
+        return pods
+
+    def uids(self) -> set[str]:
+        """Return the uids of the worker pods."""
+        return {pod["metadata"]["uid"] for pod in self.pods()}
+
+    def events(self) -> list[str]:
+        """Return the events about the job, as `REASON: NOTE`."""
+        items = self.cluster.api.get(f"/apis/events.k8s.io/v1/namespaces/{self.namespace}/events")["items"]
+        return [f"{item['reason']}: {item['note']}" for item in items if item["regarding"].get("name") == self.name]
+
+    def newest_step(self) -> int:
+        """Return the newest completed step; 0 before the first."""
+        return read_newest_step(self.log.path)
+
+    def losses(self) -> dict[int, float]:
+        """Return the losses of the final history by step."""
+        self.log.refresh()
+        return self.log.losses()
+
+    # --- wait ----------------------------------------------------------------------------------------------------
+
+    def observe(self) -> None:
+        """Read what every poll of a wait needs; subclasses may do more."""
+        self.log.refresh()
+
+    def slowness(self) -> float:
+        """Return the factor by which limits are longer now; subclasses may measure it."""
+        return 1.0
+
+    def wait_for(self, what: str, condition: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
+        """Return the first value of the condition that is true."""
+        started_at, error = time.monotonic(), ""
+        while True:
+            try:
+                self.observe()
+                if value := condition():
+                    return value
+                error = ""
+            except (ApiError, OSError, KeyError) as problem:
+                error = f" ({problem!r})"
+            elapsed = time.monotonic() - started_at
+            if elapsed > seconds and elapsed > seconds * self.slowness():
+                raise JobTimeoutError(
+                    f"Job {self.namespace}/{self.name} did not reach {what} within {elapsed:.0f} s{error}: "
+                    f"{self.describe()}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def until(self, what: str, condition: Callable[[Json], Any], seconds: float = WAIT_SECONDS) -> Json:
+        """Return the status once it fulfils the condition."""
+
+        def matching_status() -> Json | None:
+            status = self.status()
+            return status if condition(status) else None
+
+        status = self.wait_for(what, matching_status, seconds)
+        assert status is not None
+        return status
+
+    def until_phase(self, phase: str, seconds: float = WAIT_SECONDS) -> Json:
+        """Return the status once it has this phase."""
+        return self.until(f"phase {phase}", lambda status: status.get("phase") == phase, seconds)
+
+    def until_step(self, step: int, seconds: float = WAIT_SECONDS) -> None:
+        """Wait until `step` is completed."""
+        self.wait_for(f"step {step}", lambda: self.newest_step() >= step, seconds)
+
+    def until_recovered(self, entries: int = 1, seconds: float = WAIT_SECONDS) -> Json:
+        """Return the newest interruption once there are `entries` and it has ended."""
+        status = self.until(
+            f"{entries} finished interruption(s)",
+            lambda status: (
+                len(status.get("history") or []) >= entries
+                and status["history"][-1].get("recoveredSeconds") is not None
+            ),
+            seconds,
+        )
+        entry: Json = status["history"][-1]
+        return entry
+
+    def describe(self) -> str:
+        """Describe the state of the job in a few lines."""
+        with contextlib.suppress(ApiError, OSError, KeyError):
+            status = self.status()
+            pods = [f"{pod['metadata']['name']}={pod['status'].get('phase')}" for pod in self.pods()]
+            conditions = [
+                f"{item['type']}={item['status']}({item['reason']})" for item in status.get("conditions") or []
+            ]
+            last = (status.get("history") or [{}])[-1]
+            return (
+                f"Phase {status.get('phase')}, step {self.newest_step()}, pods {', '.join(pods)}; "
+                f"{', '.join(conditions)}; verdict {status.get('verdict')!r}; last interruption {last}"
+            )
+        return "The API server does not answer."
+
+    # --- change --------------------------------------------------------------------------------------------------
+
+    def apply_manifest(self, manifest: Mapping[str, Any]) -> None:
+        """Apply the TrainingJob."""
+        self.cluster.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(manifest, sort_keys=False))
+
+    def patch(self, change: Json) -> None:
+        """Apply a merge patch to the job."""
+        self.cluster.api.patch(self.path, change)
+
+    def scale(self, size: int) -> None:
+        """Scale the job to `size` nodes."""
+        self.cluster.kubectl("scale", "trainingjob", self.name, "-n", self.namespace, f"--replicas={size}")
+
+    def suspend(self, *, yes: bool = True) -> None:
+        """Suspend or resume the job."""
+        self.patch({"spec": {"suspend": yes}})
+
+    def delete(self, *arguments: str) -> None:
+        """Delete the job with kubectl, which waits."""
+        self.cluster.kubectl("delete", "trainingjob", self.name, "-n", self.namespace, *arguments)
+
+    # --- inject faults -------------------------------------------------------------------------------------------
+
+    def exec_in_pod(self, pod: str, *command: str) -> str:
+        """Run a command in a worker and return its output."""
+        return self.cluster.kubectl("exec", pod, "-n", self.namespace, "-c", "worker", "--", *command)
+
+    def find_rank(self, pod: str) -> str:
+        """Return the pid of the first training process of a pod, as shell text."""
+        record = self.exec_in_pod(pod, "python", "-m", "trainium_agent.show_ranks").splitlines()[0]
+        return str(json.loads(record)["pid"])
+
+    def signal_rank(self, pod: str, signal: str = "KILL") -> float:
+        """Send a signal to the first training process of a pod; return the time of the fault (Unix seconds)."""
+        # The shell has its own kill; slim images have no program of that name.
+        script = f"date +%s.%N; kill -{signal} {self.find_rank(pod)}"
+        return float(self.exec_in_pod(pod, "sh", "-c", script).split()[0])
+
+    def kill_rank(self, node_rank: int, signal: str = "KILL") -> str:
+        """Send a signal to the training process of a member; return its pod."""
+        pod: str = self.members()[node_rank]["podName"]
+        self.signal_rank(pod, signal)
+        return pod
+
+    def delete_pod(self, pod: str, *, force: bool = False) -> float:
+        """Delete a pod through the API; return the time of the fault (Unix seconds)."""
+        deleted_at = time.time()
+        options = {"gracePeriodSeconds": 0} if force else None
+        self.cluster.api.delete(f"/api/v1/namespaces/{self.namespace}/pods/{pod}", options)
+        return deleted_at
