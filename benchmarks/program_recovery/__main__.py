@@ -31,7 +31,7 @@ from benchmarks.program_recovery.launchers import (
     install_peers,
 )
 from trainium_devcluster.demos.ledger import Ledger, read_ledger
-from trainium_devcluster.demos.session import REPOSITORY, DemoSession, Name, Out, Outcome
+from trainium_devcluster.demos.session import DemoSession, Name, Out, Outcome
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.program import ProgramDemo
 
@@ -209,7 +209,7 @@ def compare(
 
 def _compare(session: DemoSession, jobset: str | None, run: Callable[[ProgramDemo], list[RunCost]]) -> Outcome:
     with session.cluster() as cluster:
-        demo = ProgramDemo(cluster, session.view, REPOSITORY, session.out)
+        demo = ProgramDemo(cluster, session.view, session.out)
         demo.install()
         controller = install_peers(demo, jobset)
         try:
@@ -221,7 +221,7 @@ def _compare(session: DemoSession, jobset: str | None, run: Callable[[ProgramDem
                 controller.wait()
     report = {"benchmark": "program_recovery", "runs": [asdict(cost) for cost in costs]}
     (session.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    return Outcome((_table(costs),), f"report: {session.out / 'report.json'}", ())
+    return Outcome([_table(costs)], [f"report: {session.out / 'report.json'}"])
 
 
 def _run_all(demo: ProgramDemo, names: list[str]) -> list[RunCost]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainium_devcluster.demos.jobs import NAMESPACE, OPERATOR_NAMESPACE
+from trainium_devcluster.demos.frame import OPERATOR_NAMESPACE
+from trainium_devcluster.demos.session import NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,23 +114,20 @@ class TrainingJobLauncher(Launcher):
         """Start the script."""
         job = self.demo.create_manifest(self.name)
         job["spec"]["workers"]["replicas"] = size
-        self.run = self.demo.run(job)
+        self.run = self.demo.apply(job)
 
     def find_pod(self) -> dict[str, Any]:
         """Return the pod of the second rank."""
-        name = self.demo.members(self.run)[-1]["podName"]
-        text = self.demo.cluster.kubectl("get", "pod", name, "-n", NAMESPACE, "-o", "json")
-        pod: dict[str, Any] = json.loads(text)
-        return pod
+        name = self.run.members()[-1]["podName"]
+        return self.demo.cluster.api.get(f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")
 
     def kill_rank(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the last rank, which the agent knows."""
-        pod = self.find_pod()["metadata"]["name"]
-        self.demo.exec_in_worker(pod, "sh", "-c", f"kill -{int(number)} {self.demo.find_process(pod)}")
+        self.run.signal_rank(self.run.members()[-1]["podName"], str(int(number)))
 
     def resize(self, size: int) -> None:
         """Change the number of nodes."""
-        self.demo.cluster.kubectl("scale", "trainingjob", self.name, "-n", NAMESPACE, f"--replicas={size}")
+        self.run.scale(size)
 
     def stop(self) -> None:
         """Delete everything."""

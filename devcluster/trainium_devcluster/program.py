@@ -5,21 +5,16 @@ The script is `manifests/examples/sft.py`. The demo compares its losses and samp
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trainium_contract.pages.facts import format_goodput
-from trainium_contract.pages.formatting import format_duration
-from trainium_devcluster.demos.curves import Curves, fault_table
-from trainium_devcluster.demos.jobs import NAMESPACE, WAIT_SECONDS, Demo, Run
+from trainium_devcluster.demos.frame import Demo, DemoJob, run_demo
 from trainium_devcluster.demos.ledger import read_ledger
-from trainium_devcluster.demos.session import REPOSITORY, DemoSession, Keep, Name, Out, Outcome
+from trainium_devcluster.demos.session import NAMESPACE, REPOSITORY, DemoSession, Keep, Name, Out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +30,7 @@ _STEPS_BETWEEN = 10
 class ProgramDemo(Demo):
     """A demo that runs a user's program."""
 
-    command = "make program"
+    samples_sentence = "each step with the samples of the undisturbed run"
 
     def install(self) -> None:
         """Install the operator; create the model, the data set, and the ConfigMap with the program."""
@@ -63,60 +58,24 @@ class ProgramDemo(Demo):
         arguments = program["args"]
         return {"epochs": int(arguments[arguments.index("--num_train_epochs") + 1]), "batch": program["batch"]}
 
-    def run_with_faults(self) -> Run:
-        """Run the job with three faults and two resizes in its second epoch."""
-        run = self.run(self.create_manifest("program"))
-        self.until(run, lambda: run.log.newest >= 1, "the first step", seconds=WAIT_SECONDS * 2)
-        self.view.log("the first step is done")
-        self.until(run, lambda: run.steps > 0, "the number of steps")
-        self.until_step(run, run.steps // run.trainer["epochs"] + _STEPS_BETWEEN)
-        self.kill_process(run)
-        self.until_step(run, run.log.newest + _STEPS_BETWEEN)
-        self.cluster.faults.start_node(self.power_off_node(run))
-        self.until_step(run, run.log.newest + _STEPS_BETWEEN)
-        self.kill_process(run)
+    def inject_faults(self, run: DemoJob) -> None:
+        """Kill a process twice, power a node off, and resize the job twice, in the second epoch."""
+        run.until_step(run.steps // run.trainer["epochs"] + _STEPS_BETWEEN)
+        for inject in (self.kill_process, self.lose_node, self.kill_process):
+            inject(run)
+            run.until_step(run.newest_step() + _STEPS_BETWEEN)
         for size in (1, 2):
-            self.until_step(run, run.log.newest + _STEPS_BETWEEN)
             self.resize(run, size)
-        self.until(run, lambda: run.finished, "the end")
-        run.log.refresh()
-        self.view.log("the job is complete")
-        return run
+            run.until_step(run.newest_step() + _STEPS_BETWEEN)
+
+    def check_samples(self, run: DemoJob, reference: DemoJob) -> bool:
+        """Return whether each step had the same samples in both runs."""
+        return read_ledger(run.folder).samples_by_step() == read_ledger(reference.folder).samples_by_step()
 
 
 def program(*, keep: Keep = False, out: Out = Path("out/program"), name: Name = None) -> None:
     """Run an elastic trainer of TRL on a real control plane, through real faults."""
-    DemoSession("program", out, name, keep=keep).show(_compare)
-
-
-def _compare(session: DemoSession) -> Outcome:
-    started = time.monotonic()
-    with session.cluster() as cluster:
-        demo = ProgramDemo(cluster, session.view, REPOSITORY, session.out)
-        demo.install()
-        run = demo.run_with_faults()
-        reference = demo.run_undisturbed(2, WAIT_SECONDS * 2)
-    curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults))
-    completed = run.status.get("phase") == "Completed"
-    once = read_ledger(run.folder).samples_by_step() == read_ledger(reference.folder).samples_by_step()
-    seconds = round(time.monotonic() - started, 1)
-    report = {"completed": completed, **curves.to_json(), "everySampleOnce": once, "goodput": run.goodput.ratio}
-    report |= {"wallSeconds": run.goodput.wall_seconds, "seconds": seconds, "history": run.history()}
-    (session.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    text = (
-        f"loss after {curves.steps} steps: {curves.loss[curves.steps]:.6f} with faults, "
-        f"{curves.reference[curves.steps]:.6f} undisturbed; largest relative difference {curves.max_difference:.1e}"
-        f"{', none before the resize' if curves.is_identical_before_resize else ''}\n"
-        f"each step with the samples of the undisturbed run: {'yes' if once else 'NO'}\n"
-        f"goodput of the run with {len(curves.faults)} faults: {format_goodput(run.goodput)}\n"
-        f"both runs and the installation took {format_duration(seconds)}   report: {session.out / 'report.json'}"
-    )
-    problems = {
-        "The job did not complete.": not completed,
-        "The curve with faults is not the undisturbed one.": not curves.is_identical,
-        "A step had other samples than in the undisturbed run.": not once,
-    }
-    return Outcome((fault_table(curves.faults),), text, tuple(problem for problem, holds in problems.items() if holds))
+    DemoSession("program", out, name, keep=keep).show(lambda session: run_demo(session, ProgramDemo))
 
 
 if __name__ == "__main__":

@@ -2,5 +2,5 @@
 
 Guarantees:
 - The demos use only tools of a user (helm, kubectl, the cluster's fault commands).
-- They measure by their own clock and from the trainer's files, and import nothing of operator, trainer or contract.
+- They measure by their own clock and from the trainer's files, and import nothing of operator or trainer.
 """

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matplotlib.axes import Axes
 
 RESIZE_TOLERANCE = 1e-5
@@ -110,6 +112,22 @@ def fault_table(faults: tuple[Fault, ...]) -> Table:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} s"
+
+
+def draw_curves(curves: Curves, path: Path, title: str) -> None:
+    """Draw a picture of both curves."""
+    import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed only here
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(9, 5.6), sharex=True, height_ratios=(3, 1), constrained_layout=True
+    )
+    plot_curves(curves, top, bottom)
+    top.set_title(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def plot_curves(curves: Curves, top: Axes, bottom: Axes) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from trainium_contract.api_server.errors import ClientError
 from trainium_devcluster.cluster import Cluster, node_specs, system_node
-from trainium_devcluster.demos.jobs import NAMESPACE
 from trainium_devcluster.demos.view import View
 from trainium_devcluster.errors import ClusterError
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+NAMESPACE = "training"
 _NODES = 5
 _PLAIN_WIDTH = 110
 """Columns if the output is a file or a pipe."""
@@ -34,14 +34,20 @@ Out = Annotated[Path, typer.Option("--out", help="Folder of the report, the pict
 Name = Annotated[str | None, typer.Option("--name", help="Name of the cluster; by default a free one.")]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
-    """Result of a demo for the terminal."""
+    """Result of a demo, for the terminal and for report.json."""
 
-    tables: tuple[Table, ...]
-    text: str
-    problems: tuple[str, ...]
+    tables: list[Table] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     """Deviations from the expected result, in sentences."""
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def expect(self, problem: str, holds: bool) -> None:
+        """Add the sentence of a problem unless the expectation holds."""
+        if not holds:
+            self.problems.append(problem)
 
 
 class DemoSession:
@@ -65,10 +71,11 @@ class DemoSession:
                 outcome = work(self)
         except (ClientError, ClusterError) as error:
             self.console.print(f"{self.title}: {error}", style="red", markup=False)
+            self.console.print(f"`make {self.title} ARGS=--keep` leaves the cluster up.", markup=False)
             raise typer.Exit(1) from None
         for table in outcome.tables:
             self.console.print(table)
-        self.console.print(outcome.text, highlight=False, soft_wrap=True)
+        self.console.print("\n".join(outcome.lines), highlight=False, soft_wrap=True)
         if self._keep:
             self.console.print(_format_usage(str(self._name)), highlight=False, soft_wrap=True)
         for problem in outcome.problems:

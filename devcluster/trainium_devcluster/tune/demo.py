@@ -1,99 +1,90 @@
-"""Run the second demo: install, tune through faults, tune without faults, compare."""
+"""Tune a base model through faults in one job, which merges the adapter and measures it beside the base."""
 
 from __future__ import annotations
 
 import copy
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainium_devcluster.demos.curves import Curves
-from trainium_devcluster.demos.jobs import WAIT_SECONDS, Demo
+from trainium_devcluster.demos.frame import WAIT_SECONDS, Demo, DemoJob
 from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.jobs.metrics import every_sample_once_an_epoch
-from trainium_devcluster.tune.report import Evaluation, Figure, TuneResult
+from trainium_devcluster.tune import report
+from trainium_devcluster.tune.report import Evaluation, Figure
 
 if TYPE_CHECKING:
-    from trainium_devcluster.cluster import Cluster
-    from trainium_devcluster.demos.jobs import Run
-    from trainium_devcluster.demos.view import View
+    from trainium_devcluster.demos.curves import Curves
+    from trainium_devcluster.demos.session import Outcome
 
 _JOB = Path(__file__).with_name("job.yaml")
 _EVALUATION = "evaluation.json"
 
 
 class TuneDemo(Demo):
-    """A demo that trains, merges and evaluates an adapter in one job."""
+    """A demo that trains an adapter on examples."""
 
-    command = "make tune"
-
-    def __init__(self, cluster: Cluster, view: View, repository: Path, out: Path, *, dpo: bool = False) -> None:
-        """With `dpo`, train on pairs of answers, and measure the rewards of held-out pairs."""
-        super().__init__(cluster, view, repository, out)
-        self.dpo = dpo
-
-    @property
-    def material(self) -> Path:
-        """The folder that the job mounts."""
-        return self.out / "material"
+    samples_sentence = "every sample seen once an epoch"
+    reference_trainer = {"artifacts": {"kinds": []}, "evaluate": {"enabled": False}}  # noqa: RUF012 - never changed
 
     def create_manifest(self, name: str) -> dict[str, Any]:
         """Return the job with the inputs of the demo."""
         job = self.read_job(_JOB, name)
         (volume,) = job["spec"]["workers"]["template"]["spec"]["volumes"]
-        volume["hostPath"]["path"] = str(self.material)
-        return with_pairs(job) if self.dpo else job
+        volume["hostPath"]["path"] = str(self.out / "material")
+        return job
 
-    def run_with_faults(self) -> Run:
-        """Run the job with all faults."""
-        run = self.run(self.create_manifest("tune"))
-        self.until(run, lambda: run.log.newest >= 1, "the first step", seconds=WAIT_SECONDS * 2)
-        self.until(run, lambda: run.steps > 0, "the number of steps")
-        self.view.log(f"the first step is done, of {run.steps}")
-        fault_steps = [round(run.steps * share) for share in (0.15, 0.35, 0.7)]
-        self.kill_process_and_node(run, fault_steps[0], fault_steps[1])
-        self.until_step(run, fault_steps[2])
+    def inject_faults(self, run: DemoJob) -> None:
+        """Kill a process, power a node off, and resize the job."""
+        kill_at, loss_at, shrink_at = (round(run.steps * share) for share in (0.15, 0.35, 0.7))
+        run.until_step(kill_at)
+        self.kill_process(run)
+        run.until_step(loss_at)
+        self.lose_node(run)
+        run.until("a new warm spare", lambda status: status.get("spares", 0) >= 1)
+        run.until_step(shrink_at)
         self.resize(run, 2)
-        self.until(run, lambda: run.log.newest >= run.steps, "the last step")
+        run.until_step(run.steps, WAIT_SECONDS)
         self.view.log("all steps are done; adapter and merged model are written, then measured beside the base")
-        self.until(run, lambda: run.finished, "the end", seconds=WAIT_SECONDS * 2)
-        self.view.log("the job is complete")
-        return run
 
-    def run_and_compare(self, started: float) -> TuneResult:
-        """Run all parts and compare; `started` is the start of the demo in monotonic seconds."""
-        self.install()
-        run = self.run_with_faults()
-        training = {"artifacts": {"kinds": []}, "evaluate": {"enabled": False}}
-        reference = self.run_undisturbed(3, WAIT_SECONDS * 3, **training)
-        steps = run.log.newest
-        return TuneResult(
-            completed=run.status.get("phase") == "Completed",
-            curves=Curves(steps, run.log.losses(), reference.log.losses(), tuple(self.faults)),
-            saw_every_sample_once=every_sample_once_an_epoch(
-                run.folder, steps, run.global_batch, int(run.trainer["epochs"])
-            ),
-            evaluation=self._rewards(run) if self.dpo else Evaluation.from_json(self._evaluation(run)),
-            model=_artifact(run, "Model"),
-            adapter=_artifact(run, "Adapter"),
-            goodput=run.goodput,
-            seconds=time.monotonic() - started,
-        )
+    def check_samples(self, run: DemoJob, reference: DemoJob) -> bool:  # noqa: ARG002 - as the base class
+        """Return whether each epoch used every sample exactly once."""
+        return every_sample_once_an_epoch(run.folder, run.newest_step(), run.global_batch, int(run.trainer["epochs"]))
 
-    def _rewards(self, run: Run) -> Evaluation:
+    def evaluate(self, run: DemoJob) -> Evaluation:
+        """Read the answers and figures of base and tuned model."""
+        files = sorted(run.folder.rglob(_EVALUATION))
+        if not files:
+            raise ClusterError(f"The job {run.name} left no {_EVALUATION} below {run.folder}.")
+        return Evaluation.from_json(json.loads(files[-1].read_text()))
+
+    def conclude(self, run: DemoJob, curves: Curves, outcome: Outcome) -> None:
+        """Add figures and answers before and after, the artifacts, and the picture."""
+        evaluation = self.evaluate(run)
+        outcome.tables += [report.answer_table(evaluation)] if evaluation.answers else []
+        outcome.tables.append(report.figure_table(evaluation))
+        better = evaluation.is_clearly_better
+        outcome.expect("The tuned model is not clearly better on held-out examples.", better)
+        folders = {kind.lower(): str(find_artifact(run, kind)) for kind in ("Model", "Adapter")}
+        outcome.report |= {**evaluation.to_json(), "clearlyBetter": better, **folders}
+        report.draw_picture(curves, evaluation, self.out / "tune.png")
+        outcome.lines.append(f"merged model: {folders['model']}   adapter: {folders['adapter']}")
+        outcome.lines.append(f"picture: {self.out / 'tune.png'}")
+
+
+class PairsDemo(TuneDemo):
+    """A demo that trains an adapter on pairs of answers, and measures the rewards of held-out pairs."""
+
+    def create_manifest(self, name: str) -> dict[str, Any]:
+        """Return the job with direct preference optimization."""
+        return with_pairs(super().create_manifest(name))
+
+    def evaluate(self, run: DemoJob) -> Evaluation:
         """Return the rewards of held-out pairs; before the first step they are zero, and their order is random."""
         record = run.log.steps[run.log.newest]
         accuracy, margin = (float(record[f"validationReward{name}"]) for name in ("Accuracy", "Margin"))
         figures = Figure("rewardAccuracy", 0.5, accuracy), Figure("rewardMargin", 0.0, margin)
         return Evaluation(int(run.trainer["data"]["validation"]["samples"]), figures, ())
-
-    def _evaluation(self, run: Run) -> dict[str, Any]:
-        files = sorted(run.folder.rglob(_EVALUATION))
-        if not files:
-            raise ClusterError(f"The job {run.name} left no {_EVALUATION} below {run.folder}.")
-        evaluation: dict[str, Any] = json.loads(files[-1].read_text())
-        return evaluation
 
 
 def with_pairs(job: dict[str, Any]) -> dict[str, Any]:
@@ -108,15 +99,12 @@ def with_pairs(job: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
-def _artifact(run: Run, kind: str) -> Path:
-    """Return the folder on this machine of an artifact in the status."""
-    for artifact in run.status.get("artifacts") or ():
+def find_artifact(run: DemoJob, kind: str) -> Path:
+    """Return the folder on this machine of an artifact in the status; raises ClusterError if there is none."""
+    for artifact in run.current.get("artifacts") or ():
         if artifact["kind"] == kind:
-            exec_in_worker = Path(artifact["path"])
-            mounted = [
-                run.folder.joinpath(*exec_in_worker.parts[start:]) for start in range(1, len(exec_in_worker.parts))
-            ]
-            for folder in mounted:
+            parts = Path(artifact["path"]).parts
+            for folder in (run.folder.joinpath(*parts[start:]) for start in range(1, len(parts))):
                 if folder.is_dir():
                     return folder
     raise ClusterError(f"The status of job {run.name} names no artifact {kind} that is below {run.folder}.")

@@ -1,8 +1,7 @@
-"""Report the result: figures and answers before and after, `report.json`, and a plot."""
+"""Show figures and answers before and after, as tables and as a picture."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from trainium_contract.views.goodput import GoodputView
     from trainium_devcluster.demos.curves import Curves
 
 _FIGURE_NAMES = {"perplexity": "perplexity of the answers", "exactMatch": "exact match", "rougeL": "ROUGE-L"}
@@ -76,6 +74,14 @@ class Evaluation:
             ),
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the part of report.json about the models."""
+        return {
+            "heldOutExamples": self.examples,
+            "figures": [asdict(figure) for figure in self.figures],
+            "answers": [asdict(answer) for answer in self.answers],
+        }
+
     @property
     def is_clearly_better(self) -> bool:
         """Whether each figure improved by more than random variation."""
@@ -88,50 +94,6 @@ class Evaluation:
         perplexity = figures["perplexity"]
         has_gained = all(figures[name].after - figures[name].before >= gain for name, gain in _MIN_GAINS.items())
         return has_gained and perplexity.after <= _MAX_PERPLEXITY_RATIO * perplexity.before
-
-
-@dataclass(frozen=True, slots=True)
-class TuneResult:
-    """The result of the demo."""
-
-    completed: bool
-    curves: Curves
-    saw_every_sample_once: bool
-    """Whether each epoch used every sample exactly once."""
-    evaluation: Evaluation
-    model: Path
-    """Folder of the merged model."""
-    adapter: Path
-    goodput: GoodputView
-    seconds: float
-
-    @property
-    def problems(self) -> list[str]:
-        """The deviations from the expected result, in sentences."""
-        conditions = {
-            "The job did not complete.": not self.completed,
-            "The curve with faults is not the undisturbed one.": not self.curves.is_identical,
-            "A sample was not seen exactly once an epoch.": not self.saw_every_sample_once,
-            "The tuned model is not clearly better on held-out examples.": not self.evaluation.is_clearly_better,
-        }
-        return [sentence for sentence, holds in conditions.items() if holds]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the contents of report.json."""
-        return {
-            "completed": self.completed,
-            **self.curves.to_json(),
-            "everySampleSeenOnceAnEpoch": self.saw_every_sample_once,
-            "heldOutExamples": self.evaluation.examples,
-            "figures": [asdict(figure) for figure in self.evaluation.figures],
-            "clearlyBetter": self.evaluation.is_clearly_better,
-            "answers": [asdict(answer) for answer in self.evaluation.answers],
-            "model": str(self.model),
-            "adapter": str(self.adapter),
-            "goodput": self.goodput.ratio,
-            "wallSeconds": self.goodput.wall_seconds,
-            "seconds": round(self.seconds, 1),
-        }
 
 
 def figure_table(evaluation: Evaluation) -> Table:
@@ -171,13 +133,8 @@ def _shorten(text: str, limit: int = 80) -> str:
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def write_report(result: TuneResult, folder: Path) -> None:
-    """Write report.json and tune.png."""
-    (folder / "report.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    _draw_picture(result, folder / "tune.png")
-
-
-def _draw_picture(result: TuneResult, path: Path) -> None:
+def draw_picture(curves: Curves, evaluation: Evaluation, path: Path) -> None:
+    """Draw both loss curves, and each figure before and after."""
     import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed only here
 
     mpl.use("Agg")
@@ -188,10 +145,10 @@ def _draw_picture(result: TuneResult, path: Path) -> None:
     top = figure.add_subplot(grid[:4, :3])
     bottom = figure.add_subplot(grid[4:, :3], sharex=top)
     top.tick_params(labelbottom=False)
-    plot_curves(result.curves, top, bottom)
+    plot_curves(curves, top, bottom)
     top.set_title("LoRA through faults: the curve of a run that nothing disturbed")
     names = _FIGURE_NAMES | _PAIR_FIGURE_NAMES
-    metrics = [metric for metric in result.evaluation.figures if metric.name in names]
+    metrics = [metric for metric in evaluation.figures if metric.name in names]
     for row, metric in enumerate(metrics):
         _draw_bars(figure.add_subplot(grid[2 * row : 2 * row + 2, 3]), names[metric.name], metric.before, metric.after)
     figure.savefig(path, dpi=120)
