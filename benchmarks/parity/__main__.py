@@ -21,19 +21,20 @@ import torch
 import transformers
 
 from benchmarks.parity import document, inputs, preferences, reference, tuned
-from benchmarks.parity.rows import BASE, LOGITS_TOLERANCE, ROWS, SETTINGS, TOLERANCE, Row, Settings, write_config
-from benchmarks.parity.trainer_runs import compare_curves, export_newest, run_trainer
-from benchmarks.parity.tuning_rows import (
+from benchmarks.parity.rows import (
     ADAPTER_TOLERANCE,
-    FAMILY_ROWS,
-    FAMILY_SETTINGS,
+    BASE,
     FAMILY_STEPS,
+    GROUPS,
+    LOGITS_TOLERANCE,
     MERGED_TOLERANCE,
-    PREFERENCE_ROWS,
-    PREFERENCE_SETTINGS,
-    TUNING_ROWS,
-    TUNING_SETTINGS,
+    SETTINGS,
+    TOLERANCE,
+    Row,
+    Settings,
+    write_config,
 )
+from benchmarks.parity.trainer_runs import compare_curves, export_newest, run_trainer
 from benchmarks.ranks import RunFailedError
 from trainium_trainer.configuration import config as configuration
 
@@ -44,6 +45,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).with_name("results.json")
+_REPORT_GROUPS = {
+    "settings": "pretraining",
+    "tunings": "tuning",
+    "preferences": "preferences",
+    "families": "families",
+}
+"""Groups of rows by their key in the report."""
 ResultT = TypeVar("ResultT", reference.Reference, tuned.TuningResult)
 
 
@@ -58,20 +66,20 @@ def main() -> int:
     parser.add_argument("--no-document", action="store_true", help="write JSON to the folder of runs, and no page")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-    all_rows = (*ROWS, *TUNING_ROWS, *PREFERENCE_ROWS, *FAMILY_ROWS)
+    all_rows = [row for group in GROUPS.values() for row in group]
     rows = [row for row in all_rows if options.rows in row.name]
     if not rows:
         _print(f"No row has {options.rows!r} in its name; there are {', '.join(row.name for row in all_rows)}.")
         return 64
     trl = preferences.trl_version(options.peer_python)
-    if trl is None and any(row.settings in PREFERENCE_SETTINGS for row in rows):
+    if trl is None and any(row.settings in SETTINGS["preferences"] for row in rows):
         _print(f"Preferences are not compared: trl is not installed beside {options.peer_python} (--peer-python).")
-        rows = [row for row in rows if row.settings not in PREFERENCE_SETTINGS]
+        rows = [row for row in rows if row.settings not in SETTINGS["preferences"]]
     for name in ("runs", "bases"):
         shutil.rmtree(options.out / name, ignore_errors=True)
     report = _initial_report(options)
     report["trl"] = trl or report.get("trl")
-    for settings in (*SETTINGS, *TUNING_SETTINGS, *PREFERENCE_SETTINGS, *FAMILY_SETTINGS):
+    for settings in (settings for group in SETTINGS.values() for settings in group):
         selected = [row for row in rows if row.settings is settings]
         if not selected:
             continue
@@ -103,10 +111,10 @@ def _initial_report(options: argparse.Namespace) -> dict[str, Any]:
         "logitsTolerance": LOGITS_TOLERANCE,
         "adapterTolerance": ADAPTER_TOLERANCE,
         "mergedTolerance": MERGED_TOLERANCE,
-        "settings": {settings.name: settings.description for settings in SETTINGS},
-        "tunings": {settings.name: settings.description for settings in TUNING_SETTINGS},
-        "preferences": {settings.name: settings.description for settings in PREFERENCE_SETTINGS},
-        "families": {settings.name: settings.description for settings in FAMILY_SETTINGS},
+        **{
+            name: {settings.name: settings.description for settings in SETTINGS[group]}
+            for name, group in _REPORT_GROUPS.items()
+        },
         "familySteps": min(options.steps, FAMILY_STEPS),
         "adaptersOfPeft": {},
         "rows": [],
@@ -171,7 +179,7 @@ def _run_tuning(settings: Settings, rows: list[Row], options: argparse.Namespace
     folder = options.out / "runs" / settings.slug
 
     def train(config: TrainingConfig) -> tuned.TuningResult:
-        if settings in PREFERENCE_SETTINGS:
+        if settings in SETTINGS["preferences"]:
             return preferences.preference_run(config, folder, options.peer_python)
         return tuned.reference_run(config, folder)
 

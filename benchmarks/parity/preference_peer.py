@@ -2,15 +2,13 @@
 
 Run by `benchmarks.parity` in an environment that has trl; it imports nothing from here. The task is a JSON object in
 the environment variable TASK. Pairs have token ids or, with a chat template, messages that trl tokenizes. The losses
-of all steps are written to `losses.json` in the task's folder, and the trained parameters to `trained.safetensors`. The
-last line of the output has the time of each step's end, as JSON.
+of all steps are written to `losses.json` in the task's folder, and the trained parameters to `trained.safetensors`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +47,11 @@ class RecordingTrainer:
         return loss
 
 
-class StepTimer(transformers.TrainerCallback):
-    """Times of the optimizer steps, seconds since the epoch."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Record the time of an optimizer step."""
-        self.ends.append(time.time())
-
-
 def main() -> None:
     """Train, and write the results."""
     task: dict[str, Any] = json.loads(os.environ["TASK"])
     folder = Path(task["folder"])
-    torch.use_deterministic_algorithms(mode=task["deterministic"])
+    torch.use_deterministic_algorithms(mode=True)
     model = transformers.LlamaForCausalLM.from_pretrained(
         task["weights"], dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -82,8 +69,6 @@ def main() -> None:
     rates = task["rates"]
     trainer.optimizer = torch.optim.AdamW(trained, lr=1.0, **task["optimizer"])
     trainer.lr_scheduler = LambdaLR(trainer.optimizer, lambda step: rates[step] if step < len(rates) else 0.0)
-    clock = StepTimer()
-    trainer.add_callback(clock)
     trainer.train()
     passes = trainer.args.gradient_accumulation_steps
     losses = [sum(trainer.losses[start : start + passes]) / passes for start in range(0, len(trainer.losses), passes)]
@@ -94,7 +79,6 @@ def main() -> None:
         if parameter.requires_grad
     }
     safetensors.torch.save_file(parameters, str(folder / "trained.safetensors"))
-    print(json.dumps({"ends": clock.ends, "deviceBytes": 0}), flush=True)
 
 
 def _arguments(task: dict[str, Any]) -> dict[str, Any]:

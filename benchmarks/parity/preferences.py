@@ -42,7 +42,7 @@ def trl_version(python: str) -> str | None:
     return output.stdout.strip() or None
 
 
-def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = True) -> dict[str, Any]:
+def write_task(config: TrainingConfig, folder: Path) -> dict[str, Any]:
     """Return the task of the peer; write its pairs and the adapter's initial values to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tuning, optimizer = config.tuning, config.optimizer
@@ -67,9 +67,7 @@ def write_task(config: TrainingConfig, folder: Path, *, deterministic: bool = Tr
             "betas": [optimizer.beta1, optimizer.beta2],
             "eps": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
-            "fused": not deterministic,
         },
-        "deterministic": deterministic,
         "template": None if template is None else Path(template).read_text(),
         "lora": None,
     }

@@ -1,23 +1,28 @@
-"""Define the comparisons of pretraining: settings, each with a reference run, and layouts.
+"""Read the comparisons from rows.yaml: settings, each with a reference run, and layouts.
 
-To compare another layout, add a row; no other code lists the rows. Those of fine-tuning are in `tuning_rows`.
+To compare another layout, add it there; no code lists the rows. Pretraining starts from random weights, the others from
+a model that `transformers` trained briefly or, for families, created.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import yaml
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TOLERANCE = 1e-4
 """Allowed relative difference of the losses of a step, in float32."""
 LOGITS_TOLERANCE = 1e-3
 """Allowed difference of logits, in units of their standard deviation."""
+ADAPTER_TOLERANCE = 1e-4
+"""Allowed difference of a trained parameter."""
+MERGED_TOLERANCE = 1e-5
+"""Allowed difference of the logits of an adapter merged here and by peft."""
+FAMILY_STEPS = 100
+_TEMPLATE = "data.examples.chat.template"
 
 BASE: dict[str, Any] = {
     "steps": 200,
@@ -83,23 +88,6 @@ def write_config(settings: Settings, out: Path, steps: int, base: Path | None = 
     return file
 
 
-HLAT = Settings("HLAT", "cosine to a tenth, decay on all parameters, plain rotary embedding, untied")
-LLAMA31 = Settings(
-    "Llama 3.1",
-    "warm-up, stable, decay; decay on matrices only; scaled rotary embedding; tied; a separate head width",
-    {
-        "schedule.kind": "WarmupStableDecay",
-        "schedule.decaySteps": 60,
-        "optimizer.decayScope": "Matrices",
-        "model.tieEmbeddings": True,
-        "model.headDim": 32,
-        "model.ropeTheta": 500.0,
-        "model.ropeScaling.originalMaxPositions": 64,
-    },
-)
-SETTINGS = (HLAT, LLAMA31)
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """A run of the trainer."""
@@ -137,48 +125,53 @@ class Row:
         return [f"batch.microSize={micro_size}", *degrees, *self.overrides]
 
 
-FULLY_SHARDED = "dataParallel=FullySharded"
-SHARDED_OPTIMIZER = "dataParallel=ShardedOptimizer"
-SEQUENCE_PARALLEL = "parallelism.sequence=true"
-SELECTIVE_RECOMPUTE = "recompute=Selective"
-FULL_RECOMPUTE = "recompute=Full"
+def _read_groups(file: Path) -> dict[str, tuple[Row, ...]]:
+    """Read the rows of each group of a file."""
+    document = yaml.safe_load(file.read_text())
+    families = document.pop("families")
+    settings: dict[str, Settings] = {}
+    groups: dict[str, list[Row]] = {}
+    for group, entries in document.items():
+        rows = groups.setdefault(group, [])
+        for entry in entries:
+            layouts, base = entry.pop("layouts"), entry.pop("base", None)
+            template = entry.get("overrides", {}).get(_TEMPLATE)
+            if template is not None:
+                entry["overrides"][_TEMPLATE] = str(file.with_name(template))
+            kind = settings[entry["name"]] = Settings(**entry, base=settings[base] if base else None)
+            rows += [_build_row(kind, layout) for layout in layouts]
+    bases = {
+        model["name"]: Settings(f"{model['name']} base", "", family=families["common"] | model["fields"])
+        for model in families["models"]
+    }
+    groups["families"] = [
+        _build_row(
+            Settings(
+                f"{model['name']}, {tuning['name']}",
+                f"{model['description']}; {tuning['description']}",
+                tuning.get("overrides", {}),
+                bases[model["name"]],
+                max_steps=FAMILY_STEPS,
+            ),
+            layout,
+        )
+        for tuning in families["tunings"]
+        for model in families["models"]
+        for layout in families["layouts"]
+    ]
+    return {name: tuple(rows) for name, rows in groups.items()}
 
-ROWS = (
-    Row(HLAT),
-    Row(HLAT, accumulation=4),
-    Row(HLAT, data_parallel=2),
-    Row(HLAT, data_parallel=2, accumulation=4),
-    Row(HLAT, data_parallel=4),
-    Row(HLAT, data_parallel=2, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, data_parallel=2, accumulation=4, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, data_parallel=4, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, data_parallel=2, accumulation=4, overrides=(SHARDED_OPTIMIZER,)),
-    Row(HLAT, data_parallel=3),
-    Row(HLAT, data_parallel=3, accumulation=3),
-    Row(HLAT, data_parallel=3, accumulation=3, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, data_parallel=3, accumulation=3, overrides=(SHARDED_OPTIMIZER,)),
-    Row(HLAT, tensor_parallel=2),
-    Row(HLAT, tensor_parallel=2, accumulation=4),
-    Row(HLAT, tensor_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
-    Row(HLAT, data_parallel=2, tensor_parallel=2),
-    Row(HLAT, data_parallel=2, tensor_parallel=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
-    Row(HLAT, overrides=(SELECTIVE_RECOMPUTE,)),
-    Row(HLAT, accumulation=4, overrides=(FULL_RECOMPUTE,)),
-    Row(HLAT, data_parallel=2, tensor_parallel=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL, SELECTIVE_RECOMPUTE)),
-    Row(HLAT, data_parallel=2, tensor_parallel=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL, FULL_RECOMPUTE)),
-    Row(HLAT, pipeline_parallel=2),
-    Row(HLAT, pipeline_parallel=2, accumulation=4),
-    Row(HLAT, data_parallel=2, pipeline_parallel=2, accumulation=4, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, tensor_parallel=2, pipeline_parallel=2, accumulation=4, overrides=(SEQUENCE_PARALLEL,)),
-    Row(HLAT, data_parallel=3, tensor_parallel=2, accumulation=3, overrides=(SEQUENCE_PARALLEL,)),
-    Row(HLAT, data_parallel=3, pipeline_parallel=2, accumulation=3),
-    Row(HLAT, context_parallel=2),
-    Row(HLAT, context_parallel=4),
-    Row(HLAT, context_parallel=2, accumulation=4, overrides=(FULL_RECOMPUTE,)),
-    Row(HLAT, data_parallel=2, context_parallel=2, overrides=(FULLY_SHARDED,)),
-    Row(HLAT, tensor_parallel=2, context_parallel=2, overrides=(SEQUENCE_PARALLEL,)),
-    Row(LLAMA31),
-    Row(LLAMA31, context_parallel=4),
-    Row(LLAMA31, data_parallel=2, tensor_parallel=2, accumulation=2, overrides=(FULLY_SHARDED, SEQUENCE_PARALLEL)),
-    Row(LLAMA31, tensor_parallel=2, pipeline_parallel=2, accumulation=4),
-)
+
+def _build_row(settings: Settings, layout: dict[str, Any]) -> Row:
+    degrees = {f"{name}_parallel": layout[name] for name in ("data", "tensor", "pipeline", "context") if name in layout}
+    return Row(settings, **degrees, accumulation=layout.get("accumulation", 1), overrides=tuple(layout.get("set", ())))
+
+
+def _list_settings(rows: tuple[Row, ...]) -> tuple[Settings, ...]:
+    """Return the settings of rows, each once."""
+    return tuple({row.settings.name: row.settings for row in rows}.values())
+
+
+GROUPS = _read_groups(Path(__file__).with_name("rows.yaml"))
+"""Rows of pretraining, tuning, preferences and families."""
+SETTINGS = {group: _list_settings(rows) for group, rows in GROUPS.items()}

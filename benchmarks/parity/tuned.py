@@ -11,10 +11,9 @@ import torch
 from peft import PeftModel
 
 from benchmarks.parity.reference import load_model, logits_of, micro_batches
-from benchmarks.parity.rows import TOLERANCE, Row
+from benchmarks.parity.rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE, TOLERANCE, Row
 from benchmarks.parity.trainer_runs import compare_curves, run_trainer
 from benchmarks.parity.tuned_reference import TunedReference, loss_on, tune_reference
-from benchmarks.parity.tuning_rows import ADAPTER_TOLERANCE, MERGED_TOLERANCE
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_trainer.checkpoint.format.reader import CheckpointReader
 from trainium_trainer.checkpoint.root.selection import choose_checkpoint

@@ -1,16 +1,12 @@
-"""Compare speed and memory of the trainer with peers: `python -m benchmarks.training_speed`.
+"""Compare speed and memory of the trainer with `transformers.Trainer`: `python -m benchmarks.training_speed`.
 
     python -m benchmarks.training_speed [--peer-python VENV/bin/python] [--modes plain,lora] [--ranks 1 2] [--quick]
-    python -m benchmarks.training_speed --families          # one process, each family of models, uncompiled
-    python -m benchmarks.training_speed --preferences       # one process, DPO beside trl's DPOTrainer
 
-Both train a model of one shape, Llama or another family, from random weights with AdamW, clipping and a cosine, on as
-many processes, with torch's fused kernels; in the mode `lora` a LoRA adapter of rank 16 on all projections, by the
-peer with peft. DPO trains on pairs of answers of one length; the seconds that the log-probabilities of the reference
-take ahead of our steps are added to them, because trl computes them in each step. The second peer of the other modes is
-the first with its `torch_compile`. Runs alternate, so that other load of the machine affects all equally; a figure is
-the median of the runs' median steps. The peers need transformers, accelerate, peft and trl in the interpreter of
-`--peer-python`; what is missing there, or does not run here, is reported and not measured. Nothing is estimated.
+Both train a Llama of one shape from random weights with AdamW, clipping and a cosine, on as many processes, with
+torch's fused kernels; in the mode `lora` a LoRA adapter of rank 16 on all projections, by the peer with peft. The
+second peer is the first with its `torch_compile`. Runs alternate, so that other load of the machine affects all
+equally; a figure is the median of the runs' median steps. The peer needs transformers, accelerate and peft in the
+interpreter of `--peer-python`; if they are missing there, this is reported and only our trainer is measured.
 """
 
 from __future__ import annotations
@@ -36,19 +32,13 @@ from benchmarks.training_speed.runs import (
     Result,
     Task,
     create_base,
-    run_pairs_peer,
     run_peer,
     run_trainer,
     write_text,
 )
-from trainium_contract.models.families import FAMILIES
 
-TRANSFORMERS = "transformers.Trainer"
-TRL = "trl's DPOTrainer"
-_REQUIRED_PACKAGES = {
-    TRANSFORMERS: ("transformers", "accelerate", "torch"),
-    TRL: ("trl", "transformers", "accelerate", "peft", "torch"),
-}
+_PEER = "transformers.Trainer"
+_REQUIRED_PACKAGES = ("transformers", "accelerate", "peft", "torch")
 _VERSIONS_PROGRAM = """
 import importlib.metadata, json, sys
 versions = {}
@@ -68,10 +58,6 @@ MODES: dict[str, dict[str, Any]] = {
     "compiled": {"compiled": True},
     "lora": {"lora": True},
 }
-COMMON_MODES = tuple(MODES)
-PREFERENCES: dict[str, dict[str, Any]] = {"dpo": {"pairs": True}, "dpo-lora": {"pairs": True, "lora": True}}
-MODES |= PREFERENCES
-MODES |= {family: {"family": family} for family in FAMILIES}
 SHAPES: dict[str, dict[str, int]] = {
     "cpu": {
         "hiddenSize": 384,
@@ -96,8 +82,6 @@ SHAPES: dict[str, dict[str, int]] = {
 SPEED_GOALS = {"cpu": 1.1, "cuda": 1.0}
 """Goal for the tokens per second over those of the peer, by device."""
 MEMORY_GOAL = 1.0
-PREFERENCE_GOALS = {"speed": 1.3, "memory": 0.9}
-"""Goals for the pairs per second and the peak memory over those of trl."""
 QUICK = {
     "hiddenSize": 64,
     "intermediateSize": 128,
@@ -116,13 +100,10 @@ def main() -> int:
     if unknown:
         print(f"There is no mode {unknown.pop()!r}; there are {', '.join(MODES)}.", file=sys.stderr)
         return 64
-    peers = _check_peers(options.peer_python)
-    for name, state in peers.items():
-        if reason := state.get("missing"):
-            print(f"{name} is not measured: {reason}", flush=True)
-    peer = TRL if options.preferences else TRANSFORMERS
-    peer_python = None if "missing" in peers[peer] else options.peer_python
-    goals = {"speed": SPEED_GOALS[options.device], "memory": MEMORY_GOAL}
+    peer = _check_peer(options.peer_python)
+    if reason := peer.get("missing"):
+        print(f"{_PEER} is not measured: {reason}", flush=True)
+    peer_python = None if "missing" in peer else options.peer_python
     base = Task(
         ranks=1,
         device=options.device,
@@ -155,8 +136,8 @@ def main() -> int:
             "half": base.half,
         }
         | {"steps": base.steps, "rounds": options.rounds},
-        "goals": PREFERENCE_GOALS if options.preferences else goals,
-        "peers": peers,
+        "goals": {"speed": SPEED_GOALS[options.device], "memory": MEMORY_GOAL},
+        "peers": {_PEER: peer},
     }
     report["rows"] = [
         _run_mode(mode, replace(base, ranks=ranks, **MODES[mode]), options, peer_python)
@@ -169,20 +150,14 @@ def main() -> int:
     return int(any("error" in row for row in report["rows"]))
 
 
-def _check_peers(python: str) -> dict[str, dict[str, str]]:
-    """Return the versions of each peer, or under `missing` the reason why it is not measured."""
-    packages = sorted({name for names in _REQUIRED_PACKAGES.values() for name in names})
+def _check_peer(python: str) -> dict[str, str]:
+    """Return the versions of the peer's packages, or under `missing` the reason why it is not measured."""
     output = subprocess.run(
-        [python, "-c", _VERSIONS_PROGRAM, *packages], capture_output=True, text=True, timeout=120, check=True
+        [python, "-c", _VERSIONS_PROGRAM, *_REQUIRED_PACKAGES], capture_output=True, text=True, timeout=120, check=True
     )
     versions: dict[str, str] = json.loads(output.stdout)
-    states = {}
-    for peer, required in _REQUIRED_PACKAGES.items():
-        absent = [name for name in required if name not in versions]
-        states[peer] = {name: versions[name] for name in required if name in versions}
-        if absent:
-            states[peer]["missing"] = f"{' and '.join(absent)} not installed beside the peers"
-    return states
+    absent = [name for name in _REQUIRED_PACKAGES if name not in versions]
+    return versions | ({"missing": f"{' and '.join(absent)} not installed beside the peer"} if absent else {})
 
 
 def _parse_options() -> argparse.Namespace:
@@ -192,7 +167,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     peers = os.environ.get("PEER_PYTHON", sys.executable)
     parser.add_argument("--peer-python", default=peers, help="the interpreter that has the peers (PEER_PYTHON)")
-    parser.add_argument("--modes", default=",".join(COMMON_MODES), help=f"some of {','.join(MODES)}")
+    parser.add_argument("--modes", default=",".join(MODES), help=f"some of {','.join(MODES)}")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each trainer")
     parser.add_argument("--steps", type=int, default=15, help="optimizer steps of a run")
@@ -202,15 +177,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="of our trainer")
     parser.add_argument("--quick", action="store_true", help="one short run of a tiny model, to check that it works")
     parser.add_argument("--json", type=Path, default=Path("out/bench/training_speed.json"))
-    parser.add_argument("--families", action="store_true", help="the families instead of modes")
-    parser.add_argument("--preferences", action="store_true", help="DPO instead of modes, compared with trl")
     options = parser.parse_args()
-    if options.families:
-        parser.set_defaults(modes=",".join(FAMILIES), ranks=[1], rounds=2, json=Path("out/bench/family_speed.json"))
-    if options.preferences:
-        defaults = {"ranks": [1], "rounds": 2, "micro": 4, "steps": WARM_STEPS + 6}
-        parser.set_defaults(modes=",".join(PREFERENCES), json=Path("out/bench/preference_speed.json"), **defaults)
-    options = parser.parse_args()  # again: given options take precedence over the defaults above
     if options.quick:
         options.rounds, options.steps, options.length = 1, WARM_STEPS + 3, 64
     if options.steps <= WARM_STEPS:
@@ -229,16 +196,12 @@ def _run_mode(mode: str, task: Task, options: argparse.Namespace, peer_python: s
                 for folder in folders.values():
                     folder.mkdir()
                 text = write_text(folders["text"])
-                starts_from_base = task.lora or task.pairs
-                round_task = replace(task, base=create_base(task, folders["base"], text)) if starts_from_base else task
+                round_task = replace(task, base=create_base(task, folders["base"], text)) if task.lora else task
                 results["ours"].append(run_trainer(round_task, folders["ours"], text, options.overrides))
                 if peer_python is None:
                     continue
-                if task.pairs:
-                    results["peer"].append(run_pairs_peer(round_task, folders["peer"], peer_python, folders["ours"]))
-                    continue
                 results["peer"].append(run_peer(round_task, folders["peer"], peer_python))
-                if not task.compiled and not options.families:
+                if not task.compiled:
                     compiled = replace(round_task, compiled=True)
                     results["compiledPeer"].append(run_peer(compiled, folders["compiledPeer"], peer_python))
     except RunFailedError as error:
@@ -247,10 +210,7 @@ def _run_mode(mode: str, task: Task, options: argparse.Namespace, peer_python: s
     row |= {name: _summarize(task, runs) for name, runs in results.items() if runs}
     ours = row["ours"]
     summary = f"{mode:12} {task.ranks} ranks: {ours['tokensPerSecond']:9.0f} tokens/s"
-    if task.pairs:
-        row["pairsPerSecond"] = round(ours["tokensPerSecond"] / task.sequence_length / 2, 3)
-        summary += f" ({row['pairsPerSecond']:.2f} pairs/s)"
-    for name, title in (("peer", TRL if task.pairs else TRANSFORMERS), ("compiledPeer", "with torch_compile")):
+    for name, title in (("peer", _PEER), ("compiledPeer", "with torch_compile")):
         if name not in row:
             continue
         memory = "deviceBytes" if task.device == "cuda" else "hostBytes"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import re
 import statistics
 import sys
 from dataclasses import asdict, dataclass
@@ -14,11 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from benchmarks.parity.preferences import PEER, write_task
 from benchmarks.ranks import run_ranks
-from trainium_contract.models.families import FAMILIES
 from trainium_devcluster.jobs.metrics import read_steps
-from trainium_trainer.configuration.config import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,19 +42,15 @@ class Task:
     sharded: bool
     recompute: bool
     compiled: bool
-    family: str = "llama"
-    """`model_type` of `transformers`."""
     base: Path | None = None
     """Hugging Face folder that is tuned; None: training starts from random weights."""
     lora: bool = False
     """Whether adapters on all projections of `base` are trained, not its weights."""
-    pairs: bool = False
-    """Whether a sample is a pair of answers of `sequence_length` tokens, for DPO."""
 
     @property
     def tokens(self) -> int:
         """Number of tokens of a step."""
-        return self.ranks * self.micro_batch_size * self.accumulation * self.sequence_length * (2 if self.pairs else 1)
+        return self.ranks * self.micro_batch_size * self.accumulation * self.sequence_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +76,6 @@ def write_text(folder: Path) -> Path:
     words = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(3000)]
     path = folder / "text.txt"
     path.write_text("\n".join(" ".join(rng.choices(words, k=12)) for _ in range(_TEXT_WORDS // 12)) + "\n")
-    return path
-
-
-def write_pairs(task: Task, text: Path) -> Path:
-    """Write pairs for all steps: a prompt and two answers, both longer than the sequence length and cut to it."""
-    lines = text.read_text().splitlines()
-    rng, line_count = random.Random(0), task.sequence_length // 12
-    rows = [
-        {name: " " + " ".join(rng.choices(lines, k=line_count)) for name in ("chosen", "rejected")}
-        | {"prompt": rng.choice(lines)}
-        for _ in range(task.steps * task.ranks * task.micro_batch_size * task.accumulation)
-    ]
-    path = text.with_name("pairs.jsonl")
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -129,13 +107,6 @@ def write_config(task: Task, folder: Path, text: Path) -> Path:
         config |= {"tuning": {}, "artifacts": {"kinds": []}}
     if task.lora:
         config["tuning"] |= {"method": "LoRA", "lora": _LORA | {"targets": _PROJECTIONS}}
-    if task.pairs:
-        config["tuning"]["objective"] = {"kind": "DPO"}
-        config["data"] |= {
-            "source": str(write_pairs(task, text)),
-            "format": "Preference",
-            "examples": {"tooLong": "CutRight"},
-        }
     file = folder / "trainer.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
@@ -146,7 +117,7 @@ def _write_shape(task: Task, folder: Path) -> Path:
     from transformers import AutoConfig  # noqa: PLC0415 - the runs are separate processes
 
     config = AutoConfig.for_model(**model_options(task))
-    config.architectures = [FAMILIES[task.family].architecture]
+    config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     return folder / "config.json"
 
@@ -158,10 +129,7 @@ def run_trainer(task: Task, folder: Path, text: Path, overrides: Sequence[str] =
         argv += ["--set", override]
     host_bytes = run_ranks(argv, task.ranks, folder)
     steps = [step for step in read_steps(folder / "run" / "metrics.jsonl").values() if "loss" in step]
-    # The reference's log-probabilities are computed ahead; their seconds count for the steps that need them.
-    reference_time = re.search(r"references ([\d.]+) s", (folder / "rank-0.log").read_text())
-    added_seconds = float(reference_time[1]) / len(steps) if reference_time else 0.0
-    seconds = tuple(line["seconds"] + added_seconds for line in steps[WARM_STEPS:])
+    seconds = tuple(line["seconds"] for line in steps[WARM_STEPS:])
     return Result(seconds, host_bytes, int(steps[-1].get("deviceBytes") or 0))
 
 
@@ -169,7 +137,7 @@ def model_options(task: Task) -> dict[str, Any]:
     """Return the fields of `transformers`' configuration."""
     model = task.model
     return {
-        "model_type": task.family,
+        "model_type": "llama",
         "vocab_size": model["vocabSize"],
         "hidden_size": model["hiddenSize"],
         "intermediate_size": model["intermediateSize"],
@@ -178,9 +146,8 @@ def model_options(task: Task) -> dict[str, Any]:
         "num_key_value_heads": model["numKeyValueHeads"],
         "max_position_embeddings": task.sequence_length,
         "tie_word_embeddings": False,
-        **dict.fromkeys(
-            ("pad_token_id", "bos_token_id", "eos_token_id")
-        ),  # the defaults of a family may exceed the vocabulary
+        # The defaults may exceed the vocabulary.
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
 
 
@@ -198,12 +165,6 @@ def create_base(task: Task, folder: Path, text: Path) -> Path:
     tokenizer.train([str(text)], **vocabulary)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
-
-
-def run_pairs_peer(task: Task, folder: Path, python: str, ours: Path) -> Result:
-    """Run trl's DPOTrainer on the token ids of our run in the folder `ours`. Raises RunFailedError."""
-    peer_task = write_task(load(ours / "trainer.yaml"), folder / "run", deterministic=False)
-    return peer_result(folder, run_ranks([python, str(PEER)], task.ranks, folder, {"TASK": json.dumps(peer_task)}))
 
 
 def run_peer(task: Task, folder: Path, python: str) -> Result:

@@ -80,18 +80,14 @@ def test_the_export_command_writes_any_step_with_its_tokenizer(
 
 
 def test_every_row_has_a_separate_name_and_the_passes_that_it_states() -> None:
-    from benchmarks.parity.rows import BASE, ROWS
-    from benchmarks.parity.tuning_rows import FAMILY_ROWS, FAMILY_SETTINGS, FAMILY_STEPS, TUNING_ROWS, TUNING_SETTINGS
+    from benchmarks.parity.rows import BASE, GROUPS, SETTINGS
     from trainium_contract.models.families import FAMILIES
     from trainium_contract.sizes import count_micro_batches
 
-    rows = (*ROWS, *TUNING_ROWS, *FAMILY_ROWS)
+    rows = [row for group in GROUPS.values() for row in group]
     assert len({row.name for row in rows}) == len(rows)
-    assert {row.settings.name for row in TUNING_ROWS} == {settings.name for settings in TUNING_SETTINGS}
-    assert {row.settings.name for row in FAMILY_ROWS} == {settings.name for settings in FAMILY_SETTINGS}
-    compared = {settings.base.family["model_type"] for settings in FAMILY_SETTINGS if settings.base}
+    compared = {settings.base.family["model_type"] for settings in SETTINGS["families"] if settings.base}
     assert compared == FAMILIES.keys()
-    assert {settings.max_steps for settings in FAMILY_SETTINGS} == {FAMILY_STEPS} == {100}
     for row in rows:
         micro = int(row.set_options[0].removeprefix("batch.microSize="))
         assert count_micro_batches(BASE["batch"]["globalSize"], micro, row.data_parallel) == row.accumulation
@@ -135,11 +131,10 @@ def test_the_page_shows_the_worst_layout_and_failed_rows(tmp_path: Path) -> None
 def test_every_row_was_run_and_the_page_is_written_from_the_results(tmp_path: Path) -> None:
     from benchmarks.parity.__main__ import RESULTS, ROOT
     from benchmarks.parity.document import write_report
-    from benchmarks.parity.rows import ROWS
-    from benchmarks.parity.tuning_rows import FAMILY_ROWS, PREFERENCE_ROWS, TUNING_ROWS
+    from benchmarks.parity.rows import GROUPS
 
     report = json.loads(RESULTS.read_text())
-    names = [row.name for row in (*ROWS, *TUNING_ROWS, *PREFERENCE_ROWS, *FAMILY_ROWS)]
+    names = [row.name for group in GROUPS.values() for row in group]
     assert [row["name"] for row in report["rows"]] == names
     write_report(report, tmp_path / "parity.md", tmp_path / "parity.png")
     assert (ROOT / "docs/parity.md").read_text() == (tmp_path / "parity.md").read_text(), "make parity"
