@@ -1,10 +1,13 @@
-"""Define the suites of the proof, and draw trials: layouts of ranks and points of kills."""
+"""Read the suites of the proof from suites.yaml, and draw trials: layouts of ranks and points of kills."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import yaml
 
 from benchmarks.proof.kill_points import Kill, Point
 from trainium_contract.trainer.parallelism import DataParallelMode
@@ -95,10 +98,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """A kind of run, from which trials are drawn.
-
-    The numbers of scenarios and points have no common divisor, so consecutive seeds cover every pair once.
-    """
+    """A kind of run, from which trials are drawn (suites.yaml)."""
 
     name: str
     scenarios: tuple[Scenario, ...]
@@ -113,6 +113,11 @@ class Suite:
     """Whether adapters of a base are trained on examples, followed by artifacts and an evaluation."""
     preferences: bool = False
     """Whether all weights of a base are trained on pairs of answers by DPO."""
+
+    introduction: str
+    """Start of its section of the page, with the heading."""
+    notes: str
+    """End of its section."""
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -151,110 +156,23 @@ def _draw_attempt(layout: Layout, point: Point, scenario: Scenario, suite: Suite
     return Attempt(layout, rank, kill)
 
 
-_SHARDED, _ZERO1 = DataParallelMode.FULLY_SHARDED, DataParallelMode.SHARDED_OPTIMIZER
-_PRETRAINING = (
-    Scenario("process", "a process is killed, all restart from memory", (Layout(2), Layout(2))),
-    Scenario("node", "a node fails, its shard comes from its buddy", (Layout(3, mode=_SHARDED),) * 2, node_lost=True),
-    Scenario("wide", "a node of a model wider than a node fails", (Layout(1, tp=2),) * 2, node_lost=True),
-    Scenario(
-        "resize",
-        "each time a node fails and the size changes",
-        (Layout(4), Layout(2), Layout(3), Layout(4)),
-        node_lost=True,
-    ),
-    Scenario(
-        "reshard",
-        "all memory is lost, the checkpoint is read at another data-parallel size",
-        (Layout(4, mode=_SHARDED), Layout(2, mode=_ZERO1), Layout(3, mode=_SHARDED), Layout(4)),
-        memory=False,
-    ),
-    Scenario(
-        "retensor",
-        "all memory is lost, the checkpoint is read at another tensor-parallel size",
-        (Layout(1, tp=2), Layout(2), Layout(2, tp=2, mode=_SHARDED)),
-        memory=False,
-    ),
-    Scenario(
-        "nxd",
-        "all memory is lost, the checkpoint is converted to NxD's layout (tp 2, ZeRO-1 over 3) and back",
-        (Layout(2), Layout(2)),
-        memory=False,
-        through_nxd=True,
-    ),
-)
-_UNEVEN_LAYOUTS = {
-    "process": (Layout(3), Layout(3)),
-    "node": (Layout(4, mode=_SHARDED),) * 2,
-    "wide": (Layout(2, tp=2),) * 2,
-    "idle": (Layout(6, mode=_ZERO1),) * 2,
-    "resize": (Layout(4), Layout(3), Layout(2), Layout(4)),
-    "reshard": (Layout(4, mode=_SHARDED), Layout(3, mode=_ZERO1), Layout(2, mode=_SHARDED), Layout(6)),
-    "retensor": (Layout(2, tp=2), Layout(3), Layout(2, tp=2, mode=_SHARDED)),
-}
-_SCENARIO_BY_NAME = {scenario.name: scenario for scenario in _PRETRAINING} | {
-    "idle": Scenario("idle", "a process is killed, one rank has no sample at all", ())
-}
-_UNEVEN = tuple(replace(_SCENARIO_BY_NAME[name], attempts=attempts) for name, attempts in _UNEVEN_LAYOUTS.items())
-_TUNING = (
-    Scenario("process", "a process is killed, all restart from memory", (Layout(2), Layout(2))),
-    Scenario("node", "a node fails, its shard comes from its buddy", (Layout(3, mode=_SHARDED),) * 2, node_lost=True),
-    Scenario("wide", "a node of a model wider than a node fails", (Layout(1, tp=2),) * 2, node_lost=True),
-    Scenario(
-        "resize", "each time a node fails and the size changes", (Layout(4), Layout(2), Layout(3)), node_lost=True
-    ),
-    Scenario(
-        "storage",
-        "all memory is lost, the checkpoint is read at the same size; artifacts at milestones",
-        (Layout(2),) * 3,
-        memory=False,
-        milestones=True,
-    ),
-    Scenario(
-        "reshard",
-        "all memory is lost, the checkpoint is read at another size",
-        (Layout(4, mode=_SHARDED), Layout(1, tp=2), Layout(3, mode=_ZERO1)),
-        memory=False,
-    ),
-)
+def _read_suites(file: Path) -> dict[str, Suite]:
+    suites = {}
+    for name, entry in yaml.safe_load(file.read_text()).items():
+        scenarios = entry.pop("scenarios")
+        for scenario in scenarios:
+            scenario["attempts"] = tuple(_read_layout(**layout) for layout in scenario["attempts"])
+        for field_name in ("kill_point_hits", "kill_point_hits_without_memory"):
+            entry[field_name] = {Point(point): tuple(hits) for point, hits in entry[field_name].items()}
+        suites[name] = Suite(name=name, scenarios=tuple(Scenario(**scenario) for scenario in scenarios), **entry)
+    return suites
 
-PRETRAINING = Suite(
-    name="pretraining",
-    scenarios=_PRETRAINING,
-    kill_point_hits={
-        Point.STEP: (1, 9),
-        Point.STAGING: (3, 24),
-        Point.WRITING: (0, 2),
-        Point.COMMIT: (0, 2),
-        Point.LOAD: (0, 1),
-    },
-    kill_point_hits_without_memory={Point.STAGING: (0, 2)},
-    steps=20,
-    global_batch=12,
-    save_every=4,
-)
-UNEVEN = replace(PRETRAINING, name="uneven", scenarios=_UNEVEN, global_batch=5)
-"""Five samples, one for each rank and pass: no size divides them, and one of six ranks has no sample."""
-PREFERENCES = replace(
-    PRETRAINING,
-    name="preferences",
-    scenarios=tuple(scenario for scenario in _PRETRAINING if not scenario.through_nxd),
-    preferences=True,
-)
-TUNING = Suite(
-    name="tuning",
-    scenarios=_TUNING,
-    kill_point_hits={
-        Point.STEP: (1, 6),
-        Point.STAGING: (1, 12),
-        Point.WRITING: (0, 2),
-        Point.COMMIT: (0, 2),
-        Point.LOAD: (0, 1),
-        Point.EXPORT: (0, 0),  # these points count hits themselves, because each of their places has another number
-        Point.EVALUATE: (0, 0),
-    },
-    kill_point_hits_without_memory={Point.STEP: (3, 7), Point.STAGING: (0, 2)},
-    steps=15,
-    global_batch=12,
-    save_every=4,
-    tuning=True,
-)
+
+def _read_layout(dp: int, tp: int = 1, mode: str = DataParallelMode.REPLICATED) -> Layout:
+    return Layout(dp, tp, DataParallelMode(mode))
+
+
+SUITES = _read_suites(Path(__file__).with_name("suites.yaml"))
+"""Suites by name, in the order of the page."""
+PRETRAINING, TUNING = SUITES["pretraining"], SUITES["tuning"]
+UNEVEN, PREFERENCES = SUITES["uneven"], SUITES["preferences"]
