@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 
 Command = dict[str, Any]
 _TOKENS_IN_FLIGHT = 16
-_WARMUP_SECONDS = 5.0
 _SETTLE_SECONDS = 2.0
 """Time for delayed work to complete after a garbage collection."""
-_TOKEN_LENGTH = 1100
-"""Length of a token bound to a pod and its node."""
 _RESPONSE_SECONDS = 30.0
 _ROOT = Path(__file__).parents[2]
 
@@ -88,8 +85,6 @@ class Agents:
                 pop_latencies(self._shared)
             case "latency":
                 return pop_latencies(self._shared)
-            case "measure_stub":
-                return await self._measure_stub(command)
             case "state":
                 return self._state()
             case other:
@@ -183,28 +178,6 @@ class Agents:
         await self._wait_until(lambda: len(registered_at) >= int(command["count"]), command)
         return {"first": min(registered_at.values()), "last": max(registered_at.values())}
 
-    async def _measure_stub(self, command: Command) -> Command:
-        """Measure heartbeat latencies of the same number of agents at a server without work, then stop these agents."""
-        context = ssl.create_default_context(cadata=command["authority"])
-        endpoints = [Endpoint(command["host"], int(command["port"]), self._name, context)]
-        shared, notify = JobState(), self._changed.set
-        agents = [
-            Agent(_fake_pod(number), shared, endpoints, on_change=notify) for number in range(int(command["count"]))
-        ]
-        tasks = [asyncio.create_task(agent.run()) for agent in agents]
-        try:
-            await self._wait_until(lambda: all(agent.registered for agent in agents), command)
-            await asyncio.sleep(_WARMUP_SECONDS)
-            freeze_gc()
-            await asyncio.sleep(_SETTLE_SECONDS)
-            pop_latencies(shared)
-            await asyncio.sleep(float(command["measure"]))
-            return pop_latencies(shared)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
     def _state(self) -> Command:
         return {
             "agents": len(self._agents),
@@ -241,14 +214,6 @@ def pop_latencies(job: JobState) -> Command:
         return latencies[min(len(latencies) - 1, int(fraction * len(latencies)))]
 
     return {"count": len(latencies), "p50": quantile(0.5), "p99": quantile(0.99), "errors": errors}
-
-
-def _fake_pod(number: int) -> Pod:
-    """Return a pod that does not exist, with messages as long as those of others."""
-    name = f"fleet-w-{number}"
-    uid = f"00000000-0000-0000-0000-{number:012}"
-    ip, token = f"10.0.{number >> 8}.{number & 255}", "x" * _TOKEN_LENGTH
-    return Pod(namespace="default", job="fleet", name=name, uid=uid, ip=ip, node=f"node-{number}", token=token)
 
 
 def _print_exception(task: asyncio.Task[None]) -> None:

@@ -1,9 +1,8 @@
 """Measure the coordinator with 1,000 agents: heartbeats at 1 Hz, a membership change, and two handovers.
 
 Two operator processes with the rights of the chart run on a real control plane with fake nodes. Agents speak the real
-protocol over real TLS with tokens of the API server. Agents measure the latency, which is divided by that of the same
-agents at a server that only answers, in the same run. Control plane and fake nodes have the lowest priority then,
-because in a cluster they run on other machines.
+protocol over real TLS with tokens of the API server, and measure the latency. Control plane and fake nodes have the
+lowest priority then, because in a cluster they run on other machines.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.fleet.agents_process import AgentsProcess
 from benchmarks.fleet.figures import Report
-from benchmarks.fleet.job import JOBS, NAME, training_job, wait_for_status
+from benchmarks.fleet.job import JOBS, NAME, read_status, training_job, wait_for_status
 from benchmarks.fleet.kube import PodWatch, admin_client, delete
 from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation, free_port
 from benchmarks.fleet.scenario import log, start_cluster
-from benchmarks.fleet.stub_coordinator import StubCoordinator
 from trainium_contract.wire.worker_env import LABEL_JOB
 from trainium_devcluster.processes.process_tree import tree_of
 
@@ -64,14 +62,13 @@ class CoordinatorRun:
             await watch.wait_until_running(self._count + 1, TIMEOUT_SECONDS)
             _lower_priority(self._cluster)
             _raise_priority(leader.pid, standby.pid, agents.pid)
-            floor = await self._measure_floor(agents, seconds)
             started_at, cpu = time.monotonic(), leader.cpu_seconds()
             await agents.request("start")
             await agents.request("wait_for_membership", generation=1, count=self._count, seconds=TIMEOUT_SECONDS)
             self._report.add("all agents connect, register and join", self._count, "s", time.monotonic() - started_at)
             self._report.add("operator CPU for that", self._count, "s", leader.cpu_seconds() - cpu)
             await self._wait_until_complete()
-            await self._measure_heartbeats(leader, agents, seconds, floor)
+            await self._measure_heartbeats(leader, agents, seconds)
             await self._measure_membership_change(agents, watch)
             await self._measure_handover(agents, leader, crash=True)
             leader, standby = standby, await self._chart.start(HOSTS[0], self._port)
@@ -82,20 +79,7 @@ class CoordinatorRun:
             await delete(self._kube, f"{JOBS}/{NAME}")
         await standby.stop()
 
-    async def _measure_floor(self, agents: AgentsProcess, seconds: float) -> float:
-        """Return the floor: p99 of heartbeats (seconds) at a server without work, while the operator is idle."""
-        async with StubCoordinator() as server:
-            options = {"count": self._count, "measure": seconds, "host": server.host, "port": server.port}
-            latency = await agents.request(
-                "measure_stub", **options, authority=server.authority, seconds=TIMEOUT_SECONDS
-            )
-        self._report.add("floor: heartbeat latency, median", self._count, "ms", latency["p50"] * 1000)
-        self._report.add("floor: heartbeat latency, p99", self._count, "ms", latency["p99"] * 1000)
-        return float(latency["p99"])
-
-    async def _measure_heartbeats(
-        self, leader: OperatorProcess, agents: AgentsProcess, seconds: float, floor: float
-    ) -> None:
+    async def _measure_heartbeats(self, leader: OperatorProcess, agents: AgentsProcess, seconds: float) -> None:
         """Measure heartbeats of an undisturbed job."""
         await asyncio.sleep(5.0)
         await agents.request("freeze_gc")
@@ -108,7 +92,6 @@ class CoordinatorRun:
         self._report.add("heartbeats in full a second", self._count, "count", latency["count"] / duration)
         self._report.add("heartbeat latency, median", self._count, "ms", latency["p50"] * 1000)
         self._report.add("heartbeat latency, p99", self._count, "ms", latency["p99"] * 1000, goal=20.0)
-        self._report.add("heartbeat latency, p99 over the floor", self._count, "x", latency["p99"] / floor)
         self._report.add("operator processor use", self._count, "cores", cores, goal=0.25)
         self._report.add("operator memory, all agents connected", self._count, "MiB", leader.resident_mib(), goal=120.0)
 
@@ -127,7 +110,7 @@ class CoordinatorRun:
 
     async def _measure_handover(self, agents: AgentsProcess, leader: OperatorProcess, *, crash: bool) -> None:
         """Stop the leader; measure until the first and the last agent are served by the standby."""
-        before = (await self._status())["membership"]["generation"]
+        before = (await read_status(self._kube))["membership"]["generation"]
         await agents.request("reset_registrations")
         started_at = time.monotonic()
         stopping = asyncio.create_task(leader.kill() if crash else leader.stop())
@@ -138,12 +121,8 @@ class CoordinatorRun:
             f"handover {name}: first agent served", self._count, "s", registered["first"] - started_at, goal=goal
         )
         self._report.add(f"handover {name}: all agents served", self._count, "s", registered["last"] - started_at)
-        generations = float((await self._status())["membership"]["generation"] - before)
+        generations = float((await read_status(self._kube))["membership"]["generation"] - before)
         self._report.add(f"handover {name}: generations started", self._count, "count", generations, goal=0.0)
-
-    async def _status(self) -> dict[str, Any]:
-        status: dict[str, Any] = (await self._kube.get(f"{JOBS}/{NAME}")).get("status", {})
-        return status
 
     async def _wait_until_complete(self) -> None:
         def is_complete(status: dict[str, Any]) -> bool:

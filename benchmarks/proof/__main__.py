@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 from benchmarks.proof.document import render_section, replace_section, summarize
 from benchmarks.proof.runner import Runner
-from benchmarks.proof.suites import PREFERENCES, PRETRAINING, TUNING, UNEVEN, draw_trial
+from benchmarks.proof.suites import PRETRAINING, SUITES, draw_trial
 
 if TYPE_CHECKING:
     from benchmarks.proof.checks import TrialResult
-    from benchmarks.proof.suites import Suite
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,27 +30,10 @@ def main() -> int:
     """Run trials and write the results; return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="benchmarks.proof", description=__doc__.splitlines()[0] if __doc__ else "")
     suites = parser.add_mutually_exclusive_group()
-    suites.add_argument(
-        "--uneven",
-        dest="suite",
-        action="store_const",
-        const=UNEVEN,
-        help="pretraining at sizes that leave slots of the batch empty",
-    )
-    suites.add_argument(
-        "--tuning",
-        dest="suite",
-        action="store_const",
-        const=TUNING,
-        help="LoRA, artifacts and evaluation instead of pretraining",
-    )
-    suites.add_argument(
-        "--preferences",
-        dest="suite",
-        action="store_const",
-        const=PREFERENCES,
-        help="DPO on pairs of answers instead of pretraining",
-    )
+    for name, suite in SUITES.items():
+        if suite is not PRETRAINING:
+            help_text = suite.introduction.splitlines()[0].lstrip("# ")
+            suites.add_argument(f"--{name}", dest="suite", action="store_const", const=suite, help=help_text)
     parser.set_defaults(suite=PRETRAINING)
     parser.add_argument("--points", type=int, help="number of kills; default 200 for pretraining, else 100")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first trial")
@@ -59,7 +41,7 @@ def main() -> int:
     parser.add_argument("--document", type=Path, help="also write the table to this page")
     parser.add_argument("--folder", type=Path, help="folder of the runs; a temporary one by default")
     options = parser.parse_args()
-    suite: Suite = options.suite
+    suite = options.suite
     points = options.points or (200 if suite is PRETRAINING else 100)
     started_at = time.time()
     results: list[TrialResult] = []

@@ -174,5 +174,4 @@ def _read_layout(dp: int, tp: int = 1, mode: str = DataParallelMode.REPLICATED) 
 
 SUITES = _read_suites(Path(__file__).with_name("suites.yaml"))
 """Suites by name, in the order of the page."""
-PRETRAINING, TUNING = SUITES["pretraining"], SUITES["tuning"]
-UNEVEN, PREFERENCES = SUITES["uneven"], SUITES["preferences"]
+PRETRAINING = SUITES["pretraining"]

@@ -16,7 +16,7 @@ from benchmarks.proof.checks import AttemptResult, StepsLost, TrialResult, check
 from benchmarks.proof.document import render_section, replace_section, summarize
 from benchmarks.proof.kill_points import Point
 from benchmarks.proof.runner import layouts_with_steps
-from benchmarks.proof.suites import PRETRAINING, TUNING, UNEVEN, Suite, draw_trial
+from benchmarks.proof.suites import PRETRAINING, SUITES, Suite, draw_trial
 from tests.testing.trainer.base_models import save_base
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.tuning import TuningConfig
@@ -30,11 +30,12 @@ from trainium_trainer.weights.base import BaseWeights
 
 ROOT = Path(__file__).parents[3]
 
-SUITES = pytest.mark.parametrize("suite", [PRETRAINING, UNEVEN, TUNING], ids=lambda suite: suite.name)
+TUNING, UNEVEN = SUITES["tuning"], SUITES["uneven"]
+EACH_SUITE = pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 EVALUATION = {"examples": 2, "answerTokens": 4, "figures": [{"name": "perplexity", "before": 9.0, "after": 8.0}]}
 
 
-@SUITES
+@EACH_SUITE
 def test_consecutive_seeds_cover_every_pair_of_family_and_point(suite: Suite) -> None:
     assert gcd(len(suite.scenarios), len(suite.points)) == 1
     pairs = len(suite.scenarios) * len(suite.points)
@@ -42,7 +43,7 @@ def test_consecutive_seeds_cover_every_pair_of_family_and_point(suite: Suite) ->
     assert len(met) == pairs
 
 
-@SUITES
+@EACH_SUITE
 def test_a_seed_always_gives_the_same_trial_and_only_its_last_life_ends_by_itself(suite: Suite) -> None:
     for seed in range(80):
         made = draw_trial(seed, suite)
