@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+import time
+from typing import TYPE_CHECKING, Self
 
 import yaml
 
@@ -23,6 +22,7 @@ from benchmarks.proof.checks import (
     check_result,
     check_steps_lost,
 )
+from benchmarks.proof.forked_rank import run_rank
 from benchmarks.proof.inputs import Inputs
 from benchmarks.proof.kill_points import ARTIFACTS, VARIABLE
 from benchmarks.proof.suites import Attempt, Layout
@@ -33,18 +33,34 @@ from trainium_trainer.storage.posix import PosixStorage
 from trainium_worker.progress_record import read_progress
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.proof.suites import Scenario, Suite, Trial
 
 _ATTEMPT_SECONDS = 1200.0
 _KILLED = -signal.SIGKILL
 _TOLERATED_NODE_FAILURES = 2
 """Number of failed nodes, before copies are recreated, from which a shard and its copy may be lost."""
+_GRACE_SECONDS = 60.0
+"""Time of the other ranks to end after one has failed."""
+_MODULES = (
+    "benchmarks.proof.forked_rank",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "trainium_trainer.backends.native",
+    "trainium_trainer.backends.sharded_store",
+    "trainium_trainer.checkpoint.manager",
+    "trainium_trainer.data.dataset",
+    "trainium_trainer.loop.train",
+)
+"""Modules that the server imports from which ranks are forked."""
 _TUNING_MODULES = (
     "trainium_trainer.loop.after_training",
     "trainium_trainer.evaluate.stage",
     "transformers.models.llama.modeling_llama",
 )
-"""Modules that the fork server imports for fine-tuning."""
+"""Modules that it also imports for fine-tuning."""
 
 
 class Runner:
@@ -58,19 +74,12 @@ class Runner:
         self._references: dict[Layout, Reference] = {}
 
     def __enter__(self) -> Self:
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.proof.fork_server", *(_TUNING_MODULES if self._suite.tuning else ())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | THREAD_VARIABLES | {"PYTHONPATH": path},
-        )
+        os.environ.update(THREAD_VARIABLES)  # the server inherits them at its start, before its imports
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*_MODULES, *(_TUNING_MODULES if self._suite.tuning else ())])
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.communicate()
         if not list(self._folder.glob("trial-*")):  # failed trials keep their folder
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -163,7 +172,7 @@ class Runner:
         file = folder / f"trainer-{number}.yaml"
         file.write_text(yaml.safe_dump(config))
         port = reserve_port()
-        ranks = []
+        ranks: list[tuple[dict[str, str], str]] = []
         for rank in range(layout.ranks):
             environment = rank_environment(rank, layout.ranks, port) | {
                 "TRAINIUM_GENERATION": str(number + 1),
@@ -171,10 +180,8 @@ class Runner:
                 "TRAINIUM_MEMORY_DIR": str(nodes[rank]),
                 VARIABLE: attempt.kill.to_text() if attempt.kill is not None and rank == attempt.rank else "",
             }
-            ranks.append({"environment": environment, "log": str(folder / f"log-{number}-{rank}")})
-        pids = self._request(ranks=ranks, argv=["train", "--config", str(file)])["pids"]
-        codes: list[int | None] = self._request(wait=pids, seconds=_ATTEMPT_SECONDS)["codes"]
-        return codes
+            ranks.append((environment, str(folder / f"log-{number}-{rank}")))
+        return self._run_ranks(ranks, ["train", "--config", str(file)])
 
     def _read_attempt(self, folder: Path, attempt: Attempt, number: int, *, killed: bool) -> AttemptResult:
         records = [read_progress(folder / f"progress-{number}-{rank}") for rank in range(attempt.layout.ranks)]
@@ -198,8 +205,7 @@ class Runner:
             ["convert", "to-nxd", str(old), str(nxd_checkpoint), "--tensor", "2", "--zero1", "3", *config],
             ["convert", "from-nxd", str(nxd_checkpoint), str(root), *config],
         ):
-            pids = self._request(ranks=[{"environment": {}, "log": str(folder / f"log-{number}-convert")}], argv=argv)
-            codes = self._request(wait=pids["pids"], seconds=_ATTEMPT_SECONDS)["codes"]
+            codes = self._run_ranks([({}, str(folder / f"log-{number}-convert"))], argv)
             if codes != [0]:
                 result.deviations.append(
                     f"{' '.join(argv[:2])} ended with {codes}: {self._last_log_lines(folder, number)}"
@@ -222,13 +228,28 @@ class Runner:
             self._references[layout] = Reference.read(folder / "run", self._suite)
         return self._references[layout]
 
-    def _request(self, **request: Any) -> dict[str, Any]:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        response: dict[str, Any] = json.loads(self._server.stdout.readline())
-        return response
+    def _run_ranks(self, ranks: list[tuple[dict[str, str], str]], argv: list[str]) -> list[int | None]:
+        """Run a command in ranks with these environments and logs; return their exit codes.
+
+        Once a rank has failed, the others have a minute to end. None stands for a rank that had to be killed.
+        """
+        processes = [
+            self._context.Process(target=run_rank, args=(environment, log, argv)) for environment, log in ranks
+        ]
+        for process in processes:
+            process.start()
+        deadline, failed = time.monotonic() + _ATTEMPT_SECONDS, False
+        while running := [process for process in processes if process.exitcode is None]:
+            if not failed and any(process.exitcode for process in processes):
+                deadline, failed = min(deadline, time.monotonic() + _GRACE_SECONDS), True
+            if time.monotonic() > deadline:
+                break
+            multiprocessing.connection.wait([process.sentinel for process in running], timeout=1.0)
+        killed = [process for process in processes if process.exitcode is None]
+        for process in killed:
+            process.kill()
+            process.join()
+        return [None if process in killed else process.exitcode for process in processes]
 
     @staticmethod
     def _last_log_lines(folder: Path, number: int) -> str:

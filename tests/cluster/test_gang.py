@@ -18,7 +18,7 @@ from tests.testing.suite.timeouts import until
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_devcluster.binaries.catalog import find_kubernetes
 from trainium_devcluster.cluster import Cluster, system_node, system_values
-from trainium_devcluster.demos.metrics import every_sample_once
+from trainium_devcluster.jobs.metrics import every_sample_once
 from trainium_devcluster.state import NodeSpec
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.transport import connect
