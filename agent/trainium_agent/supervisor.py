@@ -31,6 +31,7 @@ from trainium_agent.lifecycle.events import Order
 from trainium_agent.pod_services import PodServices
 from trainium_agent.ranks.output import OutputPump
 from trainium_agent.ranks.processes import Reaper, kill_descendants
+from trainium_agent.ranks.shared_imports import SharedImports
 from trainium_agent.ranks.standby_manager import Standby, StandbyManager
 from trainium_agent.threads import BlockingWorker, EventLoop
 from trainium_agent.workload.attempt import progress_file
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from trainium_agent.settings import AgentSettings
     from trainium_agent.shared_state.server import StoreServer
     from trainium_agent.workload.workload import Workload
-    from trainium_contract.wire.messages import CheckResult, RoleEndpoints
+    from trainium_contract.wire.messages import CheckResult, ImportedModules, RoleEndpoints
 
 _log = logging.getLogger(__name__)
 _RECOVERING_SECONDS = 0.02
@@ -96,6 +97,7 @@ class AgentSupervisor:
         self._checks = NodeChecks(settings, self._standby_manager, report=self._services.record_check)
         self._report.standby_warm = self._is_warm
         self._kernel_log = KernelLog(settings.kernel_log, self._report.diagnoser.kernel)
+        self._imports = SharedImports(workload.ranks.plan.record)
         self._client = CoordinatorClient(
             settings,
             store.port,
@@ -103,6 +105,8 @@ class AgentSupervisor:
             heartbeat=self._report.heartbeat,
             on_membership=self._on_membership,
             on_endpoints=self._on_endpoints,
+            imported=self._find_imported,
+            on_imported=self._imports.add,
             on_acknowledged=self._on_acknowledged,
             on_job_deleted=lambda: self._handle(pod.SimpleEvent.JOB_DELETED),
             on_job_failed=self._on_job_failed,
@@ -197,6 +201,11 @@ class AgentSupervisor:
 
     def _on_endpoints(self, endpoints: RoleEndpoints) -> None:
         self._workload.roles.update(endpoints)
+
+    def _find_imported(self) -> ImportedModules | None:
+        """Return the modules for the job's other pods, on the first member."""
+        is_first = self._membership is not None and self._membership.find_node_rank(self._settings.pod_uid) == 0
+        return self._imports.read() if is_first else None
 
     def _on_acknowledged(self, message: HeartbeatRequest) -> None:
         if message.phase is WorkerPhase.FINISHED:

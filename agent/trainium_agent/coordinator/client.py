@@ -40,6 +40,7 @@ from trainium_contract.wire.membership_change import MembershipChange, StaleChan
 from trainium_contract.wire.messages import (
     HeartbeatRequest,
     HeartbeatResponse,
+    ImportedModules,
     Membership,
     RegisterRequest,
     RoleEndpoints,
@@ -86,10 +87,14 @@ class CoordinatorClient:
         on_acknowledged: Callable[[HeartbeatRequest], None],
         on_job_deleted: Callable[[], None],
         on_endpoints: Callable[[RoleEndpoints], None] = lambda _endpoints: None,
+        imported: Callable[[], ImportedModules | None] = lambda: None,
+        on_imported: Callable[[ImportedModules], None] = lambda _imported: None,
         on_job_failed: Callable[[HeartbeatRequest], None] = lambda _heartbeat: None,
         on_coordinator_time: Callable[[float, float, float], None] = lambda _time, _sent_at, _received_at: None,
     ) -> None:
         """`on_job_failed` gets each heartbeat whose answer reports that the job has failed.
+
+        `imported` returns the modules for the other pods; `on_imported` gets those of another pod.
 
         `on_coordinator_time(the coordinator's time, our time before and after)` is called after each registration.
 
@@ -100,6 +105,8 @@ class CoordinatorClient:
         self._heartbeat = heartbeat
         self._on_membership = on_membership
         self._on_endpoints = on_endpoints
+        self._imported = imported
+        self._on_imported = on_imported
         self._on_acknowledged = on_acknowledged
         self._on_job_deleted = on_job_deleted
         self._on_job_failed = on_job_failed
@@ -204,6 +211,8 @@ class CoordinatorClient:
             on_membership=self._receive_membership,
             on_change=self._receive_change,
             on_endpoints=self._on_endpoints,
+            imported=self._imported,
+            on_imported=self._on_imported,
             on_answer=self._record_answer,
         )
         try:
@@ -310,6 +319,8 @@ class StreamSession:
         on_change: Callable[[MembershipChange], None],
         on_answer: Callable[[], None],
         on_endpoints: Callable[[RoleEndpoints], None] = lambda _endpoints: None,
+        imported: Callable[[], ImportedModules | None] = lambda: None,
+        on_imported: Callable[[ImportedModules], None] = lambda _imported: None,
     ) -> None:
         """`send_now` is set when the next heartbeat should not wait.
 
@@ -322,6 +333,8 @@ class StreamSession:
         self._on_membership = on_membership
         self._on_change = on_change
         self._on_endpoints = on_endpoints
+        self._imported = imported
+        self._on_imported = on_imported
         self._on_answer = on_answer
         self._unanswered: deque[_Sent] = deque()
         self._full_heartbeat_seconds = 0.0
@@ -338,6 +351,7 @@ class StreamSession:
         """Send a heartbeat every `seconds` until the stream ends."""
         last: HeartbeatRequest | None = None
         last_at, share = 0.0, 1.0
+        sent_imported: ImportedModules | None = None
         while True:
             self._send_now.clear()
             message, now = self._heartbeat(), time.monotonic()
@@ -353,6 +367,10 @@ class StreamSession:
                         await self._stream.send(FrameKind.HEARTBEAT, message)
                     else:
                         await self._stream.send(FrameKind.KEEPALIVE, encode_keepalive(message))
+                    imported = self._imported()
+                    if imported is not None and imported is not sent_imported:
+                        sent_imported = imported
+                        await self._stream.send(FrameKind.IMPORTED_MODULES, imported)
             except TimeoutError as error:
                 raise CoordinatorUnavailableError("the coordinator no longer reads the stream") from error
             try:
@@ -377,6 +395,8 @@ class StreamSession:
             self._on_change(MembershipChange.model_validate_json(payload))
         elif kind == FrameKind.ROLE_ENDPOINTS:
             self._on_endpoints(RoleEndpoints.model_validate_json(payload))
+        elif kind == FrameKind.IMPORTED_MODULES:
+            self._on_imported(ImportedModules.model_validate_json(payload))
         elif kind == FrameKind.HEARTBEAT_ACK:
             answer = HeartbeatResponse.model_validate_json(payload)
             self._full_heartbeat_seconds = answer.full_heartbeat_seconds

@@ -230,6 +230,8 @@ def _import_modules(plan: StandbyPlan, program: python_imports.ProgramImports | 
             importlib.import_module(plan.entry.partition(":")[0])
         if program:
             program.import_new()
+            if program.has_new:  # the modules of another pod's ranks have arrived meanwhile
+                program.import_new()
     except Exception:  # noqa: BLE001 - the rank meets the same error and reports it with the right exit code
         _log("trainium-standby: warming up failed; ranks will start cold", traceback.format_exc())
     except SystemExit as leave:

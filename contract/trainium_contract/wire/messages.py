@@ -75,6 +75,11 @@ Count = Annotated[int, Field(ge=-1, le=_MAX_SAFE_INTEGER)]
 Ordinal = Annotated[int, Field(ge=-1, le=_MAX_INT32)]
 """A generation, rank or similar; -1 for none."""
 Generation = Annotated[int, Field(ge=1, le=_MAX_INT32)]
+MAX_IMPORTED_MODULES = 2048
+MAX_MODULE_NAME_LENGTH = 128
+ModuleName = Annotated[
+    str, Field(max_length=MAX_MODULE_NAME_LENGTH, pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")
+]
 KnownCause = Annotated[Cause, BeforeValidator(_replace_unknown_cause)]
 """Why a generation began; `Resize` also stands for the first one."""
 
@@ -134,6 +139,17 @@ class RoleEndpoints(WireMessage):
     """By role: `address:port` of each ready pod, oldest first."""
     is_waiting: bool = False
     """Whether fewer pods of a role are ready than training waits for, so that a stall is no hang."""
+
+
+class ImportedModules(WireMessage):
+    """Modules that the ranks of the job import after their start, which the standby of a new pod imports ahead.
+
+    The first member sends those that its ranks have recorded; pods that are no members receive them.
+    """
+
+    protocol: Protocol = PROTOCOL
+    modules: tuple[ModuleName, ...] = Field(max_length=MAX_IMPORTED_MODULES)
+    """In the order of their import."""
 
 
 class WorkerPhase(StrEnum):

@@ -59,6 +59,8 @@ class FrameKind(IntEnum):
     """MembershipChange, from the generation that the agent has."""
     ROLE_ENDPOINTS = 10
     """RoleEndpoints; sent before a membership, and whenever they change."""
+    IMPORTED_MODULES = 11
+    """ImportedModules, in both directions."""
 
 
 class FrameTooLongError(ValueError):

@@ -16,6 +16,7 @@ from trainium_contract.wire.membership_change import MembershipChange, diff_memb
 from trainium_contract.wire.messages import (
     MAX_GENERATION_LEAD,
     HeartbeatRequest,
+    ImportedModules,
     Membership,
     RegisterRequest,
     RoleEndpoints,
@@ -106,6 +107,7 @@ class _Job:
         self.members: frozenset[str] = frozenset()
         """Pod uids of the membership."""
         self.endpoints: RoleEndpoints | None = None
+        self.imported: ImportedModules | None = None
         self.agents: dict[str, _Agent] = {}
         self.deleted: set[str] = set()
 
@@ -153,6 +155,18 @@ class CoordinatorState:
         """Return the served addresses of the job's roles; None for none."""
         job = self._jobs.get(job_id)
         return job.endpoints if job else None
+
+    def record_imported(self, job_id: JobId, pod_uid: str, imported: ImportedModules) -> None:
+        """Serve the modules that a member has imported, if they are more than those that are served."""
+        job = self._job(job_id)
+        if pod_uid in job.members and len(imported.modules) > len(job.imported.modules if job.imported else ()):
+            job.imported = imported
+            self.on_publish(job_id)
+
+    def imported(self, job_id: JobId, pod_uid: str) -> ImportedModules | None:
+        """Return the served modules for a pod; None for none, and for a member, whose ranks record their own."""
+        job = self._jobs.get(job_id)
+        return job.imported if job and pod_uid not in job.members else None
 
     def forget_job(self, job_id: JobId) -> None:
         """Drop the state of a deleted job."""

@@ -20,6 +20,7 @@ from trainium_contract.wire.messages import (
     ErrorResponse,
     HeartbeatRequest,
     HeartbeatResponse,
+    ImportedModules,
     Membership,
     RegisterRequest,
     RegisterResponse,
@@ -72,6 +73,7 @@ class Stream(asyncio.Protocol):
         "caller",
         "endpoints",
         "ends",
+        "imported",
         "job_id",
         "last_seen",
     )
@@ -85,6 +87,8 @@ class Stream(asyncio.Protocol):
         self.ends = ends
         self.endpoints: RoleEndpoints | None = None
         """The addresses of roles that were sent last."""
+        self.imported: ImportedModules | None = None
+        """The modules that were sent last."""
         self.last_seen = asyncio.get_running_loop().time()
         self.job_id: JobId | None = None
         """None until its registration."""
@@ -124,7 +128,7 @@ class Stream(asyncio.Protocol):
             status = self._answer(kind, payload)
         except Exception as error:  # noqa: BLE001 - reported to the sender, or logged as a defect
             status = self._refuse(error)
-        if status and kind != FrameKind.KEEPALIVE:
+        if status and kind in (FrameKind.REGISTER, FrameKind.HEARTBEAT):
             self._streams.on_message("register" if kind == FrameKind.REGISTER else "heartbeat", status)
 
     def _answer(self, kind: int, payload: bytes) -> int:
@@ -142,6 +146,9 @@ class Stream(asyncio.Protocol):
         elif kind == FrameKind.HEARTBEAT:
             ack = self._streams.heartbeat(self.caller, payload)
             self._send(FrameKind.HEARTBEAT_ACK, ack.model_dump_json(by_alias=True, exclude_none=True).encode())
+        elif kind == FrameKind.IMPORTED_MODULES:
+            imported = read_message(ImportedModules, payload)
+            self._streams.state.record_imported(self.job_id, self.caller.pod_uid, imported)
         else:
             return 0  # of a newer agent
         return 200
@@ -193,6 +200,13 @@ class Stream(asyncio.Protocol):
             return 0
         self.endpoints = endpoints
         return self._send(FrameKind.ROLE_ENDPOINTS, endpoints.model_dump_json(by_alias=True).encode())
+
+    def send_imported(self, imported: ImportedModules) -> int:
+        """Send the modules that ranks import unless the agent has them; return the number of pieces sent."""
+        if imported is self.imported or self._transport is None:
+            return 0
+        self.imported = imported
+        return self._send(FrameKind.IMPORTED_MODULES, imported.model_dump_json(by_alias=True).encode())
 
     def _send_error(self, status: int, sentence: str, generation: int | None = None) -> None:
         refusal = ErrorResponse(error=sentence, generation=generation, status=status)
@@ -276,7 +290,10 @@ class Streams:
         )
 
     def send_current(self, stream: Stream) -> int:
-        """Send the served addresses of roles and membership unless the agent has them; return the pieces sent."""
+        """Send what is served and the agent does not have: addresses of roles, membership, modules.
+
+        Returns the number of pieces sent.
+        """
         job_id = stream.job_id
         if job_id is None:
             return 0
@@ -284,6 +301,9 @@ class Streams:
         pieces = 0 if endpoints is None else stream.send_endpoints(endpoints)
         if membership is not None:
             pieces += stream.send_membership(membership, self.state.change(job_id))
+        imported = self.state.imported(job_id, stream.caller.pod_uid)
+        if imported is not None:
+            pieces += stream.send_imported(imported)
         return pieces
 
     def _published(self, job_id: JobId) -> None:

@@ -43,6 +43,7 @@ class CoordinatorState:
         self.refused: list[tuple[str, int]] = []
         self.changed = asyncio.Condition()
         self.endpoints: m.RoleEndpoints | None = None
+        self.imported: m.ImportedModules | None = None
         self.token = "token-1"
         self.failed = False
         """Whether the job has failed, whatever its agents report."""
@@ -174,6 +175,10 @@ class CoordinatorReplica:
                 heartbeat_seconds=state.heartbeat_seconds, membership=state.membership, time=time.time()
             )
             send(writer, FrameKind.REGISTERED, response)
+            if state.imported is not None:
+                send(writer, FrameKind.IMPORTED_MODULES, state.imported)
+        elif kind == FrameKind.IMPORTED_MODULES:
+            state.imported = m.ImportedModules.model_validate_json(payload)
         elif kind == FrameKind.HEARTBEAT:
             heartbeat = m.HeartbeatRequest.model_validate_json(payload)
             if heartbeat.generation < current:

@@ -383,6 +383,29 @@ async def test_a_warm_standby_forks_ranks_with_imported_modules(job: AgentJob, t
     assert job.last_heartbeat("a").attempt == 1
 
 
+async def test_a_new_pod_imports_ahead_what_ranks_of_another_pod_have_imported_late(
+    job: AgentJob, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import importlib, os, sys, time\n"
+        "print('rank', os.environ['RANK'], 'warm', 'wave' in sys.modules, flush=True)\n"
+        "importlib.import_module('wa' + 've')\n"
+        "time.sleep(300)\n"
+    )
+    spec = program_environment(sys.executable, str(script), workingDirectory=str(tmp_path))
+    await start_generation(job, "a", **spec)
+    state = job.coordinator
+    await job.until(lambda: state.imported and "wave" in state.imported.modules, "the first member has sent it")
+    job.start("b", **spec)
+    await job.until_registered("b")
+    await job.until_heartbeat("b", lambda heartbeat: heartbeat.ready, "its standby is warm")
+    await state.publish(["a", "b"])
+    await job.until(lambda: "rank 1 warm" in job.agents["b"].log, "its rank runs")
+    assert "rank 0 warm False" in job.agents["a"].log, "the source does not name the module"
+    assert "rank 1 warm True" in job.agents["b"].log
+
+
 async def test_the_agent_serves_the_store_of_ranks_whose_standby_has_imported_torch(
     job: AgentJob, tmp_path: Path
 ) -> None:

@@ -75,6 +75,19 @@ async def test_one_connection_carries_registration_heartbeats_and_memberships(co
     assert coordinator.server.http.connections == 0, "no HTTP connection is kept for it"
 
 
+async def test_a_pod_that_is_no_member_receives_what_ranks_of_a_member_import(coordinator: StreamCoordinator) -> None:
+    coordinator.state.publish(LLAMA, membership(1, "w-0"))
+    first = await coordinator.open_registered_stream("w-0", after=1)
+    spare = await coordinator.open_registered_stream("w-1", after=1)
+    first.send(FrameKind.IMPORTED_MODULES, {"protocol": 2, "modules": ["wave", "torch.optim"]})
+    later = await coordinator.open_registered_stream("w-2", after=1)
+    for client in (spare, later):
+        kind, received = await client.next()
+        assert (kind, received["modules"]) == (FrameKind.IMPORTED_MODULES, ["wave", "torch.optim"])
+    coordinator.state.publish(LLAMA, membership(2, "w-0", "w-1"))
+    assert [(await client.next())[0] for client in (first, spare)] == [FrameKind.MEMBERSHIP_CHANGE] * 2, "sent once"
+
+
 async def test_a_known_membership_is_not_sent_and_a_large_one_is_packed(coordinator: StreamCoordinator) -> None:
     coordinator.state.publish(LLAMA, membership(3, *(f"w-{number}" for number in range(200))))
     stale, current = (

@@ -29,6 +29,7 @@ from trainium_contract.wire.messages import (
     ErrorResponse,
     HeartbeatRequest,
     HeartbeatResponse,
+    ImportedModules,
     Membership,
     RegisterRequest,
     RegisterResponse,
@@ -136,6 +137,7 @@ class RecordingSession:
         self.memberships: list[Membership] = []
         self.changes: list[MembershipChange] = []
         self.endpoints: list[RoleEndpoints] = []
+        self.imported: list[ImportedModules] = []
         self.answers = 0
         self.stream, self.writer = create_stream(*frames, ended=ended)
         self.session = StreamSession(
@@ -146,6 +148,7 @@ class RecordingSession:
             on_membership=self.memberships.append,
             on_change=self.changes.append,
             on_endpoints=self.endpoints.append,
+            on_imported=self.imported.append,
             on_answer=self._answered,
         )
 
@@ -176,6 +179,18 @@ async def test_addresses_of_roles_are_passed_on() -> None:
     recorded = RecordingSession(encode_frame(FrameKind.ROLE_ENDPOINTS, to_json(endpoints)))
     await recorded.listen()
     assert recorded.endpoints == [endpoints]
+
+
+async def test_modules_of_another_pod_are_passed_on() -> None:
+    imported = ImportedModules(modules=("torch.optim", "wave"))
+    recorded = RecordingSession(encode_frame(FrameKind.IMPORTED_MODULES, to_json(imported)))
+    await recorded.listen()
+    assert recorded.imported == [imported]
+
+
+async def test_modules_that_are_none_end_the_stream() -> None:
+    frame = encode_frame(FrameKind.IMPORTED_MODULES, b'{"protocol": 2, "modules": ["os;x"]}')
+    assert "modules.0" in await RecordingSession(frame).listen()
 
 
 async def test_each_reply_acknowledges_the_oldest_heartbeat_and_extra_replies_none() -> None:

@@ -42,6 +42,19 @@ def test_a_published_generation_never_decreases(state: CoordinatorState) -> None
     assert state.published(JOB) == 3
 
 
+def test_modules_of_a_member_are_served_to_pods_that_are_none(state: CoordinatorState) -> None:
+    published = []
+    state.publish(JOB, membership(1, build_member("a")))
+    state.on_publish = published.append
+    some, more = (messages.ImportedModules(modules=names) for names in (("wave",), ("wave", "bdb")))
+    state.record_imported(JOB, "b", more)
+    assert (state.imported(JOB, "b"), published) == (None, []), "b is no member"
+    for imported in (some, more, some, more):
+        state.record_imported(JOB, "a", imported)
+    assert (state.imported(JOB, "a"), state.imported(JOB, "b")) == (None, more)
+    assert published == [JOB, JOB], "only more modules than before are served"
+
+
 def test_state_is_kept_by_job_uid(state: CoordinatorState) -> None:
     state.publish(JobId("ns", "job", "old"), membership(7, build_member("a")))
     assert state.published(JobId("ns", "job", "new")) == 0
