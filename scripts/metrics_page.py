@@ -26,7 +26,7 @@ def _code_spans(values: Iterable[str]) -> str:
 
 
 _RECOVERY_STAGES = (
-    f"parts of a recovery: {_code_spans(('Detect', 'Decide', 'Restart', 'Load', 'Replay'))} "
+    f"parts of a recovery: {_code_spans(('Detect', 'Decide', 'Restart', 'Load', 'Compile', 'Replay'))} "
     "(`Decide` is the wait for a worker); lost time has further stages ([definitions](goodput.md#lost-time))"
 )
 _LABELS = {

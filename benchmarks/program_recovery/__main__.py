@@ -30,6 +30,7 @@ from benchmarks.program_recovery.launchers import (
     TrainingJobLauncher,
     install_peers,
 )
+from benchmarks.program_recovery.programs import FAULTS, PROGRAMS, ProgramLauncher, install_programs
 from trainium_devcluster.demos.ledger import Ledger, read_ledger
 from trainium_devcluster.demos.session import DemoSession, Name, Out, Outcome
 from trainium_devcluster.errors import ClusterError
@@ -40,10 +41,7 @@ if TYPE_CHECKING:
 
 SILENT_SECONDS = 60.0
 """Seconds after the loss of a node in which a peer may do nothing."""
-_EPOCHS = 2
-_SAMPLES = 3200
-"""Samples that `recorded_sft.py` creates; it can be imported only where TRL is installed."""
-_STEPS_OF_EPOCH = 200
+_COMPARED_FAULTS = ("killed rank", "lost node", "resize to 1", "resize to 2")
 _STEPS_BETWEEN = 10
 _WAIT_SECONDS = 150.0
 _REJOIN_SECONDS = 60.0
@@ -74,6 +72,10 @@ class RunCost:
     samples_repeated: int
     loss_difference: float
     """Largest relative difference from the undisturbed run of the same script."""
+    uses: tuple[int, ...]
+    """How often the undisturbed run used its samples: one number if it used each equally often."""
+    load: float
+    """Load of the machine at the end, over 5 minutes."""
 
 
 class Recovery:
@@ -116,19 +118,14 @@ class Recovery:
         self.launcher.stop()
         return self.ledger
 
-    def run_with_faults(self, reference: Ledger) -> RunCost:
-        """Run with a killed rank, a lost node and two resizes in the second epoch."""
-        launcher = self.launcher
-        launcher.start(2)
-        self.wait_for_step(_STEPS_OF_EPOCH + _STEPS_BETWEEN)
-        self.measure("killed rank", launcher.kill_rank)
+    def run_with_faults(self, reference: Ledger, kinds: tuple[str, ...]) -> RunCost:
+        """Run with faults and resizes in the second epoch."""
+        self.launcher.start(2)
         with contextlib.suppress(ClusterError):  # a launcher may train no more
-            self.wait_for_step(self.ledger.newest_step + _STEPS_BETWEEN)
-            self.lose_node()
-            for size in (1, 2):
-                self.wait_for_ranks(3 - size)
+            self.wait_for_step(self.launcher.first_fault)
+            for kind in kinds:
+                self.inject(kind)
                 self.wait_for_step(self.ledger.newest_step + _STEPS_BETWEEN)
-                self.measure(f"resize to {size}", partial(launcher.resize, size))
         return self.finish(reference)
 
     def run_with_random_faults(self, reference: Ledger, count: int, seed: int) -> RunCost:
@@ -139,9 +136,7 @@ class Recovery:
         for _ in range(count):
             self.wait_for_step(self.ledger.newest_step + _STEPS_BETWEEN)
             kind = chance.choice(["killed rank", "stopped rank", "lost node", "killed operator", "resize"])
-            if kind == "lost node":
-                self.lose_node()
-            elif kind == "resize":
+            if kind == "resize":
                 size = 3 - size
                 self.measure(f"resize to {size}", partial(launcher.resize, size))
             elif kind == "killed operator":
@@ -149,19 +144,52 @@ class Recovery:
                     launcher.kill_operator()
                 self.measure("killed rank and operator", launcher.kill_rank)
             else:
-                number = signal.SIGKILL if kind == "killed rank" else signal.SIGSTOP
-                self.measure(kind, partial(launcher.kill_rank, number))
+                self.inject(kind)
         return self.finish(reference)
+
+    def inject(self, kind: str) -> None:
+        """Inject a fault or resize, and measure it."""
+        launcher = self.launcher
+        if kind == "lost node":
+            self.lose_node()
+        elif kind == "killed operator":
+            self.kill_operator()
+        elif kind.startswith("resize"):
+            size = int(kind.removeprefix("resize to "))
+            self.wait_for_ranks(3 - size)
+            self.measure(kind, partial(launcher.resize, size))
+        else:
+            number = signal.SIGKILL if kind == "killed rank" else signal.SIGSTOP
+            self.measure(kind, partial(launcher.kill_rank, number))
+
+    def kill_operator(self) -> None:
+        """Kill the operator, and wait until a new one writes the status; training goes on."""
+        moment = time.time()
+        self.launcher.kill_operator()
+        self.wait(lambda ledger: ledger.first_step_after(moment) is not None)
+        ledger, step = self.ledger, self.ledger.newest_step
+        ended = ledger.first_step_after(moment)
+        seconds = None if ended is None else ended - moment
+        self.wait(lambda _: self.launcher.read_step() > step)
+        self.add(FaultCost("killed operator", seconds, self.ledger.count_recomputed(moment)))
 
     def finish(self, reference: Ledger) -> RunCost:
         """Wait for the end of the training; return what all faults cost."""
         completed = self.wait(lambda ledger: ledger.ended)
         ledger = self.ledger
-        missing, repeated = ledger.count_wrong_samples(_SAMPLES, _EPOCHS)
-        difference = ledger.max_loss_difference(reference)
+        missing, repeated = ledger.count_wrong_samples(reference)
         self.launcher.stop()
-        faults = tuple(self.faults)
-        return RunCost(self.launcher.title, faults, completed, ledger.newest_step, missing, repeated, difference)
+        return RunCost(
+            title=self.launcher.title,
+            faults=tuple(self.faults),
+            completed=completed,
+            steps=ledger.newest_step,
+            samples_missing=missing,
+            samples_repeated=repeated,
+            loss_difference=ledger.max_loss_difference(reference),
+            uses=tuple(sorted(set(reference.count_uses().values()))),
+            load=os.getloadavg()[1],
+        )
 
     def measure(self, kind: str, inject: Callable[[], object]) -> None:
         """Inject a fault, and wait for the first new step; a resize counts from its request."""
@@ -187,7 +215,10 @@ class Recovery:
         ledger = self.ledger
         ended = ledger.first_new_step_at(moment)
         seconds = None if ended is None else ended - counted_from
-        cost = FaultCost(kind, seconds, ledger.count_recomputed(moment), deleted_after)
+        self.add(FaultCost(kind, seconds, ledger.count_recomputed(moment), deleted_after))
+
+    def add(self, cost: FaultCost) -> None:
+        """Add the cost of a fault, and log it."""
         self.faults.append(cost)
         self.demo.view.log(f"{self.launcher.title}: {cost}")
 
@@ -198,12 +229,15 @@ def compare(
     random_faults: Annotated[int, typer.Option(help="Inject so many random faults into the TrainingJob.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 1,
     only: Annotated[list[str] | None, typer.Option(help="Launchers: trainingjob, jobset, torchrun.")] = None,
+    program: Annotated[list[str] | None, typer.Option(help=f"Run {', '.join(PROGRAMS)} or `all` instead.")] = None,
     out: Out = Path("out/program_recovery"),
     name: Name = None,
 ) -> None:
     """Compare the recovery of one script of TRL under several launchers."""
     names = only or ["trainingjob", *(["jobset"] if jobset else []), "torchrun"]
     run = partial(_run_random, count=random_faults, seed=seed) if random_faults else partial(_run_all, names=names)
+    if program:
+        run = partial(_run_programs, names=list(PROGRAMS) if program == ["all"] else program)
     DemoSession("program-recovery", out, name, keep=False).show(lambda session: _compare(session, jobset, run))
 
 
@@ -219,9 +253,14 @@ def _compare(session: DemoSession, jobset: str | None, run: Callable[[ProgramDem
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(controller.pid, signal.SIGTERM)
                 controller.wait()
-    report = {"benchmark": "program_recovery", "runs": [asdict(cost) for cost in costs]}
-    (session.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(session.out, costs)
     return Outcome([_table(costs)], [f"report: {session.out / 'report.json'}"])
+
+
+def write_report(folder: Path, costs: list[RunCost]) -> None:
+    """Write report.json."""
+    report = {"benchmark": "program_recovery", "runs": [asdict(cost) for cost in costs]}
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _run_all(demo: ProgramDemo, names: list[str]) -> list[RunCost]:
@@ -237,7 +276,24 @@ def _run_all(demo: ProgramDemo, names: list[str]) -> list[RunCost]:
         # Both peers run the same script, so they share the undisturbed run.
         if reference is None or name == "trainingjob" or costs[-1].title == TrainingJobLauncher.title:
             reference = Recovery(demo, kind(demo, f"{name}-reference")).run_undisturbed()
-        costs.append(Recovery(demo, kind(demo, name)).run_with_faults(reference))
+        costs.append(Recovery(demo, kind(demo, name)).run_with_faults(reference, _COMPARED_FAULTS))
+    return costs
+
+
+def _run_programs(demo: ProgramDemo, names: list[str]) -> list[RunCost]:
+    """Run each program undisturbed and through all faults; one that does not start is left out."""
+    install_programs(demo)
+    costs = []
+    for name in names:
+        program = PROGRAMS[name]
+        try:
+            reference = Recovery(demo, ProgramLauncher(demo, f"{name}-reference", program)).run_undisturbed()
+            recovery = Recovery(demo, ProgramLauncher(demo, name, program))
+            costs.append(recovery.run_with_faults(reference, FAULTS if program.resizes else FAULTS[:-2]))
+        except ClusterError as error:
+            demo.view.log(str(error))
+        demo.view.log(str(costs[-1:]))
+        write_report(demo.out, costs)
     return costs
 
 

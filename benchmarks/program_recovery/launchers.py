@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainium_devcluster.program import ProgramDemo
 
 SCRIPT = Path(__file__).with_name("sft.py")
-RECORDER = Path(__file__).parents[2] / "devcluster/trainium_devcluster/demos/recorded_sft.py"
+RECORDER = Path(__file__).parents[2] / "devcluster/trainium_devcluster/demos/recorded_program.py"
 _PORT = 29400
 _RANK_PATTERN = f"-u /src/{RECORDER.name}"
 """Matches the rank that torchrun starts, and not torchrun."""
@@ -33,6 +33,8 @@ class Launcher(ABC):
 
     title: str
     """Heading of its column."""
+    first_fault = 210
+    """Step of the first fault: in the second epoch."""
 
     def __init__(self, demo: ProgramDemo, name: str) -> None:
         self.demo = demo
@@ -65,6 +67,10 @@ class Launcher(ABC):
         text = self.demo.cluster.kubectl("get", "pods", "-n", OPERATOR_NAMESPACE, "-o", "name")
         self.demo.cluster.faults.kill_container(OPERATOR_NAMESPACE, text.split()[0].removeprefix("pod/"))
 
+    def read_step(self) -> int:
+        """Return the step that a controller has recorded."""
+        raise NotImplementedError(f"{self.title} records no steps")
+
     def power_off_node(self) -> str:
         """Power off the node of the second rank; return its name."""
         node: str = self.find_pod()["spec"]["nodeName"]
@@ -92,7 +98,7 @@ class Launcher(ABC):
         spec = job["spec"]["workers"]["template"]["spec"]
         worker, program = spec["containers"][0], job["spec"]["program"]
         address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-        script = f"/src/{RECORDER.name}"
+        script = f"/src/{RECORDER.name} sft.py"
         worker |= {
             "image": program["image"],
             "command": ["sh", "-c", f'exec python -m torch.distributed.run {command} {script} "$@"', "sh"],
@@ -124,6 +130,10 @@ class TrainingJobLauncher(Launcher):
     def kill_rank(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the last rank, which the agent knows."""
         self.run.signal_rank(self.run.members()[-1]["podName"], str(int(number)))
+
+    def read_step(self) -> int:
+        """Return the step that the operator has written into the status."""
+        return int((self.run.status().get("progress") or {}).get("step", 0))
 
     def resize(self, size: int) -> None:
         """Change the number of nodes."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _EXAMPLES = REPOSITORY / "manifests" / "examples"
-_RECORDER = Path(__file__).parent / "demos" / "recorded_sft.py"
+_RECORDER = Path(__file__).parent / "demos" / "recorded_program.py"
 _FOLDER = "/checkpoints/run"
 """The output folder of the example."""
 _STEPS_BETWEEN = 10
@@ -47,7 +47,7 @@ class ProgramDemo(Demo):
         job = self.read_job(_EXAMPLES / "program.yaml", name)
         del job["spec"]["checkpoint"]["storage"]["subPath"]
         program, folder = job["spec"]["program"], f"/checkpoints/{name}"
-        program["command"] = ["python", f"/src/{_RECORDER.name}"]
+        program["command"] = ["python", f"/src/{_RECORDER.name}", "sft.py"]
         program["args"] = [folder if argument == _FOLDER else argument for argument in program["args"]]
         program["checkpoints"]["path"] = folder
         return job

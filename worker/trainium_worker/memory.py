@@ -168,8 +168,11 @@ def load(
 
     Collective. Arguments are those of `save`. Raises ValueError if model or optimizer have other parameters.
     """
+    trainium_worker.stage("load")
     reader = MemoryReader(durable, directory=directory)
-    return (reader.step or 0), ([] if reader.step is None else read(reader, model, optimizer))
+    values = [] if reader.step is None else read(reader, model, optimizer)
+    trainium_worker.stage("compile")  # until the first step
+    return (reader.step or 0), values
 
 
 def read(reader: MemoryReader, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -28,6 +28,7 @@ from trainium_contract.wire.messages import (
     RestartRecord,
     StepTiming,
     StuckRank,
+    TrainerPhase,
     WorkerPhase,
 )
 from trainium_worker.progress_record import ProgressPhase, read_alerts, read_notice
@@ -112,7 +113,7 @@ class PodReport:
         """Highest observed step, plus number and completed share of a stage after the last step; -1 for none."""
         self._timed_attempt: tuple[int, int] = (0, -1)
         self._started = self._loaded = 0.0
-        self._has_stepped = False
+        self._is_load_known = False
         self._stuck: tuple[StuckRank, ...] = ()
         self._left: tuple[int, int] | None = None
         """Generation and attempt of ranks that may still train, although a newer generation is known."""
@@ -365,16 +366,19 @@ class PodReport:
     def _record_times(self, record: ProgressRecord) -> None:
         """Record when the processes of this attempt started, and when they began to train.
 
-        Those of a program may count as training from their start; its first step then shows when they had loaded.
+        Those of a program may count as training from their start; its stage `Compile`, or else its first step, shows
+        when they had loaded.
         """
         attempt, now = (record.generation, record.attempt), time.time()
         if attempt != self._timed_attempt:
-            self._timed_attempt, self._started, self._loaded, self._has_stepped = attempt, now, 0.0, False
+            self._timed_attempt, self._started, self._loaded, self._is_load_known = attempt, now, 0.0, False
         if not self._loaded and record.phase is ProgressPhase.TRAINING:
             self._loaded = now
-        if self._workload.hang_detection is not None and record.step >= 0 and not self._has_stepped:
-            self._has_stepped = True
-            self._loaded = min(max(_finite(record.updated) or now, self._started), now)
+        is_compiling = record.stage == TrainerPhase.COMPILE
+        if self._workload.hang_detection is not None and not self._is_load_known and (is_compiling or record.step >= 0):
+            self._is_load_known = True
+            loaded = record.stage_since if is_compiling else record.updated
+            self._loaded = min(max(_finite(loaded) or now, self._started), now)
 
     def _find_resume_time(self, record: ProgressRecord, step_before: int) -> float | None:
         """Return when the ranks passed the step at which the failure had stopped them; None before."""

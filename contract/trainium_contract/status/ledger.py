@@ -25,7 +25,7 @@ OVERHEAD = "Overhead"
 
 ROLE_WAIT = "RoleWait"
 """Time without steps while fewer pods of a role than its minReady were ready."""
-DOWN_STAGES = ("Detect", "Decide", "Restart", "Load", STARTUP, ROLE_WAIT)
+DOWN_STAGES = ("Detect", "Decide", "Restart", "Load", "Compile", STARTUP, ROLE_WAIT)
 """Stages in which nothing trains; repeated and slow steps count as up."""
 
 
@@ -40,13 +40,15 @@ class StageSeconds(StatusModel):
     """Time until the processes of the next attempt had started."""
     load: float = 0.0
     """Time until they had connected, built the model and loaded its state."""
+    compile: float = 0.0
+    """Time until the first step at a size that was not compiled ahead, in a job that compiles ahead."""
     replay: float = 0.0
     """Time until the first step that had not been done before."""
 
     @property
     def total(self) -> float:
         """Return the sum."""
-        return self.detect + self.decide + self.restart + self.load + self.replay
+        return self.detect + self.decide + self.restart + self.load + self.compile + self.replay
 
 
 class SizeAccount(StatusModel):
@@ -82,7 +84,7 @@ class PublicGoodput(StatusModel):
     lost_seconds: Annotated[dict[str, float], Field(max_length=32)] = {}
     """By cause; Startup, Overhead and RoleWait stand for time that no fault of a worker took."""
     lost_by_stage: Annotated[dict[str, float], Field(max_length=16)] = {}
-    """The same seconds by stage: Detect, Decide, Restart, Load, Replay, Startup, Overhead, RoleWait."""
+    """The same seconds by stage: Detect, Decide, Restart, Load, Compile, Replay, Startup, Overhead, RoleWait."""
     stage_seconds: Annotated[dict[str, float], Field(max_length=8)] = {}
     """Time in the stages after the last step, Export and Evaluate; neither part of the wall time nor lost."""
     node_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Read what the ranks of a program recorded (`recorded_sft.py`): steps, their samples and losses, by start.
+"""Read what the ranks of a program recorded (`recorded_program.py`): steps, their samples and losses, by start.
 
 A start is the moment at which the ranks of one attempt began, so the same step may have several computations. The
 history of the model consists of the newest computation of each step.
@@ -7,6 +7,7 @@ history of the model consists of the newest computation of each step.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,8 @@ class Computation:
     ranks: int = 0
     loss: float = 0.0
     """Mean over the ranks of the sums of their micro-batches."""
-    ended_at: float | None = None
-    """Unix seconds at which the first rank ended the step; None if it did not."""
+    ended_at: float = math.inf
+    """Unix seconds at which the first rank ended the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +40,46 @@ class Ledger:
     @property
     def newest_step(self) -> int:
         """The highest step that was completed; 0 before the first."""
-        return max((step for step, _ in self._completed()), default=0)
+        return max((step for step, _ in self.computations), default=0)
 
     @property
     def newest_ranks(self) -> int:
         """The number of ranks of the newest start that completed a step; 0 before the first."""
-        newest = max(self._completed(), key=lambda key: key[1], default=None)
+        newest = max(self.computations, key=lambda key: key[1], default=None)
         return 0 if newest is None else self.computations[newest].ranks
 
     def first_new_step_at(self, moment: float) -> float | None:
         """Return when a start after `moment` completed the first step beyond those of earlier ones, or None."""
-        earlier = [step for step, start in self._completed() if start <= moment]
-        later = [key for key in self._completed() if key[1] > moment and key[0] > max(earlier, default=0)]
-        return min((ended for key in later if (ended := self.computations[key].ended_at) is not None), default=None)
+        earlier = max((step for step, start in self.computations if start <= moment), default=0)
+        later = [key for key in self.computations if key[1] > moment and key[0] > earlier]
+        return min((self.computations[key].ended_at for key in later), default=None)
 
     def count_recomputed(self, moment: float) -> int:
         """Return how many steps of earlier starts were completed again by starts after `moment`."""
-        earlier = {step for step, start in self._completed() if start <= moment}
-        return len(earlier & {step for step, start in self._completed() if start > moment})
-
-    def _completed(self) -> list[tuple[int, float]]:
-        return [key for key, item in self.computations.items() if item.ended_at is not None]
+        earlier = {step for step, start in self.computations if start <= moment}
+        return len(earlier & {step for step, start in self.computations if start > moment})
 
     def history(self) -> dict[int, Computation]:
         """Return the newest completed computation of each step."""
-        return {key[0]: self.computations[key] for key in sorted(self._completed())}
+        return {key[0]: self.computations[key] for key in sorted(self.computations)}
 
     def samples_by_step(self) -> dict[int, list[int]]:
         """Return the sorted samples of each step of the history."""
         return {step: sorted(item.samples) for step, item in self.history().items()}
 
-    def count_wrong_samples(self, samples: int, epochs: int) -> tuple[int, int]:
-        """Return how many uses of the `samples` samples are missing in the history, and how many are too many."""
-        uses = Counter(sample for item in self.history().values() for sample in item.samples)
-        missing = sum(max(epochs - uses[sample], 0) for sample in range(samples))
-        return missing, sum(max(count - epochs, 0) for count in uses.values())
+    def count_uses(self) -> Counter[int]:
+        """Return how often the history used each sample."""
+        return Counter(sample for item in self.history().values() for sample in item.samples)
+
+    def count_wrong_samples(self, reference: Ledger) -> tuple[int, int]:
+        """Return how many uses of samples of another run are missing in the history, and how many are too many."""
+        own, other = self.count_uses(), reference.count_uses()
+        return (other - own).total(), (own - other).total()
+
+    def first_step_after(self, moment: float) -> float | None:
+        """Return when the first step after `moment` ended, of whichever start, or None."""
+        times = (item.ended_at for item in self.computations.values())
+        return min((ended for ended in times if ended > moment), default=None)
 
     def max_loss_difference(self, reference: Ledger) -> float:
         """Return the largest relative difference of the losses of common steps."""
@@ -92,12 +98,10 @@ def read_ledger(folder: Path) -> Ledger:
                 ended = True
                 continue
             item = computations[record["step"], record["start"]]
-            if "samples" in record:
-                item.samples += record["samples"]
-                item.ranks = record["ranks"]
-                item.loss += record["loss"] / item.ranks
-            else:
-                item.ended_at = min(record["time"], item.ended_at or record["time"])
+            item.samples += record["samples"]
+            item.ranks = record["ranks"]
+            item.loss += record["loss"] / item.ranks
+            item.ended_at = min(record["time"], item.ended_at)
     return Ledger(dict(computations), ended)
 
 

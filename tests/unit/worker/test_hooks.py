@@ -133,6 +133,9 @@ class TorchtitanTrainer:
         self.checkpointer = self.metrics_processor = self
         self.interval = 100
 
+    def load(self, step: int) -> bool:
+        return step > 0
+
     def save(self, curr_step: int, last_step: bool = False) -> None:
         if last_step or curr_step % self.interval == 0:
             self.saves.append((curr_step, last_step))
@@ -144,6 +147,8 @@ class TorchtitanTrainer:
         self.closed = True
 
     def train(self, stop_at_step: int, record: Path) -> None:
+        self.checkpointer.load(step=-1)
+        assert progress(record).stage == "Compile"
         for step in range(1, self.steps + 1):
             if step % 2 == 0:
                 self.metrics_processor.log(step, 1.0 / step, 2.0, 3.0)

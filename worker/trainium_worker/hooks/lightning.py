@@ -31,6 +31,7 @@ class ReportToAgent(Callback):  # type: ignore[misc]  # Any where types are chec
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue after the resumed step."""
         self._reported = trainer.global_step
+        trainium_worker.stage("compile")  # until the first step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -17,12 +17,18 @@ import trainium_worker
 def report_to_agent(trainer: Any) -> None:
     """Report each step when the trainer passes it to its checkpointer, and the losses that it logs.
 
-    It uses these parts of the trainer: `checkpointer.save(step, last_step)` and its `interval`, `close()`, and
-    `metrics_processor.log(step, loss, ...)`.
+    It uses these parts of the trainer: `checkpointer.load(...)`, `checkpointer.save(step, last_step)` and its
+    `interval`, `close()`, and `metrics_processor.log(step, loss, ...)`.
     """
     checkpointer, metrics = trainer.checkpointer, trainer.metrics_processor
-    save, log = checkpointer.save, metrics.log
+    load, save, log = checkpointer.load, checkpointer.save, metrics.log
     losses: dict[int, float] = {}
+
+    def load_and_report(*args: Any, **kwargs: Any) -> Any:
+        trainium_worker.stage("load")
+        is_loaded = load(*args, **kwargs)
+        trainium_worker.stage("compile")  # until the first step
+        return is_loaded
 
     def log_and_keep(step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> None:
         losses.clear()
@@ -39,4 +45,4 @@ def report_to_agent(trainer: Any) -> None:
             trainer.close()
             raise SystemExit(trainium_worker.STOPPED)
 
-    metrics.log, checkpointer.save = log_and_keep, report_and_save
+    metrics.log, checkpointer.load, checkpointer.save = log_and_keep, load_and_report, report_and_save

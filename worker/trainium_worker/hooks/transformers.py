@@ -33,6 +33,10 @@ class ReportToAgent(TrainerCallback):
     def __init__(self) -> None:
         self._stops = False
 
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Report that the state is loaded; the first step compiles."""
+        trainium_worker.stage("compile")
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:

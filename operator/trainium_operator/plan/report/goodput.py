@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Facts
 
 
-STAGES = ("detect", "decide", "restart", "load", "replay")
+STAGES = ("detect", "decide", "restart", "load", "compile", "replay")
 """In order; fields of `StageSeconds`."""
 
 
@@ -42,15 +42,22 @@ def split_by_stage(facts: Facts, entry: Interruption, start: float, end: float) 
     return StageSeconds(**seconds)
 
 
-def _stage_ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, float, float, float]:
-    """Return when the first four stages ended; `end` for one that has not, or whose end is unknown."""
+def _stage_ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, ...]:
+    """Return when all stages but the last ended; `end` for one that has not, or whose end is unknown."""
     failed_at = entry.failed_at if entry.failed_at is not None else end
     detected = failed_at + (entry.detected_seconds or 0.0)
     decided = detected if entry.rung is Rung.IN_PLACE else entry.decided_at
     if decided is None:
-        return detected, end, end, end
+        return detected, end, end, end, end
     started, loaded = _start_and_load_times(facts, entry)
-    return detected, decided, started or loaded or end, loaded or end
+    compiled = end if _is_compiling(facts) else loaded + (entry.stages.compile if entry.stages else 0.0)
+    return detected, decided, started or loaded or end, loaded or end, compiled
+
+
+def _is_compiling(facts: Facts) -> bool:
+    """Return whether a job that compiles ahead has made no step yet at a size that it has not compiled."""
+    compiled_sizes = {*facts.size.compiled_first, *facts.job.status.compiled.sizes}
+    return bool(facts.job.spec.workload.compile_command) and len(facts.members) not in compiled_sizes
 
 
 def _start_and_load_times(facts: Facts, entry: Interruption) -> tuple[float, float]:

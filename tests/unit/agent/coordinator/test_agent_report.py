@@ -241,6 +241,20 @@ def test_a_program_has_loaded_when_its_first_step_ends(
         assert (progress.started, progress.loaded) == (1000.0, loaded)
 
 
+def test_a_program_that_reports_that_it_compiles_has_loaded_before(
+    report: PodReport, ranks: FakeWorkload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.hang_detection = HangDetection.STEPS
+    times = iter((1000.0, 1010.0, 1040.0))
+    for stage, step, loaded in (("Load", -1, 1000.0), ("Compile", -1, 1007.0), ("Train", 31, 1007.0)):
+        now = next(times)
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        ranks.set_progress(step)
+        ranks.progress.stage, ranks.progress.stage_since, ranks.progress.updated = stage, now - 3, now
+        progress = report.heartbeat().progress
+        assert (progress.started, progress.loaded) == (1000.0, loaded)
+
+
 def test_a_restart_has_its_own_times_of_start_and_load(report: PodReport, ranks: FakeWorkload) -> None:
     ranks.set_progress(5)
     first = report.heartbeat().progress

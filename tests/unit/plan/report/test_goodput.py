@@ -17,7 +17,7 @@ from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.status.internal import WINDOW_SAMPLES, StepWindow
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, SizeAccount
-from trainium_contract.status.public import MembershipStatus
+from trainium_contract.status.public import CompiledStatus, MembershipStatus
 from trainium_contract.wire.messages import Progress, StepTiming, WorkerPhase
 from trainium_operator.plan.model.observed import Observed, PodPhase
 from trainium_operator.plan.report.step_time import reference_seconds
@@ -238,11 +238,19 @@ def test_the_stages_follow_what_the_agents_report() -> None:
     observed = build.with_heartbeats(observed, generation=2, progress=progress)
     assert observed.membership is not None
     moved = observed.membership.model_copy(update={"generation": 2})
-    closed = plan_old_job(replace(observed, membership=moved, published=2)).history[-1]
+    observed = replace(observed, membership=moved, published=2)
+    closed = plan_old_job(observed).history[-1]
     assert closed.stages is not None
     stages = (closed.stages.detect, closed.stages.decide, closed.stages.restart, closed.stages.load)
     assert stages == pytest.approx((4.004, 0.996, 3.0, 3.0))
     assert closed.stages.replay == pytest.approx(7.0), "eight seconds, one of them for the first new step"
+    smaller = build.spec(workers={"replicas": 6, "minReplicas": 2}, precompile={"enabled": True, "sizes": "Start"})
+    for compiled, seconds in (((6, 4), 0.0), ((6,), 7.0)):
+        known = CompiledStatus(sizes=compiled)
+        job = build.with_job(build.with_status(observed, compiled=known), spec=smaller)
+        divided = plan_old_job(job).history[-1].stages
+        assert divided is not None
+        assert (divided.compile, divided.replay) == pytest.approx((seconds, 7.0 - seconds)), compiled
 
 
 def test_overlapping_interruptions_are_charged_once() -> None:

@@ -72,7 +72,7 @@ class Run:
         """The number of the micro-batch of the step that is computed; None outside of a step."""
         self.tokens: int | None = None
         """The tokens with a label of the step, over all ranks, if known."""
-        self.is_started = False
+        self.is_started = self._is_loading = False
         self._identity: Identity | None = None
         self._ended_step = -1
         self._saved_step = -1
@@ -173,6 +173,9 @@ class Run:
     def begin_step(self, items: Any) -> None:
         """Seed the random numbers of a step."""
         trainer = self.trainer
+        if self._is_loading:
+            self._is_loading = False
+            trainium_worker.stage("compile")  # until the first step
         self.micro_batch = 0
         self.tokens = int(items) if items is not None else None
         seed = derive_seed("step", trainer.args.seed, trainer.state.global_step, self.data_rank)
@@ -197,7 +200,7 @@ class Run:
         """Select the state to resume on all ranks, and return the folder for the trainer. Collective."""
         if self.is_started:
             raise ValueError("an elastic trainer trains once: create another one, with another output_dir")
-        self.is_started = True
+        self.is_started = self._is_loading = True
         trainium_worker.stage("load")
         output_dir = str(self.trainer.args.output_dir)
         all_gather = open_session(None).all_gather

@@ -1,0 +1,189 @@
+"""The programs of others that go through all faults, their jobs, and the table of what each fault cost."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.program_recovery.launchers import RECORDER, TrainingJobLauncher
+from trainium_devcluster.demos.frame import DemoJob
+from trainium_devcluster.demos.session import NAMESPACE
+
+if TYPE_CHECKING:
+    from trainium_devcluster.program import ProgramDemo
+
+_LOOPS = Path(__file__).with_name("loops.py")
+_PAGE = Path(__file__).parents[2] / "docs/program-library.md"
+FAULTS = ("killed rank", "lost node", "stopped rank", "killed operator", "resize to 1", "resize to 2")
+_TRAINER = (
+    "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2",
+    "--learning_rate", "0.001", "--logging_steps", "1", "--save_steps", "10", "--save_total_limit", "2", "--use_cpu",
+    "--bf16", "False", "--gradient_checkpointing", "False", "--disable_tqdm", "True", "--report_to", "none",
+)  # fmt: skip
+_TITAN_VOCABULARY, _TITAN_SAMPLES = 2048, 1500
+"""Tokens of torchtitan's small model, and samples that have one."""
+_CHECKPOINTS = "checkpoint-{step}/trainer_state.json"
+_SHELL = """
+folder=$1; step=$(ls $folder | sed -n 's/^done-//p' | sort -n | tail -n 1); step=${step:-0}; start=$(date +%s.%N)
+file=$folder/samples-0-$start.jsonl
+while [ $step -lt 600 ]; do
+  sleep 0.2; step=$((step + 1)); echo "step: $step"
+  [ $RANK = 0 ] || continue
+  touch $folder/done-$step; where="\\"start\\": $start, \\"time\\": $(date +%s.%N)"
+  echo "{$where, \\"step\\": $step, \\"samples\\": [$step], \\"loss\\": 1, \\"ranks\\": 1}" >>$file
+done
+[ $RANK != 0 ] || echo "{\\"trainingEnded\\": true}" >>$file
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program and how its job differs from that of `make program`."""
+
+    title: str
+    arguments: tuple[str, ...]
+    """Of Python; `{folder}` stands for the folder of the run."""
+    first_fault: int = 210
+    """Step of the first fault, in the second epoch or later."""
+    committed: str = _CHECKPOINTS
+    keeps_batch: bool = True
+    """Whether the job has `program.batch`."""
+    resizes: bool = True
+
+
+def _trl(script: str, data: str, *options: str, model: str = "model", epochs: int = 2) -> tuple[str, ...]:
+    data_set = ("--dataset_name", f"/checkpoints/{data}")
+    model_folder = ("--model_name_or_path", f"/checkpoints/{model}", "--dtype", "float32")
+    return _recorded(f"trl.scripts.{script}", *model_folder, *data_set, *options, epochs=epochs)
+
+
+def _recorded(program: str, *options: str, epochs: int = 2) -> tuple[str, ...]:
+    run = ("--output_dir", "{folder}", "--num_train_epochs", str(epochs))
+    return (f"/src/{RECORDER.name}", "--elastic", program, *options, *run, *_TRAINER)
+
+
+_PACKING = ("--packing", "--max_length", "128", "--use_peft", "--lora_target_modules", "q_proj", "v_proj")
+_FSDP = ("--fsdp", "full_shard", "--fsdp_config", '{{"fsdp_version": 2}}')
+_GRPO = (
+    "--reward_funcs", "loops.reward_variety", "--num_generations", "4", "--max_completion_length", "8", "--beta", "0",
+)  # fmt: skip
+_TORCHTITAN = (
+    "--module", "llama3", "--config", "llama3_debugmodel", "--hf_assets_path", "/checkpoints/titan",
+    "--dataloader.dataset_path", "/checkpoints/titan/data", "--training.seq_len", "64",
+    "--training.local_batch_size", "1", "--training.steps", "120", "--dump_folder", "{folder}", "--checkpoint.enable",
+    "--checkpoint.interval", "5", "--training.disable_cuda_graphs", "--validator.freq", "1000",
+    "--parallelism.spmd_backend", "partial_dtensor",
+)  # fmt: skip
+_LOOP: dict[str, Any] = {"committed": "step-{step}/.metadata", "keeps_batch": False}
+PROGRAMS = {
+    "sft": Program("TRL, `sft.py`", _trl("sft", "data")),
+    "packing": Program("TRL, `sft.py`, packing and LoRA", _trl("sft", "data", *_PACKING, epochs=4)),
+    "fsdp": Program("TRL, `sft.py`, FSDP2", _trl("sft", "data", *_FSDP)),
+    "dpo": Program("TRL, `dpo.py`", _trl("dpo", "answers")),
+    "reward": Program("TRL, `reward.py`", _trl("reward", "pairs", model="classifier")),
+    "grpo": Program("TRL, `grpo.py`", _trl("grpo", "prompts", *_GRPO, epochs=3), first_fault=110),
+    "trainer": Program("`Trainer` of transformers", _recorded(_LOOPS.name, "plain")),
+    "accelerate": Program("loop with accelerate", ("/src/accelerate_loop.py",), **_LOOP),
+    "ddp": Program("loop with DDP", ("/src/ddp_loop.py",), **_LOOP),
+    "lightning": Program(
+        "Lightning",
+        (f"/src/{_LOOPS.name}", "lightning", "{folder}"),
+        committed="last.ckpt",
+        keeps_batch=False,
+    ),
+    "torchtitan": Program(
+        "torchtitan, FSDP2",
+        (f"/src/{_LOOPS.name}", "torchtitan", *_TORCHTITAN),
+        first_fault=10,
+        committed="checkpoint/step-{step}/.metadata",
+        keeps_batch=False,
+        resizes=False,
+    ),
+    "shell": Program("shell script", (), committed="done-{step}", keeps_batch=False),
+}
+
+
+class ProgramLauncher(TrainingJobLauncher):
+    """Starts one of the programs as a TrainingJob with a warm spare."""
+
+    def __init__(self, demo: ProgramDemo, name: str, program: Program) -> None:
+        super().__init__(demo, name)
+        self.program, self.title, self.first_fault = program, program.title, program.first_fault
+
+    def start(self, size: int) -> None:
+        """Start the program."""
+        job = self.demo.create_manifest(self.name)
+        job["spec"]["workers"]["replicas"] = size
+        job["spec"]["recovery"] = {"hang": {"saveSeconds": 10, "stepFloorSeconds": 8}}
+        pod, folder = job["spec"]["workers"]["template"]["spec"], f"/checkpoints/{self.name}"
+        pod["volumes"] = [{"name": "source", "configMap": {"name": "programs"}}]
+        pod["containers"][0]["env"] += [{"name": "LEDGER", "value": folder}, {"name": "HF_HUB_OFFLINE", "value": "1"}]
+        spec, program = job["spec"]["program"], self.program
+        spec["command"] = ["python", *(argument.format(folder=folder) for argument in program.arguments)]
+        spec["checkpoints"] = {"path": folder, "committed": program.committed}
+        del spec["args"]
+        if not program.arguments:
+            spec["command"], spec["progress"] = (
+                ["sh", "-c", _SHELL, "count", folder],
+                {"pattern": r"step: (?P<step>\d+)"},
+            )
+        if not program.keeps_batch:
+            del spec["batch"]
+        if not program.resizes:
+            spec["resize"] = "Never"
+        self.folder.mkdir(exist_ok=True)
+        self.run = DemoJob(self.demo.cluster, self.name, self.folder, self.demo.view, {})
+        self.run.apply_manifest(job)
+
+    def kill_rank(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the last rank."""
+        if self.program.arguments:
+            super().kill_rank(number)
+        else:  # the agent has the record of its steps
+            pod = self.find_pod()["metadata"]["name"]
+            self.demo.cluster.faults.kill_container(NAMESPACE, pod, signal=number, match="count /checkpoints")
+
+
+def install_programs(demo: ProgramDemo) -> None:
+    """Create the ConfigMap with the programs, and the small tokenizer and data set of torchtitan's model."""
+    loops = [
+        block.partition("```")[0] for block in _PAGE.read_text().split("```python\n") if "PositionSampler(" in block
+    ]
+    files = {name: demo.out / f"{name}_loop.py" for name in ("ddp", "accelerate")}
+    for path, loop in zip(files.values(), loops, strict=True):
+        source = loop.replace("from my_project import", "from loops import").replace(
+            "BATCH, FOLDER = 2, 64", "BATCH, FOLDER = 2, 16"
+        )
+        path.write_text(
+            source.replace('"/checkpoints/run/step-{step}"', 'os.environ["LEDGER"] + "/step-{step}"').replace(
+                "import sys\n", "import os\nimport sys\n"
+            )
+        )
+    sources = [f"--from-file={path}" for path in (RECORDER, _LOOPS, *files.values())]
+    demo.cluster.kubectl("create", "configmap", "programs", *sources, "-n", NAMESPACE)
+    folder = demo.out / "checkpoints"
+    (folder / "titan/data").mkdir(parents=True)
+    tokenizer = json.loads((folder / "model/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {word: token for word, token in vocabulary.items() if token < _TITAN_VOCABULARY}
+    (folder / "titan/tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "titan/tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    lines = (folder / "data/train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "titan/data/train.jsonl").write_text("".join(lines[:_TITAN_SAMPLES]))
+
+
+def render_costs(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of the table on docs/program-runs.md."""
+    rows = []
+    for run in report["runs"]:
+        costs: dict[str, str] = {}
+        for fault in run["faults"]:
+            seconds = fault["first_new_step_seconds"]
+            costs[fault["kind"]] = "never" if seconds is None else f"{seconds:.1f} s, {fault['steps_recomputed']}"
+        samples = f"{run['samples_missing']} / {run['samples_repeated']}"
+        loss = f"{run['loss_difference']:.0e}" if run["loss_difference"] else "none"
+        rows.append((run["title"], *(costs.get(kind, "-") for kind in FAULTS), samples, loss))
+    return rows
