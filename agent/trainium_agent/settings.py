@@ -84,6 +84,8 @@ class AgentSettings:
     token_path: Path
     ca_path: Path
     neuron_devices: int = 0
+    unit_nodes: int = 1
+    """Nodes of the UltraServer that work as one with this one."""
     rank_entry: str = DEFAULT_RANK_ENTRY
     kernel_log: Path = DEFAULT_KERNEL_LOG
     checks: frozenset[PreflightCheck] = QUICK_CHECKS
@@ -165,6 +167,7 @@ def settings_from(environment: Mapping[str, str]) -> AgentSettings:
         token_path=Path(environment.get(worker_env.ENV_TOKEN_PATH) or worker_env.TOKEN_PATH),
         ca_path=Path(environment.get(worker_env.ENV_CA_PATH) or worker_env.CA_PATH),
         neuron_devices=_parse_integer(environment, worker_env.ENV_NEURON_DEVICES, 0, default="0"),
+        unit_nodes=_parse_integer(environment, worker_env.ENV_UNIT_NODES, 1, default="1"),
         rank_entry=rank_entry,
         kernel_log=Path(environment.get(worker_env.ENV_KERNEL_LOG) or DEFAULT_KERNEL_LOG),
         pair_seconds=_parse_number(environment, ENV_PAIR_SECONDS, default="8"),

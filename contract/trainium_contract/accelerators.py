@@ -31,6 +31,17 @@ LOGICAL_CORE = "NEURON_LOGICAL_NC_CONFIG"
 NeuronCore configuration")."""
 
 
+ULTRA_SERVER_LABEL = "neuron.amazonaws.com/ultraserver-server-id-{}"
+"""Label of a node with the UltraServer, or the half of it, that it belongs to where 4, or 2, nodes work as one (Neuron
+documentation, "Schedule MPI jobs to run on Neuron UltraServer on EKS")."""
+ULTRA_SERVER_NODE_LABEL = "neuron.amazonaws.com/ultraserver-node-id-{}"
+"""Label with the number of the node in it, from 0 (the same page)."""
+TOPOLOGY_LABEL_DOMAINS = ("topology.k8s.aws/", "neuron.amazonaws.com/")
+"""Labels that tell which nodes belong together: those of EC2 (`ultraserver-id` on SageMaker HyperPod,
+`capacity-block-id`, which "identifies instances within the UltraServer domain" by EC2's API reference of
+InstanceTopology), and those of Neuron's device plugin."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNames:
     """Names of one kind of device in Kubernetes."""

@@ -11,6 +11,7 @@ side by side.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Self
@@ -144,7 +145,8 @@ class TrainingJobSpec(ContractModel):
 
     def batch_shape(self) -> BatchShape:
         """Return the arithmetic of this job's legal sizes. Raises ValueError if the spec contradicts itself."""
-        return self.workload.batch_shape()
+        shape, unit_nodes = self.workload.batch_shape(), self.workers.accelerator.nodes_per_unit()
+        return shape if unit_nodes == 1 else replace(shape, unit_nodes=unit_nodes)
 
     def min_size(self, largest: int) -> int:
         """Return the fewest nodes that the job may shrink to from `largest`, which fits; a rigid job never shrinks."""

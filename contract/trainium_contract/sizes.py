@@ -1,7 +1,8 @@
 """Compute legal sizes and batches; pure functions that the CRD's rules, the planner and the trainer share.
 
 A size is a number of nodes. World = nodes x cores per node; data-parallel degree = world / group, where a group is
-tensor x pipeline x context ranks, which train on the same samples. The global batch is the same at every size; the
+tensor x pipeline x context ranks, which train on the same samples. Nodes that are placed together (an UltraServer)
+come and go together, so a size is a multiple of their number. The global batch is the same at every size; the
 number of micro-batches that a rank computes in a step (`passes`) changes. If they do not divide evenly, some rows of
 some ranks' last micro-batches are empty, or, within an optional tolerance, a step has a few samples more or fewer. A
 size is legal if the world is divisible by the group and, under the rule `Even`, the global batch leaves no row empty.
@@ -80,6 +81,8 @@ class BatchShape:
     rule: SizeRule = SizeRule.ANY
     tolerance: float = 0.0
     """Share of the global batch by which that of a step may differ."""
+    unit_nodes: int = 1
+    """Nodes of a unit; a size is a multiple of it."""
 
     @property
     def group(self) -> int:
@@ -108,7 +111,7 @@ class BatchShape:
     def is_legal(self, nodes: int) -> bool:
         """Return whether a job of this shape can train on `nodes` nodes."""
         samples = self.data_parallel(nodes) * self.micro_batch_size
-        if nodes < 1 or samples == 0:
+        if nodes < 1 or samples == 0 or nodes % self.unit_nodes:
             return False
         if not self.global_batch_size:
             return True
@@ -173,8 +176,8 @@ class BatchShape:
         return self._whole(max(smallest, -(-replicas * self.group // self.cores_per_node)))
 
     def _whole(self, smallest: int) -> int:
-        """Return the smallest size >= smallest whose world is whole model-parallel groups."""
-        step = self.group // math.gcd(self.group, self.cores_per_node)
+        """Return the smallest size >= smallest of whole units whose world is whole model-parallel groups."""
+        step = math.lcm(self.unit_nodes, self.group // math.gcd(self.group, self.cores_per_node))
         return -(-max(1, smallest) // step) * step
 
 

@@ -17,6 +17,7 @@ from trainium_agent.roles import RoleDirectory
 from trainium_agent.workload.attempt import rank_environment
 from trainium_agent.workload.program_progress import ProgramMonitor
 from trainium_agent.workload.rank_spec import describe_ranks
+from trainium_agent.workload.ultra_server import ultra_server_environment
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.program_output import find_error, strip_margin
 from trainium_contract.redaction import redact_secrets
@@ -40,13 +41,16 @@ class Workload(ProgramMonitor):
     def __init__(self, settings: AgentSettings, environment: Mapping[str, str] = os.environ) -> None:
         """`environment` is that of the container."""
         super().__init__(settings, describe_ranks(settings, environment))
+        self._container = environment
         self.roles = RoleDirectory(settings.memory_directory)
         self._started_at = 0.0
 
     def request(self, layout: AttemptLayout, local_rank: int) -> StartRequest:
         """Return the request that starts a rank."""
         self._started_at, self.end_problem = time.monotonic(), ""
+        place = ultra_server_environment(self._settings.unit_nodes, layout.node_rank, layout.master_ip)
         environment = {
+            **{name: value for name, value in place.items() if name not in self._container},
             **self.ranks.environment,
             **rank_environment(self._settings, layout, local_rank),
             **self.roles.build_environment(),

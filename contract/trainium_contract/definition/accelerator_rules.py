@@ -1,4 +1,4 @@
-"""CEL rules of `spec.workers.accelerator`: claimed devices, and training processes on a node.
+"""CEL rules of `spec.workers.accelerator`: claimed devices, UltraServers, and training processes on a node.
 
 Each process has a separate core. A trn2 has half as many logical cores unless configured otherwise (a claim's
 logicalNeuronCore, or the node's setting), so without a claim the number of physical cores is the bound.
@@ -32,7 +32,53 @@ _CLAIMED_CORES = f"""{_value_of_instance_type(lambda each: each.cores * each.cor
 / self.claim.?logicalNeuronCore.orValue({_value_of_instance_type(lambda each: each.core_parts)})"""
 _MAX_CORES = f"(has(self.claim) ? {_CLAIMED_CORES} : {_PHYSICAL_CORES})"
 
+_ULTRA_SERVER_SIZES = (
+    "{"
+    + ", ".join(
+        f"'{name}': {list(each.ultra_server_nodes)}" for name, each in INSTANCES.items() if each.ultra_server_nodes
+    )
+    + "}"
+)
+_ULTRA_SERVER_TYPES = ", ".join(name for name, each in INSTANCES.items() if each.ultra_server_nodes)
+_IS_ULTRA_SERVER_TYPE = f"self.?instanceType.orValue('') in {_ULTRA_SERVER_SIZES}"
+
+_UNIT_RULES: tuple[Rule, ...] = (
+    Rule(
+        "self.?unit.orValue('Node') == 'UltraServer' || !(has(self.unitNodes) || has(self.unitTopologyKey))",
+        "accelerator.unitNodes and unitTopologyKey describe an UltraServer: set accelerator.unit to UltraServer, or "
+        "leave them out",
+        ".unit",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
+        f"self.?unit.orValue('Node') == 'Node' || !({_IS_KNOWN_TYPE}) || {_IS_ULTRA_SERVER_TYPE}",
+        f"this instance type is in no UltraServer: take {_ULTRA_SERVER_TYPES}, or leave out accelerator.unit",
+        ".unit",
+    ),
+    Rule(
+        f"""self.?unit.orValue('Node') == 'Node' || {_IS_KNOWN_TYPE}
+        || (has(self.unitNodes) && has(self.unitTopologyKey))""",
+        f"accelerator.unit UltraServer needs to know which nodes are one: give instanceType {_ULTRA_SERVER_TYPES}, or "
+        "unitNodes and unitTopologyKey (the label of your nodes; AWS states none for Trn3)",
+        ".unit",
+        reason=RefusalReason.REQUIRED,
+    ),
+    Rule(
+        f"""self.?unit.orValue('Node') == 'Node' || !has(self.unitNodes) || !({_IS_ULTRA_SERVER_TYPE})
+        || self.unitNodes in {_ULTRA_SERVER_SIZES}[self.instanceType]""",
+        "accelerator.unitNodes must be a number of nodes of this type that can work as one: 2 or 4",
+        ".unitNodes",
+    ),
+    Rule(
+        "self.?unit.orValue('Node') == 'Node' || !has(self.claim)",
+        "accelerator.claim claims the devices of single nodes: leave it out, or leave out accelerator.unit UltraServer",
+        ".claim",
+        reason=RefusalReason.FORBIDDEN,
+    ),
+)
+
 ACCELERATOR_RULES: tuple[Rule, ...] = (
+    *_UNIT_RULES,
     Rule(
         "!has(self.claim) || self.device != 'cuda'",
         "accelerator.claim is for Neuron devices: leave it out, or set device to neuron",

@@ -73,6 +73,24 @@ SPEC_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        f"{OUT_OF_BOUNDS} || {SIZE_FIELDS_UNCHANGED} || {bind_cores(f'{NODES} % u == 0')}",
+        "workers.replicas must be whole UltraServers (accelerator.unit)",
+        ".workers.replicas",
+        format_size_message("workers.replicas %s is not a multiple of the %s nodes of an UltraServer", NODES, "u"),
+        optional_old=True,
+    ),
+    Rule(
+        bind_cores("self.workers.spares % u == 0"),
+        "workers.spares must be whole UltraServers (accelerator.unit)",
+        ".workers.spares",
+    ),
+    Rule(
+        "self.elasticity.idleNodes == 'Leave' || self.workers.accelerator.?unit.orValue('Node') == 'Node'",
+        "elasticity.idleNodes Take is for single nodes: leave it out, or leave out accelerator.unit UltraServer",
+        ".elasticity.idleNodes",
+        reason=RefusalReason.FORBIDDEN,
+    ),
+    Rule(
         "self.elasticity.idleNodes == 'Leave' || has(self.workers.maxReplicas)",
         "elasticity.idleNodes Take needs workers.maxReplicas: give the number of nodes to which the job may grow",
         ".elasticity.idleNodes",

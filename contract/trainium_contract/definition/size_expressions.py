@@ -1,10 +1,13 @@
 """Sizes of a job in CEL: which are legal, and whether some size in a range is.
 
 Invariant: agrees with `sizes.BatchShape`, from which it is tested. In the expressions `c` is the number of cores per
-node, bound once by `bind_cores`: CEL has no `let`, and a comprehension over one element is the idiom for it.
+node and `u` that of nodes in a unit, bound once by `bind_cores`: CEL has no `let`, and a comprehension over one element
+is the idiom for it.
 """
 
 from __future__ import annotations
+
+from functools import reduce
 
 from trainium_contract.accelerators import INSTANCES
 from trainium_contract.definition.cel import ZERO_TO_99, bind_value, exists_up_to, format_message
@@ -17,6 +20,18 @@ _CORES_GIVEN = (
 _PROCESSES = "self.?program.?processesPerNode.orValue(1)"
 _CORES = f"({_PROCESSES} > {_CORES_GIVEN} ? {_PROCESSES} : {_CORES_GIVEN})"
 """CEL of the `cores_per_node` of `Workload.batch_shape`."""
+UNIT_NODES_BY_TYPE = (
+    "{"
+    + ", ".join(
+        f"'{name}': {max(each.ultra_server_nodes)}" for name, each in INSTANCES.items() if each.ultra_server_nodes
+    )
+    + "}"
+)
+"""CEL of the nodes of an UltraServer of each type that is in one."""
+_UNIT_NODES = f"""(self.workers.accelerator.?unit.orValue('Node') == 'UltraServer'
+? self.workers.accelerator.?unitNodes.orValue(
+{UNIT_NODES_BY_TYPE}[?self.workers.accelerator.?instanceType.orValue('')].orValue(1)) : 1)"""
+"""CEL of `WorkerAcceleratorSpec.nodes_per_unit`."""
 NODES = "self.workers.replicas"
 MICRO_BATCH = "self.?trainer.?batch.?microSize.orValue(self.?program.?batch.?microSize.orValue(1))"
 _DERIVED_BATCH = f"has(self.trainer) && {MICRO_BATCH} <= 8 ? 8 : {MICRO_BATCH}"
@@ -44,20 +59,21 @@ def fills_batch(nodes: str) -> str:
 
 def _is_legal(nodes: str) -> str:
     """Return an expression: `nodes` is a legal size. Its first half prevents a division by zero in the second."""
-    return f"({is_divisible(nodes)} && {fills_batch(nodes)})"
+    return f"({nodes} % u == 0 && {is_divisible(nodes)} && {fills_batch(nodes)})"
 
 
 def bind_cores(condition: str) -> str:
-    """Bind the cores per node to `c` in a condition."""
-    return bind_value("c", _CORES, condition)
+    """Bind the cores per node to `c` and the nodes of a unit to `u` in a condition."""
+    return bind_value("c", _CORES, bind_value("u", _UNIT_NODES, condition))
 
 
 def format_size_message(text: str, *values: str) -> str:
-    """Return an expression as `format_message` does, with `c` bound and the legal sizes near the requested one."""
+    """Return an expression as `format_message` does, with `c` and `u` bound and the legal sizes near that requested."""
     nearby = f"{text}; legal sizes within 100 of it: %s below, %s above"
     below = f"{ZERO_TO_99}.map(i, {NODES} - i).filter(n, n >= 1 && {_is_legal('n')})"
     above = f"{ZERO_TO_99}.map(i, {NODES} + i + 1).filter(n, {_is_legal('n')})"
-    return f"[{_CORES}].map(c, {format_message(nearby, *values, below, above)})[0]"
+    message = format_message(nearby, *values, below, above)
+    return f"[{_CORES}].map(c, [{_UNIT_NODES}].map(u, {message})[0])[0]"
 
 
 # Other rules refuse these values; a rule that divided by them would only add a second sentence.
@@ -68,15 +84,15 @@ MIN_NODES = "self.workers.?minReplicas.orValue(1)"
 
 
 def _has_degree(degree: str) -> str:
-    """Return an expression: some number of nodes from s to n has this degree; m processes form a group."""
-    return f"({degree} * m % c == 0 && {degree} * m / c >= s && {degree} * m / c <= n)"
+    """Return an expression: some number of units from s to n has this degree; m processes form a group."""
+    return f"({degree} * m % w == 0 && {degree} * m / w >= s && {degree} * m / w <= n)"
 
 
-# Trying up to 10,000 sizes took an API server a second, a busy one ten. These cost as much as a node has cores (Any),
+# Trying up to 10,000 sizes took an API server a second, a busy one ten. These cost as much as a unit has cores (Any),
 # or as the root of the batch in micro-batches (Even), however long the range is.
-_NODES_OF_RANKS = "(k * m / c)"
-_HAS_MULTIPLE = exists_up_to("c", 1, "k", f"k * m % c == 0 && n / {_NODES_OF_RANKS} * {_NODES_OF_RANKS} >= s")
-"""k data-parallel ranks fill whole nodes, so every multiple of that many nodes is legal."""
+_UNITS_OF_RANKS = "(k * m / w)"
+_HAS_MULTIPLE = exists_up_to("w", 1, "k", f"k * m % w == 0 && n / {_UNITS_OF_RANKS} * {_UNITS_OF_RANKS} >= s")
+"""k data-parallel ranks fill whole units of w cores, so every multiple of that many units is legal."""
 _MICRO_BATCHES = f"{GLOBAL_BATCH} / {MICRO_BATCH}"
 _MAX_MICRO_BATCHES = 1 << 20
 _HAS_DIVISOR = exists_up_to("q", 2, "d", f"q % d == 0 && ({_has_degree('d')} || {_has_degree('q / d')})")
@@ -84,7 +100,8 @@ _HAS_EVEN_SIZE = f"""({GLOBAL_BATCH} % {MICRO_BATCH} == 0
 && {bind_value("q", _MICRO_BATCHES, f"q > {_MAX_MICRO_BATCHES} || {_HAS_DIVISOR}")})"""
 """The data-parallel degree is a divisor of the micro-batches. Beyond a million of them the operator reports it."""
 _HAS_SIZE = f"({_ALLOWS_ANY_SIZE} ? {_HAS_MULTIPLE} : {_HAS_EVEN_SIZE})"
-_SEARCH = bind_value("m", MODEL_PARALLEL, bind_value("n", NODES, bind_value("s", MIN_NODES, _HAS_SIZE)))
+_IN_UNITS = {"n": f"{NODES} / u", "s": f"({MIN_NODES} + u - 1) / u", "w": "c * u", "m": MODEL_PARALLEL}
+_SEARCH = reduce(lambda condition, name: bind_value(name, _IN_UNITS[name], condition), _IN_UNITS, _HAS_SIZE)
 SOME_SIZE_IS_LEGAL = f"{_is_legal(NODES)} || {_SEARCH}"
 _SIZE_FIELDS = (
     ".parallelism.tensor",

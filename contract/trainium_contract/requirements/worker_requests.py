@@ -125,7 +125,8 @@ def compute_worker_requests(
     processes, share = shape.cores_per_node, _compute_node_share(accelerator)
     memory_size = share.host_bytes
     # Divided state is largest on the fewest nodes, and copies for a buddy need two.
-    sizes = islice((nodes for nodes in range(1, 2 * shape.group + 1) if shape.is_legal(nodes)), 2)
+    likely = range(1, 2 * shape.group * shape.unit_nodes + 1)
+    sizes = islice(filter(shape.is_legal, likely), 2)
     estimates = [estimate_at_size(config, accelerator, shape, nodes) for nodes in sizes]
     known = [estimate for estimate in estimates if estimate is not None]
     if memory_size:

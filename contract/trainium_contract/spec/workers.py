@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
-from trainium_contract.accelerators import INSTANCES, Device, Instance
+from trainium_contract.accelerators import INSTANCES, TOPOLOGY_LABEL_DOMAINS, ULTRA_SERVER_LABEL, Device, Instance
 from trainium_contract.base import ContractModel
 from trainium_contract.spec.claim import ClaimSpec
 from trainium_contract.spec.pod_template import PodTemplate
@@ -21,6 +22,20 @@ DEVICE_MISSING = (
 
 NodeCount = Annotated[int, Field(ge=1, le=MAX_NODES)]
 Quantity = Annotated[str, Field(min_length=1, max_length=32)]
+
+
+MAX_UNIT_NODES = 36
+"""Nodes of the largest UltraServer (Neuron documentation, "Trn3 Architecture", Gen2)."""
+_TOPOLOGY_KEY = (
+    f"^({'|'.join(TOPOLOGY_LABEL_DOMAINS).replace('.', '[.]')})[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?$"
+)
+
+
+class Unit(StrEnum):
+    """What is placed, lost and replaced as a whole."""
+
+    NODE = "Node"
+    ULTRA_SERVER = "UltraServer"
 
 
 class AcceleratorSpec(ContractModel):
@@ -60,6 +75,29 @@ class AcceleratorSpec(ContractModel):
         return self.claim.count or (known.devices if known else 0)
 
 
+class WorkerAcceleratorSpec(AcceleratorSpec):
+    """Resources of one node of the workers, and which nodes belong together."""
+
+    unit: Unit = Unit.NODE
+    """`UltraServer`: sizes and spares are whole UltraServers, the ranks of one are neighbours on one, and a node that
+    fails takes the others of its UltraServer out of the job."""
+    unit_nodes: Annotated[int, Field(ge=2, le=MAX_UNIT_NODES)] | None = None
+    """Nodes that work as one UltraServer; omitted: all that the instance type's has, 4 of trn2u.48xlarge."""
+    unit_topology_key: Annotated[str, Field(max_length=317, pattern=_TOPOLOGY_KEY)] | None = None
+    """Label whose value the nodes of one UltraServer share; omitted: Neuron's ultraserver-server-id-N of trn2u."""
+
+    def nodes_per_unit(self) -> int:
+        """Return the number of nodes that are placed, lost and replaced together; 1 unless the job says otherwise."""
+        if self.unit is Unit.NODE:
+            return 1
+        known = self.instance()
+        return self.unit_nodes or max(known.ultra_server_nodes if known else (), default=1)
+
+    def unit_label(self) -> str:
+        """Return the label whose value the nodes of a unit share."""
+        return self.unit_topology_key or ULTRA_SERVER_LABEL.format(self.nodes_per_unit())
+
+
 class WorkersSpec(ContractModel):
     """Number and kind of nodes, and the template of their pods."""
 
@@ -72,8 +110,9 @@ class WorkersSpec(ContractModel):
     """Elastic ceiling for `kubectl scale`, autoscalers, and growth onto idle nodes (elasticity.idleNodes). Omitted:
     unbounded."""
     spares: Annotated[int, Field(ge=0, le=64)] = 0
-    """Warm workers outside the membership, that replace a lost one without waiting for a pod."""
-    accelerator: AcceleratorSpec = AcceleratorSpec()
+    """Warm workers outside the membership, that replace a lost one without waiting for a pod; whole units of
+    accelerator.unit."""
+    accelerator: WorkerAcceleratorSpec = WorkerAcceleratorSpec()
     """Resources of one node."""
     template: PodTemplate = {}
     """Partial PodTemplateSpec, merged into the operator's own; containers and volumes are matched by name. The training

@@ -134,6 +134,7 @@ def test_sizes_are_accepted_exactly_when_the_trainer_has_them(crd_api: Api, shar
             global_batch_size=pick(12, 96, 256, 1000),
             micro_batch_size=pick(1, 1, 2),
             rule=generator.choice(list(SizeRule)),
+            unit_nodes=pick(1, 1, 1, 2, 4),
         )
         nodes = pick(1, 2, 3, 4, 5, 6, 8, 12, 16, 40)
         legal[f"shape-{number}"] = shape.is_legal(nodes)
@@ -144,7 +145,12 @@ def test_sizes_are_accepted_exactly_when_the_trainer_has_them(crd_api: Api, shar
 
 
 def job_of_shape(name: str, shape: BatchShape, nodes: int, smallest: int = 1) -> dict[str, Any]:
-    cores = f"{{coresPerNode: {shape.cores_per_node}}}"
+    unit = (
+        f", unit: UltraServer, unitNodes: {shape.unit_nodes}, unitTopologyKey: topology.k8s.aws/ultraserver-id"
+        if shape.unit_nodes > 1
+        else ""
+    )
+    cores = f"{{coresPerNode: {shape.cores_per_node}{unit}}}"
     change = (
         f"{{workers: {{replicas: {nodes}, minReplicas: {smallest}, accelerator: {cores}}}, parallelism: "
         f"{{tensor: {shape.tensor}, pipeline: {shape.pipeline}}}, trainer: {{batch: {{globalSize: "
@@ -168,16 +174,17 @@ def test_a_range_with_a_legal_size_is_accepted(crd_api: Api, share: int) -> None
         cores, tensor, pipeline = (
             generator.choice(choices) for choices in ((1, 2, 6, 32, 128), (1, 2, 8, 32), (1, 3, 4))
         )
-        rule = generator.choice(list(SizeRule))
-        start = pipeline * tensor  # whole groups on any node
+        rule, unit_nodes = generator.choice(list(SizeRule)), generator.choice((1, 1, 1, 2, 36))
+        start = pipeline * tensor * unit_nodes  # whole groups on any node
         micro = generator.choice((1, 2, 3))
         shape = BatchShape(
             cores_per_node=cores,
             tensor=tensor,
             pipeline=pipeline,
-            global_batch_size=micro * cores * generator.choice((1, 7, 48, 9967, 10080)),
+            global_batch_size=unit_nodes * micro * cores * generator.choice((1, 7, 48, 9967, 10080)),
             micro_batch_size=micro,
             rule=rule,
+            unit_nodes=unit_nodes,
         )
         nodes = generator.choice((3, 7, 40, 128, 997, 10_000))
         smallest = max(1, nodes - generator.choice((0, 1, 5, 30, 9_999)))

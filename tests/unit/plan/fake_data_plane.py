@@ -152,6 +152,7 @@ class FakeDataPlane:
             if pod.view.node:
                 continue
             free = self._free_nodes(occupied | pod.view.avoided_nodes)
+            free = [name for name in free if self._meets_affinity(pod, name)]
             avoided = set(self.status.avoided_nodes)
             free.sort(key=lambda name: ((name in avoided) is not self.ignores_preferences, name))
             if not free:
@@ -167,6 +168,10 @@ class FakeDataPlane:
 
     def _free_nodes(self, occupied: Collection[str]) -> list[str]:
         return [name for name, node in self.nodes.items() if name not in occupied and self._accepts_pods(node)]
+
+    def _meets_affinity(self, _pod: Pod, _node: str) -> bool:
+        """Return whether the pod's terms on other pods allow the node; here nodes have no labels that they refer to."""
+        return True
 
     def _preempt(self, extra: Pod) -> None:
         extra.view = replace(extra.view, deleting=True, disrupted=True)

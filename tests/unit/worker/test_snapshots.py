@@ -189,6 +189,15 @@ def test_a_part_of_a_single_node_has_its_copy_on_another(stores: str, names: str
     assert choose_buddies([*zip(stores, names, strict=True)]) == targets
 
 
+@pytest.mark.parametrize("nodes", [2, 4, 36])
+@pytest.mark.parametrize("servers", [2, 3, 5, 8])
+def test_the_copies_of_an_ultra_server_are_on_others(servers: int, nodes: int) -> None:
+    ranks = range(servers * nodes)  # those of an UltraServer are neighbours
+    targets = choose_buddies([(f"store{rank}", f"part{rank}") for rank in ranks])
+    assert targets.keys() == set(ranks)
+    assert all(rank // nodes != target // nodes for rank, target in targets.items())
+
+
 class FakeNetwork:
     """Record the pages that are sent; each transfer waits for its outcome in `answers` if there may be one."""
 

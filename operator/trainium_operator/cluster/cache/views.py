@@ -29,7 +29,7 @@ from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_map
 from trainium_operator.plan.faults.node_signals import bad_status
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.model import names, observed
-from trainium_operator.plan.model.names import ANNOTATION_GROUP, LABEL_POD_SET, LABELS_READ, RESOURCES_READ, JobId
+from trainium_operator.plan.model.names import ANNOTATION_GROUP, LABEL_POD_SET, RESOURCES_READ, JobId, is_label_read
 
 if TYPE_CHECKING:
     from trainium_contract.api_server.responses import Json
@@ -222,6 +222,7 @@ def _pod_view(raw: Json, ordinal: int, *, container: str = WORKER_CONTAINER) -> 
         gang=as_text(annotations.get(ANNOTATION_GROUP)),
         pod_set=as_text(labels.get(LABEL_POD_SET)),
         extra=worker_env.LABEL_EXTRA in labels,
+        unit=as_text(labels.get(worker_env.LABEL_UNIT)),
         claim_template=read_claim_template(raw),
         evaluates=as_text(annotations.get(names.ANNOTATION_EVALUATES)),
         device_health=read_device_health(raw),
@@ -257,7 +258,9 @@ def node_view(raw: Json) -> observed.NodeView:
         conditions=tuple(_condition(each) for each in conditions if _is_bad(each)),
         deleting="deletionTimestamp" in metadata,
         provider_id=as_name(spec.get("providerID")),
-        labels={key: intern(labels[key]) for key in LABELS_READ if isinstance(labels.get(key), str)},
+        labels={
+            intern(key): intern(text) for key, text in labels.items() if is_label_read(key) and isinstance(text, str)
+        },
         capacity=_capacity(as_mapping(status.get("allocatable"))),
     )
 

@@ -52,20 +52,24 @@ def find_handovers(facts: Facts, evidence: Evidence, failed_members: list[Failed
     """
     by_uid = {failed.member.pod_uid: failed for failed in failed_members}
     fatal = [failed for failed in failed_members if _is_fatal(facts, failed)]
-    free_candidates = len(facts.candidates) - len(failed_members)
-    if free_candidates >= 0:
+    # A unit is replaced as a whole, and its ranks are neighbours.
+    lost_units = {failed.member.node_rank // facts.unit_nodes for failed in failed_members}
+    free_units = len(facts.candidates) // facts.unit_nodes - len(lost_units)
+    if free_units >= 0:
         failed_members = [
             replace(failed, keeps_pod=failed.can_save) if failed in fatal else failed for failed in failed_members
         ]
     for member, worker in find_members_to_move(facts):
-        if free_candidates <= 0:
+        unit = member.node_rank // facts.unit_nodes
+        if free_units <= 0 and unit not in lost_units:
             break
         if member.pod_uid not in by_uid and not worker.silent and not worker.node_bad:
             can_save = is_settled(facts) and _is_training(facts, evidence, worker)
             problem = facts.node_problems[worker.pod.uid]
             failed = _build_bad_node_failure(facts, member, worker, problem, can_save=can_save)
             failed_members.append(replace(failed, keeps_pod=can_save))
-            free_candidates -= 1
+            free_units -= unit not in lost_units
+            lost_units.add(unit)
     return failed_members
 
 

@@ -32,7 +32,7 @@ from trainium_operator.plan.model.names import LAYERS
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
     from trainium_contract.spec.storage import StorageSpec
-    from trainium_contract.spec.workers import AcceleratorSpec
+    from trainium_contract.spec.workers import AcceleratorSpec, WorkerAcceleratorSpec
     from trainium_contract.workload import Workload
     from trainium_operator.plan.model.observed import JobView, PlanSettings
 
@@ -453,7 +453,7 @@ def _build_environment(job: JobView, settings: PlanSettings) -> list[Json]:
     return references + [{"name": key, "value": value} for key, value in values.items()]
 
 
-def _build_device_environment(accelerator: AcceleratorSpec, workload: Workload) -> dict[str, str]:
+def _build_device_environment(accelerator: WorkerAcceleratorSpec, workload: Workload) -> dict[str, str]:
     variables = dict(DEVICES[accelerator.device].environment)
     if accelerator.device is Device.NEURON:
         variables |= workload.neuron_environment
@@ -462,6 +462,8 @@ def _build_device_environment(accelerator: AcceleratorSpec, workload: Workload) 
         variables[env.ENV_NEURON_DEVICES] = devices
     if accelerator.claim is not None and accelerator.claim.logical_neuron_core is not None:
         variables[LOGICAL_CORE] = str(accelerator.claim.logical_neuron_core)
+    if accelerator.device is Device.NEURON and accelerator.nodes_per_unit() > 1:
+        variables[env.ENV_UNIT_NODES] = str(accelerator.nodes_per_unit())
     if EFA in find_extended_resources(accelerator):
         variables |= EFA_ENVIRONMENT
     return variables

@@ -38,6 +38,7 @@ from trainium_operator.plan.model.conditions import StatusT, is_true, with_condi
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import Facts, is_start_blocked, list_healthy_joiners, list_joiners
 from trainium_operator.plan.view.progress import is_settled
+from trainium_operator.plan.view.units import complete_units
 from trainium_operator.plan.view.workers import RECONNECT_SECONDS
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def replace_failed(facts: Facts, status: TrainingJobStatus, failed_members: tupl
     assert facts.current is not None
     lost_uids = {failed.member.pod_uid for failed in failed_members}
     survivors = tuple(member for member in facts.current.members if member.pod_uid not in lost_uids)
-    newcomers = list_joiners(facts)
+    survivors, returned = complete_units(survivors, facts.workers, facts.joinable, facts.unit_nodes)
+    newcomers = (*returned, *list_joiners(facts))
     available = len(survivors) + len(newcomers)
     deadline = _wait_until(
         facts,
@@ -360,6 +362,11 @@ def _find_wait_for_survivors(facts: Facts, failed_members: tuple[FailedMember, .
 def select_survivors(facts: Facts, members: Sequence[Member], size: int) -> tuple[Member, ...]:
     """Return at most `size` of the members, dropping extras first, then the highest ranks."""
     extra = {uid for uid, worker in facts.workers.items() if worker.pod.extra}
+    # A unit keeps its ranks also while one of them is to be filled.
+    units = dict.fromkeys(member.node_rank // facts.unit_nodes for member in members)
+    if facts.unit_nodes > 1:
+        kept_units = sorted(units)[: size // facts.unit_nodes]
+        return tuple(member for member in members if member.node_rank // facts.unit_nodes in kept_units)
     kept = sorted(members, key=lambda member: (member.pod_uid in extra, member.node_rank))[:size]
     return tuple(sorted(kept, key=lambda member: member.node_rank))
 

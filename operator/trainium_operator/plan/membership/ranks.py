@@ -1,5 +1,8 @@
 """Assign node ranks: survivors keep theirs, a newcomer takes a free one, and as few as possible move.
 
+The ranks of a unit (an UltraServer) are neighbours, in the order of its nodes: Neuron's topology identifiers follow the
+UltraServers and the nodes in them (aws-neuron-sdk `src/k8/k8s-ultraserver-init-script.sh`).
+
 Neighbouring ranks are near each other in the network. A place is the path from the widest domain to the node: network
 layers (a higher number is nearer), zone, host name. The longer the common prefix of two nodes, the nearer they are. A
 missing label is an empty element of the path, so clusters without labels keep the order of ordinals.
@@ -8,12 +11,14 @@ missing label is an empty element of the path, so clusters without labels keep t
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from trainium_contract.accelerators import ULTRA_SERVER_NODE_LABEL
 from trainium_contract.wire.messages import Member
 from trainium_operator.plan.model.names import LABEL_HOST, LABEL_ZONE, LAYERS
 from trainium_operator.plan.view.facts import Facts, is_second_choice
+from trainium_operator.plan.view.units import find_unit, group_by_unit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,17 +63,24 @@ class RankContext:
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     last_resort: frozenset[str] = frozenset()
     """Pod uids of newcomers that are chosen only if no other is left."""
+    unit_nodes: int = 1
+    """Nodes of a unit; the workers and members are whole units of them."""
+    units: Mapping[str, str] = field(default_factory=dict)
+    """Unit by pod uid; needed for units of several nodes."""
 
 
 def build_rank_context(facts: Facts) -> RankContext:
-    """Return the context: the nodes, and the joiners on suspected ones."""
+    """Return the context: the nodes, the joiners on suspected ones, and the units."""
     suspected = (worker.pod.uid for worker in facts.candidates if is_second_choice(facts, worker))
-    return RankContext(facts.observed.nodes, frozenset(suspected))
+    units = {uid: find_unit(worker.pod) for uid, worker in facts.workers.items()} if facts.unit_nodes > 1 else {}
+    return RankContext(facts.observed.nodes, frozenset(suspected), facts.unit_nodes, units)
 
 
 def order_first_ranks(workers: Sequence[Worker], size: int, context: RankContext | None = None) -> tuple[Worker, ...]:
     """Return the `size` workers that are nearest to each other, by rank, for a first generation."""
     context = context or RankContext()
+    if context.unit_nodes > 1:
+        return _order_first_units(workers, size, context)
     good = [worker for worker in workers if worker.pod.uid not in context.last_resort]
     suspected = [worker for worker in workers if worker.pod.uid in context.last_resort]
     chosen = [*sort_nearest_first(good, context.nodes), *sort_nearest_first(suspected, context.nodes)][:size]
@@ -84,6 +96,8 @@ def assign_ranks(
     below, each with the one that is nearest to its neighbours; the rest is left out.
     """
     context = context or RankContext()
+    if context.unit_nodes > 1:
+        return _assign_units(survivors, newcomers, size, context)
     placed = {member.node_rank: member for member in survivors if member.node_rank < size}
     movers = [member for member in survivors if member.node_rank >= size]
     joining = [build_member(worker) for worker in newcomers]
@@ -97,6 +111,52 @@ def assign_ranks(
             member = pool.pop_nearest([_find_place(node, context) for node in beside])
             placed[rank] = member.replaced(node_rank=rank)
     return tuple(placed[rank] for rank in range(size))
+
+
+def _order_first_units(workers: Sequence[Worker], size: int, context: RankContext) -> tuple[Worker, ...]:
+    """Return the workers of the units that are nearest to each other, unit by unit."""
+    units = group_by_unit(workers)
+    firsts = [_find_representative(unit, context) for unit in units.values()]
+    chosen = order_first_ranks(firsts, size // context.unit_nodes, replace(context, unit_nodes=1))
+    ordered = (sorted(units[find_unit(first.pod)], key=lambda each: _order(each.pod.node, context)) for first in chosen)
+    return tuple(worker for unit in ordered for worker in unit)
+
+
+def _assign_units(
+    survivors: Sequence[Member], newcomers: Sequence[Worker], size: int, context: RankContext
+) -> tuple[Member, ...]:
+    """Return the members unit by unit; a unit has the place of one rank in `assign_ranks`."""
+    count, units = context.unit_nodes, group_by_unit(newcomers)
+    staying: dict[str, list[Member]] = {}
+    for member in survivors:
+        staying.setdefault(context.units[member.pod_uid], []).append(member)
+    firsts = assign_ranks(
+        [unit[0].replaced(node_rank=unit[0].node_rank // count) for unit in staying.values()],
+        [_find_representative(workers, context) for unit, workers in units.items() if unit not in staying],
+        size // count,
+        replace(context, unit_nodes=1),
+    )
+    members: list[Member] = []
+    for first in firsts:
+        unit = context.units[first.pod_uid]
+        by_place = {member.node_rank % count: member for member in staying.get(unit, ())}
+        joining = sorted(units.get(unit, ()), key=lambda worker: _order(worker.pod.node, context))
+        free = (place for place in range(count) if place not in by_place)
+        by_place |= {place: build_member(worker) for place, worker in zip(free, joining, strict=True)}
+        members += (by_place[place].replaced(node_rank=first.node_rank * count + place) for place in range(count))
+    return tuple(members)
+
+
+def _find_representative(unit: Sequence[Worker], context: RankContext) -> Worker:
+    """Return the worker that stands for its unit: a suspected one, if there is one."""
+    return next((worker for worker in unit if worker.pod.uid in context.last_resort), unit[0])
+
+
+def _order(node: str, context: RankContext) -> tuple[int, Place]:
+    """Return the order of a node in its unit: its number in the UltraServer, if it has one, then its place."""
+    view = context.nodes.get(node)
+    number = view.labels.get(ULTRA_SERVER_NODE_LABEL.format(context.unit_nodes), "") if view is not None else ""
+    return int(number) if number.isdecimal() and number.isascii() else 0, _find_place(node, context)
 
 
 class _Pool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainium_contract.accelerators import DEVICE_RESOURCES, EFA
+from trainium_contract.accelerators import DEVICE_RESOURCES, EFA, TOPOLOGY_LABEL_DOMAINS
 from trainium_contract.wire.worker_env import FIELD_MANAGER, GROUP, LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 
 ANNOTATION_CONTENT_HASH = f"{GROUP}/content-hash"
@@ -79,6 +79,11 @@ def workload_name(job: str, part: int) -> str:
     return f"{job}-quota-{part}"
 
 
+def unit_name(job: JobId, ordinal: int) -> str:
+    """Return the name of the unit whose first pod has this ordinal; other jobs have other names."""
+    return f"{job.uid[:8]}-{ordinal}"
+
+
 def network_policy_name(job: str) -> str:
     """Return the name of the NetworkPolicy that restricts access to the workers."""
     return f"{job}-workers"
@@ -127,18 +132,16 @@ LABEL_HYPERPOD_HEALTH = "sagemaker.amazonaws.com/node-health-status"
 LABEL_HYPERPOD_DEEP_CHECK = "sagemaker.amazonaws.com/deep-health-check-status"
 LAYERS = tuple(f"topology.k8s.aws/network-node-layer-{number}" for number in (1, 2, 3, 4))
 """Labels of EC2's network topology on EKS nodes, from the widest domain to the nearest."""
-LABELS_READ = frozenset(
-    {
-        LABEL_INSTANCE_TYPE,
-        LABEL_HOST,
-        LABEL_HYPERPOD_HEALTH,
-        LABEL_HYPERPOD_DEEP_CHECK,
-        LABEL_ZONE,
-        *LAYERS,
-        "topology.k8s.aws/ultraserver-id",
-    }
+_LABELS_READ = frozenset(
+    {LABEL_INSTANCE_TYPE, LABEL_HOST, LABEL_HYPERPOD_HEALTH, LABEL_HYPERPOD_DEEP_CHECK, LABEL_ZONE}
 )
-"""Labels of a node that plans read; a change of another one triggers nothing."""
+
+
+def is_label_read(key: str) -> bool:
+    """Return whether plans read this label of a node; a change of another one triggers nothing."""
+    return key in _LABELS_READ or key.startswith(TOPOLOGY_LABEL_DOMAINS)
+
+
 RESOURCES_READ = DEVICE_RESOURCES | {EFA}
 LABEL_POD_SET = "kueue.x-k8s.io/podset"
 """On a worker pod: the pod set of Kueue that it was created for."""

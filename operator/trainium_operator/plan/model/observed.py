@@ -168,6 +168,8 @@ class PodView:
     """Pod set of Kueue that it was created for; empty without a queue."""
     extra: bool = False
     """Whether it has the label `worker_env.LABEL_EXTRA`: it is beyond the requested ones, on an idle node."""
+    unit: str = ""
+    """Value of the label `worker_env.LABEL_UNIT`; empty where each node is a unit."""
     claim_template: str = ""
     """ResourceClaimTemplate of its devices; empty without a claim."""
     evaluates: str = ""
@@ -244,7 +246,7 @@ class NodeView:
     provider_id: str = ""
     """`spec.providerID`: identifies the machine, whatever the node's name; empty if unknown."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels that plans read: instance type, network topology, HyperPod health."""
+    """Labels that plans read (`names.is_label_read`): instance type, topology, HyperPod health."""
     capacity: Mapping[str, int] = field(default_factory=dict)
     """Allocatable extended resources (`aws.amazon.com/neuron`, `vpc.amazonaws.com/efa`), without malformed ones."""
 

@@ -88,7 +88,8 @@ def _count_min_available(facts: Facts, status: PublicStatus, decision: _Decision
     if not decision.is_allowed:
         return MIN_AVAILABLE_FORBIDDING_EVICTION
     spares = len(facts.candidates)
-    return max(0, status.membership.size + spares - max(1, spares))
+    # Each worker that leaves may be of another unit.
+    return max(0, status.membership.size + spares - max(1, spares // facts.unit_nodes))
 
 
 def _decide_disruption(facts: Facts, status: PublicStatus) -> _Decision:

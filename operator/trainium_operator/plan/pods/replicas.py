@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import get_budget, suspects_node
@@ -31,6 +32,7 @@ from trainium_operator.plan.diagnose.pod_failures import (
 from trainium_operator.plan.diagnose.process_failures import classify_process_failure
 from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.manifests.config_maps import build_config_map
+from trainium_operator.plan.manifests.unit_affinity import with_unit
 from trainium_operator.plan.manifests.worker_pod import (
     AvoidedNodes,
     build_worker_pods,
@@ -42,6 +44,7 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, PolicyResult, event
 from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.pods.broken_units import find_broken_units
 from trainium_operator.plan.pods.node_avoidance import list_forbidden_nodes, list_released_nodes
 from trainium_operator.plan.pods.refused_pods import (
     add_refusing_nodes,
@@ -51,6 +54,7 @@ from trainium_operator.plan.pods.refused_pods import (
 )
 from trainium_operator.plan.view.facts import Facts, find_creation_blocker, is_unfit
 from trainium_operator.plan.view.progress import is_settled
+from trainium_operator.plan.view.units import count_missing_pods, find_unit, select_surplus
 from trainium_operator.plan.view.workers import Worker, build_deletion, delete_ended_last
 
 if TYPE_CHECKING:
@@ -59,6 +63,8 @@ if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.diagnose.failed_member import FailedMember
     from trainium_operator.plan.model.actions import Action, DeletePod, EventIntent
+
+Json = dict[str, Any]
 
 _DIGITS = re.compile(r"\d+")
 
@@ -92,26 +98,29 @@ def _reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tup
     for failed in failed_members:
         if failed.worker is not None and not failed.keeps_pod:
             deletions += build_deletion(failed.worker, force=failed.force_delete)
-    outsiders, result = _sort_outsiders(facts, status)
+    broken = find_broken_units(facts, status)
+    outsiders, result = _sort_outsiders(facts, status, broken)
     result = PolicyResult(status=status, actions=tuple(deletions)).then(result)
     status = result.status.replaced(start_failures=record_start_failures(facts, result.status))
     # Failures that this plan has counted: replacements must avoid their nodes.
     avoid = failure_budgets.list_avoided_nodes(status.failures, facts.now)
     status = status.replaced(avoided_nodes=add_refusing_nodes(avoid, status, facts.now))
     # Members that a smaller generation leaves out still count: they become its spares, or surplus once it trains.
-    staying = len(facts.member_uids - lost_uids)
-    moving = sum(member.pod_uid not in lost_uids for member, _ in find_members_to_move(facts))
+    replaced = broken | {find_unit(worker.pod) for _, worker in find_members_to_move(facts)}
+    staying = [worker for member, worker in facts.members if worker is not None and member.pod_uid not in lost_uids]
     wanted_extras = _count_extras_to_keep(facts, status)
-    requested = status.desired - status.idle_nodes.taken + _count_spares_to_keep(facts) + moving
+    requested = status.desired - status.idle_nodes.taken + _count_spares_to_keep(facts)
     extras = sum(worker.pod.extra for worker in outsiders) + sum(
         worker is not None and worker.pod.extra for member, worker in facts.members if member.pod_uid not in lost_uids
     )
     # An extra beyond the wanted ones counts as a requested worker.
-    counted = staying + len(outsiders) - min(extras, wanted_extras)
-    missing, missing_extras = max(0, requested - counted), max(0, wanted_extras - extras)
+    counted = [find_unit(worker.pod) for worker in (*staying, *outsiders)][min(extras, wanted_extras) :]
+    counted = [unit for unit in counted if unit not in replaced]
+    missing, completed = count_missing_pods(counted, requested, facts.unit_nodes)
+    missing_extras = max(0, wanted_extras - extras)
     if missing + missing_extras > 0:
-        return result.then(_create_pods(facts, status, missing, missing_extras))
-    surplus = _delete_surplus(facts, status, outsiders, counted - requested)
+        return result.then(_create_pods(facts, status, missing, missing_extras, completed))
+    surplus = _delete_surplus(facts, status, outsiders, counted, requested)
     return result.then(PolicyResult(status=status, actions=surplus))
 
 
@@ -120,7 +129,9 @@ def _is_superseded(facts: Facts, status: PublicStatus) -> bool:
     return facts.current is not None and status.membership.generation > facts.current.generation
 
 
-def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worker], PolicyResult]:
+def _sort_outsiders(
+    facts: Facts, status: TrainingJobStatus, broken: frozenset[str]
+) -> tuple[list[Worker], PolicyResult]:
     """Return outsiders that count; delete the others, except the evidence of workers that do not start."""
     evidence = _workers_kept_for_logs(facts)
     usable: list[Worker] = []
@@ -138,7 +149,7 @@ def _sort_outsiders(facts: Facts, status: TrainingJobStatus) -> tuple[list[Worke
             and not is_outdated_worker
             and not any(feature.is_misplaced(facts, status, worker) for feature in facts.features)
         ):
-            if not is_unfit(facts, worker):
+            if not is_unfit(facts, worker) and find_unit(worker.pod) not in broken:
                 usable.append(worker)
             elif _has_left(facts, status, worker):
                 deletions += build_deletion(worker)
@@ -263,8 +274,10 @@ def _preflight_failure(facts: Facts, worker: Worker) -> _OutsiderFailure | None:
     )
 
 
-def _create_pods(facts: Facts, status: TrainingJobStatus, missing: int, extras: int) -> PolicyResult:
-    """Create this many requested workers, and this many beyond them."""
+def _create_pods(
+    facts: Facts, status: TrainingJobStatus, missing: int, extras: int, completed: tuple[str, ...]
+) -> PolicyResult:
+    """Create this many requested workers, the first of which complete units, and this many beyond them."""
     if find_creation_blocker(facts) is not None:
         return PolicyResult(status=status)
     resume_at = max(failure_budgets.find_backoff_end(status.failures, facts.now), next_creation_at(status, facts.now))
@@ -284,11 +297,25 @@ def _create_pods(facts: Facts, status: TrainingJobStatus, missing: int, extras: 
     for feature in facts.features:
         manifests = feature.place_pods(facts, manifests)
     manifests = [{**pod, "spec": with_affinity(pod["spec"], facts.job, facts.settings)} for pod in manifests]
+    manifests = _with_units(facts, manifests, ordinals, completed)
     actions: tuple[Action, ...] = ()
     for feature in facts.features:
         applied_actions, manifests = feature.group_pods(facts, status, manifests)
         actions += applied_actions
     return PolicyResult(status=status, actions=(*actions, *map(CreatePod, manifests)))
+
+
+def _with_units(facts: Facts, manifests: list[Json], ordinals: range, completed: tuple[str, ...]) -> list[Json]:
+    """Return the pods, each placed with the others of its unit, where a unit has several nodes."""
+    if facts.unit_nodes == 1:
+        return manifests
+    topology_key = facts.job.spec.workers.accelerator.unit_label()
+    firsts = ordinals[len(completed) :: facts.unit_nodes]
+    new_units = (names.unit_name(facts.job.id, first) for first in firsts for _ in range(facts.unit_nodes))
+    return [
+        with_unit(pod, unit, topology_key)
+        for pod, unit in zip(manifests, chain(completed, new_units), strict=False)  # the last unit may lack pods
+    ]
 
 
 def _count_spares_to_keep(facts: Facts) -> int:
@@ -301,8 +328,10 @@ def _count_extras_to_keep(facts: Facts, status: PublicStatus) -> int:
     return wanted if facts.grant is None else max(0, min(wanted, facts.grant.workers - facts.size.desired))
 
 
-def _delete_surplus(facts: Facts, status: PublicStatus, outsiders: list[Worker], surplus: int) -> tuple[DeletePod, ...]:
-    """Return the pods to delete: those that never ran at once.
+def _delete_surplus(
+    facts: Facts, status: PublicStatus, outsiders: list[Worker], counted: list[str], requested: int
+) -> tuple[DeletePod, ...]:
+    """Return the pods to delete of those that are counted, by unit, beyond the requested: those that never ran at once.
 
     Others only when the current generation trains, so that none is still saving.
     """
@@ -313,5 +342,6 @@ def _delete_surplus(facts: Facts, status: PublicStatus, outsiders: list[Worker],
         return not worker.pod.extra, not worker.never_ran, worker.warm, -worker.pod.ordinal
 
     candidates = sorted(outsiders, key=order)
-    surplus_workers = (worker for worker in candidates[:surplus] if worker.never_ran or (is_steady and is_at_size))
-    return tuple(action for worker in surplus_workers for action in build_deletion(worker))
+    surplus = select_surplus(candidates, counted, requested, facts.unit_nodes)
+    deleted = (worker for worker in surplus if worker.never_ran or (is_steady and is_at_size))
+    return tuple(action for worker in deleted for action in build_deletion(worker))

@@ -26,6 +26,7 @@ from trainium_operator.plan.model.actions import Action, PolicyResult
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, JobView, Observed, PlanSettings, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.node_problems import find_problems_by_pod
+from trainium_operator.plan.view.units import select_whole_units
 from trainium_operator.plan.view.workers import (
     Worker,
     assess_workers_contact,
@@ -105,9 +106,19 @@ class Facts:
         return frozenset(member.pod_uid for member, _ in self.members)
 
     @property
-    def candidates(self) -> tuple[Worker, ...]:
-        """Return outsiders on good nodes that can join at once, by ordinal."""
+    def unit_nodes(self) -> int:
+        """Return the number of nodes that are placed, lost and replaced together."""
+        return self.job.spec.workers.accelerator.nodes_per_unit()
+
+    @property
+    def joinable(self) -> tuple[Worker, ...]:
+        """Return outsiders on good nodes that can join at once, also those that complete a unit only, by ordinal."""
         return tuple(worker for worker in self.outsiders if worker.warm and not is_unfit(self, worker))
+
+    @property
+    def candidates(self) -> tuple[Worker, ...]:
+        """Return outsiders on good nodes that can join at once, in whole units, by ordinal."""
+        return select_whole_units(self.joinable, self.unit_nodes)
 
 
 def _unchanged(_facts: Facts, status: TrainingJobStatus) -> PolicyResult:

@@ -15,6 +15,7 @@ from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.plan.manifests import config_maps
 from trainium_operator.plan.manifests.owned_object import compute_content_hash
 from trainium_operator.plan.manifests.strategic_merge import merge_template
+from trainium_operator.plan.manifests.unit_affinity import with_unit
 from trainium_operator.plan.manifests.worker_pod import (
     TEMPLATE_REVISION,
     AvoidedNodes,
@@ -151,6 +152,34 @@ def test_resources_follow_the_accelerator(accelerator: Any, resources: Any, efa:
     manifest = build_pod(workers={"accelerator": accelerator})
     assert container(manifest).get("resources", {}).get("limits") == resources
     assert ("FI_PROVIDER" in environment(manifest)) is efa
+
+
+def test_only_neuron_workers_of_an_ultra_server_are_told_the_nodes_of_their_unit() -> None:
+    trn2u = {"instanceType": "trn2u.48xlarge", "unit": "UltraServer"}
+    batch = {"batch": {"globalSize": 512}}
+    manifest = build_pod(workers={"replicas": 4, "accelerator": trn2u}, trainer=batch)
+    assert environment(manifest)["TRAINIUM_UNIT_NODES"] == "4"
+    single = build_pod(workers={"replicas": 4, "accelerator": {"instanceType": "trn2u.48xlarge"}}, trainer=batch)
+    assert "TRAINIUM_UNIT_NODES" not in environment(single)
+    on_cpus = {"device": "cpu", "unit": "UltraServer", "unitNodes": 2, "unitTopologyKey": "topology.k8s.aws/x"}
+    assert "TRAINIUM_UNIT_NODES" not in environment(build_pod(workers={"accelerator": on_cpus}))
+
+
+def test_a_unit_keeps_the_terms_of_the_pod_and_adds_its_own() -> None:
+    term = {"labelSelector": {"matchLabels": {"a": "b"}}, "topologyKey": "kubernetes.io/hostname"}
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    template = {"spec": {"affinity": {"podAntiAffinity": {required: [term]}, "nodeAffinity": {"x": 1}}}}
+    pod = with_unit(build_pod(workers={"template": template}), "0abc-4", "topology.k8s.aws/ultraserver-id")
+    assert pod["metadata"]["labels"]["trainium.dev/unit"] == "0abc-4"
+    affinity = pod["spec"]["affinity"]
+    (same,), others = affinity["podAffinity"][required], affinity["podAntiAffinity"][required]
+    assert same == {
+        "labelSelector": {"matchLabels": {"trainium.dev/unit": "0abc-4"}},
+        "topologyKey": "topology.k8s.aws/ultraserver-id",
+    }
+    assert others[0] == term
+    assert others[-1]["namespaceSelector"] == {}
+    assert affinity["nodeAffinity"] == {"x": 1}
 
 
 def test_lost_nodes_are_tolerated_for_a_short_time_only() -> None:
