@@ -47,6 +47,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with Cluster.start(
         nodes=[*(NodeSpec(name=f"gang-{at}") for at in range(NODES)), system_node()],
         apiserver_args=[f"--runtime-config={API_VERSIONS[KUBERNETES]}=true", GATES],
+        controller_manager_args=[GATES],
         scheduler_args=[SCHEDULER_GATES[KUBERNETES]],
     ) as started:
         yield started
@@ -124,7 +125,7 @@ def test_a_job_that_starts_as_a_gang_trains_through_a_kill_and_resizes(cluster: 
     assert job.uids() == before
     job.scale(2)
     smaller = job.until_recovered(2)
-    job.until_step(smaller["resumeStep"] + 5)
+    job.until("one pod less", lambda _: len(job.pods()) == 2)
     job.scale(3)
     larger = job.until_recovered(3)
     job.until_step(larger["resumeStep"] + 5)

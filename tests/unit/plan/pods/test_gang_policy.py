@@ -18,7 +18,7 @@ from trainium_operator.plan.model.observed import GangApi, Observed, PodPhase
 from trainium_operator.plan.pods.gang_policy import pause_seconds
 from trainium_operator.plan.report.write_throttle import COUNT_INTERVAL_SECONDS
 
-NATIVE = {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1alpha2"}
+NATIVE = {GangApi.SCHEDULING_GROUP: "scheduling.k8s.io/v1beta1"}
 OLD_NATIVE = {GangApi.WORKLOAD_REF: "scheduling.k8s.io/v1alpha1"}
 COSCHEDULING = {GangApi.COSCHEDULING: "scheduling.x-k8s.io/v1alpha1"}
 ALL = {**COSCHEDULING, **OLD_NATIVE, **NATIVE}
@@ -49,7 +49,7 @@ def admitted_condition(result: PlanResult) -> tuple[str, str]:
 def test_a_native_gang_is_a_pod_group_of_the_smallest_size_that_pods_name() -> None:
     result = plan_gang(new_job(), NATIVE)
     gang = applied_group(result)
-    assert (gang["apiVersion"], gang["kind"]) == ("scheduling.k8s.io/v1alpha2", "PodGroup")
+    assert (gang["apiVersion"], gang["kind"]) == ("scheduling.k8s.io/v1beta1", "PodGroup")
     assert gang["spec"] == {"schedulingPolicy": {"gang": {"minCount": 4}}}, "the spare is not part of the minimum"
     assert gang["metadata"]["ownerReferences"][0]["uid"] == "job-uid"
     assert {manifest["spec"]["schedulingGroup"]["podGroupName"] for manifest in result.created_manifests} == {
@@ -57,6 +57,13 @@ def test_a_native_gang_is_a_pod_group_of_the_smallest_size_that_pods_name() -> N
     }
     kinds = [type(action) for action in result.actions]
     assert kinds.index(ApplyGroup) < kinds.index(CreatePod), "a pod without its group waits for it"
+
+
+def test_a_job_that_is_created_again_has_another_group_because_the_old_one_may_be_terminating() -> None:
+    first, again = new_job(), new_job()
+    again = replace(again, job=replace(again.job, uid="another-uid"))
+    names = [applied_group(plan_gang(observed, NATIVE))["metadata"]["name"] for observed in (first, again, first)]
+    assert names[0] == names[2] != names[1]
 
 
 def test_the_least_of_an_elastic_job_is_its_smallest_legal_size() -> None:
@@ -88,7 +95,7 @@ def test_coscheduling_has_a_pod_group_and_a_label() -> None:
     ("scheduling", "served", "kind"),
     [
         ({}, {}, None),
-        ({}, ALL, "scheduling.k8s.io/v1alpha2"),
+        ({}, ALL, "scheduling.k8s.io/v1beta1"),
         ({}, COSCHEDULING, "scheduling.x-k8s.io/v1alpha1"),
         ({"gang": "None"}, ALL, None),
         ({"gang": "Native"}, COSCHEDULING, None),

@@ -4,8 +4,8 @@ Field names were read from API servers and their sources: scheduling.k8s.io v1al
 `pod.spec.workloadRef`), v1alpha2 (1.36) and v1alpha3, v1beta1 (1.37: PodGroup, `pod.spec.schedulingGroup`);
 scheduling.x-k8s.io v1alpha1.
 
-Invariants: an object's name follows from its content, because these objects cannot be changed. The job owns it, so it
-is deleted with the job.
+Invariants: an object's name follows from its content, because these objects cannot be changed, and from the job's uid,
+because that of an earlier job of this name may still be terminating. The job owns it, so it is deleted with the job.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def join_group(pod: Json, api: GangApi, group: str) -> Json:
 def _build_object(job: JobView, api_version: str, kind: str, spec: Json) -> Json:
     content = {"apiVersion": api_version, "kind": kind, "spec": spec}
     metadata = {
-        "name": f"{job.name}-{compute_content_hash(content)[:8]}",
+        "name": f"{job.name}-{compute_content_hash({**content, 'uid': job.uid})[:8]}",
         "namespace": job.namespace,
         "labels": names.object_labels(job.name, "gang"),
         "ownerReferences": [build_owner_reference(job)],
