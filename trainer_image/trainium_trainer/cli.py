@@ -33,6 +33,7 @@ from trainium_trainer.compile import graphs
 from trainium_trainer.configuration.config import load, read_launch, resolve_settings
 from trainium_trainer.loop.profile import capture_folder
 from trainium_trainer.loop.stop import StopRequest
+from trainium_trainer.monitor.plot import plot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,7 +95,7 @@ app.command()(inspect)
 app.add_typer(_convert)
 for _command in (
     artifacts.export, artifacts.merge, artifacts.fetch_model, evaluate.generate, evaluate.evaluate, check.check,
-    prepare_data, show_data, profile, precompile,
+    prepare_data, show_data, plot, profile, precompile,
 ):  # fmt: skip
     app.command()(_command)
 
