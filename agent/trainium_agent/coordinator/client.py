@@ -126,6 +126,8 @@ class CoordinatorClient:
         self._send_now = asyncio.Event()
         self._session: StreamSession | None = None
         self._preferred: Address | None = None
+        self._broken: Address | None = None
+        """The address whose stream broke last; a machine without power costs each attempt the whole time limit."""
         self._logged: dict[str, float] = {}
         self._next_clock_check = time.monotonic() + CLOCK_CHECK_SECONDS
         self.answered_at = time.monotonic()
@@ -145,7 +147,7 @@ class CoordinatorClient:
             except CoordinatorUnavailableError as error:
                 longest = _REFUSED_BACKOFF_SECONDS if isinstance(error, PodRefusedError) else longest
                 self._log_unavailable(error)
-                self._preferred = None
+                self._broken, self._preferred = self._preferred or self._broken, None
             except JobDeletedError as error:
                 _log.warning("%s", error)
                 self._on_job_deleted()
@@ -169,8 +171,7 @@ class CoordinatorClient:
         """
         addresses = await self._connector.addresses()
         random.shuffle(addresses)
-        if self._preferred in addresses:
-            addresses.sort(key=lambda address: address != self._preferred)
+        addresses.sort(key=lambda address: (address == self._broken, address != self._preferred))
         failure = CoordinatorUnavailableError("")
         for address in addresses:
             # The second attempt is for a certificate authority that was rotated since the first.
@@ -187,7 +188,7 @@ class CoordinatorClient:
                     self._on_coordinator_time(registration.time, sent_at, time.time())
                     if address != self._preferred:
                         _log.info("registered with the coordinator at %s:%d", address.ip, address.port)
-                    self._preferred = address
+                    self._preferred, self._broken = address, None
                     return stream, registration
         raise failure
 

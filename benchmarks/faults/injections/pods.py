@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tests.testing.cluster.installed import second_release
 
 if TYPE_CHECKING:
-    from benchmarks.faults.recovery import Run
+    from benchmarks.faults.recovery import Json, Run
 
 _NOTICES = (
     "aws-node-termination-handler/spot-itn",
@@ -41,13 +41,16 @@ def terminate_agents(run: Run) -> None:
     seconds_apart = run.rng.choice((None, 0.0, 1.6))
     members = [run.choose_member()] if seconds_apart is None else run.target.members()
 
-    def terminate() -> None:
-        for member in members:
-            run.env.kill_agent(run.target.namespace, member, signal.SIGTERM)
-            time.sleep(seconds_apart or 0.0)
+    def terminate(member: Json) -> None:
+        run.env.kill_agent(run.target.namespace, member, signal.SIGTERM)
 
     note = f"one of them, {members[0]['podName']}" if seconds_apart is None else f"all, {seconds_apart:g} s apart"
-    run.measure(terminate, *members, note=note)
+    # Steps count as completed until the first signal: the job may train again before the second.
+    fault = run.inject(partial(terminate, members[0]))
+    for member in members[1:]:
+        time.sleep(seconds_apart or 0.0)
+        terminate(member)
+    run.follow(fault, *members, note=note)
 
 
 def announce_termination(run: Run) -> None:

@@ -343,6 +343,17 @@ async def test_a_silent_name_server_leaves_the_known_addresses_and_one_pending_l
     assert resolver.lookups == 2
 
 
+def build_client() -> CoordinatorClient:
+    """Return a client without callbacks."""
+    settings: Any = SimpleNamespace(
+        **REQUEST.model_dump(exclude={"protocol", "agent_version", "rendezvous_port"}), coordinator=(), ca_path=None
+    )
+    nothing: Any = lambda *_: None  # noqa: E731 - four callbacks
+    return CoordinatorClient(
+        settings, 1, "1", heartbeat=nothing, on_membership=nothing, on_acknowledged=nothing, on_job_deleted=nothing
+    )
+
+
 async def pauses_after(error: CoordinatorUnavailableError, monkeypatch: pytest.MonkeyPatch, count: int) -> list[float]:
     """Return how long a client waits after each failure to connect, in virtual time."""
     clock, pauses = [1000.0], []
@@ -358,13 +369,7 @@ async def pauses_after(error: CoordinatorUnavailableError, monkeypatch: pytest.M
 
     monkeypatch.setattr("trainium_agent.coordinator.client.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("trainium_agent.coordinator.client.random.uniform", lambda _low, high: high)
-    settings = SimpleNamespace(
-        **REQUEST.model_dump(exclude={"protocol", "agent_version", "rendezvous_port"}), coordinator=(), ca_path=None
-    )
-    nothing: Any = lambda *_: None  # noqa: E731 - four callbacks
-    client = CoordinatorClient(
-        settings, 1, "1", heartbeat=nothing, on_membership=nothing, on_acknowledged=nothing, on_job_deleted=nothing
-    )
+    client = build_client()
     monkeypatch.setattr(client, "_connect", refuse)
     monkeypatch.setattr("trainium_agent.coordinator.client.asyncio.sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
@@ -388,3 +393,31 @@ async def test_a_pod_of_no_job_is_refused_and_reports_what_to_do_rarely(
     assert max(pauses) == longest
     assert len(caplog.records) in (lines, lines + 1)
     assert all(sentence in record.getMessage() for record in caplog.records)
+
+
+async def test_the_address_whose_stream_broke_is_tried_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without power drops packets, so each attempt there costs the whole time limit."""
+    leader, standby = Address("operator", "10.0.0.1", 8443), Address("operator", "10.0.0.2", 8443)
+    attempts: list[Address] = []
+
+    async def list_addresses() -> list[Address]:
+        return [leader, standby]
+
+    async def open_stream(address: Address) -> tuple[Any, RegisterResponse]:
+        attempts.append(address)
+        return None, RegisterResponse(time=0.0)
+
+    async def break_stream(*_: object) -> None:
+        if len(attempts) == 2:
+            raise asyncio.CancelledError
+        raise CoordinatorUnavailableError("a heartbeat was not answered within 3 s")
+
+    client = build_client()
+    monkeypatch.setattr(client, "_connector", SimpleNamespace(addresses=list_addresses))
+    monkeypatch.setattr(client, "_open", open_stream)
+    monkeypatch.setattr(client, "_serve", break_stream)
+    monkeypatch.setattr("trainium_agent.coordinator.client.random.shuffle", lambda _addresses: None)
+    monkeypatch.setattr("trainium_agent.coordinator.client._FIRST_BACKOFF_SECONDS", 0.0)
+    with pytest.raises(asyncio.CancelledError):
+        await client.run()
+    assert attempts == [leader, standby]
