@@ -1,10 +1,12 @@
 """The fault table: its statistics, and its lines for rows that pass, fail or did not run."""
 
+import inspect
 import random
 from pathlib import Path
 
 from benchmarks.faults.document import table_line, write_document
 from benchmarks.faults.environment import curve_digest
+from benchmarks.faults.injections import CONTEXTS, INJECTIONS
 from benchmarks.faults.record import ClusterKind, RowResult, RunResult, Spread
 from benchmarks.faults.row import ROWS, RequestedRuns
 
@@ -87,6 +89,12 @@ def test_each_row_has_its_descriptions() -> None:
     for row in ROWS:
         assert all((row.fault, row.injected, row.expected, row.checked)), row.row
         assert 1 <= row.runs <= 30
+
+
+def test_the_function_of_each_row_takes_its_arguments() -> None:
+    for row in ROWS:
+        inspect.signature(INJECTIONS[row.inject]).bind("run", **row.arguments)
+        assert row.context in {"", *CONTEXTS}, row.row
 
 
 def test_every_row_without_an_accelerator_exists() -> None:
