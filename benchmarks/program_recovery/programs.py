@@ -120,7 +120,8 @@ class ProgramLauncher(TrainingJobLauncher):
         job["spec"]["recovery"] = {"hang": {"saveSeconds": 10, "stepFloorSeconds": 8}}
         pod, folder = job["spec"]["workers"]["template"]["spec"], f"/checkpoints/{self.name}"
         pod["volumes"] = [{"name": "source", "configMap": {"name": "programs"}}]
-        pod["containers"][0]["env"] += [{"name": "LEDGER", "value": folder}, {"name": "HF_HUB_OFFLINE", "value": "1"}]
+        variables = {"LEDGER": folder, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+        pod["containers"][0]["env"] += [{"name": name, "value": value} for name, value in variables.items()]
         spec, program = job["spec"]["program"], self.program
         spec["command"] = ["python", *(argument.format(folder=folder) for argument in program.arguments)]
         spec["checkpoints"] = {"path": folder, "committed": program.committed}

@@ -31,11 +31,17 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The computations of each step by start, and whether training has ended."""
+    """The computations of each step by start, and how many ranks have ended."""
 
     computations: dict[tuple[int, float], Computation]
     """By (step, start)."""
-    ended: bool
+    ended_ranks: int
+    """Ranks that have recorded the end of the training."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all ranks have recorded the end of the training."""
+        return 0 < self.newest_ranks <= self.ended_ranks
 
     @property
     def newest_step(self) -> int:
@@ -91,18 +97,18 @@ class Ledger:
 def read_ledger(folder: Path) -> Ledger:
     """Return the ledger of the run in `folder`; lines that are being written are left out."""
     computations: dict[tuple[int, float], Computation] = defaultdict(Computation)
-    ended = False
+    ended_ranks = 0
     for path in sorted(folder.glob("samples-*.jsonl")):
         for record in _read_lines(path):
             if record.get("trainingEnded"):
-                ended = True
+                ended_ranks += 1
                 continue
             item = computations[record["step"], record["start"]]
             item.samples += record["samples"]
             item.ranks = record["ranks"]
             item.loss += record["loss"] / item.ranks
             item.ended_at = min(record["time"], item.ended_at)
-    return Ledger(dict(computations), ended)
+    return Ledger(dict(computations), ended_ranks)
 
 
 def _read_lines(path: Path) -> Iterable[dict[str, Any]]:

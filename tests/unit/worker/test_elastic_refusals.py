@@ -1,6 +1,7 @@
 """Test what an elastic trainer refuses, and what it accepts beside training: in one process, without an agent."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +132,8 @@ def replaced(folder: Path, **attributes: Any) -> Any:
             lambda folder: build(folder, Stream(), max_steps=2),
             "is a stream, in which no run can continue at a position",
         ),
+        (lambda folder: replaced(folder, train_dataset=None), "it has no train_dataset"),
+        (lambda folder: replaced(folder, train_dataset=Rows(count=0)), "its train_dataset has no samples"),
         (lambda folder: build(folder, auto_find_batch_size=True), "set per_device_train_batch_size"),
         (lambda folder: build(folder, train_sampling_strategy="batch_rebalance"), "use 'random' or 'group_by_length'"),
         (lambda folder: replaced(folder, is_deepspeed_enabled=True), "use FSDP2 instead"),
@@ -140,7 +143,7 @@ def replaced(folder: Path, **attributes: Any) -> Any:
             "1 ranks cannot be divided into groups of 2 .*lower these degrees, or run at another size",
         ),
     ],
-    ids=["started", "stream", "batch-size", "rebalance", "deepspeed", "fsdp1", "world-size"],
+    ids=["started", "stream", "no-data", "no-samples", "batch-size", "rebalance", "deepspeed", "fsdp1", "world-size"],
 )
 def test_what_cannot_be_elastic_is_refused_with_the_remedy(tmp_path: Path, prepare: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"Trainer cannot be elastic: .*{message}"):
@@ -184,6 +187,51 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, file: str) -
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"checkpoint-2 was saved by another version of \w+: "):
         elastic(build(tmp_path)).train()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "model.safetensors",
+            b"x" * 10,
+            "cannot be read .*: delete it, and the run resumes from the checkpoint before",
+        ),
+        ("optimizer.pt", b"x" * 10, "cannot be read .Weights only load failed.: delete it"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+    train_until(build(tmp_path), 5)
+    (tmp_path / "checkpoint-4" / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"checkpoint-4 {message}"):
+        elastic(build(tmp_path)).train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    trainer = elastic(build(tmp_path))
+    trainer.train()
+    assert min(losses(trainer)) <= 3, "it resumed from checkpoint-2"
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    train_until(build(tmp_path), 3)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    trainer = build(tmp_path)
+    trainer.model = trainer.model_wrapped = model
+    with pytest.raises(
+        ValueError, match=r"checkpoint-2 is of another model: .*Create the model as when the run started"
+    ):
+        elastic(trainer).train()
+
+
+def test_a_named_checkpoint_has_to_exist(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint names .*correct it or leave it out"):
+        elastic(build(tmp_path)).train(str(tmp_path / "checkpoint-100"))
+
+
+def test_a_fault_after_the_last_step_repeats_none(tmp_path: Path) -> None:
+    for _ in range(2):
+        trainer = elastic(build(tmp_path, max_steps=2))
+        trainer.train()
+        assert trainer.state.global_step == 2
 
 
 def test_epochs_are_ignored_beside_max_steps(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from safetensors import SafetensorError
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -69,6 +71,26 @@ def check_version(folder: Path, place: str, saved: Identity | None) -> None:
             f"{place} was saved by another version of transformers: {then}, {transformers.__version__} now, which does "
             f"not know {', '.join(unknown)}. Start with the version that the run had, or choose another output_dir"
         )
+
+
+@contextlib.contextmanager
+def explain_unreadable(checkpoint: str | None) -> Iterator[None]:
+    """Raise ValueError with the remedy if a checkpoint that is loaded in the block is damaged or of another model."""
+    try:
+        yield
+    except (EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        lines = str(error).strip().splitlines()
+        if "size mismatch" in str(error) or "key(s) in state_dict" in str(error):
+            raise ValueError(
+                f"{checkpoint} is of another model: {lines[-1].strip()} Create the model as when the run started, or "
+                "choose another output_dir"
+            ) from error
+        if type(error) is RuntimeError and "archive" not in str(error):
+            raise  # of a collective, for instance
+        reason = lines[0].partition(". ")[0] if lines else "end of file"
+        raise ValueError(
+            f"{checkpoint} cannot be read ({reason}): delete it, and the run resumes from the checkpoint before it"
+        ) from error
 
 
 @contextlib.contextmanager

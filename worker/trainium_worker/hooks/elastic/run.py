@@ -215,6 +215,11 @@ class Run:
             saved = read_identity(folder)
         if folder is not None:
             check_version(folder, place, saved)
+        elif isinstance(checkpoint, (str, os.PathLike)):
+            raise ValueError(
+                f"resume_from_checkpoint names {checkpoint}, which has no trainer_state.json: correct it or leave it "
+                "out, an elastic trainer finds its checkpoints in output_dir"
+            )
         self._adopt_batch(saved)
         self._identity = self._identify(output_dir, all_gather)
         if saved is not None:

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 import trainium_worker
 from trainium_worker import memory
 from trainium_worker.hooks import select_figures
+from trainium_worker.hooks.elastic.checkpoints import explain_unreadable
 from trainium_worker.hooks.elastic.run import Run, count_replicas
 
 if TYPE_CHECKING:
@@ -72,11 +73,15 @@ def _check(trainer: Trainer) -> None:
         )
     elif args.auto_find_batch_size:
         problem = "auto_find_batch_size changes the batch: set per_device_train_batch_size"
+    elif trainer.train_dataset is None:
+        problem = "it has no train_dataset"
     elif isinstance(trainer.train_dataset, IterableDataset) or not hasattr(trainer.train_dataset, "__len__"):
         problem = (
             "its train_dataset is a stream, in which no run can continue at a position: load it without streaming, "
             "or create a data set with a length from it (datasets.Dataset.from_generator)"
         )
+    elif not len(trainer.train_dataset):
+        problem = "its train_dataset has no samples"
     elif getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         problem = "batch_rebalance orders samples by the number of processes: use 'random' or 'group_by_length'"
     if problem:
@@ -110,6 +115,13 @@ class _ElasticMethods:
         self._elastic.begin_step(items)
         return batches, items
 
+    def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Train no step after the last one, if a fault came between it and the end of the program."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self._elastic.micro_batch += 1
@@ -142,13 +154,15 @@ class _ElasticMethods:
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._elastic.memory_state is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            with explain_unreadable(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        if self._elastic.memory_state is None:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        else:
+        if self._elastic.memory_state is not None:
             self._elastic.memory_state.load(self)
+        else:
+            with explain_unreadable(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Do nothing: the random numbers of a step are a function of its number."""
