@@ -1,59 +1,83 @@
 """Measure what `elastic` adds to a step of `transformers.Trainer`: `python -m benchmarks.elastic_cost`.
 
-Two ranks of DDP train one model with and without the line, in turns, with a memory folder for each rank as in a pod.
-The figure is the median of the rounds' median steps, without the first ones.
+Two ranks of DDP train one model with and without the line, in turns.
+A round compares the median steps of two runs, without the first ones. Each rank has a node with a memory folder, so
+that each save is also copied. Processor time depends less on what else runs on the machine than the wall clock does.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fleet.figures import Report
 from benchmarks.ranks import run_ranks
 
-RANKS, STEPS, WARM_UP = 2, 60, 5
-SIZES = {"0.3M": (64, 4, 48), "5M": (256, 4, 96), "30M": (512, 8, 128)}
-"""Width, layers and tokens of a sample, by the number of parameters."""
+RANKS, WARM_UP = 2, 5
+SIZES = {"0.3M": (64, 4, 48, 60), "5M": (256, 4, 96, 40), "30M": (512, 8, 128, 20)}
+"""Width, layers, tokens of a sample, and steps, by the approximate number of parameters."""
+_ADDED_GOAL, _RATIO_GOAL = 5.0, 1.01
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, print the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", nargs="*", default=[*SIZES], choices=[*SIZES])
+    parser.add_argument("--quick", action="store_true", help="one round of the smallest model")
+    parser.add_argument("--json", type=Path, default=Path("out/bench/elastic_cost.json"))
     parser.add_argument("--rank", nargs=3, metavar=("MODE", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         train(options.rank[0], options.rank[1], Path(options.rank[2]))
         return
-    print("| parameters | step | with `elastic` | added | processor time of a rank | with `elastic` | added |")
-    print("|---|---|---|---|---|---|---|")
-    for size in options.sizes:
-        runs = [(measure("plain", size), measure("elastic", size)) for _ in range(options.rounds)]
-        cells = [size]
-        for kind in range(2):
-            plain, elastic = (statistics.median(run[mode][kind] for run in runs) * 1000 for mode in range(2))
-            cells += [f"{plain:.1f} ms", f"{elastic:.1f} ms", f"{elastic - plain:.1f} ms, {elastic / plain - 1:.1%}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
+    report = Report("elastic_cost", options.quick)
+    for size in options.sizes[:1] if options.quick else options.sizes:
+        for _ in range(1 if options.quick else options.rounds):
+            add_figures(report, measure("plain", size), measure("elastic", size))
+            report.write(options.json)
+    report.print()
 
 
-def measure(mode: str, size: str) -> tuple[float, float]:
-    """Return the median seconds of a step of one run, and those of the first rank's processor time."""
+def add_figures(report: Report, plain: Measured, elastic: Measured) -> None:
+    """Add the figures of a round, in milliseconds."""
+    parameters = plain.parameters
+    report.add("a step", parameters, "ms", plain.step)
+    report.add("a step with `elastic`", parameters, "ms", elastic.step)
+    report.add("`elastic` adds to a step", parameters, "ms", elastic.step - plain.step, goal=_ADDED_GOAL)
+    report.add("a step with `elastic` over one without", parameters, "x", elastic.step / plain.step, goal=_RATIO_GOAL)
+    report.add("processor time of a rank's step", parameters, "ms", plain.processor)
+    added = elastic.processor - plain.processor
+    report.add("`elastic` adds to the processor time of a rank's step", parameters, "ms", added, goal=_ADDED_GOAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Medians of the steps of one run: milliseconds of the wall clock, and of the first rank's processors."""
+
+    parameters: int
+    step: float
+    processor: float
+
+
+def measure(mode: str, size: str) -> Measured:
+    """Run two ranks and return what the first one measured."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
         run_ranks([sys.executable, "-m", "benchmarks.elastic_cost", "--rank", mode, size, name], RANKS, folder)
-        seconds, processor = map(float, (folder / "seconds").read_text().split())
-    return seconds, processor
+        return Measured(**json.loads((folder / "measured").read_text()))
 
 
 def train(mode: str, size: str, folder: Path) -> None:
-    """Run one rank; the first one writes the median seconds of its steps."""
+    """Run one rank; the first one writes what it has measured."""
     rank = os.environ["RANK"]
     memory = folder / f"node-{rank}"
     (memory / "progress").mkdir(parents=True)
@@ -70,7 +94,7 @@ def train(mode: str, size: str, folder: Path) -> None:
 
     from trainium_worker.hooks.transformers import elastic  # noqa: PLC0415 - as above
 
-    width, layers, tokens = SIZES[size]
+    width, layers, tokens, steps = SIZES[size]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     starts: list[tuple[float, float]] = []
@@ -92,16 +116,20 @@ def train(mode: str, size: str, folder: Path) -> None:
         num_attention_heads=4, num_key_value_heads=4,
     )  # fmt: skip
     arguments = TrainingArguments(
-        output_dir=str(folder / "run"), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS,
+        output_dir=str(folder / "run"), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=steps,
         logging_steps=10, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
         ddp_find_unused_parameters=False,
     )  # fmt: skip
-    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=Rows(), callbacks=[Clock()])
+    model = LlamaForCausalLM(config)
+    trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=[Clock()])
     (elastic(trainer) if mode == "elastic" else trainer).train()
     if rank == "0":
         pairs = [*zip(starts[WARM_UP:], starts[WARM_UP + 1 :], strict=False)]
-        medians = (statistics.median(end[kind] - start[kind] for start, end in pairs) for kind in range(2))
-        (folder / "seconds").write_text(" ".join(map(str, medians)))
+        step, processor = (
+            1000 * statistics.median(end[kind] - start[kind] for start, end in pairs) for kind in range(2)
+        )
+        parameters = model.num_parameters()
+        (folder / "measured").write_text(json.dumps({"parameters": parameters, "step": step, "processor": processor}))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a process group that nobody destroys aborts some ranks at their end, and destroying it hangs others

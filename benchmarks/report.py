@@ -18,8 +18,8 @@ Json = dict[str, Any]
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 RESULTS = FOLDER / "results.json"
-TITLES = {"fleet": "A fleet", "coordinator": "The coordinator"}
-SIZED_BY = {"coordinator": "agents"}
+TITLES = {"fleet": "A fleet", "coordinator": "The coordinator", "elastic_cost": "A step with elastic"}
+SIZED_BY = {"coordinator": "agents", "elastic_cost": "parameters"}
 TRAINING = "Training speed"
 _COLUMNS = [
     "mode", "processes", "tokens/s", "transformers.Trainer", "ratio", "best steps", "compiled peer", "ratio of it",
@@ -36,8 +36,8 @@ a plain client with 64 requests in flight (its restart: fail all, delete all, cr
 on 2 cores; the fleets from {first} to {last}, on fake nodes. [Comparison](comparison.md) has figures of others
 (`benchmarks/peers.json`), [scale](scale.md) has what a job costs as it grows.
 
-`make bench` measures `A fleet`, `The coordinator` and `Training speed` again. Each other part was measured once, by
-commands that commit `02e7f559` has.
+`make bench` measures `A fleet`, `The coordinator`, `A step with elastic` and `Training speed` again. Each other part
+was measured once, by commands that commit `02e7f559` has.
 
 ## Figures with a goal
 
@@ -148,7 +148,8 @@ def _format_ratio(ratio: float, met: bool) -> str:
 
 def render_page(parts: Json) -> str:
     """Render the figures that have a goal, the table of training speed, and a line for each other part."""
-    dates = sorted(size["conditions"][:10] for part in parts.values() for size in part.get("sizes", {}).values())
+    fleets = [part.get("sizes", {}) for title, part in parts.items() if title != TITLES["elastic_cost"]]
+    dates = sorted(size["conditions"][:10] for sizes in fleets for size in sizes.values())
     goals = [row for title, part in parts.items() for row in _render_goals(title, part.get("sizes", {}))]
     training = parts.get(TRAINING, {"rows": []})
     return _PAGE.format(

@@ -17,6 +17,7 @@ MODULES = {
     "fleet": "benchmarks.fleet",
     "coordinator": "benchmarks.fleet.coordinator",
     "training_speed": "benchmarks.training_speed",
+    "elastic_cost": "benchmarks.elastic_cost",
 }
 
 

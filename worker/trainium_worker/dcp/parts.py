@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Union
 
+from trainium_worker.snapshots.files import ALIGNMENT_BYTES, round_up
+
 if TYPE_CHECKING:
     import io
     import os
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
     from trainium_worker.snapshots.files import Part, Version
 
-ALIGNMENT_BYTES = 64
 StrPath = Union[str, "os.PathLike[str]"]
 
 
@@ -67,11 +68,6 @@ def lay_out(items: Sequence[WriteItem], serialized: dict[int, io.BytesIO], rank:
         entries.append(Entry(item, Span(rank, start, start + size)))
         start = round_up(start + size, ALIGNMENT_BYTES)
     return entries
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Round a value up to the next multiple."""
-    return -(-value // multiple) * multiple
 
 
 def newest_complete(parts_in_memory: Iterable[Part]) -> tuple[Part, ...]:

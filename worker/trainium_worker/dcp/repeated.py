@@ -61,6 +61,8 @@ class _RepeatedPart:
                 self._entries.append(entry)
             elif entry.span.size:
                 self.lacking.append((entry.span.start, entry.span.end))
+        self._names = [entry.item.index.fqn for entry in self._entries]
+        self._is_divided = any(_is_divided(state[name]) for name in self._names)
         self._views: dict[SnapshotFile, list[torch.Tensor]] = {}
 
     @property
@@ -69,7 +71,7 @@ class _RepeatedPart:
         return self.lacking if self._entries else None
 
     @torch.no_grad()
-    def copy_to(self, file: SnapshotFile, tensors: Mapping[str, torch.Tensor]) -> None:
+    def copy_to(self, file: SnapshotFile, state: Mapping[str, torch.Tensor]) -> None:
         """Copy the tensors of this rank, and the index, to a file."""
         views = self._views.get(file)
         if views is None:
@@ -77,7 +79,8 @@ class _RepeatedPart:
             views = [entry.tensor(file.payload[entry.span.start :]) for entry in self._entries]
             self._views[file] = views
         if views:
-            torch._foreach_copy_(views, [tensors[entry.item.index.fqn] for entry in self._entries])
+            tensors = [state[name] for name in self._names]
+            torch._foreach_copy_(views, [*map(_to_local, tensors)] if self._is_divided else tensors)
 
 
 class RepeatedSave:
@@ -105,7 +108,6 @@ class RepeatedSave:
 
     def stage(self, state: Mapping[str, torch.Tensor]) -> Staged:
         """Copy the state to the files of the next save, in the training thread."""
-        tensors = {name: _to_local(tensor) for name, tensor in state.items()}
         self._session.remove_leftovers()
         sizes = {rank: part.payload_bytes for rank, part in self._parts.items()}
         try:
@@ -114,7 +116,7 @@ class RepeatedSave:
             self._problem = describe_no_space(self._session, error, list(sizes.values()))
             return Staged.NO_SPACE
         for rank, part in self._parts.items():
-            part.copy_to(self._files[rank], tensors)
+            part.copy_to(self._files[rank], state)
         return Staged.REPEATED
 
     def write(self, step: int, staged: list[int]) -> bool:
@@ -143,5 +145,10 @@ def _has_item(state: Mapping[str, torch.Tensor], entry: Entry, *, is_own: bool) 
 
 def _to_local(tensor: Any) -> torch.Tensor:
     """Return the part of a tensor that this rank has."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach()
+    local: torch.Tensor = tensor.to_local() if _is_divided(tensor) else tensor
+    return local
+
+
+def _is_divided(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor."""
+    return hasattr(tensor, "to_local")

@@ -14,9 +14,9 @@ from torch.futures import Future
 
 import trainium_worker
 from trainium_worker.dcp.commit import Outcome, commit, describe_no_space
-from trainium_worker.dcp.parts import ALIGNMENT_BYTES, lay_out, round_up
+from trainium_worker.dcp.parts import lay_out
 from trainium_worker.dcp.session import open_session
-from trainium_worker.snapshots.files import BLOCK_BYTES, Part, Version
+from trainium_worker.snapshots.files import ALIGNMENT_BYTES, BLOCK_BYTES, Part, Version, round_up
 
 if TYPE_CHECKING:
     import io

@@ -26,10 +26,17 @@ if TYPE_CHECKING:
 HEADER_BYTES = 4096
 BLOCK_BYTES = 4096
 """The size of a payload is a multiple of it, so that no byte is outside a block of the checksum."""
+ALIGNMENT_BYTES = 64
+"""The offset of a tensor in a payload is a multiple of it."""
 SUFFIX = ".snapshot"
 _MAGIC = b"TRNSNAP1"
 _HEADER_START = 16
 _WORDS_PER_BLOCK = BLOCK_BYTES // 8
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Round a value up to the next multiple."""
+    return -(-value // multiple) * multiple
 
 
 class DamagedSnapshotError(Exception):

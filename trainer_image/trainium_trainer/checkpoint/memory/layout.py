@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_worker.snapshots.files import BLOCK_BYTES
+from trainium_worker.snapshots.files import ALIGNMENT_BYTES, BLOCK_BYTES, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,9 +31,6 @@ def shard_name(
 def describe_mesh(name: str) -> str:
     """Return the mesh of a shard's state (tensor x data x pipeline), which shards of one division have in common."""
     return " x ".join(re.findall("of([0-9]+)", name))
-
-
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +59,11 @@ class BufferLayout:
             tensor = tensors[name]
             end = offset + tensor.numel() * tensor.element_size()
             parts.append(_TensorSpan(name, tensor.dtype, tuple(tensor.shape), offset, end))
-            offset = _round_up(end, _ALIGNMENT)
+            offset = round_up(end, ALIGNMENT_BYTES)
         text = "\n".join(f"{part.name} {part.dtype} {part.shape}" for part in parts)
         return BufferLayout(
             parts=tuple(parts),
-            payload_bytes=max(BLOCK_BYTES, _round_up(offset, BLOCK_BYTES)),
+            payload_bytes=max(BLOCK_BYTES, round_up(offset, BLOCK_BYTES)),
             digest=hashlib.sha256(text.encode()).hexdigest()[:32],
         )
 
@@ -77,7 +74,3 @@ class BufferLayout:
     def ordered(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors in the layout's order. Raises KeyError when one is missing."""
         return [tensors[part.name].detach() for part in self.parts]
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
