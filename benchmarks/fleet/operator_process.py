@@ -45,16 +45,22 @@ class ChartInstallation:
         self.kubeconfig = folder / "operator.kubeconfig"
         self.arguments: list[str] = []
 
+    def _apply(self, items: list[dict[str, Any]], *options: str) -> None:
+        manifest = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+        self._cluster.kubectl("apply", *options, "-f", "-", "--server-side", stdin=manifest)
+
     async def install(self, kube: Api) -> None:
         """Apply the chart except for the Deployment, and create credentials of the ServiceAccount."""
         rendered = self._cluster.helm("template", RELEASE, str(ROOT / "helm/trainium-operator"), "-n", NAMESPACE)
         documents = [document for document in yaml.safe_load_all(rendered) if document]
         deployment = next(document for document in documents if document["kind"] == "Deployment")
         self.arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
-        self._cluster.kubectl("create", "namespace", NAMESPACE)
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
         items = [document for document in documents if document["kind"] not in _SKIPPED_KINDS]
-        manifest = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
-        self._cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", "--server-side", stdin=manifest)
+        # kubectl refuses -n for objects that name another namespace.
+        elsewhere = [item for item in items if item["metadata"].get("namespace", NAMESPACE) != NAMESPACE]
+        self._apply([namespace, *elsewhere])
+        self._apply([item for item in items if item not in elsewhere], "-n", NAMESPACE)
         self._cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.trainium.dev")
         account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
         path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{account}/token"

@@ -37,7 +37,7 @@ documentation, "Schedule MPI jobs to run on Neuron UltraServer on EKS")."""
 ULTRA_SERVER_NODE_LABEL = "neuron.amazonaws.com/ultraserver-node-id-{}"
 """Label with the number of the node in it, from 0 (the same page)."""
 TOPOLOGY_LABEL_DOMAINS = ("topology.k8s.aws/", "neuron.amazonaws.com/")
-"""Labels that tell which nodes belong together: those of EC2 (`ultraserver-id` on SageMaker HyperPod,
+"""Labels that show which nodes belong together: those of EC2 (`ultraserver-id` on SageMaker HyperPod,
 `capacity-block-id`, which "identifies instances within the UltraServer domain" by EC2's API reference of
 InstanceTopology), and those of Neuron's device plugin."""
 

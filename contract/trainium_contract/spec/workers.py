@@ -32,7 +32,7 @@ _TOPOLOGY_KEY = (
 
 
 class Unit(StrEnum):
-    """What is placed, lost and replaced as a whole."""
+    """Part of a cluster that is placed, lost and replaced as a whole."""
 
     NODE = "Node"
     ULTRA_SERVER = "UltraServer"
@@ -87,7 +87,7 @@ class WorkerAcceleratorSpec(AcceleratorSpec):
     """Label whose value the nodes of one UltraServer share; omitted: Neuron's ultraserver-server-id-N of trn2u."""
 
     def nodes_per_unit(self) -> int:
-        """Return the number of nodes that are placed, lost and replaced together; 1 unless the job says otherwise."""
+        """Return the number of nodes that are placed, lost and replaced together; 1 by default."""
         if self.unit is Unit.NODE:
             return 1
         known = self.instance()

@@ -154,7 +154,7 @@ def test_resources_follow_the_accelerator(accelerator: Any, resources: Any, efa:
     assert ("FI_PROVIDER" in environment(manifest)) is efa
 
 
-def test_only_neuron_workers_of_an_ultra_server_are_told_the_nodes_of_their_unit() -> None:
+def test_only_neuron_workers_of_an_ultra_server_get_the_number_of_its_nodes() -> None:
     trn2u = {"instanceType": "trn2u.48xlarge", "unit": "UltraServer"}
     batch = {"batch": {"globalSize": 512}}
     manifest = build_pod(workers={"replicas": 4, "accelerator": trn2u}, trainer=batch)
