@@ -95,6 +95,69 @@ async def _one_fault(cluster: Cluster, folder: Path) -> list[int]:
         return [first["newest"], second["newest"]]
 
 
+TOPOLOGY_KEY = "topology.k8s.aws/ultraserver-id"
+SELECTED = {"test": "ultra-servers"}
+
+
+def test_the_scheduler_keeps_each_unit_on_a_separate_ultra_server(cluster: Cluster, tmp_path: Path) -> None:
+    """Four UltraServers of two nodes, one with a cordoned node: three units are placed, whichever it tries first."""
+    assert cluster.fleet is not None
+    servers = {node: f"server-{number % 4}" for number, node in enumerate(cluster.fleet.add(8))}
+    for node, server in servers.items():
+        cluster.kubectl(
+            "label", "node", node, f"{TOPOLOGY_KEY}={server}", *(f"{key}={value}" for key, value in SELECTED.items())
+        )
+    cordoned = next(iter(servers))
+    cluster.kubectl("cordon", cordoned)
+    units = asyncio.run(_place_units(cluster, tmp_path))
+    assert sorted(len(nodes) for nodes in units.values()) == [2, 2, 2]
+    used = [{servers[node] for node in nodes} for nodes in units.values()]
+    assert all(len(each) == 1 for each in used), units
+    assert set().union(*used) == {*servers.values()} - {servers[cordoned]}
+
+
+async def _place_units(cluster: Cluster, folder: Path) -> dict[str, set[str]]:
+    """Run the operator until all pods of a job of three UltraServers have nodes; return the nodes by unit."""
+    from benchmarks.fleet.job import JOBS, training_job
+    from benchmarks.fleet.kube import admin_client, delete
+    from benchmarks.fleet.operator_process import ChartInstallation
+    from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_UNIT
+
+    job = training_job(4, spares=2)
+    job["metadata"]["name"] = "servers"
+    job["spec"]["workers"] |= {
+        "accelerator": {
+            "resources": {"aws.amazon.com/neuron": "16"},
+            "coresPerNode": 32,
+            "unit": "UltraServer",
+            "unitNodes": 2,
+            "unitTopologyKey": TOPOLOGY_KEY,
+        },
+        "template": {"spec": {"nodeSelector": SELECTED}},
+    }
+    async with admin_client(cluster) as kube:
+        chart = ChartInstallation(cluster, folder)
+        await chart.install(kube)
+        operator = await chart.start()
+        try:
+            await operator.wait_until_leading()
+            await kube.create(JOBS, job)
+            deadline = time.monotonic() + scaled(USUAL)
+            while True:
+                pods = await kube.get(f"/api/v1/namespaces/default/pods?labelSelector={LABEL_JOB}%3Dservers")
+                units: dict[str, set[str]] = {}
+                for pod in pods["items"]:
+                    if pod["spec"].get("nodeName") and "deletionTimestamp" not in pod["metadata"]:
+                        units.setdefault(pod["metadata"]["labels"][LABEL_UNIT], set()).add(pod["spec"]["nodeName"])
+                if sorted(map(len, units.values())) == [2, 2, 2] and len(pods["items"]) == 6:
+                    return units
+                assert time.monotonic() < deadline, f"not placed: {units}"
+                await asyncio.sleep(0.2)
+        finally:
+            await delete(kube, f"{JOBS}/servers")
+            await operator.stop()
+
+
 NODES = 8
 
 
