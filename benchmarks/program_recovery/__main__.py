@@ -28,7 +28,8 @@ from benchmarks.program_recovery.launchers import (
     Launcher,
     TorchrunLauncher,
     TrainingJobLauncher,
-    install_peers,
+    install_script,
+    running_jobset,
 )
 from benchmarks.program_recovery.programs import FAULTS, PROGRAMS, ProgramLauncher, install_programs
 from trainium_devcluster.demos.ledger import Ledger, read_ledger
@@ -245,14 +246,9 @@ def _compare(session: DemoSession, jobset: str | None, run: Callable[[ProgramDem
     with session.cluster() as cluster:
         demo = ProgramDemo(cluster, session.view, session.out)
         demo.install()
-        controller = install_peers(demo, jobset)
-        try:
+        install_script(demo)
+        with running_jobset(demo, jobset):
             costs = run(demo)
-        finally:
-            if controller is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(controller.pid, signal.SIGTERM)
-                controller.wait()
     write_report(session.out, costs)
     return Outcome([_table(costs)], [f"report: {session.out / 'report.json'}"])
 

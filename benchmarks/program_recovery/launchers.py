@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,8 +18,9 @@ from trainium_devcluster.demos.frame import OPERATOR_NAMESPACE
 from trainium_devcluster.demos.session import NAMESPACE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from trainium_devcluster.demos.frame import Demo
     from trainium_devcluster.program import ProgramDemo
 
 SCRIPT = Path(__file__).with_name("sft.py")
@@ -231,17 +233,28 @@ class TorchrunLauncher(Launcher):
         self.delete(f"statefulset/{self.name}", f"service/{self.name}")
 
 
-def install_peers(demo: ProgramDemo, jobset: str | None) -> subprocess.Popen[bytes] | None:
-    """Create the peers' script; run the command that installs JobSet and runs its controller, if there is one."""
+def install_script(demo: ProgramDemo) -> None:
+    """Create the peers' script."""
     files = [f"--from-file=sft.py={SCRIPT}", f"--from-file={RECORDER}"]
     demo.cluster.kubectl("create", "configmap", "peer-sft", *files, "-n", NAMESPACE)
-    if jobset is None:
-        return None
+
+
+@contextlib.contextmanager
+def running_jobset(demo: Demo, command: str | None) -> Iterator[None]:
+    """Run the command that installs JobSet and runs its controller, if there is one, within the context."""
+    if command is None:
+        yield
+        return
     log = (demo.out / "jobset.log").open("wb")
     controller = subprocess.Popen(
-        jobset, shell=True, env=os.environ | demo.cluster.variables(), stdout=log, stderr=log, start_new_session=True
+        command, shell=True, env=os.environ | demo.cluster.variables(), stdout=log, stderr=log, start_new_session=True
     )
     deadline = time.monotonic() + 60
     while "jobsets" not in demo.cluster.kubectl("api-resources", "-o", "name") and time.monotonic() < deadline:
         time.sleep(0.5)
-    return controller
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(controller.pid, signal.SIGTERM)
+        controller.wait()

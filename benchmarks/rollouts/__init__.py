@@ -1,0 +1,1 @@
+"""Run the example of GRPO with rollout servers through faults, and beside a JobSet of the same pods."""

@@ -1,0 +1,345 @@
+"""Train the example of GRPO with rollout servers without faults and with many, and beside JobSet.
+
+`python -m benchmarks.rollouts --jobset COMMAND`. COMMAND installs JobSet's definition and runs its controller in the
+foreground, with KUBECONFIG set; without it JobSet is left out.
+
+The noise comes first: the same run again, at one rank, and with other seeds. Then rollout servers are killed every five
+seconds while a rank is killed twice, a node is lost, and both the workers and the role are resized.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import statistics
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+from rich.table import Table
+
+from benchmarks.program_recovery.launchers import running_jobset
+from benchmarks.rollouts.launchers import (
+    SERVERS,
+    JobSetLauncher,
+    JobSetRulesLauncher,
+    Launcher,
+    RolloutDemo,
+    Training,
+    TrainingJobLauncher,
+    is_ready,
+)
+from benchmarks.rollouts.rewards import RewardLog, count_updates, max_difference, read_rewards, smooth
+from trainium_contract.api_server.errors import ApiError
+from trainium_devcluster.demos.curves import fault_table
+from trainium_devcluster.demos.session import NAMESPACE, DemoSession, Name, Out, Outcome
+from trainium_devcluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS = 400
+SEEDS = (0, 1, 2)
+KILL_SECONDS = 5.0
+_RUN_SECONDS = 600.0
+_WAIT_SECONDS = 120.0
+_KILLS = 2
+"""Faults of each kind beside JobSet."""
+_STEPS_BETWEEN = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Largest absolute differences of the mean reward of undisturbed runs."""
+
+    same_run_again: float
+    """Of any step."""
+    one_rank: float
+    """Of the means over 50 steps, as the next one: its sums round otherwise, which may change an answer."""
+    other_seeds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DisturbedRun:
+    """Results of the run with faults."""
+
+    completed: bool
+    killed_servers: int
+    servers_replaced: int
+    """As the operator counted."""
+    interruptions: tuple[str, ...]
+    """Causes and responses in the job's history."""
+    generations: int
+    steps_missing: int
+    updates_too_many: int
+    """Updates of the last policy beyond one for each step."""
+    unequal_repetitions: tuple[int, ...]
+    """Steps that the same number of ranks repeated with other rewards."""
+    difference_before_resize: float
+    """Largest difference of the mean reward of any step up to the first resize."""
+    difference: float
+    """Largest difference of the means over 50 steps in the whole run."""
+    role_wait_seconds: float
+    seconds: float
+
+
+class ServerKiller:
+    """Kills or deletes a random server every few seconds, in a thread."""
+
+    def __init__(self, launcher: TrainingJobLauncher, seed: int) -> None:
+        self.launcher = launcher
+        self.killed: list[tuple[float, str]] = []
+        """Unix seconds, and how."""
+        self._chance = random.Random(seed)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(KILL_SECONDS):
+            try:
+                pods = [pod for pod in self.launcher.list_servers() if pod["status"].get("phase") == "Running"]
+                if pods:
+                    self._kill(self._chance.choice(pods)["metadata"]["name"])
+            except (ApiError, ClusterError, OSError):  # it has just ended, or its node is lost
+                continue
+
+    def _kill(self, pod: str) -> None:
+        kind = self._chance.choice(["SIGKILL", "deleted"])
+        if kind == "SIGKILL":
+            self.launcher.demo.kill_pod(pod)
+        else:
+            path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}"
+            self.launcher.demo.cluster.api.delete(path, {"gracePeriodSeconds": 0})
+        self.killed.append((time.time(), kind))
+
+
+def run_undisturbed(demo: RolloutDemo, training: Training) -> RewardLog:
+    """Run without faults; return its log."""
+    launcher = TrainingJobLauncher(demo, training)
+    launcher.start()
+    launcher.run.until_phase("Completed", _RUN_SECONDS)
+    launcher.stop()
+    return read_rewards(launcher.folder)
+
+
+def measure_noise(demo: RolloutDemo) -> tuple[Noise, dict[int, float]]:
+    """Run without faults several times; return the noise, and the curve to compare with."""
+    curves = [run_undisturbed(demo, Training(f"seed-{seed}", STEPS, seed)).curve() for seed in SEEDS]
+    again = run_undisturbed(demo, Training("again", STEPS)).curve()
+    one_rank = run_undisturbed(demo, Training("one-rank", STEPS, ranks=1)).curve()
+    first, smoothed = curves[0], [smooth(curve) for curve in curves]
+    noise = Noise(
+        same_run_again=max_difference(list(first.values()), list(again.values())),
+        one_rank=max_difference(smoothed[0], smooth(one_rank)),
+        other_seeds=max(max_difference(one, other) for one, other in itertools.combinations(smoothed, 2)),
+    )
+    demo.view.log(f"noise: {noise}")
+    return noise, first
+
+
+def run_disturbed(demo: RolloutDemo, reference: dict[int, float], seed: int) -> DisturbedRun:
+    """Run with killed servers and all other faults; compare with the undisturbed run."""
+    started = time.monotonic()
+    launcher = TrainingJobLauncher(demo, Training("disturbed", STEPS))
+    launcher.start()
+    run = launcher.run
+    run.until_step(1, _WAIT_SECONDS)
+    with ServerKiller(launcher, seed) as killer:
+        demo.inject_faults(run)
+        status = run.until_phase("Completed", _RUN_SECONDS)
+    log = read_rewards(launcher.folder)
+    curve, steps = log.curve(), set(range(1, STEPS + 1))
+    resized = min(fault.step for fault in demo.faults if fault.kind.startswith("resize"))
+    alike = [step for step in range(1, resized + 1) if step in curve]
+    waited = (status.get("goodput") or {}).get("lostSeconds") or {}
+    return DisturbedRun(
+        completed=status.get("phase") == "Completed",
+        killed_servers=len(killer.killed),
+        servers_replaced=int(status["roles"][0].get("restarts", 0)),
+        interruptions=tuple(f"{entry['cause']}/{entry['rung']}" for entry in status["history"]),
+        generations=int(status["membership"]["generation"]),
+        steps_missing=len(steps - curve.keys()),
+        updates_too_many=count_updates(launcher.folder, STEPS) - STEPS,
+        unequal_repetitions=tuple(log.list_unequal_repetitions()),
+        difference_before_resize=max_difference([curve[step] for step in alike], [reference[step] for step in alike]),
+        difference=max_difference(smooth(curve), smooth(reference)),
+        role_wait_seconds=float(waited.get("RoleWait", 0.0)),
+        seconds=round(time.monotonic() - started, 1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCost:
+    """Cost of one kill."""
+
+    kind: str
+    pause_seconds: float
+    """Longest time between two new steps."""
+    steps_recomputed: int
+    whole_seconds: float
+    """Seconds until all servers were ready and training went on."""
+    servers_replaced: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunCost:
+    """Cost of the kills of a launcher."""
+
+    title: str
+    step_seconds: float
+    """Median time between two steps before the first kill."""
+    faults: tuple[FaultCost, ...]
+
+
+def measure_kills(launcher: Launcher) -> RunCost:
+    """Kill servers and ranks in turn, each after the recovery from the last kill."""
+    launcher.start()
+    _wait(lambda: read_rewards(launcher.folder).newest >= _STEPS_BETWEEN and _count_ready(launcher) == SERVERS, "start")
+    times = [record["time"] for record in read_rewards(launcher.folder).records]
+    step_seconds = statistics.median(after - before for before, after in itertools.pairwise(times))
+    faults = []
+    for _ in range(_KILLS):
+        faults += [_measure_kill(launcher, kind) for kind in ("killed server", "killed rank")]
+    launcher.stop()
+    return RunCost(launcher.title, step_seconds, tuple(faults))
+
+
+def _measure_kill(launcher: Launcher, kind: str) -> FaultCost:
+    servers = [pod for pod in launcher.list_servers() if is_ready(pod)]
+    before = {pod["metadata"]["uid"] for pod in servers}
+    if kind == "killed rank":
+        launcher.kill_rank()
+    else:
+        launcher.demo.kill_pod(servers[0]["metadata"]["name"])
+    moment = time.time()
+    newest = read_rewards(launcher.folder).newest
+
+    def is_whole() -> bool:
+        log = read_rewards(launcher.folder)
+        is_training = log.newest > newest + 2 and (kind != "killed rank" or log.has_restarted(moment))
+        return is_training and _count_ready(launcher, kind == "killed server", before) == SERVERS
+
+    _wait(is_whole, f"the recovery from {kind}")
+    whole = time.time()
+    steps = read_rewards(launcher.folder).newest
+    _wait(lambda: read_rewards(launcher.folder).newest >= steps + _STEPS_BETWEEN, "further steps")
+    log = read_rewards(launcher.folder)
+    after = {pod["metadata"]["uid"] for pod in launcher.list_servers()}
+    cost = FaultCost(
+        kind, log.longest_pause(moment - 1), log.count_recomputed(moment), whole - moment, len(before - after)
+    )
+    launcher.demo.view.log(f"{launcher.title}: {cost}")
+    return cost
+
+
+def _count_ready(launcher: Launcher, is_one_new: bool = False, before: set[str] | None = None) -> int:
+    """Return the number of ready servers; 0 while none of them is new, if one must be."""
+    ready = {pod["metadata"]["uid"] for pod in launcher.list_servers() if is_ready(pod)}
+    return 0 if is_one_new and not ready - (before or set()) else len(ready)
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{what} did not come within {_WAIT_SECONDS:.0f} s")
+        time.sleep(0.1)
+
+
+def rollouts(
+    *,
+    jobset: Annotated[str | None, typer.Option(help="Command that installs JobSet and runs its controller.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the killed servers.")] = 1,
+    parts: Annotated[str, typer.Option(help="Parts to run: faults, peers.")] = "faults,peers",
+    out: Out = Path("out/rollouts"),
+    name: Name = None,
+) -> None:
+    """Train with rollout servers through faults, and measure what kills cost here and with JobSet."""
+    DemoSession("rollouts", out, name, keep=False).show(lambda session: _run(session, jobset, seed, parts.split(",")))
+
+
+def _run(session: DemoSession, jobset: str | None, seed: int, parts: list[str]) -> Outcome:
+    outcome = Outcome(report={"benchmark": "rollouts"})
+    with session.cluster() as cluster:
+        demo = RolloutDemo(cluster, session.view, session.out)
+        demo.install()
+        with running_jobset(demo, jobset):
+            if "faults" in parts:
+                noise, reference = measure_noise(demo)
+                disturbed = run_disturbed(demo, reference, seed)
+                outcome.report |= {"noise": asdict(noise), "disturbed": asdict(disturbed)}
+                outcome.report["faults"] = [asdict(fault) for fault in demo.faults]
+                outcome.tables += [_table("Noise and the run with faults", asdict(noise) | asdict(disturbed))]
+                outcome.tables += [fault_table(tuple(demo.faults))]
+                outcome.problems += _find_problems(noise, disturbed)
+            if "peers" in parts:
+                costs = [measure_kills(launcher) for launcher in _list_launchers(demo, is_jobset=jobset is not None)]
+                outcome.report["kills"] = [asdict(cost) for cost in costs]
+                outcome.tables.append(_kill_table(costs))
+    outcome.report["load"] = os.getloadavg()[1]
+    (session.out / "report.json").write_text(json.dumps(outcome.report, indent=1) + "\n")
+    outcome.lines.append(f"report: {session.out / 'report.json'}")
+    return outcome
+
+
+def _list_launchers(demo: RolloutDemo, *, is_jobset: bool) -> list[Launcher]:
+    launchers: list[Launcher] = [TrainingJobLauncher(demo, Training("kills", 100_000))]
+    if is_jobset:
+        launchers += [JobSetLauncher(demo, Training("jobset", 100_000))]
+        launchers += [JobSetRulesLauncher(demo, Training("jobset-rules", 100_000))]
+    return launchers
+
+
+def _find_problems(noise: Noise, disturbed: DisturbedRun) -> list[str]:
+    """Return a sentence for each deviation from what the run with faults must be."""
+    problems = {
+        "The job did not complete.": not disturbed.completed,
+        "A prompt is missing.": disturbed.steps_missing > 0,
+        "A step counts twice in the policy.": disturbed.updates_too_many != 0,
+        "A repeated step got other rewards.": bool(disturbed.unequal_repetitions),
+        "The training was interrupted by something else than its five faults.": len(disturbed.interruptions) != 5,
+        "The rewards differ before the first resize.": disturbed.difference_before_resize > noise.same_run_again,
+        "The curve is outside of the noise.": disturbed.difference > noise.other_seeds,
+    }
+    return [sentence for sentence, holds in problems.items() if holds]
+
+
+def _table(title: str, figures: dict[str, Any]) -> Table:
+    table = Table(title=title, show_header=False)
+    for key, value in figures.items():
+        table.add_row(key.replace("_", " "), f"{value:.2g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def _kill_table(costs: list[RunCost]) -> Table:
+    table = Table(title="Medians: pause of the training, servers whole again (steps computed again)")
+    table.add_column("")
+    for cost in costs:
+        table.add_column(cost.title, justify="right")
+    for kind in ("killed server", "killed rank"):
+        table.add_row(kind, *(_format_kills([fault for fault in cost.faults if fault.kind == kind]) for cost in costs))
+    return table
+
+
+def _format_kills(faults: list[FaultCost]) -> str:
+    pause = statistics.median(fault.pause_seconds for fault in faults)
+    whole = statistics.median(fault.whole_seconds for fault in faults)
+    recomputed = statistics.median(fault.steps_recomputed for fault in faults)
+    return f"{pause:.2f} s, {whole:.1f} s ({recomputed:g})"
+
+
+if __name__ == "__main__":
+    typer.run(rollouts)

@@ -1,0 +1,303 @@
+"""Start the example as a TrainingJob with a role and as a JobSet of two replicated jobs, and kill its processes."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainium_devcluster.demos.frame import Demo, DemoJob
+from trainium_devcluster.demos.session import NAMESPACE, REPOSITORY
+from trainium_devcluster.jobs.metrics import StepLog
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_EXAMPLES = REPOSITORY / "manifests" / "examples"
+_FILES = ("grpo_rollout.py", "rollout_server.py")
+_CONFIG_MAP = "rollout"
+PORT = 18_080
+_MASTER_PORT = 29400
+SERVERS = 2
+_STEPS_BETWEEN = 30
+"""Steps between a recovery and the next fault."""
+RANKS = 2
+_SOURCE_MOUNT = {"name": "source", "mountPath": "/src", "readOnly": True}
+_SOURCE = {"name": "source", "configMap": {"name": _CONFIG_MAP}}
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Arguments of a run of the example."""
+
+    name: str
+    steps: int
+    seed: int = 0
+    learning_rate: float = 0.02
+    ranks: int = RANKS
+
+    @property
+    def command(self) -> list[str]:
+        """The command of a rank."""
+        options = ["--seed", str(self.seed), "--learning-rate", str(self.learning_rate)]
+        return ["python", "/src/grpo_rollout.py", f"/checkpoints/{self.name}", str(self.steps), *options]
+
+
+class RolloutDemo(Demo):
+    """A cluster with the operator and the example's programs."""
+
+    def install(self) -> None:
+        """Install the operator, and create the ConfigMap with the programs."""
+        super().install()
+        (self.out / "checkpoints").mkdir()
+        sources = [f"--from-file={_EXAMPLES / name}" for name in _FILES]
+        self.cluster.kubectl("create", "configmap", _CONFIG_MAP, *sources, "-n", NAMESPACE)
+
+    def create_manifest(self, name: str) -> dict[str, Any]:
+        """Return a short job; use `build_job` for others."""
+        return self.build_job(Training(name, steps=100))
+
+    def build_job(self, training: Training) -> dict[str, Any]:
+        """Return the TrainingJob of a run: ranks, a warm spare, and the role of servers."""
+        folder = f"/checkpoints/{training.name}"
+        worker = {"name": "worker", "volumeMounts": [_SOURCE_MOUNT]}
+        program = {
+            "image": "registry.example.com/team/rl:1",
+            "command": training.command,
+            "checkpoints": {"path": folder, "committed": "policy-{step}.pt"},
+        }
+        workers = {
+            "replicas": training.ranks,
+            "minReplicas": 1,
+            "spares": 1,
+            "accelerator": {"device": "cpu"},
+            "template": {"spec": {"containers": [worker], "volumes": [_SOURCE]}},
+        }
+        role = {
+            "name": "rollout",
+            "replicas": SERVERS,
+            "minReady": 1,
+            "port": PORT,
+            "template": {"spec": self.build_server(folder)},
+        }
+        storage = {"hostPath": {"path": str(self.out / "checkpoints")}}
+        spec = {"workers": workers, "program": program, "checkpoint": {"storage": storage}, "roles": [role]}
+        meta = {"name": training.name, "namespace": NAMESPACE}
+        return {"apiVersion": "trainium.dev/v1alpha1", "kind": "TrainingJob", "metadata": meta, "spec": spec}
+
+    def build_server(self, folder: str) -> dict[str, Any]:
+        """Return the spec of a server's pod."""
+        container = {
+            "name": "server",
+            "command": ["python", "/src/rollout_server.py", folder],
+            "volumeMounts": [_SOURCE_MOUNT, {"name": "data", "mountPath": "/checkpoints"}],
+        }
+        return {"containers": [container], "volumes": [_SOURCE, self.data_volume]}
+
+    @property
+    def data_volume(self) -> dict[str, Any]:
+        """The folder that ranks and servers share."""
+        return {"name": "data", "hostPath": {"path": str(self.out / "checkpoints")}}
+
+    def trainer_settings(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the steps of the program."""
+        return {"steps": int(job["spec"]["program"]["command"][3])}
+
+    def apply(self, job: Mapping[str, Any]) -> DemoJob:
+        """Apply a job; its steps are those of the rewards."""
+        run = super().apply(job)
+        run.log = StepLog(run.folder / "rewards.jsonl")
+        return run
+
+    def inject_faults(self, run: DemoJob) -> None:
+        """Kill a rank twice, lose a node, and resize the role and the workers, one after the other."""
+        run.until_step(_STEPS_BETWEEN)
+        for inject in (
+            self.kill_process,
+            self.lose_node,
+            partial(self.scale_role, servers=SERVERS + 1),
+            self.kill_process,
+        ):
+            inject(run)
+            run.until_step(run.newest_step() + _STEPS_BETWEEN)
+        for size in (1, RANKS):
+            self.resize(run, size)
+            run.until_step(run.newest_step() + _STEPS_BETWEEN)
+        self.scale_role(run, SERVERS)
+
+    def scale_role(self, run: DemoJob, servers: int) -> None:
+        """Scale the role."""
+        change = json.dumps([{"op": "replace", "path": "/spec/roles/0/replicas", "value": servers}])
+        self.cluster.kubectl("patch", "trainingjob", run.name, "-n", NAMESPACE, "--type=json", f"-p={change}")
+        self.view.log(f"role rollout scaled to {servers}")
+
+    def list_pods(self, selector: str) -> list[dict[str, Any]]:
+        """Return the pods that are not being deleted, oldest first."""
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods?labelSelector={selector}"
+        pods = [pod for pod in self.cluster.api.get(path)["items"] if "deletionTimestamp" not in pod["metadata"]]
+        return sorted(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+
+    def kill_pod(self, pod: str) -> None:
+        """Send SIGKILL to the main process of a pod."""
+        self.cluster.faults.kill_container(NAMESPACE, pod)
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    """Return whether a pod is ready."""
+    conditions = pod["status"].get("conditions") or []
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+class Launcher(ABC):
+    """A way to start ranks and servers together."""
+
+    title: str
+    """Heading of its column."""
+
+    def __init__(self, demo: RolloutDemo, training: Training) -> None:
+        self.demo = demo
+        self.training = training
+        self.folder = demo.out / "checkpoints" / training.name
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start everything."""
+
+    @abstractmethod
+    def list_servers(self) -> list[dict[str, Any]]:
+        """Return the pods of the servers."""
+
+    @abstractmethod
+    def kill_rank(self) -> None:
+        """Send SIGKILL to the second rank."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Delete everything, and wait until it is gone."""
+
+    def delete(self, kind: str) -> None:
+        """Delete an object, and wait until its pods are gone."""
+        options = ("--cascade=foreground", "--ignore-not-found")
+        self.demo.cluster.kubectl("delete", kind, self.training.name, "-n", NAMESPACE, *options, timeout=120)
+
+
+class TrainingJobLauncher(Launcher):
+    """A TrainingJob with a role."""
+
+    title = "TrainingJob, spec.roles"
+
+    def start(self) -> None:
+        """Apply the job."""
+        self.run = self.demo.apply(self.demo.build_job(self.training))
+
+    def list_servers(self) -> list[dict[str, Any]]:
+        """Return the pods of the role."""
+        return self.demo.list_pods(f"trainium.dev/job-name={self.training.name},trainium.dev/role=rollout")
+
+    def kill_rank(self) -> None:
+        """Send SIGKILL to the last rank."""
+        self.run.kill_rank(RANKS - 1)
+
+    def stop(self) -> None:
+        """Delete the job."""
+        self.delete("trainingjob")
+
+
+class JobSetLauncher(Launcher):
+    """A JobSet with a Job of both ranks and a Job for each server, and JobSet's default: a failure restarts all."""
+
+    title = "JobSet, restart all"
+    failure_policy: Mapping[str, Any] = {"maxRestarts": 100}
+
+    def start(self) -> None:
+        """Apply the JobSet."""
+        name = self.training.name
+        folder = f"/checkpoints/{name}"
+        addresses = ",".join(f"{name}-rollout-{number}-0.{name}:{PORT}" for number in range(SERVERS))
+        rank_variables = {
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": f"{name}-trainer-0-0.{name}",
+            "MASTER_PORT": str(_MASTER_PORT),
+            "TRAINIUM_ROLE_ROLLOUT": addresses,
+            "OMP_NUM_THREADS": "1",
+        }
+        trainer = {
+            "name": "trainer",
+            "image": "registry.example.com/team/rl:1",
+            "command": ["sh", "-c", 'RANK=$JOB_COMPLETION_INDEX exec "$@"', "sh", *self.training.command],
+            "env": [{"name": key, "value": value} for key, value in rank_variables.items()],
+            "volumeMounts": [_SOURCE_MOUNT, {"name": "data", "mountPath": "/checkpoints"}],
+        }
+        server = self.demo.build_server(folder)
+        server["containers"][0] |= {
+            "image": trainer["image"],
+            "env": [
+                {"name": "TRAINIUM_ROLE_PORT", "value": str(PORT)},
+                {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            ],
+            "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 2},
+        }
+        ranks = {"containers": [trainer], "volumes": [_SOURCE, self.demo.data_volume]}
+        spec = {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["trainer"]},
+            "failurePolicy": dict(self.failure_policy),
+            "replicatedJobs": [
+                {"name": "rollout", "replicas": SERVERS, "template": {"spec": _build_job_spec(server, 1)}},
+                {"name": "trainer", "replicas": 1, "template": {"spec": _build_job_spec(ranks, RANKS)}},
+            ],
+        }
+        meta = {"name": name, "namespace": NAMESPACE}
+        manifest = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": meta, "spec": spec}
+        path = self.demo.out / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(json.loads(json.dumps(manifest)), sort_keys=False))
+        self.demo.cluster.kubectl("apply", "-f", str(path))
+
+    def _list(self, job: str) -> list[dict[str, Any]]:
+        name = f"jobset.sigs.k8s.io/jobset-name={self.training.name}"
+        return self.demo.list_pods(f"{name},jobset.sigs.k8s.io/replicatedjob-name={job}")
+
+    def list_servers(self) -> list[dict[str, Any]]:
+        """Return the pods of the servers."""
+        return self._list("rollout")
+
+    def kill_rank(self) -> None:
+        """Send SIGKILL to the second rank."""
+        index = "batch.kubernetes.io/job-completion-index"
+        running = [pod for pod in self._list("trainer") if pod["status"].get("phase") == "Running"]
+        pod = next(pod for pod in reversed(running) if pod["metadata"]["labels"][index] == "1")
+        self.demo.kill_pod(pod["metadata"]["name"])
+
+    def stop(self) -> None:
+        """Delete the JobSet."""
+        self.delete("jobset")
+
+
+class JobSetRulesLauncher(JobSetLauncher):
+    """The same with failure policy rules: a failed Job is recreated alone."""
+
+    title = "JobSet, RestartJob rules"
+    failure_policy: Mapping[str, Any] = {
+        "maxRestarts": 100,
+        "rules": [
+            {
+                "name": "alone",
+                "action": "RestartJobAndIgnoreMaxRestarts",
+                "targetReplicatedJobs": ["rollout", "trainer"],
+            }
+        ],
+    }
+
+
+def _build_job_spec(pod: dict[str, Any], pods: int) -> dict[str, Any]:
+    return {
+        "parallelism": pods,
+        "completions": pods,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": {"spec": {"restartPolicy": "Never", **pod}},
+    }
