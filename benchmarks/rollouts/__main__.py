@@ -89,7 +89,7 @@ class DisturbedRun:
 
 
 class ServerKiller:
-    """Kills or deletes a random server every few seconds, in a thread."""
+    """Kills or deletes a random ready server every few seconds, in a thread."""
 
     def __init__(self, launcher: TrainingJobLauncher, seed: int) -> None:
         self.launcher = launcher
@@ -110,7 +110,7 @@ class ServerKiller:
     def _run(self) -> None:
         while not self._stop.wait(KILL_SECONDS):
             try:
-                pods = [pod for pod in self.launcher.list_servers() if pod["status"].get("phase") == "Running"]
+                pods = [pod for pod in self.launcher.list_servers() if is_ready(pod)]
                 if pods:
                     self._kill(self._chance.choice(pods)["metadata"]["name"])
             except (ApiError, ClusterError, OSError):  # it has just ended, or its node is lost
