@@ -12,6 +12,7 @@ from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import severity
 from trainium_contract.status.interruptions import Rung
+from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.process_failures import Culprit, find_culprit, find_restarts
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, NewInterruption, open_interruption
 from trainium_operator.plan.model.actions import PolicyResult
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import RestartRecord
     from trainium_operator.plan.view.facts import Facts
+
+_STARTING = (WorkerPhase.JOINING, WorkerPhase.LOADING)
 
 
 def record_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: bool) -> PolicyResult:
@@ -106,11 +109,11 @@ def _describe_victims(victims: int, members: int) -> str:
 
 
 def _have_all_reported(facts: Facts, attempt: int) -> bool:
-    """Return whether every connected member has reported since this attempt."""
-    heartbeats = {member.pod_uid: heartbeat for member, heartbeat in facts.heartbeats}
-    return all(
-        worker is None
-        or worker.silent
-        or (member.pod_uid in heartbeats and heartbeats[member.pod_uid].attempt >= attempt)
-        for member, worker in facts.members
-    )
+    """Return whether every member has reported since this attempt.
+
+    A member that is silent or missing may be what the others lost. It counts only once they train without it.
+    """
+    heartbeats = {member.pod_uid: heartbeat for member, heartbeat in facts.heartbeats if heartbeat.attempt >= attempt}
+    unseen = [worker is None or worker.silent for member, worker in facts.members if member.pod_uid not in heartbeats]
+    has_resumed = all(heartbeat.phase not in _STARTING for heartbeat in heartbeats.values())
+    return not unseen or (all(unseen) and has_resumed)

@@ -86,6 +86,19 @@ def test_reports_of_victims_wait_for_the_culprit() -> None:
     assert result.requeue_after == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("phase", "rungs"), [(WorkerPhase.JOINING, ()), (WorkerPhase.LOADING, ()), (WorkerPhase.TRAINING, (Rung.IN_PLACE,))]
+)
+def test_a_restart_beside_a_silent_member_is_recorded_once_the_others_train(phase: Any, rungs: Any) -> None:
+    """Until then the silent member may be what they lost, which is one interruption and not two."""
+    record = build.restart_record(1, Cause.PEER_LOST)
+    agents = build.agents((0, 2, 3), phase, generation=1, attempt=1, restarts=(record,))
+    agents[1] = build.training_agent(1, silent=5.0)
+    result = make_plan(build.running_job(4, agents=agents))
+    assert tuple(entry.rung for entry in result.status.history) == rungs
+    assert result.requeue_after is not None
+
+
 def test_a_victim_is_never_the_culprit() -> None:
     victim = {"failures": (build.failure(76, rank=0),), "restarts": (build.restart_record(1, Cause.PEER_LOST),)}
     observed = restarted_job(
