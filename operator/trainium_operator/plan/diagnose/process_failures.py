@@ -182,12 +182,15 @@ def _find_recorded_cause(
 ) -> Culprit | None:
     """Return a member that recorded a cause, whose failure is no longer among the newest.
 
-    A hang without a failure is one of all ranks together, because a rank that stalls alone has one.
+    A hang without a failure is one of all ranks together, because a rank that stalls alone has one. A member whose
+    cause asks for a replacement leaves instead of restarting, so a record with that cause is of another member.
     """
     indirect = {report.member.pod_uid for report in reports}
     for member, _ in facts.heartbeats:
         record = records.get(member.pod_uid)
         if record is None or member.pod_uid in indirect or record.cause in _AMBIGUOUS_CAUSES:
+            continue
+        if default_responses(record.cause).first in _REPLACING_RESPONSES:
             continue
         return Culprit(member=member, cause=record.cause, why=f"stopped ({record.cause.value})", record=record)
     return None

@@ -99,6 +99,17 @@ def test_a_restart_beside_a_silent_member_is_recorded_once_the_others_train(phas
     assert result.requeue_after is not None
 
 
+def test_a_restart_for_a_member_that_leaves_waits_for_its_report() -> None:
+    """The others share its cause, and may report first."""
+    agents = build.agents(
+        (0, 2, 3), WorkerPhase.JOINING, generation=1, attempt=1, restarts=(build.restart_record(1, Cause.HOST),)
+    )
+    agents[1] = build.agent(1, WorkerPhase.TRAINING, generation=1, attempt=0)
+    result = make_plan(build.running_job(4, agents=agents))
+    assert result.status.history == ()
+    assert result.requeue_after == pytest.approx(1.0)
+
+
 def test_a_victim_is_never_the_culprit() -> None:
     victim = {"failures": (build.failure(76, rank=0),), "restarts": (build.restart_record(1, Cause.PEER_LOST),)}
     observed = restarted_job(
