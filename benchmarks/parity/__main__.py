@@ -80,7 +80,7 @@ def main() -> int:
     report = _initial_report(options)
     report["trl"] = trl or report.get("trl")
     for settings in (settings for group in SETTINGS.values() for settings in group):
-        selected = [row for row in rows if row.settings is settings]
+        selected = [row for row in rows if row.settings == settings]
         if not selected:
             continue
         run = _run_pretraining if settings.base is None else _run_tuning
@@ -136,7 +136,7 @@ def _format_json(report: dict[str, Any]) -> str:
 def _verdict(report: dict[str, Any], names: set[str]) -> int:
     """Print the failed rows; return 1 if there are any."""
     rows = [row for row in report["rows"] if row["name"] in names]
-    failed = [row["name"] for row in rows if not row["passed"]]
+    failed = [row["name"] for row in rows if not row["passed"]] + sorted(names - {row["name"] for row in rows})
     settings = {row["settings"] for row in rows}
     failed += [
         f"peft's adapter of {name}"
@@ -144,7 +144,7 @@ def _verdict(report: dict[str, Any], names: set[str]) -> int:
         if name in settings and difference > TOLERANCE
     ]
     passed = sum(row["passed"] for row in rows)
-    _print(f"{passed} of {len(rows)} rows passed" + (f"; not {', '.join(failed)}" if failed else ""))
+    _print(f"{passed} of {len(names)} rows passed" + (f"; not {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
 

@@ -160,7 +160,7 @@ class ArtifactInputs:
                 None if self.base is None else self.base.location,
             )
             template = self.settings.get(CHAT_TEMPLATE_SETTING)
-            files = tokenizer_files(source, self.tokenizer, shape.max_positions, template)
+            files = tokenizer_files(source, self.tokenizer, shape.longest_sequence, template)
             return files | {ADAPTER_CONFIG: config, CARD_NAME: self._card(ArtifactKind.ADAPTER, "float32")}
 
         return ArtifactPlan(

@@ -69,7 +69,7 @@ def model_files(
     `base` is the folder of the initial model; `tokenizer` and `chat_template` as for `tokenizer_files`. Raises
     UserError, StorageError.
     """
-    files = tokenizer_files(base, tokenizer, shape.max_positions, chat_template)
+    files = tokenizer_files(base, tokenizer, shape.longest_sequence, chat_template)
     sizes = base.sizes() if base is not None else {}
     base_config: dict[str, Any] = {}
     if base is not None and CONFIG_NAME in sizes:

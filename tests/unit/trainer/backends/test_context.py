@@ -10,7 +10,7 @@ import torch
 from tests.testing.trainer.base_models import initial_model
 from tests.testing.trainer.layouts import CP, PP, SHARDED, SP, TP, TWO_PASSES, VALIDATION, ZERO
 from tests.unit.trainer.conftest import Launcher, ReferenceRuns
-from trainium_contract.models.shape import ModelShape
+from trainium_contract.models.shape import ModelShape, RopeScalingKind, RopeStretch
 from trainium_contract.trainer.model import ModelConfig
 from trainium_trainer.configuration.model_shape import resolve_shape
 from trainium_trainer.models import context_parallel
@@ -111,7 +111,10 @@ class TestKernels:
         config = ModelConfig(
             num_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2
         )
-        return resolve_shape(config, 64)
+        stretch = RopeStretch(
+            kind=RopeScalingKind.YARN, factor=4, original_max_positions=6, fast_turns=32, slow_turns=1
+        )
+        return replace(resolve_shape(config, 64), rope_stretch=stretch, query_growth=0.3)
 
     def losses(
         self, shape: ModelShape, positions: torch.Tensor | None, group: Any, *, divided: bool
