@@ -41,11 +41,14 @@ class Curves:
     loss: dict[int, float]
     reference: dict[int, float]
     faults: tuple[Fault, ...]
+    unplanned_resizes: tuple[int, ...] = ()
+    """Last steps before the job changed its size by itself, as when it starts before all workers are there."""
 
     @property
     def first_resize_step(self) -> int | None:
         """The last step at the size of the reference; None if all steps are."""
-        return min((fault.step for fault in self.faults if fault.kind.startswith(_RESIZE)), default=None)
+        planned = (fault.step for fault in self.faults if fault.kind.startswith(_RESIZE))
+        return min((*planned, *self.unplanned_resizes), default=None)
 
     @property
     def max_difference(self) -> float:

@@ -221,7 +221,9 @@ def run_demo(
         run = demo.run_with_faults(session.title)
         reference = demo.run_undisturbed()
     seconds = time.monotonic() - started
-    curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults))
+    entries = run.current.get("history") or []
+    unplanned = tuple(entry["stepBefore"] for entry in entries if entry["rung"] in ("Grow", "Shrink"))
+    curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults), unplanned)
     has_right_samples = demo.check_samples(run, reference)
     outcome = Outcome()
     outcome.tables.append(fault_table(curves.faults))
@@ -237,7 +239,7 @@ def run_demo(
     outcome.expect(f"This does not hold: {demo.samples_sentence}.", has_right_samples)
     outcome.report |= {"completed": True, **curves.to_json(), "everySampleSeenOnce": has_right_samples}
     outcome.report |= {"goodput": run.goodput.ratio, "wallSeconds": run.goodput.wall_seconds}
-    outcome.report |= {"seconds": round(seconds, 1), "history": run.current.get("history") or []}
+    outcome.report |= {"seconds": round(seconds, 1), "history": entries}
     if demo.picture_title:
         draw_curves(curves, session.out / "loss.png", demo.picture_title)
         outcome.lines.append(f"picture: {session.out / 'loss.png'}")

@@ -73,6 +73,7 @@ def test_curves_are_equal_until_a_resize_and_close_after_it() -> None:
     assert curves.is_identical
     assert not replace(curves, faults=()).is_identical, "at one size the losses are bitwise equal"
     assert replace(curves, faults=()).is_equal_within_rounding
+    assert replace(curves, faults=(), unplanned_resizes=(2,)).is_identical
 
 
 @pytest.mark.parametrize(
