@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Name = Annotated[str, typer.Option("--name", envvar="TRAINIUM_DEVCLUSTER", help="Which cluster.")]
 Kubernetes = Annotated[
     str | None,
-    typer.Option("--kubernetes", envvar=KUBERNETES_VARIABLE, help="Version of Kubernetes: 1.34, 1.36 (default), 1.37."),
+    typer.Option("--kubernetes", envvar=KUBERNETES_VARIABLE, help="Version of Kubernetes: 1.36 (default) or 1.37."),
 ]
 Neuron = Annotated[int, typer.Option("--neuron", min=0, help="aws.amazon.com/neuron of each node.")]
 Efa = Annotated[int, typer.Option("--efa", min=0, help="vpc.amazonaws.com/efa of each node.")]

@@ -42,8 +42,6 @@ NODES = 3
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     if request.config.getoption("--cluster") != "local":
         pytest.skip("needs a control plane with an API that is off, which only the development cluster can be given")
-    if KUBERNETES not in API_VERSIONS:
-        pytest.skip(f"Kubernetes {KUBERNETES} has no gang API")
     with Cluster.start(
         nodes=[*(NodeSpec(name=f"gang-{at}") for at in range(NODES)), system_node()],
         apiserver_args=[f"--runtime-config={API_VERSIONS[KUBERNETES]}=true", GATES],

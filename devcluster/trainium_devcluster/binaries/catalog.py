@@ -110,7 +110,6 @@ DEFAULT_KUBERNETES = KubernetesVersion(
     },
 )
 KUBERNETES_VERSIONS = (
-    KubernetesVersion("1.34.4", etcd="3.6.5", modules="kubernetes-1.34.mod"),
     DEFAULT_KUBERNETES,
     KubernetesVersion("1.37.2", etcd="3.7.0", modules="kubernetes-1.37.mod"),
 )

@@ -328,11 +328,11 @@ def test_a_version_is_chosen_by_its_number_or_the_environment(monkeypatch: pytes
     monkeypatch.delenv(catalog.KUBERNETES_VARIABLE, raising=False)
     assert find_kubernetes() is DEFAULT_KUBERNETES
     assert find_kubernetes("v1.37") is find_kubernetes("1.37.2") is KUBERNETES_VERSIONS[-1]
-    monkeypatch.setenv(catalog.KUBERNETES_VARIABLE, "1.34")
-    assert find_kubernetes().number == "1.34.4"
+    monkeypatch.setenv(catalog.KUBERNETES_VARIABLE, "1.37")
+    assert find_kubernetes().number == "1.37.2"
     assert find_kubernetes("1.36") is DEFAULT_KUBERNETES
     monkeypatch.setenv(catalog.KUBERNETES_VARIABLE, "1.3")
-    with pytest.raises(ClusterError, match=r"of Kubernetes '1\.3'; use one of 1\.34\.4, 1\.36\.3, 1\.37\.2\."):
+    with pytest.raises(ClusterError, match=r"of Kubernetes '1\.3'; use one of 1\.36\.3, 1\.37\.2\."):
         find_kubernetes()
 
 
@@ -353,7 +353,6 @@ def test_another_version_is_built_in_a_separate_folder_from_separate_pins(
         with build.build_source(version).command(Go(go), "list", ".") as command:
             assert command.wait_for_success(10)
     assert calls.read_text().splitlines() == [
-        "list -modfile=kubernetes-1.34.mod .",
         "list .",
         "list -modfile=kubernetes-1.37.mod .",
     ]
