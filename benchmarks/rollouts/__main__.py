@@ -227,9 +227,11 @@ def _measure_kill(launcher: Launcher, kind: str) -> FaultCost:
     moment = time.time()
     newest = read_rewards(launcher.folder).newest
 
+    restarts = kind == "killed rank" or launcher.restarts_all
+
     def is_whole() -> bool:
         log = read_rewards(launcher.folder)
-        is_training = log.newest > newest + 2 and (kind != "killed rank" or log.has_restarted(moment))
+        is_training = log.newest > newest + 2 and (log.has_restarted(moment) or not restarts)
         return is_training and _count_ready(launcher, kind == "killed server", before) == SERVERS
 
     _wait(is_whole, f"the recovery from {kind}")

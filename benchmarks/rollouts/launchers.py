@@ -12,6 +12,7 @@ import yaml
 
 from trainium_devcluster.demos.frame import Demo, DemoJob
 from trainium_devcluster.demos.session import NAMESPACE, REPOSITORY
+from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.jobs.metrics import StepLog
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ class Launcher(ABC):
 
     title: str
     """Heading of its column."""
+    restarts_all = False
+    """Whether a killed server restarts the ranks too."""
 
     def __init__(self, demo: RolloutDemo, training: Training) -> None:
         self.demo = demo
@@ -211,6 +214,7 @@ class JobSetLauncher(Launcher):
     """A JobSet with a Job of both ranks and a Job for each server, and JobSet's default: a failure restarts all."""
 
     title = "JobSet, restart all"
+    restarts_all = True
     failure_policy: Mapping[str, Any] = {"maxRestarts": 100}
 
     def start(self) -> None:
@@ -269,7 +273,10 @@ class JobSetLauncher(Launcher):
         """Send SIGKILL to the second rank."""
         index = "batch.kubernetes.io/job-completion-index"
         running = [pod for pod in self._list("trainer") if pod["status"].get("phase") == "Running"]
-        pod = next(pod for pod in reversed(running) if pod["metadata"]["labels"][index] == "1")
+        pods = [pod for pod in running if pod["metadata"]["labels"][index] == "1"]
+        if not pods:
+            raise ClusterError(f"{self.title} has no second rank that runs.")
+        pod = pods[-1]
         self.demo.kill_pod(pod["metadata"]["name"])
 
     def stop(self) -> None:
@@ -281,6 +288,7 @@ class JobSetRulesLauncher(JobSetLauncher):
     """The same with failure policy rules: a failed Job is recreated alone."""
 
     title = "JobSet, RestartJob rules"
+    restarts_all = False
     failure_policy: Mapping[str, Any] = {
         "maxRestarts": 100,
         "rules": [
@@ -299,5 +307,6 @@ def _build_job_spec(pod: dict[str, Any], pods: int) -> dict[str, Any]:
         "completions": pods,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "template": {"spec": {"restartPolicy": "Never", **pod}},
+        # The ranks ignore SIGTERM as first processes of their containers, and would delay a restart by half a minute.
+        "template": {"spec": {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, **pod}},
     }
