@@ -61,7 +61,7 @@ def compute_mean_loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torc
 
 
 def reward_variety(completions: list[str], **_: Any) -> list[float]:
-    """Return the number of different words of each answer: a rule as the reward of GRPO."""
+    """Return how many distinct words each answer has: a rule as the reward of GRPO."""
     return [float(len(set(completion.split()))) for completion in completions]
 
 
@@ -146,7 +146,7 @@ def train_torchtitan(arguments: list[str]) -> None:
 
     record_steps()
     train, compute = Trainer.train, Trainer.forward_backward_step
-    first = 2 + 500  # after the padding, the end and the words of the tokenizer
+    first = 2 + 500  # after the padding, the end and other entries of the vocabulary
 
     def train_and_record(self: Any) -> None:
         report_to_agent(self)

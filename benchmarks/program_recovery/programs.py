@@ -1,4 +1,4 @@
-"""The programs of others that go through all faults, their jobs, and the table of what each fault cost."""
+"""The programs of others that go through all faults, and their jobs."""
 
 from __future__ import annotations
 
@@ -174,17 +174,3 @@ def install_programs(demo: ProgramDemo) -> None:
     (folder / "titan/tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     lines = (folder / "data/train.jsonl").read_text().splitlines(keepends=True)
     (folder / "titan/data/train.jsonl").write_text("".join(lines[:_TITAN_SAMPLES]))
-
-
-def render_costs(report: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the rows of the table on docs/program-runs.md."""
-    rows = []
-    for run in report["runs"]:
-        costs: dict[str, str] = {}
-        for fault in run["faults"]:
-            seconds = fault["first_new_step_seconds"]
-            costs[fault["kind"]] = "never" if seconds is None else f"{seconds:.1f} s, {fault['steps_recomputed']}"
-        samples = f"{run['samples_missing']} / {run['samples_repeated']}"
-        loss = f"{run['loss_difference']:.0e}" if run["loss_difference"] else "none"
-        rows.append((run["title"], *(costs.get(kind, "-") for kind in FAULTS), samples, loss))
-    return rows
