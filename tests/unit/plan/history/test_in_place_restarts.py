@@ -90,7 +90,7 @@ def test_reports_of_victims_wait_for_the_culprit() -> None:
     ("phase", "rungs"), [(WorkerPhase.JOINING, ()), (WorkerPhase.LOADING, ()), (WorkerPhase.TRAINING, (Rung.IN_PLACE,))]
 )
 def test_a_restart_beside_a_silent_member_is_recorded_once_the_others_train(phase: Any, rungs: Any) -> None:
-    """Until then the silent member may be what they lost, which is one interruption and not two."""
+    """Expect no entry before: the silent member may be what they lost, which is one interruption and not two."""
     record = build.restart_record(1, Cause.PEER_LOST)
     agents = build.agents((0, 2, 3), phase, generation=1, attempt=1, restarts=(record,))
     agents[1] = build.training_agent(1, silent=5.0)
@@ -100,7 +100,7 @@ def test_a_restart_beside_a_silent_member_is_recorded_once_the_others_train(phas
 
 
 def test_a_restart_for_a_member_that_leaves_waits_for_its_report() -> None:
-    """The others share its cause, and may report first."""
+    """Expect no entry before, although the others share its cause and may report first."""
     agents = build.agents(
         (0, 2, 3), WorkerPhase.JOINING, generation=1, attempt=1, restarts=(build.restart_record(1, Cause.HOST),)
     )
