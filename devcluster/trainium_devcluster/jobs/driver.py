@@ -39,7 +39,7 @@ class JobTimeoutError(ClusterError):
 
 
 class ClusterTools(Protocol):
-    """What a driver needs of a cluster."""
+    """The clients of a cluster that a driver uses."""
 
     @property
     def api(self) -> ApiClient:
