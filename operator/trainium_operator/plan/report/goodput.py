@@ -56,7 +56,7 @@ def _stage_ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, .
 
 def _is_compiling(facts: Facts) -> bool:
     """Return whether a job that compiles ahead has made no step yet at a size that it has not compiled."""
-    compiled_sizes = {*facts.size.compiled_first, *facts.job.status.compiled.sizes}
+    compiled_sizes = facts.job.status.compiled.sizes or facts.size.compiled_first
     return bool(facts.job.spec.workload.compile_command) and len(facts.members) not in compiled_sizes
 
 

@@ -96,7 +96,8 @@ def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJo
     if not facts.job.spec.workload.compile_command or not facts.workers:
         return status.replaced(compiled=public.CompiledStatus()) if status.compiled.sizes else status
     reports = [report for worker in facts.workers.values() if worker.heartbeat for report in worker.heartbeat.compiled]
-    known_sizes = dict.fromkeys((*status.compiled.sizes, *_compiled_by_job(facts)))
+    # Workers that exist when the requested size changes have not compiled the new one.
+    known_sizes = dict.fromkeys((*(status.compiled.sizes or _compiled_first(facts)), *_stepped_size(facts)))
     workers = facts.job.spec.workers
     max_size = max(workers.replicas, workers.max_replicas or 0)
     new_reports = [
@@ -111,13 +112,16 @@ def record_compiled_sizes(facts: Facts, status: TrainingJobStatus) -> TrainingJo
     return status.replaced(compiled=public.CompiledStatus(sizes=sizes, seconds=round(seconds, 1) if seconds else None))
 
 
-def _compiled_by_job(facts: Facts) -> tuple[int, ...]:
-    """Return the sizes that all workers compiled before they joined, and the current one after its first step."""
-    if facts.current is None:
-        return ()
-    progress = find_newest_progress(facts)
+def _compiled_first(facts: Facts) -> tuple[int, ...]:
+    """Return the sizes that all members compiled before they joined; none before the first generation."""
+    return () if facts.current is None else facts.size.compiled_first
+
+
+def _stepped_size(facts: Facts) -> tuple[int, ...]:
+    """Return the current size after its first step; none before."""
+    progress = find_newest_progress(facts) if facts.current is not None else None
     has_stepped = progress is not None and progress.step > (progress.resume_step or 0)
-    return (*facts.size.compiled_first, *((len(facts.members),) if has_stepped else ()))
+    return (len(facts.members),) if has_stepped else ()
 
 
 def count_outdated_pods(facts: Facts, status: TrainingJobStatus) -> PolicyResult:

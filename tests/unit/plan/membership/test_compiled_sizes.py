@@ -45,6 +45,18 @@ def test_the_status_lists_compiled_sizes_and_the_slowest_compilation() -> None:
     assert cluster.status.compiled == CompiledStatus(), "the job may be given another image now"
 
 
+def test_a_size_that_is_requested_later_is_compiled_only_after_its_first_step() -> None:
+    cluster = start_job("Start")
+    assert cluster.status.compiled.sizes == (8,)
+    cluster.change(replicas=4)
+    seen = set()
+    for _ in range(40):
+        cluster.run(1)
+        seen.add((cluster.size, cluster.status.compiled.sizes))
+    assert (4, (8,)) in seen, "its workers were created for 8 nodes"
+    assert cluster.status.compiled.sizes == (8, 4)
+
+
 def test_reported_compiled_sizes_must_be_legal() -> None:
     cluster = start_job(parallelism={"tensor": 2})
     report_compiled(cluster, 4, 3, 5)
