@@ -64,8 +64,8 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
         return _finalize(facts, _plan_failure(completion.at_end(facts), result, verdict))
     is_unadmitted = facts.grant is not None and facts.grant.releases_workers
     if not (facts.job.spec.suspend or is_unadmitted):
-        is_member_lost = bool(diagnosis.failed_members)
-        result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=is_member_lost))
+        lost_uids = [failed.member.pod_uid for failed in diagnosis.failed_members]
+        result = result.then(in_place_restarts.record_restarts(facts, result.status, lost_uids=lost_uids))
         result = result.with_status(interruptions.record_failed_members(facts, result.status, diagnosis.failed_members))
     result = result.with_status(recovery.close_recovered(facts, result.status))
     verdict = failure_policy.verdict_on_budgets(facts, result.status)
@@ -80,7 +80,7 @@ def plan(observed: Observed, settings: PlanSettings) -> Plan:
 
 def _plan_completion(facts: Facts, result: PolicyResult) -> PolicyResult:
     """Return the plan once every member has finished; the last heartbeats may be from a time without an operator."""
-    result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=False))
+    result = result.then(in_place_restarts.record_restarts(facts, result.status))
     result = result.with_status(_close_all(facts, result.status))
     result = result.then(summary.summarize(facts, result.status))
     return result.then(completion.complete(facts, result.status))
@@ -94,7 +94,7 @@ def _plan_failure(facts: Facts, result: PolicyResult, verdict: StopVerdict) -> P
     if not summary.have_members_reported(facts):
         reports_by = facts.observed.coordinator_since + RECONNECT_SECONDS
         return result.then(PolicyResult(status=result.status, requeue_at=(reports_by,)))
-    result = result.then(in_place_restarts.record_restarts(facts, result.status, member_lost=False))
+    result = result.then(in_place_restarts.record_restarts(facts, result.status))
     result = result.with_status(recovery.close_recovered(facts, result.status))
     result = result.then(summary.summarize(facts, result.status))
     return result.then(completion.stop(facts, result.status, verdict))

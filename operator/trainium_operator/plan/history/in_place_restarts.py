@@ -20,6 +20,8 @@ from trainium_operator.plan.model.observed import HEARTBEAT_SECONDS
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.wire.messages import RestartRecord
     from trainium_operator.plan.view.facts import Facts
@@ -27,24 +29,33 @@ if TYPE_CHECKING:
 _STARTING = (WorkerPhase.JOINING, WorkerPhase.LOADING)
 
 
-def record_restarts(facts: Facts, status: TrainingJobStatus, *, member_lost: bool) -> PolicyResult:
+def record_restarts(facts: Facts, status: TrainingJobStatus, *, lost_uids: Collection[str] = ()) -> PolicyResult:
     """Open an interruption for each attempt that is not recorded yet.
 
     While a member is lost, the others restart because of it: their restarts belong to that interruption unless another
-    member caused them.
+    member caused them, or the lost one itself restarted with them before it was lost. `lost_uids`: the pod uids of lost
+    members.
     """
     if facts.current is None or status.membership.generation != facts.current.generation:
         return PolicyResult(status=status)
     newest = max((heartbeat.attempt for _, heartbeat in facts.heartbeats), default=0)
     for attempt in range(max(status.membership.attempt, newest - HISTORY_LENGTH), newest):
-        all_reported = not member_lost and _have_all_reported(facts, newest)
+        all_reported = not lost_uids and _have_all_reported(facts, newest)
         culprit = find_culprit(facts, attempt, all_reported=all_reported)
-        if culprit is None and not member_lost and not all_reported:
+        if culprit is None and not lost_uids and not all_reported:
             return PolicyResult(status=status, requeue_at=(facts.now + HEARTBEAT_SECONDS,))
-        if culprit is not None or not member_lost:
+        if not lost_uids or (culprit is not None and not _is_loss(facts, attempt, culprit, lost_uids)):
             status = _open_interruption(facts, status, attempt, culprit)
         status = status.replaced(membership=status.membership.replaced(attempt=attempt + 1))
     return PolicyResult(status=status)
+
+
+def _is_loss(facts: Facts, attempt: int, culprit: Culprit, lost_uids: Collection[str]) -> bool:
+    """Return whether the culprit is lost and did not start another attempt after this one."""
+    uid = culprit.member.pod_uid
+    return uid in lost_uids and all(
+        heartbeat.attempt <= attempt for member, heartbeat in facts.heartbeats if member.pod_uid == uid
+    )
 
 
 def _open_interruption(

@@ -6,6 +6,7 @@ import pytest
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_results import make_plan, member_names
+from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.spec.health import PreflightCheck
@@ -108,6 +109,18 @@ def test_a_restart_for_a_member_that_leaves_waits_for_its_report() -> None:
     result = make_plan(build.running_job(4, agents=agents))
     assert result.status.history == ()
     assert result.requeue_after == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("attempt", "rungs"), [(0, [Rung.REPLACE]), (1, [Rung.IN_PLACE, Rung.REPLACE])])
+def test_restarts_beside_a_member_that_left_belong_to_its_loss(attempt: int, rungs: Any) -> None:
+    """Expect an entry of its own only if that member started the next attempt, too, before it was lost."""
+    record = build.restart_record(1, Cause.DEVICE)
+    agents = build.agents((0, 2, 3), WorkerPhase.JOINING, generation=1, attempt=1, restarts=(record,))
+    failures = (build.failure(ExitCode.DEVICE_FAULT, rank=1),)
+    agents[1] = build.agent(1, WorkerPhase.FAILED, generation=1, attempt=attempt, failures=failures)
+    result = make_plan(build.running_job(4, agents=agents))
+    assert [entry.rung for entry in result.status.history] == rungs
+    assert result.status.membership.attempt == 1
 
 
 def test_a_victim_is_never_the_culprit() -> None:
