@@ -113,7 +113,7 @@ def test_a_restart_for_a_member_that_leaves_waits_for_its_report() -> None:
 
 @pytest.mark.parametrize(("attempt", "rungs"), [(0, [Rung.REPLACE]), (1, [Rung.IN_PLACE, Rung.REPLACE])])
 def test_restarts_beside_a_member_that_left_belong_to_its_loss(attempt: int, rungs: Any) -> None:
-    """Expect an entry of its own only if that member started the next attempt, too, before it was lost."""
+    """Expect a separate entry only if that member started the next attempt, too, before it was lost."""
     record = build.restart_record(1, Cause.DEVICE)
     agents = build.agents((0, 2, 3), WorkerPhase.JOINING, generation=1, attempt=1, restarts=(record,))
     failures = (build.failure(ExitCode.DEVICE_FAULT, rank=1),)
