@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import yaml
@@ -34,12 +33,15 @@ from trainium_devcluster.state import NodeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
+    from pathlib import Path
 
     from tests.testing.cluster.shared_cluster import SharedCluster
     from trainium_devcluster.faults import Faults
 
 Json = dict[str, Any]
 NAMESPACE = "fault-table"
+SHARED_FOLDER = "/shared-folder"
+"""Placeholder in a row's spec for the folder that all nodes share."""
 STEPS = 2400
 BATCH = 12
 STEP_SECONDS = 0.15
@@ -48,7 +50,6 @@ NODES = 7
 """Three nodes for members, two for spares, and two idle ones; the operator has another node."""
 FULL_SIZE_NODES = 6
 """Nodes for three members, two spares and the operator; on fewer a job has two members and one spare."""
-HERE = Path(__file__).parent
 BASE_SPEC = f"""
 workers: {{accelerator: {{device: cpu}}}}
 trainer:
@@ -69,6 +70,15 @@ _REFERENCE_STEPS = 500
 """Length of the reference curve unless a row needs more."""
 _MAX_SENTENCES = 5
 _CURVE_PARTS = ("models", "data", "backends", "loop")
+
+
+_COPIED_FILES = (
+    "benchmarks/faults/trainium_fault_injector.py",
+    "benchmarks/faults/faulty_rollout_server.py",
+    "tests/testing/cluster/train_ddp.py",
+    "manifests/examples/grpo_rollout.py",
+    "manifests/examples/rollout_server.py",
+)
 
 
 class RowSkippedError(Exception):
@@ -92,8 +102,8 @@ class FaultEnvironment:
         for folder in (faults.parent, faults, faults / "lib"):
             folder.mkdir(mode=0o777, exist_ok=True)
             folder.chmod(0o777)
-        for source in (HERE / "trainium_fault_injector.py", ROOT / "tests" / "testing" / "cluster" / "train_ddp.py"):
-            shutil.copy(source, faults / "lib")
+        for source in _COPIED_FILES:
+            shutil.copy(ROOT / source, faults / "lib")
         install_operator(self.cluster, {"statusIntervalSeconds": 1, "replicas": 1})
         self.log("the operator is installed")
         make_namespace(self.cluster, NAMESPACE)
@@ -156,9 +166,8 @@ class FaultEnvironment:
         spec: dict[str, Any] = yaml.safe_load(BASE_SPEC)
         for change in ({"workers": {"replicas": self.size}}, *changes):
             spec = merge(spec, dict(change))
-        target = TargetJob(
-            self.cluster, NAMESPACE, unique, yaml.safe_dump(spec), commands, variables | (environment or {})
-        )
+        text = yaml.safe_dump(spec).replace(SHARED_FOLDER, str(self.cluster.shared))
+        target = TargetJob(self.cluster, NAMESPACE, unique, text, commands, variables | (environment or {}))
         target.apply()
         try:
             yield target

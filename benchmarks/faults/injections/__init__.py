@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.faults.injections import control, endings, machines, nodes, operator, pods, processes, storage
+from benchmarks.faults.injections import control, endings, machines, nodes, operator, pods, processes, roles, storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from benchmarks.faults.environment import FaultEnvironment
 
-_MODULES = (control, endings, machines, nodes, operator, pods, processes, storage)
+_MODULES = (control, endings, machines, nodes, operator, pods, processes, roles, storage)
 INJECTIONS: dict[str, Callable[..., None]] = {
     name: value
     for module in _MODULES
