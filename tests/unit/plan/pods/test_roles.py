@@ -27,6 +27,7 @@ from trainium_operator.plan.model.actions import (
 )
 from trainium_operator.plan.model.observed import (
     ApiState,
+    FleetView,
     NodeReadiness,
     Observed,
     PodPhase,
@@ -303,6 +304,17 @@ def test_pods_leave_bad_nodes_which_new_pods_avoid() -> None:
     assert lost.status.role_states[0].failures[0].cause is Cause.NODE_LOST
     stuck = role_pod(2, deleting=True, deletion_deadline=NOW - 1)
     assert deleted(make_plan(replace(missing, role_pods=(role_pod(0), role_pod(1), stuck)))) == {"demo-rollout-2": 0}
+
+
+def test_a_pod_on_a_node_that_does_not_report_is_replaced_unless_too_many_nodes_are_bad() -> None:
+    observed = job_with_roles(role_pod(0), role_pod(1), role_pod(2))
+    observed = build.with_node(observed, build.node("serving-1", NodeReadiness.UNKNOWN))
+    result = make_plan(observed)
+    assert (deleted(result), created(result)) == ({"demo-rollout-1": None}, ["demo-rollout-3"])
+    failures = [(record.cause, record.node) for record in result.status.role_states[0].failures]
+    assert failures == [(Cause.NODE_LOST, "serving-1")]
+    frozen = make_plan(replace(observed, fleet=FleetView(frozen="2 of 4 nodes are bad")))
+    assert (deleted(frozen), created(frozen)) == ({}, [])
 
 
 def test_pods_that_end_before_they_are_ready_are_created_ever_later_and_ready_ones_at_once() -> None:

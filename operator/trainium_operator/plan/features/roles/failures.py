@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainium_contract.spec.roles import RoleSpec
+    from trainium_operator.plan.faults.node_signals import NodeProblem
     from trainium_operator.plan.model.observed import Observed, PodView
 
 _FIRST_PAUSE_SECONDS = 4.0
@@ -65,10 +66,19 @@ def find_failure(observed: Observed, role: RoleSpec, pod: PodView) -> RoleFailur
     if node is None:
         return RoleFailure(Cause.NODE_LOST, "", f"pod {pod.name} was on node {pod.node}, which was deleted")
     problem = find_worst_problem(observed, node, build_requirements(role))
-    if problem is None or problem.severity < Severity.DRAIN:
+    if problem is None or not _must_leave(observed, problem):
         return None
     blamed_node = pod.node if suspects_node(problem.cause) else ""
     return RoleFailure(problem.cause, blamed_node, f"pod {pod.name} is on node {pod.node}: {problem}")
+
+
+def _must_leave(observed: Observed, problem: NodeProblem) -> bool:
+    """Return whether a pod of a role leaves a node with this problem.
+
+    One that does not report suffices: no agent tells that the pod still works, and two pods of a role do no harm.
+    """
+    is_lost = problem.cause is Cause.NODE_LOST and not observed.fleet.frozen
+    return is_lost or problem.severity >= Severity.DRAIN
 
 
 def _classify_end(pod: PodView) -> RoleFailure:
