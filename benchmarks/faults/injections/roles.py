@@ -11,12 +11,15 @@ from benchmarks.rollouts.rewards import read_rewards
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from benchmarks.faults.recovery import Run
     from benchmarks.faults.target import Json
 
 _STEPS_AFTER = 20
 _SECONDS = 180.0
+_AVOIDED_SECONDS = 30.0
+"""AVOID_SECONDS of grpo_rollout.py."""
 
 
 def kill_server(run: Run) -> None:
@@ -55,18 +58,28 @@ def break_role(run: Run) -> None:
 
 
 def spoil_answers(run: Run, how: str) -> None:
-    """Let a random server answer garbage, or slowly, until some steps have ended."""
-    server, step = _choose_server(run), run.target.newest_step()
-    switch = run.target.folder / f"{how}-{server['status']['podIP']}"
+    """Let a random server answer garbage, or slowly; check that each rank asks it once and then avoids it."""
+    server, target = _choose_server(run), run.target
+    switch = target.folder / f"{how}-{server['status']['podIP']}"
+    ranks = int(target.status()["membership"]["size"])
+
+    def inject() -> None:
+        # A server writes into it as another user.
+        switch.touch(mode=0o666)
+        switch.chmod(0o666)
+
     try:
-        _follow(
-            run,
-            switch.touch,
-            lambda: run.target.newest_step() >= step + _STEPS_AFTER,
-            f"{how} of {server['metadata']['name']}",
-        )
+        _follow(run, inject, lambda: len(_read_times(switch)) >= ranks, f"{how} of {server['metadata']['name']}")
+        requests = _read_times(switch)
+        allowed = ranks * int((time.time() - requests[0]) // _AVOIDED_SECONDS + 1)
+        run.expect(len(requests) <= allowed, f"the server got {len(requests)} requests, expected at most {allowed}")
     finally:
         switch.unlink(missing_ok=True)
+
+
+def _read_times(switch: Path) -> list[float]:
+    """Return when requests met the fault of a server (Unix seconds)."""
+    return [float(line) for line in switch.read_text().splitlines()]
 
 
 def _list_servers(run: Run) -> list[Json]:
