@@ -34,6 +34,10 @@ class RefusedError(Exception):
     """A server refuses the request, so another attempt is refused too."""
 
 
+class NotPublishedError(Exception):
+    """Rank 0 has not published the policy yet."""
+
+
 def ask(address: str, body: dict[str, Any]) -> list[list[int]]:
     """Return the answers of one server. Raises OSError, http.client.HTTPException and ValueError for a bad answer."""
     host, _, port = address.rpartition(":")
@@ -46,6 +50,8 @@ def ask(address: str, body: dict[str, Any]) -> list[list[int]]:
         connection.close()
     if answer.status == http.client.BAD_REQUEST:
         raise RefusedError(content["error"]["message"])
+    if answer.status == http.client.NOT_FOUND:
+        raise NotPublishedError
     samples = [choice["token_ids"] for choice in content["choices"]]
     if len(samples) != SAMPLES or any(len(tokens) != TOKENS or not set(tokens) <= ALL_TOKENS for tokens in samples):
         raise ValueError(f"{address} answers with other samples than were asked for")
@@ -76,6 +82,8 @@ def generate(version: int, prompt: int, seed: int) -> list[list[int]]:
             address = addresses[attempt % len(addresses)]
             try:
                 return ask(address, body)
+            except NotPublishedError:
+                pass  # the server is right
             except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
                 FAILED_AT[address] = time.monotonic()
                 sys.stderr.write(f"asking another server than {address}: {error!r}\n")
