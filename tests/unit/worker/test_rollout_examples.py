@@ -178,5 +178,28 @@ def test_a_server_refuses_weights_of_another_shape_with_a_sentence(
     body = {"model": "policy-8", "prompt": [1], "n": 4, "max_tokens": 8, "seed": 0}
     with pytest.raises(example.RefusedError, match=r"shape \(3, 3\), and this server serves \(12, 12\)"):
         example.ask(address, body)
-    with pytest.raises(KeyError, match="choices"):
-        example.ask(address, {**body, "model": "policy-9"})
+
+
+def test_a_policy_that_is_not_published_yet_is_no_failure_of_the_server(
+    rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = importlib.import_module("grpo_rollout")
+    address, ask, refusals = rollout.start_server(), example.ask, []
+    rollout.until_ready(address)
+
+    def ask_and_publish(*arguments: object) -> object:
+        try:
+            return ask(*arguments)
+        except example.NotPublishedError as refusal:
+            refusals.append(refusal)
+            torch.save({"policy": {"weight": torch.zeros(12, 12)}}, rollout.policies / "policy-4.pt")
+            raise
+
+    monkeypatch.setenv("TRAINIUM_ROLE_ROLLOUT", address)
+    monkeypatch.setattr(example, "FAILED_AT", {})
+    monkeypatch.setattr(example, "ask", ask_and_publish)
+    assert len(example.generate(4, 1, 0)) == example.SAMPLES
+    assert (len(refusals), example.FAILED_AT) == (1, {})
