@@ -75,7 +75,7 @@ def find_failure(observed: Observed, role: RoleSpec, pod: PodView) -> RoleFailur
 def _must_leave(observed: Observed, problem: NodeProblem) -> bool:
     """Return whether a pod of a role leaves a node with this problem.
 
-    One that does not report suffices: no agent tells that the pod still works, and two pods of a role do no harm.
+    A node that does not report suffices: no agent shows that the pod still works, and a second one does no harm.
     """
     is_lost = problem.cause is Cause.NODE_LOST and not observed.fleet.frozen
     return is_lost or problem.severity >= Severity.DRAIN
