@@ -75,8 +75,8 @@ OF_THE_IMAGE = {"trainium-trainer": {"neuronx_distributed", "torch_neuronx", "to
 
 
 OF_THE_PROGRAM = {
-    "trainium-devcluster": {"accelerate", "tokenizers", "torch", "transformers", "trl"},
-    "trainium-worker": {"accelerate", "lightning", "numpy", "torch", "transformers"},
+    "trainium-devcluster": {"accelerate", "tokenizers", "torch", "trainium_worker", "transformers", "trl"},
+    "trainium-worker": {"accelerate", "lightning", "numpy", "safetensors", "torch", "transformers"},
 }
 """Modules that a training program has, or else imports no module of ours that needs them."""
 
