@@ -48,7 +48,6 @@ data.maskDocuments: true | data.format: Chat | data.format: Text
 {EXAMPLES}.preference.chosenField: a | data.format: Chat | {DPO}
 {EXAMPLES}.preference.rejectedField: a | data.format: Text | {DPO}
 {EXAMPLES}.function: "a:b" | data.format: Chat | data.format: Function
-data.tokenizer.vocabSize: 500 | data.tokenizer.path: /t |
 data.validation.split: Tail | data.validation.source: /held | data.validation.fraction: 0.1
 schedule.warmupSteps: 3 | schedule.warmupRatio: 0.1 |
 schedule.decaySteps: 5 | schedule.kind: Constant | {WSD}

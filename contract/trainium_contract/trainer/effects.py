@@ -53,7 +53,6 @@ TRAINER_REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     *requirements(f"{_EXAMPLES}preference.{{promptField,chosenField,rejectedField}}", _format(DataFormat.PREFERENCE)),
     *requirements(f"{_EXAMPLES}function", _format(DataFormat.FUNCTION)),
-    *requirements("data.tokenizer.vocabSize", Switch("data.tokenizer.path", on=(None,))),
     *requirements("data.validation.split", Switch("data.validation.fraction", off=(None,))),
     *requirements("schedule.warmupSteps", Switch("schedule.warmupRatio", on=(None,))),
     *requirements("schedule.{decaySteps,finalRatio}", _CHANGES_RATE),

@@ -56,7 +56,7 @@ EVERYWHERE = (
     "tuning.objective",
     "data.hub",
     "data.format",
-    "data.tokenizer.path",
+    "data.tokenizer",
     "data.bos",
     "data.sequenceLength",
     "data.validation.fraction",

@@ -305,7 +305,7 @@ def test_another_tokenizer_than_the_checkpoints_is_refused_by_name(
     document = json.loads(file.read_text())
     document["added_tokens"][0]["special"] = False
     (tmp_path / "other.json").write_text(json.dumps(document))
-    restarted = launch(1, "run", [*saved, f"data.tokenizer={{path: {tmp_path / 'other.json'}}}"])
+    restarted = launch(1, "run", [*saved, f"data.tokenizer.path={tmp_path / 'other.json'}"])
     assert restarted.wait() == [64]
     assert re.search(r"tokenizer is \w{12}… there and \w{12}… here", restarted.log())
 
