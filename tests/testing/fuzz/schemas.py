@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 Schema = dict[str, Any]
-_TEXTS = ("/a", "a/b", "s3://bucket/prefix", "--a", "module:function", "2027-01-15T08:00:00Z")
+_TEXTS = ("/a", "a/b", "s3://bucket/prefix", "--a", "module:function", "2027-01-15T08:00:00Z", "topology.k8s.aws/a")
 """Texts, one of which matches each pattern."""
 
 

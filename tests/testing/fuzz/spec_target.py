@@ -20,6 +20,7 @@ from tests.testing.fuzz.operator_harness import OperatorHarness
 from tests.testing.fuzz.schemas import edge_values, example
 from trainium_contract.definition.crd import object_schema
 from trainium_contract.job import JOB_REQUIREMENTS, TrainingJobSpec
+from trainium_contract.spec.roles import OTHER_NAMES
 from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.trainer.effects import TRAINER_REQUIREMENTS
 from trainium_contract.wire.messages import HeartbeatRequest, RegisterRequest
@@ -175,10 +176,10 @@ def _consistent_spec(spec: Json) -> Json:
 
 
 def _consistent_roles(roles: list[Json]) -> list[Json]:
-    """Return the roles without the fields that only workers have."""
+    """Return the roles without the fields that only workers have, and without refused ones."""
     for role in roles:
         role["accelerator"].pop("claim", None)
-    return roles
+    return [{name: value for name, value in role.items() if name not in OTHER_NAMES} for role in roles]
 
 
 def _with_effect(spec: Json) -> Json:

@@ -13,6 +13,7 @@ from tests.testing.fuzz.spec_target import SpecTarget
 from tests.testing.suite.any_json import LARGEST, SLOW_ALLOWED, as_stored, collect_values, mutated_values
 from trainium_contract.definition.crd import object_schema
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
+from trainium_contract.spec.roles import OTHER_NAMES
 from trainium_contract.status.internal import pack_internal
 
 
@@ -27,7 +28,7 @@ def test_mutations_do_not_change_a_seed_and_are_bounded(name: str) -> None:
     values_by_key = collect_values(seeds, TARGETS[name]().values())
     before, drawn = json.dumps(seeds), set()
 
-    @settings(SLOW_ALLOWED, max_examples=200)
+    @settings(SLOW_ALLOWED, max_examples=100)
     @given(st.sampled_from(seeds).flatmap(lambda seed: mutated_values(seed, 5, values_by_key)))
     def draw(case: Any) -> None:
         text = json.dumps(case)
@@ -53,7 +54,7 @@ def test_a_seed_has_every_field_of_the_definition() -> None:
     (program_job,) = [case["spec"] for case in SpecTarget().seeds() if "program" in case.get("spec", {})]
     TrainingJobSpec.model_validate(program_job)
     assert sections["program"]["properties"].keys() == program_job["program"].keys()
-    assert sections["roles"]["items"]["properties"].keys() == program_job["roles"][0].keys()
+    assert sections["roles"]["items"]["properties"].keys() - OTHER_NAMES.keys() == program_job["roles"][0].keys()
 
 
 def test_the_edges_of_a_field_are_its_bounds_and_enum_values() -> None:

@@ -107,7 +107,7 @@ def test_the_timeout_of_a_test_is_scaled(tmp_path: Path, factor: str, code: int)
 
 
 LIMIT = re.compile(
-    r"""timeout=\d|--timeout=\d|monotonic\(\) \+ \d|asyncio\.timeout\(\d|\.wait\(\d\d?\)|wait_for\(.*, \d+\)"""
+    r"""timeout=\d|--timeout=\d|monotonic\(\) \+ \d|asyncio\.timeout\(\d|\.wait\(\d\d?\)|asyncio\.wait_for\(.*, \d+\)"""
 )
 ALLOWED = {
     # These are no waits of tests: polls in a pod, lifetimes of servers, waits under test.

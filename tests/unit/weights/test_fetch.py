@@ -174,7 +174,10 @@ def test_an_unknown_or_invalid_model_name_is_refused_in_one_sentence(
             "has neither model.safetensors nor model.safetensors.index.json, only pytorch_model.bin: use",
         ),
         ({"config.json": None}, "has no config.json"),
-        ({"config.json": b'{"architectures": ["PhiForCausalLM"]}'}, "describes PhiForCausalLM, but only"),
+        (
+            {"config.json": b'{"architectures": ["PhiForCausalLM"]}'},
+            "describes PhiForCausalLM, but the built-in trainer has only",
+        ),
     ],
     ids=["pickles", "no configuration", "other architecture"],
 )

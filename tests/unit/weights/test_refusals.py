@@ -75,7 +75,7 @@ def test_a_folder_without_a_configuration_is_refused(single_file_base: Path) -> 
     [
         (
             {"architectures": ["PhiForCausalLM"], "model_type": "phi"},
-            r"describes PhiForCausalLM \(model_type 'phi'\), but only",
+            r"describes PhiForCausalLM \(model_type 'phi'\), but the built-in trainer has only",
         ),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantised \(gptq\).*use the model as it"),
     ],
