@@ -56,7 +56,7 @@ class Run:
     rng: random.Random
     recovery: ExpectedRecovery
     result: RunResult
-    """What the run has measured and found so far."""
+    """Measurements of the run so far."""
 
     def expect(self, condition: object, sentence: str) -> bool:
         """Add the sentence to the deviations unless the condition is true; return whether it is."""

@@ -74,7 +74,7 @@ class RunCost:
     loss_difference: float
     """Largest relative difference from the undisturbed run of the same script."""
     uses: tuple[int, ...]
-    """How often the undisturbed run used its samples: one number if it used each equally often."""
+    """Number of uses of each sample in the undisturbed run; one number if all are equal."""
     load: float
     """Load of the machine at the end, over 5 minutes."""
 

@@ -84,7 +84,7 @@ class Instance:
     core_parts: int = 1
     """Physical cores in one of `cores`; a job may let its processes use them singly."""
     ultra_server_nodes: tuple[int, ...] = ()
-    """How many nodes of its UltraServer can work as one, the largest last; empty if it is in none."""
+    """Numbers of nodes of its UltraServer that can work as one, the largest last; empty if it is in none."""
 
     def core_memory(self, physical_cores: int | None = None) -> int:
         """Return the bytes of a core of this many physical ones, by default of `core_parts`; 0 if unknown."""

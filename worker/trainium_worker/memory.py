@@ -60,7 +60,7 @@ class _Saver:
         """The size of the tensor with the values."""
         self._is_nearly_full = False
         self._walked: list[object] = []
-        """What `model_tensors` found at its last walk of the model."""
+        """Result of the last walk of `model_tensors` over the model."""
         self._modules: list[torch.nn.Module] = []
         self._model: dict[str, torch.Tensor] = {}
 

@@ -14,7 +14,7 @@ _MODES = {4: ("1",), 2: ("3", "2")}
 """Modes by number of nodes, the preferred first: all four, and two by their vertical or by their horizontal links
 (`enum neuron_ultraserver_mode`)."""
 _NO_SERVER = "0000000000000000"
-"""What the driver shows while it has not found its neighbours."""
+"""Content of the driver's file while it has not found its neighbours."""
 
 
 def ultra_server_environment(unit_nodes: int, node_rank: int, master_ip: str, driver: Path = _DRIVER) -> dict[str, str]:

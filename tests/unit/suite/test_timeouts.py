@@ -106,6 +106,7 @@ def test_the_timeout_of_a_test_is_scaled(tmp_path: Path, factor: str, code: int)
         assert "Timeout (>0.5s)" in done.stdout
 
 
+# Waits of a `JobDriver` in tests and rows of the fault table are scaled by `Job.slowness`.
 LIMIT = re.compile(
     r"""timeout=\d|--timeout=\d|monotonic\(\) \+ \d|asyncio\.timeout\(\d|\.wait\(\d\d?\)|asyncio\.wait_for\(.*, \d+\)"""
 )
