@@ -222,10 +222,14 @@ class JobDriver:
         """Run a command in a worker and return its output."""
         return self.cluster.kubectl("exec", pod, "-n", self.namespace, "-c", "worker", "--", *command)
 
+    def show_ranks(self, pod: str) -> list[Json]:
+        """Return what the agent of a pod records of its training processes; empty until they have started."""
+        lines = self.exec_in_pod(pod, "python", "-m", "trainium_agent.show_ranks").splitlines()
+        return [json.loads(line) for line in lines]
+
     def find_rank(self, pod: str) -> str:
-        """Return the pid of the first training process of a pod, as shell text."""
-        record = self.exec_in_pod(pod, "python", "-m", "trainium_agent.show_ranks").splitlines()[0]
-        return str(json.loads(record)["pid"])
+        """Return the pid of the first training process of a pod, as shell text; wait until it has started."""
+        return str(self.wait_for(f"ranks of {pod}", lambda: self.show_ranks(pod), 60.0)[0]["pid"])
 
     def signal_rank(self, pod: str, signal: str = "KILL") -> float:
         """Send a signal to the first training process of a pod; return the time of the fault (Unix seconds)."""

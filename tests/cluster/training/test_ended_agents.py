@@ -100,20 +100,12 @@ def test_a_trainer_trains_on_after_its_agents_were_asked_to_end_while_it_loads(
     job = new_job(change="workers: {spares: 1}\nrecovery: {gracePeriodSeconds: 1}")
     # A stopped rank answers no signal, as one that compiles for longer than the grace period.
     job.until("the ranks load", lambda status: bool(status.get("membership", {}).get("size")))
-    until(lambda: _stop_ranks(job), "the ranks are stopped", pause=0.1)
-    pods = members(job)
+    pods = [job.kill_rank(rank, "STOP") for rank, _ in enumerate(job.members())]
     terminate(job, *(pods if all_at_once else pods[:1]))
     job.until_recovered(1, 180)
     status = job.until_phase("Completed", seconds=240)
     assert status["progress"]["step"] == 60
     assert status["history"][0]["cause"] == "PodLost"
-
-
-def _stop_ranks(job: Job) -> bool:
-    """Stop the first rank of each member; return whether all had started."""
-    for rank, _ in enumerate(job.members()):
-        job.kill_rank(rank, "STOP")
-    return True
 
 
 @contextmanager
