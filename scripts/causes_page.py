@@ -94,8 +94,7 @@ def reference_text(header: str) -> str:
         "the end of a process within two minutes, `out of memory` only a SIGKILL. Lines marked § are the agent's: it "
         "writes them when the counters of its container's cgroup (`memory.events`, or `memory.oom_control` of version "
         "1) rise, which every pod may read.\n\n" + _sign_table(KERNEL_LINES),
-        "## Pods, nodes, silence\n\n"
-        + render_table(("sign", "cause"), ((_sign_text(sign), f"`{sign.cause}`") for sign in _POD_AND_NODE_SIGNS)),
+        "## Pods, nodes, silence\n\n" + render_table(("signs", "cause"), _group_by_cause(_POD_AND_NODE_SIGNS)),
     ]
     return f"<!-- {header} -->\n" + "\n\n".join(parts) + "\n"
 
@@ -106,6 +105,18 @@ def _sign_table(signs: Iterable[Sign]) -> str:
         verdict = classify_sign(sign)
         rows.append((_sign_text(sign), verdict.sentence, f"`{verdict.cause}`", *_response_texts(verdict.responses)))
     return render_table(("sign", "meaning", "cause", "response", "repeated"), rows)
+
+
+def _group_by_cause(signs: Iterable[Sign]) -> list[tuple[str, str]]:
+    """Return a row for each kind of sign and cause, with the names of its signs."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for sign in signs:
+        kind = str(sign.kind)
+        groups.setdefault((kind, f"`{sign.cause}`"), []).append(_sign_text(sign).removeprefix(f"{kind} "))
+    return [
+        (f"{kind} {', '.join(names)}" if kind != SignKind.SILENCE else names[0], cause)
+        for (kind, cause), names in groups.items()
+    ]
 
 
 def _sign_text(sign: Sign) -> str:
@@ -119,7 +130,7 @@ def _sign_text(sign: Sign) -> str:
         return f"`{sign.key}`{marks}"
     if sign.kind is SignKind.LABEL:
         return f"{sign.kind} `{sign.key}={sign.value}`"
-    return f"{sign.kind} `{sign.key}`" + (f", reason `{sign.value}`" if sign.value != "*" else "")
+    return f"{sign.kind} `{sign.key}`" + (f" (reason `{sign.value}`)" if sign.value != "*" else "")
 
 
 def _response_texts(responses: Responses) -> tuple[str, str]:

@@ -107,12 +107,26 @@ def _field_table(fields: Iterable[tuple[str, dict[str, Any]]]) -> str:
     return render_table(("field", "type", "meaning"), rows)
 
 
-def _fields(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, child in schema.get("properties", {}).items():
-        yield f"{path}{name}", child
-        yield from _fields(child, f"{path}{name}.")
-        if child["type"] == "array":
-            yield from _fields(child["items"], f"{path}{name}[].")
+def _fields(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each field with its schema; an object whose fields an earlier object has refers to that one."""
+    printed: dict[str, dict[str, Any]] = {}
+
+    def walk(properties: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, child in properties.items():
+            if child["description"].startswith("Refused:"):
+                continue
+            is_array = child["type"] == "array"
+            below = (child["items"] if is_array else child).get("properties", {})
+            same = next((place for place, earlier in printed.items() if below.items() <= earlier.items()), None)
+            if len(below) > 1 and same:
+                names = ", ".join(f"`{field}`" for field in below)
+                yield f"{path}{name}", child | {"description": f"{child['description']} As in `{same}`: {names}."}
+                continue
+            printed[f"{path}{name}"] = below
+            yield f"{path}{name}", child
+            yield from walk(below, f"{path}{name}{'[]' * is_array}.")
+
+    return walk(schema["properties"], "")
 
 
 def _type_and_default(schema: dict[str, Any]) -> str:
