@@ -68,6 +68,9 @@ def close_recovered(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatu
         )
         if resumption is None:
             continue
+        if index < len(status.history) - 1:
+            # The ranks stopped last for the newest interruption, not for this one.
+            resumption = replace(resumption, stopped_at=0.0)
         status = replace_entry(status, index, _close_entry(entry, resumption, facts.now))
     return status
 

@@ -490,3 +490,14 @@ def test_a_failure_that_an_operator_learned_of_late_is_dated_to_the_last_step() 
     assert entry.failed_at == pytest.approx(NOW - 90)
     assert entry.recovered_seconds == pytest.approx(88.0)
     assert entry.detected_seconds == pytest.approx(86.0)
+
+
+def test_an_earlier_failure_of_the_same_outage_keeps_its_time() -> None:
+    """A hang is restarted in place, hangs again, and ends with the second one."""
+    record = build.restart_record(0, Cause.HANG, generation=2, resumed_at=NOW - 2, step_before=20, failed_at=NOW - 9)
+    observed = second_generation(21, restarts=(record,))
+    first = OPEN.replaced(cause=Cause.HANG, rung=Rung.IN_PLACE, failed_at=NOW - 60, detected_seconds=3.5)
+    observed = build.with_status(observed, history=(first, OPEN.replaced(attempt=1)))
+    entry, _ = make_plan(observed).status.history
+    assert (entry.failed_at, entry.detected_seconds) == (pytest.approx(NOW - 60), pytest.approx(3.5))
+    assert entry.recovered_seconds == pytest.approx(58.0)
