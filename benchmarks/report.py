@@ -34,7 +34,7 @@ Seconds depend on the machine and its load; ratios depend on them much less. Fig
 therefore divided by the **floor** of the same run: the same pods, with the same preference for near nodes, created by
 a plain client with 64 requests in flight (its restart: fail all, delete all, create all). Figures are medians, measured
 on 2 cores; the fleets from {first} to {last}, on fake nodes. [Comparison](comparison.md) has figures of others
-(`benchmarks/peers.json`), [scale](scale.md) has what a job costs as it grows.
+(`benchmarks/peers.json`), [measurements](measurements.md#what-a-job-costs-as-it-grows) the cost of a job as it grows.
 
 `make bench` measures `A fleet`, `The coordinator`, `A step with elastic` and `Training speed` again. Each other part
 was measured once, by commands that commit `02e7f559` has.

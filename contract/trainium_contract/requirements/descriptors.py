@@ -4,8 +4,8 @@ Connections between ranks are opened at their first use, so most ranks hold a nu
 the world. One process is the hub: the agent of the first node serves the store that all ranks and agents connect to, or
 rank 0 without an agent. Gathers use a tree. Any node may become the first, so every worker needs the hub's number.
 
-Measured with real processes (docs/scale.md, "Real worlds"); the bases include what was absent there: device files,
-object storage, TensorBoard.
+Measured with real processes (docs/measurements.md, "Real worlds"); the bases include what was absent there:
+device files, object storage, TensorBoard.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _TIMEOUT = timedelta(minutes=30)
 """Also bounds how long ranks wait for one that is still tokenizing; the operator detects hangs much earlier."""
 _GROUP_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "neuron": "cpu:gloo,neuron:neuron"}
 ENV_LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
-"""Torch's switch; without it every gloo group connects all pairs of ranks when it is created (docs/scale.md)."""
+"""Torch's switch; without it every gloo group connects all pairs of ranks when it is created (docs/measurements.md)."""
 WHERE_NEURON = "https://awsdocs-neuron.readthedocs-hosted.com (setup for PyTorch)"
 
 

@@ -265,7 +265,7 @@ def test_choosing_buddies_costs_in_proportion_to_the_ranks() -> None:
 
 
 def test_a_start_from_memory_costs_the_first_rank_less_than_256_bytes_of_every_other() -> None:
-    """It then receives less than a MiB at 4,096 ranks (measured in `docs/scale.md`)."""
+    """It then receives less than a MiB at 4,096 ranks (measured in `docs/measurements.md`)."""
     views = build_rank_views(512)
     empty_views = [RankView(view.rank, view.store, view.needs, view.layout) for view in views]
     reported = [records_to_report(views, view.rank, view.records) for view in views]

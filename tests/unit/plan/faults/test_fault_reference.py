@@ -19,6 +19,7 @@ from trainium_operator.plan.model.reasons import Reason
 DOCS = Path(__file__).parents[4] / "docs"
 CAUSES = (DOCS / "causes.md").read_text(encoding="utf-8")
 FAULTS = (DOCS / "faults.md").read_text(encoding="utf-8")
+TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 
 
 def test_every_cause_and_sign_is_on_the_causes_page() -> None:
@@ -33,7 +34,7 @@ def test_every_cause_and_sign_is_on_the_causes_page() -> None:
     assert [sign for sign in signs if sign not in CAUSES] == []
 
 
-def test_every_verdict_is_on_the_faults_page() -> None:
+def test_every_verdict_is_on_the_page_of_troubleshooting() -> None:
     reasons = (
         Reason.USER_ERROR,
         Reason.NUMERICAL,
@@ -43,5 +44,6 @@ def test_every_verdict_is_on_the_faults_page() -> None:
         Reason.WORKERS_DO_NOT_START,
         Reason.BUDGET_EXHAUSTED,
     )
-    assert [reason for reason in reasons if f"`{reason}`" not in FAULTS] == []
+    assert [reason for reason in reasons if f"`{reason}`" not in TROUBLESHOOTING] == []
+    assert "(troubleshooting.md#by-verdict-the-job-has-failed)" in FAULTS
     assert "(causes.md)" in FAULTS
