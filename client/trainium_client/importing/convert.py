@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.importing.source_job import YEAR_SECONDS, Note
+from trainium_client.importing.source_job import QUEUE_LABEL, YEAR_SECONDS
 from trainium_contract.accelerators import INSTANCES
 from trainium_contract.job import MAX_NAME
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
@@ -18,14 +18,19 @@ _NEURON = "aws.amazon.com/"
 _DROPPED_ANNOTATIONS = ("kubectl.kubernetes.io/last-applied-configuration",)
 _DROPPED_LABELS = ("kueue.x-k8s.io/",)
 _AUTO_RESUME = "sagemaker.amazonaws.com/"
-_BOUNDS = {
-    "recovery.gracePeriodSeconds": (1, 3600),
-    "scheduling.gangTimeoutSeconds": (10, 86_400),
+_SETTINGS: dict[str, tuple[int, int] | None] = {
+    "recovery.maxInPlaceRestarts": (0, 1000),
     "recovery.rescaleAfterSeconds": (0, 86_400),
+    "recovery.gracePeriodSeconds": (1, 3600),
+    "scheduling.queueName": None,
+    "scheduling.gangTimeoutSeconds": (10, 86_400),
+    "scheduling.priorityClassName": None,
+    "cleanPodPolicy": None,
     "activeDeadlineSeconds": (1, YEAR_SECONDS),
     "startupDeadlineSeconds": (1, YEAR_SECONDS),
     "ttlSecondsAfterFinished": (0, YEAR_SECONDS),
 }
+"""Fields that are set as the source has them, with the bounds of numbers, in the order of the manifest."""
 
 
 @dataclass(slots=True)
@@ -67,7 +72,7 @@ def convert(source: SourceJob, *, instance_type: str = "", image: str = "") -> I
     """Return the TrainingJob; the options replace what the source does not know or what does not fit here."""
     job = ImportedJob({"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {}, "spec": {}})
     _set_metadata(job, source)
-    if source.suspend:
+    if source.settings.get("suspend"):
         job.set("spec.suspend", True)
     _set_workers(job, source)
     _set_accelerator(job, source, instance_type)
@@ -77,19 +82,13 @@ def convert(source: SourceJob, *, instance_type: str = "", image: str = "") -> I
     _set_program(job, source, image)
     if source.pod.storage:
         job.set("spec.checkpoint.storage", source.pod.storage)
-    _set_recovery(job, source)
-    _set_scheduling(job, source)
-    _set_ends(job, source)
+    _set_settings(job, source)
     for note in (*source.program.notes, *source.pod.notes, *source.notes):
-        _add_note(job, note)
+        if note.field:
+            job.comment(note.field, note.text)
+        else:
+            job.header.append(note.text)
     return job
-
-
-def _add_note(job: ImportedJob, note: Note) -> None:
-    if not note.field:
-        job.header.append(note.text)
-    else:
-        job.comment(note.field, note.text)
 
 
 def _set_metadata(job: ImportedJob, source: SourceJob) -> None:
@@ -308,7 +307,8 @@ def asks_for_gpus(source: SourceJob) -> bool:
     return any("nvidia" in name or "amd.com" in name for name in source.pod.devices or {})
 
 
-def _set_recovery(job: ImportedJob, source: SourceJob) -> None:
+def _set_settings(job: ImportedJob, source: SourceJob) -> None:
+    """Set what has a counterpart; where a number is out of its bounds, the nearest one with a comment."""
     if source.budget is not None:
         window = min(max(source.budget.window_seconds, 1), YEAR_SECONDS)
         job.set(
@@ -316,34 +316,13 @@ def _set_recovery(job: ImportedJob, source: SourceJob) -> None:
             {"maxFailures": source.budget.max_failures, "windowSeconds": window},
             f"{source.budget.reason}; faults of nodes and devices do not count here (budgets.infrastructure)",
         )
-    if source.in_place_restarts is not None:
-        job.set("spec.recovery.maxInPlaceRestarts", min(source.in_place_restarts, 1000))
-    _set_bounded(job, "recovery.rescaleAfterSeconds", source.rescale_after_seconds)
-    grace = source.grace_seconds if source.grace_seconds is not None else source.pod.grace_seconds
-    _set_bounded(job, "recovery.gracePeriodSeconds", grace)
-
-
-def _set_scheduling(job: ImportedJob, source: SourceJob) -> None:
-    queue = source.labels.get("kueue.x-k8s.io/queue-name") or source.queue or source.pod.queue
-    if queue:
-        job.set("spec.scheduling.queueName", queue)
-    _set_bounded(job, "scheduling.gangTimeoutSeconds", source.gang_timeout_seconds)
-    if priority := source.priority_class or source.pod.priority_class:
-        job.set("spec.scheduling.priorityClassName", priority)
-
-
-def _set_ends(job: ImportedJob, source: SourceJob) -> None:
-    if source.clean_pods is not None:
-        job.set("spec.cleanPodPolicy", source.clean_pods.value)
-    _set_bounded(job, "activeDeadlineSeconds", source.active_deadline_seconds)
-    startup, active = source.startup_deadline_seconds, source.active_deadline_seconds
-    _set_bounded(job, "startupDeadlineSeconds", startup if active is None or startup is None else min(startup, active))
-    _set_bounded(job, "ttlSecondsAfterFinished", source.ttl_seconds)
-
-
-def _set_bounded(job: ImportedJob, path: str, value: int | None) -> None:
-    if value is None:
-        return
-    least, most = _BOUNDS[path]
-    bounded = min(max(value, least), most)
-    job.set(f"spec.{path}", bounded, f"was {value}" if bounded != value else "")
+    settings = {name: value for name, value in source.settings.items() if value is not None}
+    settings = source.pod.settings | settings
+    if queue := source.labels.get(QUEUE_LABEL):
+        settings["scheduling.queueName"] = queue
+    if {"startupDeadlineSeconds", "activeDeadlineSeconds"} <= settings.keys():
+        settings["startupDeadlineSeconds"] = min(settings["startupDeadlineSeconds"], settings["activeDeadlineSeconds"])
+    for path, bounds in _SETTINGS.items():
+        if path in settings:
+            value = settings[path] if bounds is None else min(max(settings[path], bounds[0]), bounds[1])
+            job.set(f"spec.{path}", value, f"was {settings[path]}" if value != settings[path] else "")

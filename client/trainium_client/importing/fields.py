@@ -18,7 +18,7 @@ _INDEX = re.compile(r"\[\d+\]")
 
 
 class Fields:
-    """An object of a document with its path."""
+    """An object of a document with its path; a key may be a path below it, `runPolicy.suspend`."""
 
     __slots__ = ("_children", "_read", "_value", "path")
 
@@ -26,15 +26,23 @@ class Fields:
         self.path = path
         self._value = value
         self._read: set[str] = set()
-        self._children: list[Fields] = []
+        self._children: dict[str, Fields] = {}
 
     def __contains__(self, key: str) -> bool:
         return self._value.get(key) is not None
 
     def read(self, key: str) -> Any:
-        """Return a value of any type; None without one."""
-        self._read.add(key)
-        return self._value.get(key)
+        """Return a value of any type; None without one. Raises ClientError if something above it is no object."""
+        parent, _, name = key.rpartition(".")
+        if parent:
+            return self.child(parent).read(name)
+        self._read.add(name)
+        return self._value.get(name)
+
+    def skip(self, *keys: str) -> None:
+        """Count fields as read that mean nothing for a TrainingJob."""
+        for key in keys:
+            self.read(key)
 
     def text(self, key: str, default: str = "") -> str:
         """Return a string. Raises ClientError for another type."""
@@ -75,15 +83,24 @@ class Fields:
         return found
 
     def child(self, key: str) -> Fields:
-        """Return an object whose fields are tracked too. Raises ClientError for another type."""
-        return self._add(self.mapping(key), f"{self.path}.{key}".lstrip("."))
+        """Return an object whose fields are tracked too, always the same one. Raises ClientError for another type."""
+        first, _, rest = key.partition(".")
+        if first not in self._children:
+            self.attach(first, self.mapping(first))
+        return self._children[first].child(rest) if rest else self._children[first]
+
+    def attach(self, key: str, value: dict[str, Any]) -> Fields:
+        """Track an object as if it were the one of this key."""
+        self._read.add(key)
+        self._children[key] = Fields(value, f"{self.path}.{key}".lstrip("."))
+        return self._children[key]
 
     def children(self, key: str) -> list[Fields]:
         """Return the objects of a list, tracked. Raises ClientError for anything else."""
         items = self._typed(key, list, "a list", [])
         if not all(isinstance(item, dict) for item in items):
             raise self._error(key, "a list of objects")
-        return [self._add(item, f"{self.path}.{key}[{number}]".lstrip(".")) for number, item in enumerate(items)]
+        return [self.attach(f"{key}[{number}]", item) for number, item in enumerate(items)]
 
     def rest(self, *without: str) -> dict[str, Any]:
         """Return all fields that were not read yet, without some that stay unread."""
@@ -96,8 +113,15 @@ class Fields:
         for key, value in self._value.items():
             if key not in self._read and value not in (None, {}, [], ""):
                 yield f"{self.path}.{key}".lstrip(".")
-        for child in self._children:
+        for child in self._children.values():
             yield from child.unread()
+
+    def explain_unread(self, sentences: Mapping[str, str]) -> Iterator[Note]:
+        """Yield a note for each field that was not read; `sentences` has reasons by path, without indices."""
+        for path in self.unread():
+            place = _INDEX.sub("", path)
+            reasons = (text for known, text in sentences.items() if f"{place}.".startswith(f"{known}."))
+            yield Note(f"{path}: {next(reasons, 'this field is not known to the import')}")
 
     def _typed(self, key: str, kind: type, name: str, default: Any) -> Any:
         value = self.read(key)
@@ -109,20 +133,3 @@ class Fields:
 
     def _error(self, key: str, name: str) -> ClientError:
         return ClientError(f"{f'{self.path}.{key}'.lstrip('.')} is not {name}: correct it")
-
-    def _add(self, value: dict[str, Any], path: str) -> Fields:
-        child = Fields(value, path)
-        self._children.append(child)
-        return child
-
-
-def explain_unread(fields: Fields, sentences: Mapping[str, str]) -> tuple[Note, ...]:
-    """Return a note for each field without a counterpart; `sentences` has reasons by path, without indices."""
-    notes = []
-    for path in fields.unread():
-        place = _INDEX.sub("", path)
-        reason = next(
-            (text for known, text in sentences.items() if place == known or place.startswith(f"{known}.")), ""
-        )
-        notes.append(Note(f"{path}: {reason or 'this field is not known to the import'}"))
-    return tuple(notes)

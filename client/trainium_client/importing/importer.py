@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_client.importing.convert import ImportedJob, convert
 from trainium_client.importing.documents import parse_documents
-from trainium_client.importing.hyperpod import read_hyperpod_job
-from trainium_client.importing.job_set import read_job_set
-from trainium_client.importing.pytorch_job import read_pytorch_job
-from trainium_client.importing.ray_job import read_ray_job
+from trainium_client.importing.kubernetes_jobs import FORMS, RUNTIMES, read_kubernetes_job
 from trainium_client.importing.sbatch import is_script, read_script_file
-from trainium_client.importing.train_job import RUNTIMES, read_train_job
 from trainium_contract.api_server.errors import ClientError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from trainium_client.importing.source_job import SourceJob
 
@@ -31,25 +27,13 @@ class Options:
     """Name of the part that trains, where a job has several."""
 
 
-Json = dict[str, Any]
-_READERS: dict[tuple[str, str], Callable[[Json, Sequence[Json], Options], SourceJob]] = {
-    ("kubeflow.org/v1", "PyTorchJob"): lambda job, _others, _options: read_pytorch_job(job),
-    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): lambda job, others, _options: read_train_job(job, others),
-    ("jobset.x-k8s.io/v1alpha2", "JobSet"): lambda job, _others, options: read_job_set(job, options.replica),
-    ("sagemaker.amazonaws.com/v1", "HyperPodPyTorchJob"): lambda job, _others, options: read_hyperpod_job(
-        job, options.replica
-    ),
-    ("ray.io/v1", "RayJob"): lambda job, _others, _options: read_ray_job(job),
-}
-
-
 def import_jobs(inputs: Sequence[tuple[str, str]], options: Options) -> list[tuple[str, ImportedJob]]:
     """Return a TrainingJob, and the name of its source, for each job of the inputs, which are names and texts.
 
     Raises ClientError if an input cannot be read or has no job.
     """
     jobs: list[tuple[str, SourceJob]] = []
-    documents: list[tuple[str, Json]] = []
+    documents: list[tuple[str, dict[str, Any]]] = []
     for name, text in inputs:
         if is_script(text):
             stem = name.rsplit("/", 1)[-1].split(".", 1)[0]
@@ -59,14 +43,13 @@ def import_jobs(inputs: Sequence[tuple[str, str]], options: Options) -> list[tup
     others = [document for _, document in documents]
     unknown: list[str] = []
     for name, document in documents:
-        version, kind = str(document.get("apiVersion", "")), str(document.get("kind", ""))
-        reader = _READERS.get((version, kind))
-        if reader is not None:
-            jobs.append((f"{name}, {kind} {version}", reader(document, others, options)))
+        form = version, kind = str(document.get("apiVersion", "")), str(document.get("kind", ""))
+        if form in FORMS:
+            jobs.append((f"{name}, {kind} {version}", read_kubernetes_job(form, document, others, options.replica)))
         elif kind not in RUNTIMES:
             unknown.append(" ".join(filter(None, (kind, version))) or "an object without a kind")
     if not jobs:
-        known = ", ".join(f"{kind} ({version})" for version, kind in _READERS)
+        known = ", ".join(f"{kind} ({version})" for version, kind in FORMS)
         found = f"has {', '.join(dict.fromkeys(unknown))}" if unknown else "has no job"
         raise ClientError(
             f"{' and '.join(name for name, _ in inputs)} {found}: give one of {known}, a script of Slurm or a command "

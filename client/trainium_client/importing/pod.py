@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.importing.source_job import Note, PodParts, Program
+from trainium_client.importing.source_job import QUEUE_LABEL, Note, PodParts, Program
 from trainium_client.importing.torchrun import read_command
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.wire.worker_env import (
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from trainium_client.importing.fields import Fields
 
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 _RESERVED_VOLUMES = frozenset({"config", "token", "shared-memory", "cache", "checkpoints", "agent"})
 """Names of the operator's own volumes, with which a template's volume of the same name would be merged."""
@@ -88,15 +87,18 @@ def read_pod(
     if body["containers"] == [{"name": "worker"}]:
         del body["containers"]
     labels = metadata.text_map("labels")
+    settings = {
+        "scheduling.queueName": labels.get(QUEUE_LABEL),
+        "scheduling.priorityClassName": spec.text("priorityClassName"),
+        "recovery.gracePeriodSeconds": spec.integer("terminationGracePeriodSeconds"),
+    }
     parts = PodParts(
         image=image,
         working_directory=folder,
         template=_with_metadata(labels, metadata.text_map("annotations"), body),
         devices=devices,
         instance_type=instance_type,
-        queue=labels.get(QUEUE_LABEL, ""),
-        priority_class=spec.text("priorityClassName"),
-        grace_seconds=spec.integer("terminationGracePeriodSeconds"),
+        settings={name: value for name, value in settings.items() if value not in (None, "")},
         storage=draft.storage,
         notes=tuple(draft.notes),
     )

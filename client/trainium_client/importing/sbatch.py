@@ -134,8 +134,10 @@ def read_script_file(script: str, name: str) -> SourceJob:
         max_nodes=nodes if least else None,
         program=program,
         pod=_build_pod(options, exported, tasks or 1),
-        active_deadline_seconds=_read_time(options.time),
-        grace_seconds=_read_signal(options.signal),
+        settings={
+            "activeDeadlineSeconds": _read_time(options.time),
+            "recovery.gracePeriodSeconds": _read_signal(options.signal),
+        },
         notes=tuple(notes),
     )
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainium_contract.job import CleanPodPolicy
+    from collections.abc import Mapping
 
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 YEAR_SECONDS = 31_536_000
 """Longest window of a budget: platforms that count restarts count them over the life of a job."""
 
@@ -40,12 +41,12 @@ class Program:
     notes: tuple[Note, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Budget:
     """Failures of processes that the job survives."""
 
     max_failures: int
-    window_seconds: int = YEAR_SECONDS
+    window_seconds: int
     reason: str
     """Field of the input, for the comment."""
 
@@ -61,9 +62,8 @@ class PodParts:
     devices: dict[str, str] | None = None
     """Extended resources of a pod; None: not known."""
     instance_type: str = ""
-    queue: str = ""
-    priority_class: str = ""
-    grace_seconds: int | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """As those of `SourceJob`, where that has none."""
     storage: dict[str, Any] = field(default_factory=dict)
     """`checkpoint.storage`, where a volume is mounted at its place."""
     notes: tuple[Note, ...] = ()
@@ -84,16 +84,7 @@ class SourceJob:
     spares: int = 0
     program: Program
     pod: PodParts
-    suspend: bool = False
-    active_deadline_seconds: int | None = None
-    startup_deadline_seconds: int | None = None
-    ttl_seconds: int | None = None
-    clean_pods: CleanPodPolicy | None = None
-    queue: str = ""
-    priority_class: str = ""
-    grace_seconds: int | None = None
-    gang_timeout_seconds: int | None = None
-    rescale_after_seconds: int | None = None
-    in_place_restarts: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `spec` of the TrainingJob by their paths, as the source has them; None for none."""
     budget: Budget | None = None
     notes: tuple[Note, ...] = ()
