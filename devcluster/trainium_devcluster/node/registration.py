@@ -93,10 +93,6 @@ class Registration:
             self._cleared.add(kind)
         self._changed.set()
 
-    def allocatable(self) -> dict[str, str]:
-        """Return the resources for pods: all of the capacity."""
-        return dict(self.options.capacity)
-
     def _labels(self) -> dict[str, str]:
         own = {
             "kubernetes.io/hostname": self.options.name,
@@ -158,7 +154,7 @@ class Registration:
         uname = platform.uname()
         status = {
             "capacity": self.options.capacity,
-            "allocatable": self.allocatable(),
+            "allocatable": self.options.capacity,
             "conditions": self._conditions(),
             "addresses": [
                 {"type": "InternalIP", "address": self.address},

@@ -32,7 +32,6 @@ from trainium_devcluster.node.network.service_directory import ServiceDirectory
 from trainium_devcluster.node.options import KUBELET_PORT, NodeOptions
 from trainium_devcluster.node.pods.node_services import NodeServices
 from trainium_devcluster.node.pods.pod import PodRunner
-from trainium_devcluster.node.processes.isolation import Isolation
 from trainium_devcluster.node.processes.launcher_client import Launcher
 from trainium_devcluster.node.processes.programs import create_agent_image, program_folders
 from trainium_devcluster.node.registration import Registration
@@ -43,19 +42,19 @@ from trainium_devcluster.processes.cleanup import remove_tree
 _log = logging.getLogger(__name__)
 
 
-async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socket.socket) -> None:
+async def run(options: NodeOptions, launcher_socket: socket.socket) -> None:
     """Run the node until SIGTERM or SIGINT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    launcher = Launcher(launcher_socket, isolation)
+    launcher = Launcher(launcher_socket)
     access = find_access(str(options.state_dir / "kubeconfig"), None, {})
     async with (
         Api(access, f"process-node/{options.name}") as api,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http,
     ):
-        node = _create_node(options, isolation, launcher, api, http)
+        node = _create_node(options, launcher, api, http)
         tasks = [asyncio.create_task(node.run()), asyncio.create_task(stop.wait())]
         tasks.append(asyncio.ensure_future(launcher.ended))
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -67,9 +66,7 @@ async def run(options: NodeOptions, isolation: Isolation, launcher_socket: socke
             tasks[0].result()
 
 
-def _create_node(
-    options: NodeOptions, isolation: Isolation, launcher: Launcher, api: Api, http: aiohttp.ClientSession
-) -> "NodeRuntime":
+def _create_node(options: NodeOptions, launcher: Launcher, api: Api, http: aiohttp.ClientSession) -> "NodeRuntime":
     network, listener = addresses.reserve_network(
         addresses.candidate_networks(f"{options.api_server}/{options.name}"), KUBELET_PORT
     )
@@ -82,12 +79,10 @@ def _create_node(
         api=api,
         cache=ObjectCache(api),
         events=events,
-        directory=ServiceDirectory(api, events, options.api_server),
+        directory=ServiceDirectory(api, options.api_server),
         launcher=launcher,
-        isolation=isolation,
         http=http,
         address=str(network[1]),
-        allocatable=registration.allocatable(),
         node=lambda: registration.node,
         active_pods=lambda: [runner.pod for runner in runners.values() if runner.active],
         release_address=pod_addresses.release,

@@ -55,7 +55,7 @@ def test_a_missing_command_is_a_start_error(client: PodClient) -> None:
     assert pod["status"]["phase"] == "Failed"
 
 
-def test_variables_come_from_values_fields_resources_config_maps_and_secrets(client: PodClient) -> None:
+def test_variables_come_from_values_fields_config_maps_and_secrets(client: PodClient) -> None:
     settings = client.name("settings")
     client.create(
         {
@@ -75,8 +75,6 @@ def test_variables_come_from_values_fields_resources_config_maps_and_secrets(cli
         {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         {"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}},
-        {"name": "MILLIS", "valueFrom": {"resourceFieldRef": {"resource": "requests.cpu", "divisor": "1m"}}},
-        {"name": "MEMORY", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}}},
         {"name": "SIZE", "valueFrom": {"configMapKeyRef": {"name": settings, "key": "size"}}},
         {"name": "PASSWORD", "valueFrom": {"secretKeyRef": {"name": settings, "key": "password"}}},
         {"name": "ABSENT", "valueFrom": {"configMapKeyRef": {"name": "no-such", "key": "x", "optional": True}}},
@@ -88,7 +86,6 @@ def test_variables_come_from_values_fields_resources_config_maps_and_secrets(cli
             args=["$(FIRST)", "$$(FIRST)", "$(UNKNOWN)"],
             env=env,
             envFrom=[{"prefix": "CM_", "configMapRef": {"name": settings}}, {"secretRef": {"name": settings}}],
-            resources={"requests": {"cpu": "10m"}, "limits": {"cpu": "500m", "memory": "64Mi"}},
         ),
         labels={"tier": "gold"},
     )
@@ -105,8 +102,6 @@ def test_variables_come_from_values_fields_resources_config_maps_and_secrets(cli
             "NODE": pod["spec"]["nodeName"],
             "IP": pod["status"]["podIP"],
             "HOST_IP": pod["status"]["hostIP"],
-            "MILLIS": "10",
-            "MEMORY": "64",
             "SIZE": "7",
             "PASSWORD": "hush",
             "CM_COLOUR": "blue",

@@ -1,7 +1,6 @@
-"""Start and end of pods: init containers, sidecars, probes, hooks, grace periods, deadlines, deletion."""
+"""Start and end of pods: init containers, sidecars, probes, grace periods, deadlines, deletion."""
 
 import time
-from typing import Any
 
 import pytest
 
@@ -169,46 +168,6 @@ def test_a_later_shorter_grace_period_is_ignored(client: PodClient) -> None:
     assert time.monotonic() - started_at >= 4
 
 
-def test_the_pre_stop_hook_runs_before_the_signal(client: PodClient) -> None:
-    mounts = [{"name": "shared", "mountPath": "/shared"}]
-    script = (
-        "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(30 + pathlib.Path('/shared/hook').exists()))\n"
-        "print('up'); time.sleep(600)"
-    )
-    name = client.create_pod(
-        "pre-stop",
-        client.python(
-            script,
-            volumeMounts=mounts,
-            lifecycle={"preStop": {"exec": {"command": ["sh", "-c", "sleep 0.5; touch /shared/hook"]}}},
-        ),
-        volumes=[{"name": "shared", "emptyDir": {}}],
-        hold=True,
-        terminationGracePeriodSeconds=20,
-    )
-    client.wait_for_log(name, "up")
-    client.delete(name)
-    assert terminated_state(client.wait_ended(name))["exitCode"] == 31
-    client.release(name)
-
-
-def test_the_post_start_hook_runs_and_its_failure_ends_the_container(client: PodClient) -> None:
-    good = client.create_pod(
-        "post-start",
-        client.container(
-            "while ! ls /tmp/hook 2>/dev/null; do sleep 0.05; done",
-            lifecycle={"postStart": {"exec": {"command": ["touch", "/tmp/hook"]}}},
-        ),
-    )
-    assert client.output(good) == "/tmp/hook\n"
-    bad = client.create_pod(
-        "post-start", client.container("exec sleep 600", lifecycle={"postStart": {"exec": {"command": ["false"]}}})
-    )
-    assert terminated_state(client.wait_ended(bad))["exitCode"] == 137
-    assert client.event(bad, "FailedPostStartHook")["type"] == "Warning"
-
-
 def test_a_pod_that_outlives_its_deadline_fails(client: PodClient) -> None:
     name = client.create_pod(
         "deadline", client.container("exec sleep 600"), activeDeadlineSeconds=2, terminationGracePeriodSeconds=1
@@ -232,21 +191,3 @@ def test_a_deleted_pod_that_waits_for_a_volume_never_runs(client: PodClient) -> 
     client.event(name, "FailedMount")
     client.delete(name)
     client.wait_deleted(name)
-
-
-def test_foreign_conditions_are_kept(client: PodClient) -> None:
-    gates = [{"conditionType": "example.com/gate"}]
-    name = client.create_pod("gated", client.container("exec sleep 600"), readinessGates=gates)
-    pod = client.wait(
-        name, lambda pod: condition_or_none(pod, "ContainersReady") == "True", "its containers were ready"
-    )
-    assert condition(pod, "Ready")["reason"] == "ReadinessGatesNotReady"
-    patch = '{"status":{"conditions":[{"type":"example.com/gate","status":"True"}]}}'
-    client.kubectl("patch", "pod", name, "--subresource=status", "--type=strategic", "-p", patch)
-    pod = client.wait(name, is_ready, "the gate let it be ready")
-    assert condition(pod, "example.com/gate")["status"] == "True"
-    client.delete(name, "--grace-period=1")
-
-
-def condition_or_none(pod: dict[str, Any], kind: str) -> str | None:
-    return next((c["status"] for c in pod["status"].get("conditions", []) if c["type"] == kind), None)

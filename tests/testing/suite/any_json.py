@@ -33,8 +33,8 @@ ANYTHING = st.recursive(
     max_leaves=6,
 )
 SLOW_ALLOWED = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-LARGEST = 2 << 20
-"""Characters of a part that was repeated: more than the API server stores of an object."""
+LARGEST = 1 << 17
+"""Characters of a part that was repeated; several such parts exceed what the API server stores of an object."""
 DEEPEST = 190
 """Levels of nesting that one mutation adds."""
 MOST_DIGITS = 4_000

@@ -28,7 +28,7 @@ def test_mutations_do_not_change_a_seed_and_are_bounded(name: str) -> None:
     values_by_key = collect_values(seeds, TARGETS[name]().values())
     before, drawn = json.dumps(seeds), set()
 
-    @settings(SLOW_ALLOWED, max_examples=100)
+    @settings(SLOW_ALLOWED, max_examples=200)
     @given(st.sampled_from(seeds).flatmap(lambda seed: mutated_values(seed, 5, values_by_key)))
     def draw(case: Any) -> None:
         text = json.dumps(case)

@@ -5,7 +5,7 @@ Guarantees:
 """
 
 from collections.abc import Iterable
-from decimal import ROUND_CEILING, Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation
 
 from trainium_devcluster.node.api.objects import Json, containers, init_containers, is_sidecar
 
@@ -28,12 +28,6 @@ def parse(text: str | float) -> Decimal:
         return Decimal(raw[: len(raw) - len(suffix)] if suffix else raw) * _SUFFIXES.get(suffix, Decimal(1))
     except InvalidOperation:
         raise ValueError(f"{raw!r} is not a quantity: give a number, perhaps with m, k, M, G, Ki, Mi or Gi") from None
-
-
-def divide(quantity: str, divisor: str) -> str:
-    """Return `quantity` in units of `divisor`, rounded up, as in a resourceFieldRef; a divisor of 0 means 1."""
-    unit = parse(divisor) or Decimal(1)
-    return str(int((parse(quantity) / unit).to_integral_value(ROUND_CEILING)))
 
 
 def pod_requests(pod: Json) -> dict[str, Decimal]:

@@ -3,6 +3,7 @@
 The API server accepts no loopback addresses in EndpointSlices, so this module computes addresses from Services and the
 pods that they select, as the endpoints controller does. Every name of a Service resolves to the addresses of all its
 ready pods (of all its pods with publishNotReadyAddresses); a pod with host name and subdomain has its own name too.
+Ports are not translated.
 Invariants: pure functions but for `write`, which changes the file in place so that bind mounts of it see the change.
 """
 
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainium_devcluster.node.api.objects import Json, find, is_terminal, name, namespace
-from trainium_devcluster.node.spec.environment import ServiceVariables
 
 DOMAIN = "cluster.local"
 
@@ -52,30 +52,6 @@ def select_endpoints(service: Json, pods: Iterable[Json]) -> tuple[Endpoint, ...
             has_hostname = pod["spec"].get("subdomain") == name(service)
             found.append(Endpoint(address, pod["spec"].get("hostname", "") if has_hostname else ""))
     return tuple(sorted(found, key=lambda e: tuple(int(part) for part in e.address.split("."))))
-
-
-def build_service_variables(service: Json, endpoints: tuple[Endpoint, ...]) -> ServiceVariables | None:
-    """Return the environment of pods of the same namespace for `service`; None for a headless one."""
-    if service["spec"].get("clusterIP") in {None, "", "None"}:
-        return None
-    ports = tuple(
-        (port.get("name", ""), int(port["port"]), str(port.get("protocol", "TCP")))
-        for port in service["spec"].get("ports") or []
-    )
-    # Without a proxy nothing answers at the cluster address, so the first pod's address replaces it.
-    return ServiceVariables(name(service), endpoints[0].address if endpoints else service["spec"]["clusterIP"], ports)
-
-
-def find_unreachable_ports(service: Json) -> list[str]:
-    """Return the Service ports that differ from the pods' ports, which a hosts file cannot translate."""
-    if service["spec"].get("clusterIP") == "None":
-        return []
-    found = []
-    for port in service["spec"].get("ports") or []:
-        target = port.get("targetPort", port["port"])
-        if isinstance(target, int) and target != port["port"]:
-            found.append(f"{port['port']} -> {target}")
-    return found
 
 
 def render(pod_address: str, hostname: str, pod: Json, services: Iterable[ServiceNames]) -> str:

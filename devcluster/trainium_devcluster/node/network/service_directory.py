@@ -2,7 +2,6 @@
 
 Guarantees:
 - A change of a Service or a pod reaches every hosts file of this node shortly after; changes are batched.
-- A Service whose ports differ from the pods' is announced in an event on it, once per node.
 """
 
 import asyncio
@@ -12,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.events import EventSeverity, EventSink
 from trainium_devcluster.node.api.objects import Json, is_terminal, name, namespace, uid
 from trainium_devcluster.node.api.reflector import Reflector
 from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.network import hosts
-from trainium_devcluster.node.spec.environment import ServiceVariables
 
 _DEBOUNCE_SECONDS = 0.02  # seconds, to batch changes
 _SYNC_TIMEOUT = 10.0  # seconds that a pod's start waits for the first list
@@ -36,13 +33,11 @@ class HostsFile:
 class ServiceDirectory:
     """Provides the Service names of the cluster to the pods of this node."""
 
-    def __init__(self, api: Api, events: EventSink, api_server: tuple[str, int]) -> None:
-        self._events = events
+    def __init__(self, api: Api, api_server: tuple[str, int]) -> None:
         self._api_server = api_server
         self._services = Reflector(api, "/api/v1/services", {}, self._service_changed)
         self._pods = Reflector(api, "/api/v1/pods", {}, self._pod_changed)
         self._files: dict[str, HostsFile] = {}
-        self._reported: set[str] = set()
         self._pod_states: dict[str, tuple[object, ...]] = {}
         self._changed = asyncio.Event()
 
@@ -63,19 +58,6 @@ class ServiceDirectory:
     def remove(self, key: str) -> None:
         """Stop updating a hosts file, because its directory is about to be removed."""
         self._files.pop(key, None)
-
-    def list_service_variables(self, pod_namespace: str) -> list[ServiceVariables]:
-        """Return the Services of a namespace for the environment of its pods."""
-        services = []
-        for service in self._services.objects.values():
-            if namespace(service) == pod_namespace and not (
-                pod_namespace == "default" and name(service) == "kubernetes"
-            ):
-                endpoints = hosts.select_endpoints(service, self._pods.objects.values())
-                variables = hosts.build_service_variables(service, endpoints)
-                if variables is not None:
-                    services.append(variables)
-        return sorted(services, key=lambda variables: variables.name)
 
     async def _update_files(self) -> None:
         while True:
@@ -101,23 +83,11 @@ class ServiceDirectory:
         with contextlib.suppress(FileNotFoundError):
             hosts.write(file.path, hosts.render(file.address, file.hostname, file.pod(), names))
 
-    def _service_changed(self, service: Json, deleted: bool) -> None:
+    def _service_changed(self, _: Json, __: bool) -> None:
         self._changed.set()
-        ports = [] if deleted or name(service) == "kubernetes" else hosts.find_unreachable_ports(service)
-        if ports and uid(service) not in self._reported:
-            self._reported.add(uid(service))
-            self._events.emit(
-                service,
-                "Service",
-                EventSeverity.WARNING,
-                "PortNotTranslated",
-                f"process nodes translate no ports ({', '.join(ports)}): names lead to pods, so connect to "
-                "the target port, or make port and targetPort equal",
-            )
 
     def _pod_changed(self, pod: Json, deleted: bool) -> None:
         key, ip = uid(pod), pod.get("status", {}).get("podIP")
-
         state = (
             ip,
             hosts.is_ready(pod),

@@ -4,12 +4,10 @@ Guarantees:
 - At most one process runs at a time.
 - `view()` always returns the current state.
 - The end of the process is detected without polling.
-- A stop runs the preStop hook, then sends the stop signal, then kills, within the grace period, which may shrink while
-  it runs.
+- A stop sends SIGTERM, then kills at the end of the grace period, which may shrink while it runs.
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
@@ -37,7 +35,6 @@ from trainium_devcluster.node.processes.launcher_client import ExitStatus, Launc
 from trainium_devcluster.processes.cleanup import remove_tree
 
 _MAX_TERMINATION_MESSAGE = 4096
-_MIN_GRACE = 2.0  # seconds for a container whose preStop hook used up the grace period
 _START_ERROR = 128
 _FIRST_DELAY, _LONGEST_DELAY = 10.0, 300.0
 
@@ -171,7 +168,7 @@ class Container:
         return first
 
     async def start(self, command: ContainerCommand, termination_log: str) -> None:
-        """Start the container; return when the command runs and its postStart hook, if any, has ended."""
+        """Start the container; return when the command runs."""
         if isinstance(self.state, Terminated):
             self.last_termination = self.state
         if self._started_once:
@@ -203,19 +200,6 @@ class Container:
             self.state = Running(time.time())
             self.emit(EventSeverity.NORMAL, "Started", "Container started", self.name)
             self.changed()
-            await self._after_start(process)
-
-    async def _after_start(self, process: Process) -> None:
-        hook = (self.spec.get("lifecycle") or {}).get("postStart")
-        if hook:
-            outcome = await probe_actions.run_action(hook, self._target(), None)
-            if not outcome.success:
-                self.emit(
-                    EventSeverity.WARNING, "FailedPostStartHook", f"PostStartHook failed: {outcome.message}", self.name
-                )
-                self.stop_in_background(_MIN_GRACE, "FailedPostStartHook")
-                return
-        if self.process is process:
             self._prober = asyncio.create_task(probes.run_probes(self.spec, self._check, self._callbacks()))
 
     async def _watch(
@@ -274,12 +258,9 @@ class Container:
         self.stop_in_background(float(grace) if grace is not None else None, "probe")
 
     async def _check(self, probe: Json, timeout: float) -> probe_actions.ProbeResult:
-        return await probe_actions.run_action(probe, self._target(), timeout)
+        return await probe_actions.run_action(probe, self.create_probe_target(self.spec, self.execute), timeout)
 
-    def _target(self) -> probe_actions.ProbeTarget:
-        return self.create_probe_target(self.spec, self.execute)
-
-    async def execute(self, argv: list[str], timeout: float | None) -> container_exec.ExecResult:
+    async def execute(self, argv: list[str], timeout: float) -> container_exec.ExecResult:
         """Run a command inside the container."""
         process, base = self.process, self._command
         if process is None or base is None:
@@ -323,38 +304,12 @@ class Container:
         if self._prober is not None:
             self._prober.cancel()
             self._prober = None
-        await self._pre_stop(process)
-        # After a hook that used all the time the container still gets a moment to handle the signal.
-        self._deadline = max(
-            self._deadline, time.monotonic() + (_MIN_GRACE if self._deadline < time.monotonic() else 0)
-        )
-        name = (self.spec.get("lifecycle") or {}).get("stopSignal") or "SIGTERM"
-        process.signal(getattr(signal, name, signal.SIGTERM))
+        process.signal(signal.SIGTERM)
         await self._until_deadline(process)
         process.signal(signal.SIGKILL)
         await asyncio.shield(process.exited)
         if self._watcher is not None:
             await asyncio.shield(self._watcher)
-
-    async def _pre_stop(self, process: Process) -> None:
-        hook = (self.spec.get("lifecycle") or {}).get("preStop")
-        if not hook or process.exited.done():
-            return
-        action = asyncio.create_task(probe_actions.run_action(hook, self._target(), None))
-        ended = asyncio.create_task(self._until_deadline(process))
-        await asyncio.wait({action, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if not action.done():
-            self.emit(
-                EventSeverity.WARNING, "FailedPreStopHook", "PreStopHook did not end within the grace period", self.name
-            )
-        elif not action.result().success:
-            self.emit(
-                EventSeverity.WARNING, "FailedPreStopHook", f"PreStopHook failed: {action.result().message}", self.name
-            )
-        for task in (action, ended):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     async def _until_deadline(self, process: Process) -> None:
         """Wait for the end of the process or the deadline."""

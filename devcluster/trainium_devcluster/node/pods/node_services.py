@@ -20,7 +20,6 @@ from trainium_devcluster.node.api.objects import Json, name, namespace, uid
 from trainium_devcluster.node.api.reflector import ObjectCache
 from trainium_devcluster.node.network.service_directory import ServiceDirectory
 from trainium_devcluster.node.options import NodeOptions
-from trainium_devcluster.node.processes.isolation import Isolation
 from trainium_devcluster.node.processes.launcher_client import Launcher
 from trainium_devcluster.node.spec import unsupported_fields
 from trainium_devcluster.state import MARKER
@@ -38,10 +37,8 @@ class NodeServices:
     events: EventSink
     directory: ServiceDirectory
     launcher: Launcher
-    isolation: Isolation
     http: aiohttp.ClientSession
     address: str
-    allocatable: dict[str, str]
     node: Callable[[], Json]
     active_pods: Callable[[], Iterable[Json]]
     release_address: Callable[[str], None]
@@ -75,7 +72,7 @@ class NodeServices:
         """Return the first resource that the node lacks for `pod`, with the message of a kubelet."""
         others = [p for p in self.active_pods() if uid(p) != uid(pod)]
         for resource, requested in quantities.pod_requests(pod).items():
-            capacity = quantities.parse(self.allocatable.get(resource, "0"))
+            capacity = quantities.parse(self.options.capacity.get(resource, "0"))
             if not requested or resource.startswith("hugepages-"):
                 continue
             used = sum((quantities.pod_requests(p).get(resource, Decimal(0)) for p in others), Decimal(0))

@@ -110,7 +110,7 @@ class PodRunner:
         self.pod = pod
         if refused:
             self._emit(EventSeverity.WARNING, "NotSupported", refused, "")
-        self.setup.volumes.pod_changed()
+        self.setup.volumes.changed.set()  # labels and annotations may be in files
         self.wake()
 
     def handle_deletion(self, pod: Json) -> None:
@@ -170,7 +170,7 @@ class PodRunner:
         self.wake()
 
     def _admit(self) -> bool:
-        sentences = unsupported_fields.find_unsupported(self.pod, self.services.isolation)
+        sentences = unsupported_fields.find_unsupported(self.pod)
         if sentences:
             for sentence in sentences:
                 self._emit(EventSeverity.WARNING, "NotSupported", sentence, "")

@@ -41,9 +41,7 @@ class PodSetup:
 
     def __post_init__(self) -> None:
         self.folder = pod_folder(self.services.options.state_dir, uid(self.pod()))
-        self.volumes = PodVolumes(
-            self.services.api, self.services.cache, self.services.isolation, self.folder, self._facts
-        )
+        self.volumes = PodVolumes(self.services.api, self.services.cache, self.folder, self._facts)
 
     @property
     def hostname(self) -> str:
@@ -80,7 +78,7 @@ class PodSetup:
         return None
 
     def probe_target(self, spec: Json, execute: Execute) -> ProbeTarget:
-        """Return the target of a container's probes and hooks."""
+        """Return the target of a container's probes."""
         return ProbeTarget(self.address, spec, execute, self.services.http)
 
     def remove(self) -> None:
@@ -89,7 +87,7 @@ class PodSetup:
         self.volumes.remove()
 
     def _facts(self) -> PodFacts:
-        return PodFacts(self.pod(), self.address, self.services.address, self.services.allocatable)
+        return PodFacts(self.pod(), self.address, self.services.address)
 
     async def _command(self, container: Container) -> tuple[ContainerCommand, Path]:
         spec, pod = container.spec, self.pod()
@@ -102,18 +100,14 @@ class PodSetup:
             objects[plural, object_name] = await self.services.cache.acquire(
                 plural, namespace(pod), object_name, uid(pod), self.volumes.changed.set
             )
-        links = pod["spec"].get("enableServiceLinks", True)
-        services = self.services.directory.list_service_variables(namespace(pod)) if links else []
-        variables = environment.build_environment(
-            spec, self._facts(), lambda plural, key: objects.get((plural, key)), services
-        )
+        variables = environment.build_environment(spec, self._facts(), lambda plural, key: objects.get((plural, key)))
         env = self.services.build_base_environment(self.hostname) | image.environment() | variables
         run_folder = container.folder / f"run-{container.restart_count}-{int(container.has_started)}"
         run_folder.mkdir(parents=True, exist_ok=True)
         termination_log = run_folder / "termination-log"
         termination_log.write_bytes(b"")
         termination_log.chmod(0o666)
-        volume_mounts = mounts.volume_mounts(spec, self.volumes.paths, env)
+        volume_mounts = mounts.volume_mounts(spec, self.volumes.paths)
         own = mounts.node_files(spec, self.folder, termination_log, {m.target for m in volume_mounts})
         state_dir = str(self.services.options.state_dir)
         programs = remount_hidden(volume_mounts, (*self.services.programs, *image.modules), state_dir)

@@ -1,4 +1,4 @@
-"""Perform the actions of probes and lifecycle hooks: HTTP request, TCP connection, command.
+"""Perform the actions of probes: HTTP request, TCP connection, command.
 
 Guarantees:
 - HTTPS certificates are not verified and redirects within the host are followed, as a kubelet does.
@@ -19,7 +19,7 @@ from trainium_devcluster.node.processes.container_exec import ExecResult
 _MAX_BODY = 10 * 1024
 _AGENT = "kube-probe/1.36"
 
-Execute = Callable[[list[str], float | None], Awaitable[ExecResult]]
+Execute = Callable[[list[str], float], Awaitable[ExecResult]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class ProbeTarget:
     http: aiohttp.ClientSession
 
 
-async def run_action(action: Json, target: ProbeTarget, timeout: float | None) -> ProbeResult:
-    """Perform the action of a probe or hook within `timeout` seconds."""
+async def run_action(action: Json, target: ProbeTarget, timeout: float) -> ProbeResult:
+    """Perform the action of a probe within `timeout` seconds."""
     if "exec" in action:
         result = await target.execute(list(action["exec"].get("command") or []), timeout)
         if result.timed_out:
@@ -53,10 +53,7 @@ async def run_action(action: Json, target: ProbeTarget, timeout: float | None) -
         return await _http(action["httpGet"], target, timeout)
     if "tcpSocket" in action:
         return await _tcp(action["tcpSocket"], target, timeout)
-    if "sleep" in action:
-        await asyncio.sleep(float(action["sleep"].get("seconds") or 0))
-        return ProbeResult(True)
-    return ProbeResult(False, f"none of exec, httpGet, tcpSocket, sleep is given: {', '.join(action)}")
+    return ProbeResult(False, f"none of exec, httpGet, tcpSocket is given: {', '.join(action)}")
 
 
 def port_number(port: str | int, container: Json) -> int | None:
@@ -67,7 +64,7 @@ def port_number(port: str | int, container: Json) -> int | None:
     return None if declared is None else int(declared["containerPort"])
 
 
-async def _http(action: Json, target: ProbeTarget, timeout: float | None) -> ProbeResult:
+async def _http(action: Json, target: ProbeTarget, timeout: float) -> ProbeResult:
     port = port_number(action["port"], target.container)
     if port is None:
         return ProbeResult(False, f"the container has no port named {action['port']!r}")
@@ -90,7 +87,7 @@ async def _http(action: Json, target: ProbeTarget, timeout: float | None) -> Pro
         return ProbeResult(False, f'Get "{url}": {error or type(error).__name__}')
 
 
-async def _tcp(action: Json, target: ProbeTarget, timeout: float | None) -> ProbeResult:
+async def _tcp(action: Json, target: ProbeTarget, timeout: float) -> ProbeResult:
     port = port_number(action["port"], target.container)
     if port is None:
         return ProbeResult(False, f"the container has no port named {action['port']!r}")

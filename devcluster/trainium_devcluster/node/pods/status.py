@@ -247,7 +247,7 @@ def _conditions(view: PodSnapshot, chosen: str, now: str) -> list[Json]:
     conditions: list[tuple[str, str, str, str]] = [
         ("PodReadyToStartContainers", "True" if view.sandbox_ready else "False", "", ""),
         ("Initialized", *_initialized(view, chosen)),
-        ("Ready", *_check_readiness_gates(view, ready)),
+        ("Ready", *ready),
         ("ContainersReady", *ready),
         ("PodScheduled", "True", "", ""),
     ]
@@ -296,17 +296,3 @@ def _initialized(view: PodSnapshot, chosen: str) -> tuple[str, str, str]:
     if incomplete:
         return "False", "ContainersNotInitialized", f"containers with incomplete status: [{' '.join(incomplete)}]"
     return "True", "", ""
-
-
-def _check_readiness_gates(view: PodSnapshot, ready: tuple[str, str, str]) -> tuple[str, str, str]:
-    if ready[0] != "True":
-        return ready
-    complaints = []
-    for gate in view.pod["spec"].get("readinessGates") or []:
-        kind = gate["conditionType"]
-        condition = find((view.pod.get("status") or {}).get("conditions"), "type", kind)
-        if condition is None:
-            complaints.append(f'corresponding condition of pod readiness gate "{kind}" does not exist.')
-        elif condition["status"] != "True":
-            complaints.append(f'the status of pod readiness gate "{kind}" is not "True", but {condition["status"]}')
-    return ("False", "ReadinessGatesNotReady", ", ".join(complaints)) if complaints else ready

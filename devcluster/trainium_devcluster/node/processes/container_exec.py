@@ -1,4 +1,4 @@
-"""Run a command inside a running container, for exec probes, lifecycle hooks and `kubectl exec`.
+"""Run a command inside a running container, for exec probes and `kubectl exec`.
 
 Guarantees:
 - The command sees the container's file system, processes and host name.
@@ -35,7 +35,7 @@ def exec_command(process: Process, argv: Sequence[str], base: ContainerCommand) 
     return replace(base, argv=tuple(argv), join=process.pid, mounts=())
 
 
-async def run(process: Process, argv: Sequence[str], base: ContainerCommand, timeout: float | None) -> ExecResult:
+async def run(process: Process, argv: Sequence[str], base: ContainerCommand, timeout: float) -> ExecResult:
     """Run `argv` to its end, with standard output and error together."""
     read, write = os.pipe()
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from tempfile import mkdtemp
 
+from trainium_devcluster.errors import ClusterError
 from trainium_devcluster.processes import syscalls as sc
 
 
@@ -19,7 +20,6 @@ class Namespaces(StrEnum):
 
     ROOT = "root"  # mount namespaces with the privileges of root
     USER = "user"  # mount namespaces inside a user namespace of the node
-    NONE = "none"  # neither is permitted: pods with mounts are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +29,22 @@ class Isolation:
     namespaces: Namespaces
     pid_namespace: bool
 
-    @property
-    def mounts(self) -> bool:
-        """Whether pods can have a separate file system."""
-        return self.namespaces is not Namespaces.NONE
-
 
 def detect() -> Isolation:
-    """Return the strongest isolation that works on this machine."""
+    """Return the strongest isolation that works on this machine. Raises ClusterError if none does."""
     candidates = [Namespaces.ROOT, Namespaces.USER] if os.geteuid() == 0 else [Namespaces.USER]
     for namespaces in candidates:
         for pid_namespace in (True, False):
             if _is_supported(namespaces, pid_namespace):
                 return Isolation(namespaces, pid_namespace)
-    return Isolation(Namespaces.NONE, pid_namespace=False)
+    raise ClusterError(
+        "This machine permits mount namespaces neither to root nor to this user, and pods need them: permit user "
+        "namespaces (sysctl kernel.unprivileged_userns_clone=1, or AppArmor's restriction of them), or run as root."
+    )
 
 
 def enter(isolation: Isolation) -> None:
     """Move this process into a mount namespace of the node, whose mounts end with the node."""
-    if isolation.namespaces is Namespaces.NONE:
-        return
     user = isolation.namespaces is Namespaces.USER
     sc.unshare(sc.CLONE_NEWNS | (sc.CLONE_NEWUSER if user else 0))
     if user:

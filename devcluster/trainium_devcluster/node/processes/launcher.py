@@ -171,7 +171,7 @@ def _fork_container(
 
 
 def _namespaces_to_join(command: ContainerCommand, isolation: Isolation) -> tuple[str, ...]:
-    if command.join is None or not isolation.mounts:
+    if command.join is None:
         return ()
     return ("mnt", "uts", "pid") if isolation.pid_namespace else ("mnt", "uts")
 
@@ -180,7 +180,7 @@ def _enter_namespaces(join: list[int], isolation: Isolation, command: ContainerC
     if join:
         for fd in join:
             sc.set_namespace(fd, 0)
-    elif isolation.mounts and command.join is None:
+    elif command.join is None:
         sc.unshare(sc.CLONE_NEWNS | sc.CLONE_NEWUTS | (sc.CLONE_NEWPID if isolation.pid_namespace else 0))
 
 
@@ -196,14 +196,13 @@ def _become_container(
         _reset_signals()
         for target, fd in enumerate(stdio):
             os.dup2(fd, target)
-        if isolation.mounts and command.join is None:
+        if command.join is None:
             stage = "file system"
             rootfs.build(command, isolation)
             sc.set_hostname(command.hostname)
         stage = "working directory"
         os.umask(0o022)
-        if isolation.mounts:
-            os.makedirs(command.cwd, exist_ok=True)
+        os.makedirs(command.cwd, exist_ok=True)
         os.chdir(command.cwd)
         stage = "security context"
         if command.capabilities is not None and os.geteuid() == 0:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainium_devcluster.node.processes.command import ContainerCommand
-from trainium_devcluster.node.processes.isolation import Isolation
 from trainium_devcluster.node.processes.launcher import MAX_MESSAGE
 
 
@@ -57,8 +56,7 @@ class Process:
 class Launcher:
     """Starts processes and reports their ends."""
 
-    def __init__(self, sock: socket.socket, isolation: Isolation) -> None:
-        self.isolation = isolation
+    def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._socket.setblocking(False)
         self._processes: dict[str, Process] = {}
@@ -84,16 +82,6 @@ class Launcher:
             os.close(write_error)
         os.set_blocking(read_error, False)
         asyncio.get_running_loop().add_reader(read_error, self._receive_start_result, process, read_error)
-        return process
-
-    async def run(self, command: ContainerCommand, stdin: int, stdout: int, stderr: int) -> Process:
-        """Start a process and wait until its command runs.
-
-        Raises:
-            LaunchError: when it could not be started.
-        """
-        process = self.start(command, stdin, stdout, stderr)
-        await asyncio.shield(process.running)
         return process
 
     def send_signal(self, name: str, number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""Implement the downward API: fields of the pod through fieldRef and resourceFieldRef.
+"""Implement the downward API for variables and volumes: fields of the pod through fieldRef.
 
 Guarantees:
 - Paths, escapes and formats are those of a kubelet.
@@ -8,24 +8,22 @@ Guarantees:
 import re
 from dataclasses import dataclass
 
-from trainium_devcluster.node.api import quantities
-from trainium_devcluster.node.api.objects import Json, containers, find, init_containers
+from trainium_devcluster.node.api.objects import Json
 
 _KEYED = re.compile(r"^metadata\.(labels|annotations)\['(.+)'\]$")
 
 
 class UnknownFieldError(ValueError):
-    """A fieldRef or resourceFieldRef names something that does not exist."""
+    """A fieldRef names something that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodFacts:
-    """A pod with facts of its node: addresses, and allocatable resources as defaults of limits."""
+    """A pod with the addresses of itself and its node."""
 
     pod: Json
     pod_ip: str
     host_ip: str
-    allocatable: dict[str, str]
 
 
 def field_value(facts: PodFacts, path: str) -> str:
@@ -54,26 +52,6 @@ def field_value(facts: PodFacts, path: str) -> str:
     raise UnknownFieldError(
         f"fieldRef {path} is not part of the downward API; use one of metadata.*, spec.nodeName, status.podIP"
     )
-
-
-def resource_value(facts: PodFacts, reference: Json, own_container: str) -> str:
-    """Return the text for a resourceFieldRef; a missing limit is the node's allocatable amount, as with a kubelet.
-
-    Raises:
-        UnknownFieldError: for a container or a resource that does not exist.
-    """
-    name = reference.get("containerName") or own_container
-    container = find([*containers(facts.pod), *init_containers(facts.pod)], "name", name)
-    if container is None:
-        raise UnknownFieldError(f"resourceFieldRef names container {name!r}, which the pod does not have")
-    kind, _, what = str(reference["resource"]).partition(".")
-    amounts = (container.get("resources") or {}).get(kind) or {}
-    if kind not in {"limits", "requests"} or not what:
-        raise UnknownFieldError(f"resourceFieldRef {reference['resource']} must begin with limits. or requests.")
-    fallback = (
-        facts.allocatable.get(what, "0") if kind == "limits" and what in {"cpu", "memory", "ephemeral-storage"} else "0"
-    )
-    return quantities.divide(amounts.get(what, fallback), str(reference.get("divisor") or "1"))
 
 
 def _escape(text: str) -> str:

@@ -1,14 +1,13 @@
 """Compute the environment and the command line of a container.
 
 Guarantees:
-- Order and precedence are those of a kubelet: service variables, envFrom, env; the last value wins; $(VAR) refers to
-  earlier variables.
+- Order and precedence are those of a kubelet: envFrom, env; the last value wins; $(VAR) refers to earlier variables.
+  Services get no variables: pods find them by their names.
 - A missing reference that is not optional stops the container with `ConfigError`, as CreateContainerConfigError does.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from trainium_devcluster.node.api.objects import Json, name, namespace
 from trainium_devcluster.node.spec import downward_api
@@ -22,15 +21,6 @@ _REFERENCE = re.compile(r"\$(\$|\([^()]*\))")
 
 class ConfigError(Exception):
     """The container's configuration refers to a missing object or key."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceVariables:
-    """A Service of the namespace, for the environment of pods; `address` is its address."""
-
-    name: str
-    address: str
-    ports: tuple[tuple[str, int, str], ...]  # (name, port, protocol)
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
@@ -58,24 +48,20 @@ def find_references(container: Json) -> list[tuple[str, str]]:
     return list(dict.fromkeys(objects))
 
 
-def build_environment(
-    container: Json, facts: downward_api.PodFacts, lookup: Lookup, services: Iterable[ServiceVariables]
-) -> dict[str, str]:
+def build_environment(container: Json, facts: downward_api.PodFacts, lookup: Lookup) -> dict[str, str]:
     """Return the variables of a container from the pod's spec.
 
     Raises:
         ConfigError: for a reference to a missing object or key.
     """
     env: dict[str, str] = {}
-    for service in services:
-        env.update(format_service_variables(service))
     for source in container.get("envFrom") or []:
         env.update(_env_from(source, facts.pod, lookup))
     for variable in container.get("env") or []:
         if "valueFrom" not in variable:
             env[variable["name"]] = expand(variable.get("value", ""), env)
             continue
-        value = _value_from(variable["valueFrom"], container["name"], facts, lookup)
+        value = _value_from(variable["valueFrom"], facts, lookup)
         if value is not None:
             env[variable["name"]] = value
     return env
@@ -84,30 +70,6 @@ def build_environment(
 def expand_command(container: Json, env: Mapping[str, str]) -> list[str]:
     """Return the command line of a container with $(NAME) replaced."""
     return [expand(part, env) for part in [*(container.get("command") or []), *(container.get("args") or [])]]
-
-
-def format_service_variables(service: ServiceVariables) -> dict[str, str]:
-    """Return the variables that a kubelet sets for a Service of the same namespace."""
-    prefix = service.name.upper().replace("-", "_")
-    env: dict[str, str] = {}
-    for index, (port_name, port, protocol) in enumerate(service.ports):
-        url = f"{protocol.lower()}://{service.address}:{port}"
-        if index == 0:
-            env |= {
-                f"{prefix}_SERVICE_HOST": service.address,
-                f"{prefix}_SERVICE_PORT": str(port),
-                f"{prefix}_PORT": url,
-            }
-        if port_name:
-            env[f"{prefix}_SERVICE_PORT_{port_name.upper().replace('-', '_')}"] = str(port)
-        base = f"{prefix}_PORT_{port}_{protocol}"
-        env |= {
-            base: url,
-            f"{base}_PROTO": protocol.lower(),
-            f"{base}_PORT": str(port),
-            f"{base}_ADDR": service.address,
-        }
-    return env
 
 
 def _env_from(source: Json, pod: Json, lookup: Lookup) -> dict[str, str]:
@@ -125,20 +87,16 @@ def _env_from(source: Json, pod: Json, lookup: Lookup) -> dict[str, str]:
     raise ConfigError(f"envFrom of pod {namespace(pod)}/{name(pod)} has neither configMapRef nor secretRef")
 
 
-def _value_from(source: Json, container: str, facts: downward_api.PodFacts, lookup: Lookup) -> str | None:
+def _value_from(source: Json, facts: downward_api.PodFacts, lookup: Lookup) -> str | None:
     try:
         if "fieldRef" in source:
             return downward_api.field_value(facts, source["fieldRef"]["fieldPath"])
-        if "resourceFieldRef" in source:
-            return downward_api.resource_value(facts, source["resourceFieldRef"], container)
     except downward_api.UnknownFieldError as error:
         raise ConfigError(str(error)) from error
     for key, plural, kind in (("configMapKeyRef", "configmaps", "configmap"), ("secretKeyRef", "secrets", "secret")):
         if key in source:
             return _key_value(source[key], plural, kind, facts.pod, lookup)
-    raise ConfigError(
-        f"valueFrom has none of fieldRef, resourceFieldRef, configMapKeyRef, secretKeyRef: {sorted(source)}"
-    )
+    raise ConfigError(f"valueFrom has none of fieldRef, configMapKeyRef, secretKeyRef: {sorted(source)}")
 
 
 def _key_value(reference: Json, plural: str, kind: str, pod: Json, lookup: Lookup) -> str | None:

@@ -11,13 +11,12 @@ from pathlib import Path
 
 from trainium_devcluster.node.api.objects import Json
 from trainium_devcluster.node.processes.command import Mount
-from trainium_devcluster.node.spec import environment
 from trainium_devcluster.node.spec.environment import ConfigError
 
 DEFAULT_TERMINATION_LOG = "/dev/termination-log"
 
 
-def volume_mounts(container: Json, volumes: dict[str, Path], env: dict[str, str]) -> list[Mount]:
+def volume_mounts(container: Json, volumes: dict[str, Path]) -> list[Mount]:
     """Return the volume mounts of a container.
 
     Raises:
@@ -30,8 +29,7 @@ def volume_mounts(container: Json, volumes: dict[str, Path], env: dict[str, str]
                 f"volumeMount {mount['mountPath']} names volume {mount['name']!r}, which the pod does not have"
             )
         source = volumes[mount["name"]]
-        sub = mount.get("subPath") or environment.expand(mount.get("subPathExpr") or "", env)
-        if sub:
+        if sub := mount.get("subPath"):
             source = _sub_path(source, sub)
         mounts.append(
             Mount(os.path.realpath(source), os.path.normpath(mount["mountPath"]), bool(mount.get("readOnly")))

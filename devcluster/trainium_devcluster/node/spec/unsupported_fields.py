@@ -4,34 +4,55 @@ A pod with an unsupported field that would change its behaviour is refused with 
 that only protect others (CPU, memory) are not enforced, but reported once per node. Pure functions of the pod.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from trainium_devcluster.node.api.objects import Json, containers, init_containers
 from trainium_devcluster.node.processes.command import ADDABLE_CAPABILITIES
-from trainium_devcluster.node.processes.isolation import Isolation
 
 _VOLUMES = frozenset(
     {"emptyDir", "hostPath", "configMap", "secret", "downwardAPI", "projected", "persistentVolumeClaim"}
 )
 _PROJECTED = frozenset({"serviceAccountToken", "configMap", "secret", "downwardAPI"})
-_POD_FLAGS = {
+_EPHEMERAL = {"ephemeralContainers": "use `kubectl exec` instead"}
+_POD_FIELDS = {
     "hostPID": "processes of the machine are never shown to pods",
     "hostIPC": "the machine's shared memory is never shown to pods",
     "shareProcessNamespace": "each container has a separate process namespace",
     "setHostnameAsFQDN": "the host name is the pod's name",
+    "runtimeClassName": "",
+    "readinessGates": "",
+    "dnsConfig.nameservers": "names come from the pod's /etc/hosts",
+    "securityContext.sysctls": "",
+    "securityContext.seLinuxOptions": "",
+    "securityContext.windowsOptions": "",
+} | _EPHEMERAL
+"""Fields that are refused, with a reason where there is one."""
+_NO_GRPC = "use httpGet, tcpSocket or exec"
+_NO_ATTACH = "it has no attach"
+_CONTAINER_FIELDS = {
+    "lifecycle": "there are no hooks and no other signal than SIGTERM",
+    "restartPolicyRules": "",
+    "volumeDevices": "there are no block devices",
+    "stdin": _NO_ATTACH,
+    "tty": _NO_ATTACH,
+    "livenessProbe.grpc": _NO_GRPC,
+    "readinessProbe.grpc": _NO_GRPC,
+    "startupProbe.grpc": _NO_GRPC,
+    "securityContext.privileged": "",
+    "securityContext.seLinuxOptions": "",
+    "securityContext.windowsOptions": "",
 }
 
 
-def find_unsupported(pod: Json, isolation: Isolation) -> list[str]:
+def find_unsupported(pod: Json) -> list[str]:
     """Return a sentence for each unsupported field; empty if the pod can run."""
-    return [*_check_pod(pod), *_check_volumes(pod), *_check_containers(pod, isolation)]
+    return [*_check_pod(pod), *_check_volumes(pod), *_check_containers(pod)]
 
 
 def reject_ephemeral(pod: Json) -> str | None:
     """Return the message for a pod with ephemeral containers, which may be added while it runs."""
-    if pod["spec"].get("ephemeralContainers"):
-        return "spec.ephemeralContainers is not supported by the process node; use `kubectl exec` instead"
-    return None
+    return next(_find_set(pod["spec"], _EPHEMERAL), None)
 
 
 def unenforced_fields(pod: Json) -> list[str]:
@@ -62,25 +83,23 @@ def check_non_root(pod: Json, container: Json) -> str | None:
     return None
 
 
+def _find_set(part: Json, reasons: Mapping[str, str], prefix: str = "spec.") -> Iterator[str]:
+    """Yield a sentence for each of the fields that `part` sets."""
+    for path, reason in reasons.items():
+        value: Any = part
+        for key in path.split("."):
+            value = (value or {}).get(key)
+        if value:
+            yield f"{prefix}{path} is not supported by the process node{reason and ': '}{reason}"
+
+
 def _check_pod(pod: Json) -> Iterator[str]:
     spec = pod["spec"]
-    for flag, why in _POD_FLAGS.items():
-        if spec.get(flag):
-            yield f"spec.{flag} is not supported by the process node: {why}"
-    if spec.get("runtimeClassName"):
-        yield "spec.runtimeClassName is not supported by the process node"
+    yield from _find_set(spec, _POD_FIELDS)
     if (spec.get("os") or {}).get("name", "linux") != "linux":
         yield "spec.os.name must be linux on a process node"
     if spec.get("hostUsers") is False:
         yield "spec.hostUsers=false is not supported by the process node"
-    if spec.get("dnsPolicy") == "None" or (spec.get("dnsConfig") or {}).get("nameservers"):
-        yield "spec.dnsConfig.nameservers is not supported by the process node: names come from the pod's /etc/hosts"
-    context = spec.get("securityContext") or {}
-    for key in ("sysctls", "seLinuxOptions", "windowsOptions"):
-        if context.get(key):
-            yield f"spec.securityContext.{key} is not supported by the process node"
-    if reason := reject_ephemeral(pod):
-        yield reason
 
 
 def _check_volumes(pod: Json) -> Iterator[str]:
@@ -93,48 +112,32 @@ def _check_volumes(pod: Json) -> Iterator[str]:
                 yield f"volume {volume['name']}: projected source {kind} is not supported by the process node"
 
 
-def _check_containers(pod: Json, isolation: Isolation) -> Iterator[str]:
+def _check_containers(pod: Json) -> Iterator[str]:
     for kind, group in (("initContainers", init_containers(pod)), ("containers", containers(pod))):
         for container in group:
-            where = f"spec.{kind}[{container['name']}]"
-            for problem in (*_check_container(container), *_check_security_context(container, isolation)):
-                yield f"{where}.{problem}"
+            prefix = f"spec.{kind}[{container['name']}]."
+            yield from _find_set(container, _CONTAINER_FIELDS, prefix=prefix)
+            yield from (f"{prefix}{problem}" for problem in _check_container(container))
 
 
 def _check_container(container: Json) -> Iterator[str]:
     if not container.get("command"):
         yield "command must be given on a process node, which reads no image and so knows no entry point"
-    if container.get("restartPolicyRules"):
-        yield "restartPolicyRules is not supported by the process node"
-    if container.get("volumeDevices"):
-        yield "volumeDevices is not supported by the process node: there are no block devices"
-    if container.get("stdin") or container.get("tty"):
-        yield "stdin and tty are not supported by the process node: it has no attach"
-    for key in ("livenessProbe", "readinessProbe", "startupProbe"):
-        if "grpc" in (container.get(key) or {}):
-            yield f"{key}.grpc is not supported by the process node: use httpGet, tcpSocket or exec"
     if any(port.get("hostPort") for port in container.get("ports") or []):
         yield "ports.hostPort is not supported by the process node: every pod has a separate address on this machine"
+    for variable in container.get("env") or []:
+        if "resourceFieldRef" in (variable.get("valueFrom") or {}):
+            yield f"env[{variable['name']}].valueFrom.resourceFieldRef is not supported by the process node"
     for mount in container.get("volumeMounts") or []:
         if mount.get("mountPropagation", "None") != "None":
             yield f"volumeMounts[{mount['mountPath']}].mountPropagation is not supported by the process node"
-
-
-def _check_security_context(container: Json, isolation: Isolation) -> Iterator[str]:
+        if mount.get("subPathExpr"):
+            yield f"volumeMounts[{mount['mountPath']}].subPathExpr is not supported by the process node: use subPath"
     context = container.get("securityContext") or {}
-    if context.get("privileged"):
-        yield "securityContext.privileged is not supported by the process node"
     if context.get("procMount", "Default") != "Default":
         yield "securityContext.procMount is not supported by the process node"
-    for key in ("seLinuxOptions", "windowsOptions"):
-        if context.get(key):
-            yield f"securityContext.{key} is not supported by the process node"
     if (context.get("seccompProfile") or {}).get("type") == "Localhost":
         yield "securityContext.seccompProfile of type Localhost is not supported by the process node"
     for capability in (context.get("capabilities") or {}).get("add") or []:
         if capability.removeprefix("CAP_") not in ADDABLE_CAPABILITIES:
             yield f"securityContext.capabilities.add {capability} is not supported by the process node"
-    if not isolation.mounts and container.get("volumeMounts"):
-        yield "volumeMounts needs mount namespaces, which this machine permits neither as root nor to this user"
-    if not isolation.mounts and context.get("readOnlyRootFilesystem"):
-        yield "securityContext.readOnlyRootFilesystem needs mount namespaces, which this machine does not permit"

@@ -11,8 +11,6 @@ Guarantees:
 import asyncio
 import contextlib
 import logging
-import shutil
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +21,6 @@ from trainium_devcluster.node.api.client import Api
 from trainium_devcluster.node.api.objects import Json, namespace, uid
 from trainium_devcluster.node.api.reflector import ObjectCache
 from trainium_devcluster.node.api.waiting import wait_for_event
-from trainium_devcluster.node.processes.isolation import Isolation
 from trainium_devcluster.node.spec import config_data, downward_api
 from trainium_devcluster.node.spec.config_data import ProjectedFile
 from trainium_devcluster.node.volumes import atomic_writer, persistent_volume_claims
@@ -45,7 +42,6 @@ class PodVolumes:
 
     api: Api
     cache: ObjectCache
-    isolation: Isolation
     folder: Path
     facts: Callable[[], downward_api.PodFacts]
     paths: dict[str, Path] = field(default_factory=dict)
@@ -65,12 +61,7 @@ class PodVolumes:
         for volume in self._pod["spec"].get("volumes") or []:
             try:
                 self.paths[volume["name"]] = await self._create_volume(volume)
-            except (
-                ApiError,
-                OSError,
-                config_data.MissingKeyError,
-                downward_api.UnknownFieldError,
-            ) as error:
+            except (ApiError, OSError, config_data.MissingKeyError, downward_api.UnknownFieldError) as error:
                 raise VolumeError(f'MountVolume.SetUp failed for volume "{volume["name"]}" : {error}') from error
         if self._refresher is None:
             self._refresher = asyncio.create_task(self._refresh())
@@ -80,10 +71,6 @@ class PodVolumes:
         """The pod's shared memory, shown as /dev/shm."""
         return self.folder / "shm"
 
-    def pod_changed(self) -> None:
-        """Update files after a change of the pod's labels or annotations."""
-        self.changed.set()
-
     def remove(self) -> None:
         """Remove all volumes; the containers have ended."""
         if self._refresher is not None:
@@ -92,8 +79,6 @@ class PodVolumes:
         for path in self._tmpfs_mounts:
             with contextlib.suppress(OSError):
                 sc.unmount(str(path))
-            if not self.isolation.mounts:
-                shutil.rmtree(path.resolve(), ignore_errors=True)
         remove_tree(self.folder)
 
     @property
@@ -127,14 +112,8 @@ class PodVolumes:
     def _mount_tmpfs(self, path: Path, size: str, mode: int) -> None:
         if path in self._tmpfs_mounts:
             return
-        if self.isolation.mounts:
-            path.mkdir(parents=True, exist_ok=True)
-            sc.mount("tmpfs", str(path), "tmpfs", options=f"mode={mode:o},size={size}")
-        else:
-            real = Path("/dev/shm", f"trainium-node-{uid(self._pod)}-{path.name}")  # noqa: S108 - named after a random uid
-            real.mkdir(mode=0o700, exist_ok=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.symlink_to(real)
+        path.mkdir(parents=True, exist_ok=True)
+        sc.mount("tmpfs", str(path), "tmpfs", options=f"mode={mode:o},size={size}")
         self._tmpfs_mounts.append(path)
 
     async def _files(self, volume: Json) -> dict[str, ProjectedFile]:
@@ -191,13 +170,11 @@ class PodVolumes:
         return {source["path"]: ProjectedFile((await token.get()).encode(), mode)}
 
     def _read_downward_api(self, items: list[Json], mode: int) -> dict[str, ProjectedFile]:
-        facts = self.facts()
-        files = {}
+        facts, files = self.facts(), {}
         for item in items:
-            if "fieldRef" in item:
-                text = downward_api.field_value(facts, item["fieldRef"]["fieldPath"])
-            else:
-                text = downward_api.resource_value(facts, item["resourceFieldRef"], "")
+            if "fieldRef" not in item:
+                raise VolumeError(f"resourceFieldRef of {item['path']} is not supported by the process node")
+            text = downward_api.field_value(facts, item["fieldRef"]["fieldPath"])
             files[item["path"]] = ProjectedFile(text.encode(), item.get("mode") or mode)
         return files
 
@@ -228,18 +205,9 @@ def check_host_path(source: Json) -> Path:
     if kind in {"", "DirectoryOrCreate"} and not path.exists():
         # A missing path without a type becomes a directory too, as in container runtimes.
         path.mkdir(parents=True, mode=0o755)
-    elif kind == "FileOrCreate" and not path.exists():
-        path.touch(mode=0o644)
-    demands: dict[str, Callable[[int], bool]] = {
-        "Directory": stat.S_ISDIR,
-        "DirectoryOrCreate": stat.S_ISDIR,
-        "File": stat.S_ISREG,
-        "FileOrCreate": stat.S_ISREG,
-        "Socket": stat.S_ISSOCK,
-        "CharDevice": stat.S_ISCHR,
-        "BlockDevice": stat.S_ISBLK,
-    }
-    if kind in demands and not (path.exists() and demands[kind](path.stat().st_mode)):
+    if kind not in {"", "Directory", "DirectoryOrCreate", "File"}:
+        raise VolumeError(f"hostPath type {kind} is not supported by the process node")
+    if kind and not (path.is_file() if kind == "File" else path.is_dir()):
         raise VolumeError(f"hostPath type check failed: {path} is not a {kind}")
     return path
 

@@ -1,4 +1,4 @@
-"""A container's image, environment, command line, downward API and quantities."""
+"""A container's image, environment, command line, fields of the pod, and quantities."""
 
 import base64
 from decimal import Decimal
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainium_devcluster.node.api import quantities
 from trainium_devcluster.node.spec import downward_api, environment
-from trainium_devcluster.node.spec.environment import ConfigError, ServiceVariables
+from trainium_devcluster.node.spec.environment import ConfigError
 from trainium_devcluster.node.spec.images import Image, PullError, read_image, write_image
 
 POD = {
@@ -19,12 +19,10 @@ POD = {
     "spec": {
         "nodeName": "node-1",
         "serviceAccountName": "sa",
-        "containers": [
-            {"name": "c", "resources": {"limits": {"cpu": "1500m"}, "requests": {"memory": "1Mi"}}},
-        ],
+        "containers": [{"name": "c"}],
     },
 }
-FACTS = downward_api.PodFacts(POD, "127.20.0.2", "127.20.0.1", {"memory": "32Gi", "cpu": "8"})
+FACTS = downward_api.PodFacts(POD, "127.20.0.2", "127.20.0.1")
 CONFIG = {"data": {"k": "v"}, "binaryData": {"raw": base64.b64encode(b"\x01").decode()}}
 SECRET = {"data": {"s": base64.b64encode(b"hush").decode()}}
 
@@ -34,7 +32,7 @@ def lookup(plural: str, name: str) -> dict[str, Any] | None:
 
 
 def build_environment(**container: Any) -> dict[str, str]:
-    return environment.build_environment({"name": "c", **container}, FACTS, lookup, ())
+    return environment.build_environment({"name": "c", **container}, FACTS, lookup)
 
 
 @pytest.mark.parametrize(
@@ -95,16 +93,6 @@ def test_references_are_listed_once() -> None:
     assert environment.find_references(container) == [("configmaps", "cm"), ("secrets", "sec")]
 
 
-def test_services_become_variables() -> None:
-    env = environment.format_service_variables(
-        ServiceVariables("my-svc", "127.1.2.3", (("web", 80, "TCP"), ("", 53, "UDP")))
-    )
-    assert env["MY_SVC_SERVICE_HOST"] == "127.1.2.3"
-    assert env["MY_SVC_SERVICE_PORT"] == env["MY_SVC_SERVICE_PORT_WEB"] == "80"
-    assert env["MY_SVC_PORT"] == env["MY_SVC_PORT_80_TCP"] == "tcp://127.1.2.3:80"
-    assert env["MY_SVC_PORT_53_UDP_PROTO"] == "udp"
-
-
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
@@ -127,22 +115,6 @@ def test_fields_of_the_pod_are_resolved(path: str, expected: str) -> None:
 def test_an_unknown_field_is_an_error() -> None:
     with pytest.raises(downward_api.UnknownFieldError, match=r"status\.phase"):
         downward_api.field_value(FACTS, "status.phase")
-    with pytest.raises(downward_api.UnknownFieldError, match="does not have"):
-        downward_api.resource_value(FACTS, {"containerName": "x", "resource": "limits.cpu"}, "c")
-
-
-@pytest.mark.parametrize(
-    ("resource", "divisor", "expected"),
-    [
-        ("limits.cpu", "1", "2"),
-        ("limits.cpu", "1m", "1500"),
-        ("limits.memory", "1Gi", "32"),
-        ("requests.memory", "1Ki", "1024"),
-        ("requests.cpu", "0", "0"),
-    ],
-)
-def test_resources_are_rounded_up_and_default_to_the_node(resource: str, divisor: str, expected: str) -> None:
-    assert downward_api.resource_value(FACTS, {"resource": resource, "divisor": divisor}, "c") == expected
 
 
 @pytest.mark.parametrize(("text", "value"), [("500m", "0.5"), ("32Gi", str(32 << 30)), ("1e3", "1000"), ("2k", "2000")])

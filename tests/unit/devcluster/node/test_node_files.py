@@ -12,7 +12,6 @@ import pytest
 from trainium_devcluster.node.network import addresses, hosts
 from trainium_devcluster.node.pods import logs
 from trainium_devcluster.node.pods.pod_setup import capabilities
-from trainium_devcluster.node.processes.isolation import Isolation, Namespaces
 from trainium_devcluster.node.spec import mounts, unsupported_fields
 from trainium_devcluster.node.spec.config_data import MissingKeyError, ProjectedFile, project_keys
 from trainium_devcluster.node.spec.environment import ConfigError
@@ -55,9 +54,7 @@ def test_a_sub_path_cannot_lead_out_of_its_volume(tmp_path: Path) -> None:
     (volume / "link").symlink_to("/etc")
     for sub in ("../x", "/etc", "link/passwd"):
         with pytest.raises(ConfigError, match="subPath"):
-            mounts.volume_mounts(
-                {"volumeMounts": [{"name": "v", "mountPath": "/m", "subPath": sub}]}, {"v": volume}, {}
-            )
+            mounts.volume_mounts({"volumeMounts": [{"name": "v", "mountPath": "/m", "subPath": sub}]}, {"v": volume})
 
 
 def build_service(name: str = "s", **spec: Any) -> dict[str, Any]:
@@ -106,12 +103,6 @@ def test_a_hosts_file_keeps_its_inode_when_it_changes(tmp_path: Path) -> None:
     assert (path.read_text(), path.stat().st_ino) == ("short\n", inode)
 
 
-def test_a_target_port_that_differs_is_unreachable() -> None:
-    ports = [{"port": 80, "targetPort": 8080}, {"port": 443, "targetPort": "web"}, {"port": 5}]
-    assert hosts.find_unreachable_ports(build_service(ports=ports)) == ["80 -> 8080"]
-    assert hosts.find_unreachable_ports(build_service(ports=ports, clusterIP="None")) == []
-
-
 def test_addresses_are_allocated_in_turn_and_kept_by_their_owner() -> None:
     pods = addresses.PodAddresses(ipaddress.IPv4Network("127.1.2.0/29"))
     assert [pods.allocate(owner) for owner in "abab"] == ["127.1.2.2", "127.1.2.3", "127.1.2.2", "127.1.2.3"]
@@ -139,11 +130,9 @@ def test_two_nodes_claim_different_networks() -> None:
             addresses.reserve_network(networks(), port)
 
 
-def find_refusals(container: dict[str, Any], namespaces: Namespaces = Namespaces.ROOT, **spec: Any) -> list[str]:
+def find_refusals(container: dict[str, Any], **spec: Any) -> list[str]:
     body = {"containers": [{"name": "c", "command": ["x"], **container}], **spec}
-    return unsupported_fields.find_unsupported(
-        {"metadata": {}, "spec": body}, Isolation(namespaces, pid_namespace=True)
-    )
+    return unsupported_fields.find_unsupported({"metadata": {}, "spec": body})
 
 
 def test_a_supported_pod_is_not_refused() -> None:
@@ -154,12 +143,6 @@ def test_a_supported_pod_is_not_refused() -> None:
     assert find_refusals({"securityContext": context}, volumes=[{"name": "e", "emptyDir": {}}]) == []
 
 
-def test_mounts_are_refused_where_the_machine_has_no_namespaces() -> None:
-    container = {"volumeMounts": [{"name": "e", "mountPath": "/e"}]}
-    assert "needs mount namespaces" in find_refusals(container, Namespaces.NONE)[0]
-    assert find_refusals(container) == []
-
-
 @pytest.mark.parametrize(
     ("container", "spec", "field"),
     [
@@ -168,7 +151,12 @@ def test_mounts_are_refused_where_the_machine_has_no_namespaces() -> None:
         ({}, {"shareProcessNamespace": True}, "spec.shareProcessNamespace"),
         ({"livenessProbe": {"grpc": {"port": 1}}}, {}, "livenessProbe.grpc"),
         ({"ports": [{"containerPort": 1, "hostPort": 1}]}, {}, "ports.hostPort"),
-        ({"stdin": True}, {}, "stdin and tty"),
+        ({"stdin": True}, {}, "containers[c].stdin"),
+        ({"lifecycle": {"preStop": {"sleep": {"seconds": 1}}}}, {}, "containers[c].lifecycle"),
+        ({"securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}}, {}, "capabilities.add SYS_ADMIN"),
+        ({"env": [{"name": "A", "valueFrom": {"resourceFieldRef": {}}}]}, {}, "env[A].valueFrom.resourceFieldRef"),
+        ({}, {"dnsConfig": {"nameservers": ["1.1.1.1"]}}, "spec.dnsConfig.nameservers"),
+        ({}, {"readinessGates": [{"conditionType": "x/y"}]}, "spec.readinessGates"),
         ({"command": []}, {}, "command must be given"),
         ({}, {"volumes": [{"name": "n", "nfs": {"server": "s", "path": "/"}}]}, "volume n of kind nfs"),
     ],

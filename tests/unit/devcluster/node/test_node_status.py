@@ -112,15 +112,6 @@ def test_an_unready_container_is_named() -> None:
     )
 
 
-def test_a_ready_pod_waits_for_its_gates() -> None:
-    spec = pod()
-    spec["spec"]["readinessGates"] = [{"conditionType": "x/y"}]
-    views = [container("m0", UP, ready=True)]
-    assert conditions(render(spec, views))["Ready"] == ("False", "ReadinessGatesNotReady")
-    spec["status"] = {"conditions": [{"type": "x/y", "status": "True"}]}
-    assert conditions(render(spec, views))["Ready"] == ("True", None)
-
-
 def test_a_transition_time_changes_only_with_the_status_of_its_condition() -> None:
     spec = pod()
     old = {"type": "Ready", "status": "True", "lastTransitionTime": "2025-01-01T00:00:00Z"}
