@@ -67,7 +67,7 @@ def test_a_program_compiles_by_its_command_in_its_image(
     )
     copier, first = manifest["spec"]["initContainers"]
     assert (copier["name"], first["name"], first["image"]) == ("trainium-agent", "precompile", "team/own:5")
-    assert first["command"][-6:] == ["-m", "trainium_agent.precompile", "--sizes", sizes, "--cores-per-node", "1"]
+    assert first["command"][-6:] == ["-m", "trainium_agent.precompile", "--cores-per-node", "1", "--sizes", sizes]
     assert {"name": "agent", "mountPath": "/trainium", "subPath": "trainium", "readOnly": True} in first["volumeMounts"]
     variables = environment(manifest)
     assert variables["NEURON_COMPILE_CACHE_URL"] == variables["TRAINIUM_COMPILE_CACHE"]

@@ -154,13 +154,33 @@ def build_pod_template(job: JobView, settings: PlanSettings, *, with_estimates: 
     without_estimates = _with_fixed_fields(job, metadata, spec)
     revision = f"{TEMPLATE_REVISION}-" if TEMPLATE_REVISION else ""
     # The operator's own estimates are not part of the digest, so no version makes pods outdated by them.
-    digest = revision + compute_content_hash(without_estimates)
+    described = _without_compiled_sizes(without_estimates) if job.spec.workload.compile_command else without_estimates
+    digest = revision + compute_content_hash(described)
     body = _with_fixed_fields(job, metadata, with_worker_needs(spec, job.spec)) if with_estimates else without_estimates
     if "initContainers" in body["spec"]:
         body["spec"] = {**body["spec"], "initContainers": [*map(_with_log_as_message, body["spec"]["initContainers"])]}
     body["metadata"]["annotations"][env.ANNOTATION_TEMPLATE_HASH] = digest
     body["metadata"]["annotations"][env.ANNOTATION_IMAGE] = _find_agent_image(job, settings)
     return body
+
+
+def _without_compiled_sizes(body: Json) -> Json:
+    """Return the parts without the sizes to compile: a scale changes them, but nothing in running workers."""
+    containers = {
+        key: [*map(_without_sizes, body["spec"][key])]
+        for key in ("initContainers", "containers")
+        if key in body["spec"]
+    }
+    return {**body, "spec": {**body["spec"], **containers}}
+
+
+def _without_sizes(container: Json) -> Json:
+    if container.get("name") == PRECOMPILE_CONTAINER:
+        container = {**container, "command": container["command"][:-1]}
+    if container.get("env"):
+        kept = [variable for variable in container["env"] if variable.get("name") != env.ENV_BACKGROUND_SIZES]
+        container = {**container, "env": kept}
+    return container
 
 
 def _find_agent_image(job: JobView, settings: PlanSettings) -> str:
@@ -340,7 +360,7 @@ def _build_precompile_containers(job: JobView, spec: Json) -> list[Json]:
         return []
     kept = {key: value for key, value in worker.items() if key not in LONG_RUNNING_FIELDS}
     workload = job.spec.workload
-    sizes = ["--sizes", ",".join(map(str, nodes)), "--cores-per-node", str(workload.processes_per_node)]
+    sizes = ["--cores-per-node", str(workload.processes_per_node), "--sizes", ",".join(map(str, nodes))]
     command = [*workload.compile_command, *sizes]
     return [{**kept, "name": PRECOMPILE_CONTAINER, "command": command}]
 

