@@ -7,7 +7,8 @@
 
     <!-- output: end -->
 
-`output only:` omits the command itself; `output 12:` shows the first 12 lines. A block stays indented or fenced.
+`output only:` omits the command itself; `output 12:` shows the first 12 lines. A block stays indented or fenced; it may
+have several commands, separated by ` && `.
 """
 
 import re
@@ -24,7 +25,7 @@ _LONGEST_COMMAND = 100
 
 def commands(page: str) -> list[str]:
     """Return the commands of all blocks of a page, in order."""
-    return [match["command"] for match in _BLOCK.finditer(page)]
+    return [command for match in _BLOCK.finditer(page) for command in match["command"].split(" && ")]
 
 
 def without_blocks(page: str) -> str:
@@ -33,21 +34,24 @@ def without_blocks(page: str) -> str:
 
 
 def update_blocks(page: str, output: Callable[[str], str], *, leave: Collection[str] = ()) -> str:
-    """Return the page with the current `output(command)` in each block, except for commands in `leave`."""
+    """Return the page with the current `output(command)` in each block, unless all its commands are in `leave`."""
 
     def block(match: re.Match[str]) -> str:
-        return match[0] if match["command"] in leave else _block(match, output(match["command"]))
+        names = match["command"].split(" && ")
+        return match[0] if set(names) <= set(leave) else _block(match, [(name, output(name)) for name in names])
 
     return _BLOCK.sub(block, page)
 
 
-def _block(match: re.Match[str], output: str) -> str:
-    lines = output.splitlines()
-    if match["lines"] and len(lines) > int(match["lines"]):
-        lines = [*lines[: int(match["lines"])], "..."]
-    if not match["only"]:
-        lines = [*_prompt(match["command"]), *lines]
+def _block(match: re.Match[str], outputs: list[tuple[str, str]]) -> str:
+    lines: list[str] = []
+    for command, output in outputs:
+        printed = output.splitlines()
+        if match["lines"] and len(printed) > int(match["lines"]):
+            printed = [*printed[: int(match["lines"])], "..."]
+        lines += ["", *([] if match["only"] else _prompt(command)), *printed]
     fence = _FENCE.search(match["body"])
+    lines = lines[1:]
     shown = "\n".join(lines) if fence else "\n".join(f"    {line}".rstrip() for line in lines)
     block = f"{fence[0]}\n{shown}\n```" if fence else shown
     opening = match[0].partition("\n")[0]

@@ -167,6 +167,11 @@ def test_a_block_is_renewed_in_its_form_without_changes_around_it() -> None:
         update_blocks(fenced, lambda _: "{}") == "<!-- output only: y -->\n\n```json\n{}\n```\n\n<!-- output: end -->"
     )
     assert commands(fresh + fenced) == ["x", "y"]
+    two = update_blocks("<!-- output 1: x && y -->\n<!-- output: end -->", lambda command: f"{command}\n2")
+    assert (
+        two == "<!-- output 1: x && y -->\n\n    $ x\n    x\n    ...\n\n    $ y\n    y\n    ...\n\n<!-- output: end -->"
+    )
+    assert commands(two) == ["x", "y"]
     with pytest.raises(KeyError):
         output("kubectl trn status nobody-recorded")
 
