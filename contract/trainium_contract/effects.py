@@ -1,7 +1,7 @@
-"""PURE. Refuse fields that are given and without effect, because another field switches them off.
+"""PURE. Refuse fields that are given and without effect, because another field switches them off, and conflicts.
 
-One table has a model's fields and the switches that they need. The check of a configuration and the CEL rules of the
-definition both follow from it.
+One table has a model's fields and the switches that they need, another the values that are refused together. The check
+of a configuration and the CEL rules of the definition both follow from them.
 
 Guarantees:
 - A field counts as given if it differs from its default; where the definition stores no default, if it is present.
@@ -70,6 +70,18 @@ class Requirement:
         return f"{place(self.field)}{self.field} has no effect {condition}: leave it out"
 
 
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Values of several fields of the trainer's configuration that are refused together."""
+
+    field: str
+    """The field to change."""
+    sentence: str
+    """The refusal, with the paths of a job."""
+    switches: tuple[Switch, ...]
+    """Refused if all of them are on."""
+
+
 def requirements(fields: str, *switches: Switch) -> Iterator[Requirement]:
     """Yield a requirement for each of the fields, `folder.{first,second}` or one path."""
     folder, _, names = fields.partition("{")
@@ -90,6 +102,14 @@ def find_without_effect(model: BaseModel, table: Sequence[Requirement]) -> str |
             switch.is_on(_value(model, switch.field)) for switch in requirement.switches
         ):
             return requirement.describe()
+    return None
+
+
+def find_conflict(model: BaseModel, table: Sequence[Conflict]) -> str | None:
+    """Return the refusal of the first conflict in a configuration of the trainer; None without one."""
+    for conflict in table:
+        if all(switch.is_on(_value(model, switch.field)) for switch in conflict.switches):
+            return conflict.sentence.replace("trainer.", "")
     return None
 
 

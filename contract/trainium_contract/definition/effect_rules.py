@@ -1,4 +1,4 @@
-"""CEL rules that refuse fields that are given and without effect, from the tables of `effects.py`."""
+"""CEL rules that refuse fields without effect and values that conflict, from the tables of `effects.py`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.definition.cel import RefusalReason, Rule
-from trainium_contract.effects import Requirement, Switch, find_field, is_stored
+from trainium_contract.effects import Conflict, Requirement, Switch, find_field, is_stored
 from trainium_contract.job import JOB_REQUIREMENTS, TrainingJobSpec
-from trainium_contract.trainer.effects import TRAINER_REQUIREMENTS
+from trainium_contract.trainer.effects import TRAINER_CONFLICTS, TRAINER_REQUIREMENTS
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -17,6 +17,8 @@ _OF_JOB = ("parallelism.", "checkpoint.")
 """Fields of the trainer's configuration that a job has beside `trainer`."""
 _KEYWORDS = ("function",)
 """Names of fields that are keywords of CEL."""
+IS_LORA = "self.?trainer.?tuning.?method.orValue(self.?trainer.?tuning.?lora.hasValue() ? 'LoRA' : 'Full') == 'LoRA'"
+"""Whether `tuning.method` is LoRA, also where it follows from `tuning.lora`."""
 
 
 def _place(path: str) -> str:
@@ -57,6 +59,8 @@ def _given(path: str) -> str:
 
 def _is_on(switch: Switch, path: str) -> str:
     """Return an expression that is true if a switch is on; where it is omitted, its default counts."""
+    if path == "trainer.tuning.method" and switch.on:
+        return f"({IS_LORA})"
     info, field = _find(path), _optional(path)
     compare, join, absent = ("==", " || ", "!") if switch.on else ("!=", " && ", "")
     parts = []
@@ -78,9 +82,18 @@ def _rule(requirement: Requirement, *, trainer: bool) -> Rule:
     return Rule(rule, requirement.describe(place), f".{path}", reason=RefusalReason.FORBIDDEN)
 
 
+def _conflict_rule(conflict: Conflict) -> Rule:
+    paths = [f"{_place(switch.field)}{switch.field}" for switch in conflict.switches]
+    rule = " && ".join(_is_on(switch, path) for switch, path in zip(conflict.switches, paths, strict=True))
+    is_missing = any(switch.field == conflict.field and None in switch.on for switch in conflict.switches)
+    reason = RefusalReason.REQUIRED if is_missing else RefusalReason.INVALID
+    return Rule(f"!({rule})", conflict.sentence, f".{_place(conflict.field)}{conflict.field}", reason=reason)
+
+
 EFFECT_RULES: tuple[Rule, ...] = (
     *(_rule(requirement, trainer=True) for requirement in TRAINER_REQUIREMENTS),
     *(_rule(requirement, trainer=False) for requirement in JOB_REQUIREMENTS),
+    *(_conflict_rule(conflict) for conflict in TRAINER_CONFLICTS),
     # A list is in no table.
     Rule(
         """!has(self.trainer) || self.trainer.data.format == 'Text' || !has(self.trainer.data.sources)

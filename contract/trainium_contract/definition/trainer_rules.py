@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainium_contract.definition.cel import RefusalReason, Rule, format_message
+from trainium_contract.definition.effect_rules import IS_LORA
 from trainium_contract.definition.size_expressions import GLOBAL_BATCH, MICRO_BATCH, OUT_OF_BOUNDS
 
 _IS_NOT_NXD = (
@@ -19,7 +20,7 @@ _STEPS_FROM_DATA = "self.trainer.epochs > 0.0 || has(self.trainer.schedule.warmu
 """Start of a rule about steps that follow from the data: the trainer checks them once it has read its data."""
 _WARMUP_STEPS = "self.trainer.schedule.?warmupSteps.orValue(0)"
 """0 where it is not given: the trainer then fits it to the run."""
-_IS_LORA = "self.trainer.tuning.?method.orValue(has(self.trainer.tuning.lora) ? 'LoRA' : 'Full') == 'LoRA'"
+
 _STEPS = "self.trainer.?steps.orValue(100)"
 _HAS_WEIGHTS = "has(self.trainer.model.weights)"
 _HAS_OBJECTIVE = "has(self.trainer.tuning.objective)"
@@ -42,12 +43,6 @@ _RULES: tuple[Rule, ...] = (
         "self.trainer.batch.tolerance == 0.0 || self.elasticity.sizes == 'Any'",
         "trainer.batch.tolerance must be 0 with elasticity.sizes Even, which allows no size at which the global batch "
         "does not come out even: leave tolerance out, or set elasticity.sizes to Any",
-        ".trainer.batch.tolerance",
-    ),
-    Rule(
-        "self.trainer.batch.tolerance == 0.0 || self.trainer.data.tokenization != 'Online'",
-        "trainer.batch.tolerance must be 0 with trainer.data.tokenization Online, where each row of the global batch "
-        "is a stream of its own: set tokenization to Ahead, or leave tolerance out",
         ".trainer.batch.tolerance",
     ),
     # Only where the rules of sizes above ignore the size; there the operator must find some size to round it down to.
@@ -100,12 +95,6 @@ _RULES: tuple[Rule, ...] = (
             "self.trainer.data.sequenceLength",
             "self.parallelism.context",
         ),
-    ),
-    Rule(
-        f"self.parallelism.context <= 1 || !({_IS_PREFERENCE})",
-        "parallelism.context is above 1 but trainer.data.format is Preference, whose loss needs whole answers on a "
-        "rank: set parallelism.context to 1",
-        ".parallelism.context",
     ),
     Rule(
         """!has(self.trainer.model.numAttentionHeads) || !has(self.trainer.model.numKeyValueHeads)
@@ -206,20 +195,14 @@ _RULES: tuple[Rule, ...] = (
     ),
     # Fine-tuning.
     Rule(
-        f"(!({_IS_LORA}) && !has(self.trainer.tuning.trainable)) || {_HAS_WEIGHTS}",
+        f"(!({IS_LORA}) && !has(self.trainer.tuning.trainable)) || {_HAS_WEIGHTS}",
         "trainer.tuning leaves weights as they are, but there are none: give trainer.model.weights, the folder of a "
         "base model",
         ".trainer.model.weights",
         reason=RefusalReason.REQUIRED,
     ),
     Rule(
-        f"!({_IS_LORA}) || self.trainer.precision != 'BFloat16Stochastic'",
-        "trainer.precision is BFloat16Stochastic but trainer.tuning.method is LoRA, whose adapters are in float32: use "
-        "BFloat16",
-        ".trainer.precision",
-    ),
-    Rule(
-        f"{_IS_LORA} || !has(self.trainer.artifacts.kinds) || !('Adapter' in self.trainer.artifacts.kinds)",
+        f"{IS_LORA} || !has(self.trainer.artifacts.kinds) || !('Adapter' in self.trainer.artifacts.kinds)",
         "trainer.artifacts.kinds names Adapter but trainer.tuning.method is Full: leave Adapter out, or set "
         "tuning.method to LoRA",
         ".trainer.artifacts.kinds",
@@ -233,35 +216,8 @@ _RULES: tuple[Rule, ...] = (
         ".trainer.artifacts.path",
     ),
     Rule(
-        "self.trainer.data.format != 'Function' || has(self.trainer.data.examples.__function__)",
-        "trainer.data.format is Function but trainer.data.examples.function is not given: name module:function",
-        ".trainer.data.examples.function",
-        reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        "!self.trainer.evaluate.enabled || has(self.trainer.data.validation) || has(self.trainer.evaluate.tasks)",
-        "trainer.evaluate.enabled is true but no examples are held back: give trainer.data.validation or "
-        "trainer.evaluate.tasks",
-        ".trainer.data.validation",
-        reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"!{_EVALUATES_MILESTONES} || has(self.trainer.data.validation) || has(self.trainer.evaluate.tasks)",
-        "trainer.evaluate.atMilestones is true but there is nothing to ask: give trainer.evaluate.tasks or "
-        "trainer.data.validation",
-        ".trainer.evaluate.tasks",
-        reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"""!{_EVALUATES_MILESTONES} || (self.trainer.artifacts.atMilestones && has(self.checkpoint.milestones)
-        && has(self.checkpoint.milestones.everyTokens))""",
-        "trainer.evaluate.atMilestones is true but milestones write no models: give checkpoint.milestones.everyTokens, "
-        "and set trainer.artifacts.atMilestones to true",
-        ".trainer.evaluate.atMilestones",
-    ),
-    Rule(
         f"""!{_EVALUATES_MILESTONES} || (has(self.trainer.artifacts.kinds) ? 'Model' in self.trainer.artifacts.kinds
-        : {_IS_LORA} || {_HAS_WEIGHTS})""",
+        : {IS_LORA} || {_HAS_WEIGHTS})""",
         "trainer.evaluate.atMilestones is true but the run writes no Model: set trainer.artifacts.kinds to [Model]",
         ".trainer.artifacts.kinds",
     ),
@@ -271,31 +227,6 @@ _RULES: tuple[Rule, ...] = (
         "trainer.artifacts.path to a shared folder or an object store",
         ".checkpoint.storage",
         reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"!({_IS_PREFERENCE}) || {_HAS_OBJECTIVE}",
-        "trainer.data.format is Preference but trainer.tuning.objective is not given: name its kind, DPO",
-        ".trainer.tuning.objective",
-        reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"{_IS_PREFERENCE} || !{_HAS_OBJECTIVE}",
-        "trainer.tuning.objective is given but trainer.data.format has no two answers to compare: set data.format to "
-        "Preference",
-        ".trainer.data.format",
-    ),
-    Rule(
-        f"!{_HAS_OBJECTIVE} || {_HAS_WEIGHTS} || self.trainer.tuning.objective.reference != 'Base'",
-        "trainer.tuning.objective compares with the model in trainer.model.weights, which is not given: give it, or "
-        "set tuning.objective.reference",
-        ".trainer.model.weights",
-        reason=RefusalReason.REQUIRED,
-    ),
-    Rule(
-        f"!({_IS_PREFERENCE}) || !self.trainer.data.examples.packing",
-        "trainer.data.examples.packing is true but trainer.data.format is Preference, where each answer has a separate "
-        "sequence: leave it out",
-        ".trainer.data.examples.packing",
     ),
     Rule(
         f"{_IS_NOT_NXD} || !({_IS_PREFERENCE})",

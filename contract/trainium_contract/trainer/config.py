@@ -12,15 +12,14 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from trainium_contract.base import ContractModel, derived
-from trainium_contract.effects import find_without_effect
+from trainium_contract.effects import find_conflict, find_without_effect
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.trainer.addresses import is_address
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactsConfig
 from trainium_contract.trainer.checkpoint import CheckpointConfig
-from trainium_contract.trainer.data import MIN_VOCABULARY, DataConfig, Tokenization
-from trainium_contract.trainer.effects import TRAINER_REQUIREMENTS
+from trainium_contract.trainer.data import MIN_VOCABULARY, DataConfig
+from trainium_contract.trainer.effects import TRAINER_CONFLICTS, TRAINER_REQUIREMENTS
 from trainium_contract.trainer.evaluate import EvaluateConfig
-from trainium_contract.trainer.examples import DataFormat, LossOn
 from trainium_contract.trainer.model import ModelConfig
 from trainium_contract.trainer.monitor import MonitorConfig
 from trainium_contract.trainer.neuron import NeuronConfig
@@ -34,7 +33,7 @@ from trainium_contract.trainer.parallelism import (
     Recompute,
     TorchCompile,
 )
-from trainium_contract.trainer.tuning import BASE_REFERENCE, TuningConfig, TuningMethod
+from trainium_contract.trainer.tuning import TuningConfig, TuningMethod
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -152,55 +151,21 @@ class TrainingConfig(TrainerSpec):
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        if self.tuning.method is TuningMethod.LORA and self.precision.has_bfloat16_state:
-            raise ValueError(
-                "precision is BFloat16Stochastic but tuning.method is LoRA, whose adapters are in float32: use BFloat16"
-            )
-        halves_lengths = self.data_parallel.is_sharded and self.precision is not Precision.FLOAT32
-        if self.tuning.method is TuningMethod.LORA and self.tuning.lora.dora and halves_lengths:
-            raise ValueError(
-                f"tuning.lora.dora is true but dataParallel is {self.data_parallel} and precision {self.precision}, "
-                "which would round the trained lengths to bfloat16: set dataParallel to Replicated, or precision to "
-                "Float32"
-            )
+        if refusal := find_conflict(self, TRAINER_CONFLICTS):
+            raise ValueError(refusal)
         if self.artifacts.push is not None and is_address(self.artifacts.path or self.checkpoint.path):
             raise ValueError(
                 "artifacts.push uploads a folder, but artifacts are written to an object store: set artifacts.path to "
                 "a mounted folder"
             )
-        if self.evaluate.enabled and self.data.validation is None and self.evaluate.tasks is None:
-            raise ValueError(
-                "evaluate.enabled is true but no examples are held back: give data.validation or evaluate.tasks"
-            )
-        self._refuse_unmeasured_milestones()
-        if self.batch.tolerance and self.data.tokenization is Tokenization.ONLINE:
-            raise ValueError(
-                f"batch.tolerance is {self.batch.tolerance:g} but data.tokenization is Online, where each row of the "
-                "global batch is a separate stream: set data.tokenization to Ahead, or leave batch.tolerance out"
-            )
-        if self.data.format is DataFormat.FUNCTION and self.data.examples.function is None:
-            raise ValueError("data.format is Function but data.examples.function is not given: name module:function")
-        return self
-
-    def _refuse_unmeasured_milestones(self) -> None:
-        """Raise ValueError if `evaluate.atMilestones` has nothing to measure with, or no model to measure."""
-        if not self.evaluate.at_milestones:
-            return
-        if self.data.validation is None and self.evaluate.tasks is None:
-            raise ValueError(
-                "evaluate.atMilestones is true but there is nothing to ask: give evaluate.tasks or data.validation"
-            )
-        if not self.artifacts.at_milestones or self.checkpoint.milestones.every_tokens is None:
-            raise ValueError(
-                "evaluate.atMilestones is true but milestones write no models: give checkpoint.milestones.everyTokens, "
-                "and set artifacts.atMilestones to true"
-            )
         kinds = self.artifacts.kinds
         begins = self.model.weights is not None or self.tuning.method is TuningMethod.LORA
-        if ArtifactKind.MODEL not in kinds if kinds is not None else not begins:
+        writes_model = begins if kinds is None else ArtifactKind.MODEL in kinds
+        if self.evaluate.at_milestones and not writes_model:
             raise ValueError(
                 "evaluate.atMilestones is true but the run writes no Model: set artifacts.kinds to [Model]"
             )
+        return self
 
     @model_validator(mode="after")
     def _check_profiled_steps(self) -> Self:
@@ -209,39 +174,6 @@ class TrainingConfig(TrainerSpec):
             raise ValueError(
                 f"monitor.profile.steps ends with step {profile.steps[1]} but the run has {self.steps} steps: name "
                 "steps of the run"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_objective(self) -> Self:
-        objective, pairs = self.tuning.objective, self.data.format is DataFormat.PREFERENCE
-        if objective is None:
-            if pairs:
-                raise ValueError("data.format is Preference but tuning.objective is not given: name its kind, DPO")
-            return self
-        if not pairs:
-            raise ValueError(
-                f"tuning.objective is {objective.kind} but data.format is {self.data.format}, which has no two answers "
-                "to compare: set data.format to Preference"
-            )
-        if self.parallelism.context > 1:
-            raise ValueError(
-                f"parallelism.context is {self.parallelism.context} but data.format is Preference, whose loss needs "
-                "whole answers on a rank: set parallelism.context to 1"
-            )
-        if self.data.examples.packing:
-            raise ValueError(
-                "data.examples.packing is true but data.format is Preference, where each answer has a separate "
-                "sequence: leave it out"
-            )
-        if self.data.examples.loss is LossOn.ALL:
-            raise ValueError(
-                "data.examples.loss is All but tuning.objective is DPO, which compares answers only: leave it out"
-            )
-        if objective.reference == BASE_REFERENCE and self.model.weights is None:
-            raise ValueError(
-                "tuning.objective compares with the model in model.weights, which is not given: give it, or set "
-                "tuning.objective.reference"
             )
         return self
 

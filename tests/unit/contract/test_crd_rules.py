@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.definition.test_refusals import CASES, GOOD, PROGRAM, build_job
 from trainium_contract.definition.accelerator_rules import ACCELERATOR_RULES
 from trainium_contract.definition.cel import RefusalReason, Rule
 from trainium_contract.definition.crd import object_schema
@@ -16,6 +17,7 @@ from trainium_contract.definition.rules import (
     SPEC_RULES,
     STORAGE_RULES,
 )
+from trainium_contract.job import TrainingJobSpec
 from trainium_contract.trainer.config import TrainerSpec
 
 ROOT = object_schema()
@@ -79,3 +81,21 @@ def test_an_immutable_field_compared_as_a_whole_has_a_default() -> None:
             for name in rule.field.split(".")[1:]:
                 node = node["properties"][name]
             assert "default" in node, rule.field
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [(GOOD, change) for change in CASES["accepted_jobs"]]
+    + [(PROGRAM, change) for change in CASES["accepted_programs"]],
+)
+def test_the_models_accept_what_the_definition_accepts(base: str, change: str) -> None:
+    job = TrainingJobSpec.model_validate(drop_nulls(build_job(change, base=base)["spec"]))
+    if job.program is None:
+        job.training_config()
+
+
+def drop_nulls(value: Any) -> Any:
+    """Drop nulls of objects, as the API server does where a field has a default."""
+    return (
+        {key: drop_nulls(item) for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+    )

@@ -108,12 +108,12 @@ def preference_config(objective: dict[str, Any], **examples: Any) -> dict[str, A
         ({"batch": {"tolerance": -0.1}}, "batch.tolerance is -0.1: use a number of at least 0 and at most 0.5"),
         (
             {"batch": {"tolerance": 0.1}, "data": {"tokenization": "Online"}},
-            "batch.tolerance is 0.1 but data.tokenization is Online, where each row of the global batch is",
+            "batch.tolerance must be 0 with data.tokenization Online, where each row of the global batch is",
         ),
         ({"data": {"format": "Preference"}}, "tuning.objective is not given: name its kind, DPO"),
         (
             {"tuning": {"objective": {"kind": "DPO"}}},
-            "tuning.objective is DPO but data.format is Text, which has no two answers to compare",
+            "tuning.objective is given but data.format has no two answers to compare",
         ),
         (preference_config({}), "compares with the model in model.weights, which is not given: give it, or set"),
         (
@@ -124,7 +124,10 @@ def preference_config(objective: dict[str, Any], **examples: Any) -> dict[str, A
             preference_config({"reference": "/r"}, packing=True),
             "where each answer has a separate sequence: leave it out",
         ),
-        (preference_config({"reference": "/r"}, loss="All"), "is DPO, which compares answers only: leave it out"),
+        (
+            preference_config({"reference": "/r"}, loss="All"),
+            "is Preference, which compares answers only: leave it out",
+        ),
         ("- a\n- b\n", "holds a list, not fields"),
         ("steps: [", "not valid YAML"),
         ({"steps": 0, "zzz": 1}, "zzz is not a field: known fields: "),
