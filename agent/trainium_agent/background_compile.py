@@ -13,6 +13,7 @@ import logging
 import signal
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trainium_agent.ranks.standby import StartRequest
@@ -33,7 +34,7 @@ _ENTRY = "trainium_trainer.cli:precompile_in_background"
 
 
 class BackgroundCompiler:
-    """Compiles while the pod is an idle spare: `start` then, `stop` before ranks start. Used in the event loop only."""
+    """Compiles in a separate thread while the pod is an idle spare: `start` then, `stop` before ranks start."""
 
     def __init__(
         self,
@@ -54,112 +55,74 @@ class BackgroundCompiler:
         self._on_compiled = on_compiled
         self._on_end = on_end
         self._sizes = [*settings.background_sizes]
-        self._run: _Run | None = None
+        self._cancelled: threading.Event | None = None
+        """Set to end the thread; None while there is none."""
+        self._lock = threading.Lock()
+        self._training_nodes = 0
+        self._process: RankProcess | None = None
+
+    # In the event loop.
 
     def start(self, training_nodes: int) -> None:
         """Start, unless it is done or already running; the other workers train on `training_nodes` nodes."""
-        if self._run is not None:
-            self._run.set_training_nodes(training_nodes)
+        with self._lock:
+            self._training_nodes = training_nodes
+        if self._cancelled is not None:
             return
         if not self._sizes:
             self._post(self._on_end)
             return
-        self._run = _Run(
-            self._settings,
-            self._standby_manager,
-            (*self._sizes,),
-            training_nodes,
-            self._on_size_end,
-            self._on_run_end,
-        )
+        self._cancelled = threading.Event()
+        arguments = (self._cancelled, [*self._sizes])
+        threading.Thread(target=self._run, args=arguments, name="background-compiler", daemon=True).start()
 
     def stop(self) -> None:
         """Stop at once; `on_end` follows. Graphs that were compiled and shared remain."""
-        if self._run is not None:
-            self._run.cancel()
-
-    # Called from the thread of a run.
-
-    def _on_size_end(self, nodes: int, seconds: float | None) -> None:
-        def record() -> None:
-            self._sizes.remove(nodes)
-            if seconds is not None:
-                self._on_compiled(CompiledSize(nodes=nodes, seconds=seconds))
-
-        self._post(record)
-
-    def _on_run_end(self) -> None:
-        def record() -> None:
-            self._run = None
-            self._on_end()
-
-        self._post(record)
-
-
-class _Run:
-    """Compiles the remaining sizes, one after another, in a separate thread."""
-
-    def __init__(
-        self,
-        settings: AgentSettings,
-        standby_manager: StandbyManager,
-        sizes: tuple[int, ...],
-        training_nodes: int,
-        on_size: Callable[[int, float | None], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        """`on_size` gets the seconds that a size took, None if it failed; both callbacks run in the thread."""
-        self._settings = settings
-        self._standby_manager = standby_manager
-        self._sizes = sizes
-        self._training_nodes = training_nodes
-        self._on_size = on_size
-        self._on_end = on_end
-        self._cancelled = threading.Event()
-        self._lock = threading.Lock()
-        self._process: RankProcess | None = None
-        threading.Thread(target=self._run, name="background-compiler", daemon=True).start()
-
-    def set_training_nodes(self, training_nodes: int) -> None:
-        """Set the number of nodes that train now; it determines the next size."""
         with self._lock:
-            self._training_nodes = training_nodes
-
-    def cancel(self) -> None:
-        """Cancel the compilation without waiting for it."""
-        with self._lock:
-            self._cancelled.set()
+            if self._cancelled is not None:
+                self._cancelled.set()
             if self._process is not None:
                 self._process.signal(signal.SIGKILL)
 
-    def _run(self) -> None:
+    def _record_size(self, nodes: int, seconds: float | None) -> None:
+        self._sizes.remove(nodes)
+        if seconds is not None:
+            self._on_compiled(CompiledSize(nodes=nodes, seconds=seconds))
+
+    def _record_end(self) -> None:
+        self._cancelled = None
+        self._on_end()
+
+    # In the thread.
+
+    def _run(self, cancelled: threading.Event, remaining: list[int]) -> None:
         try:
-            self._compile_all()
+            self._compile_all(cancelled, remaining)
         except StandbyLostError as loss:
             _log.warning("the graphs of other sizes could not be compiled: %s", loss)
         finally:
-            self._on_end()
+            self._post(self._record_end)
 
-    def _compile_all(self) -> None:
+    def _compile_all(self, cancelled: threading.Event, remaining: list[int]) -> None:
         while not self._standby_manager.warm:  # a fork of the standby is small, and this must not speed up its imports
-            if self._cancelled.wait(_POLL_SECONDS):
+            if cancelled.wait(_POLL_SECONDS):
                 return
-        remaining = [*self._sizes]
-        while remaining and not self._cancelled.is_set():
+        while remaining and not cancelled.is_set():
             with self._lock:
                 nodes = order_by_likelihood(remaining, self._training_nodes)[0]
             started_at = time.monotonic()
-            code = self._compile(nodes)
-            if self._cancelled.is_set():
+            code = self._compile(nodes, cancelled)
+            if cancelled.is_set():
                 return
             remaining.remove(nodes)
             if code == 0:
                 _log.info("the graphs for %d nodes are ready", nodes)
             else:
                 _log.warning("the graphs for %d nodes were not all compiled (code %s)", nodes, code)
-            self._on_size(nodes, time.monotonic() - started_at if code == 0 else None)
+            seconds = time.monotonic() - started_at if code == 0 else None
+            self._post(partial(self._record_size, nodes, seconds))
 
-    def _compile(self, nodes: int) -> int | None:
+    def _compile(self, nodes: int, cancelled: threading.Event) -> int | None:
         """Compile for one size and return the exit code. Raises StandbyLostError."""
         arguments = ("--sizes", str(nodes), "--cores-per-node", str(self._settings.processes_per_node))
         process = self._standby_manager.start(
@@ -167,7 +130,7 @@ class _Run:
         )
         with self._lock:
             self._process = process
-            if self._cancelled.is_set():
+            if cancelled.is_set():
                 process.signal(signal.SIGKILL)
         process.ended.wait()
         return process.exit_code

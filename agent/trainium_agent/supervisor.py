@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from trainium_agent.background_compile import BackgroundCompiler
 from trainium_agent.checks.node_checks import NodeChecks
 from trainium_agent.checks.preflight import compare_clocks
-from trainium_agent.coordinator.client import CoordinatorClient
+from trainium_agent.coordinator.client import Callbacks, CoordinatorClient
 from trainium_agent.coordinator.report import PodReport
 from trainium_agent.exits.kernel_log import KernelLog
 from trainium_agent.generation_runner import GenerationRunner
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from trainium_agent.settings import AgentSettings
     from trainium_agent.shared_state.server import StoreServer
     from trainium_agent.workload.workload import Workload
-    from trainium_contract.wire.messages import CheckResult, ImportedModules, RoleEndpoints
+    from trainium_contract.wire.messages import CheckResult, ImportedModules
 
 _log = logging.getLogger(__name__)
 _RECOVERING_SECONDS = 0.02
@@ -102,15 +102,17 @@ class AgentSupervisor:
             settings,
             store.port,
             version("trainium-agent"),
-            heartbeat=self._report.heartbeat,
-            on_membership=self._on_membership,
-            on_endpoints=self._on_endpoints,
-            imported=self._find_imported,
-            on_imported=self._imports.add,
-            on_acknowledged=self._on_acknowledged,
-            on_job_deleted=lambda: self._handle(pod.SimpleEvent.JOB_DELETED),
-            on_job_failed=self._on_job_failed,
-            on_coordinator_time=self._on_coordinator_time,
+            Callbacks(
+                heartbeat=self._report.heartbeat,
+                on_membership=self._on_membership,
+                on_endpoints=workload.roles.update,
+                imported=self._find_imported,
+                on_imported=self._imports.add,
+                on_acknowledged=self._on_acknowledged,
+                on_job_deleted=lambda: self._handle(pod.SimpleEvent.JOB_DELETED),
+                on_job_failed=self._on_job_failed,
+                on_coordinator_time=self._on_coordinator_time,
+            ),
         )
         self._pod = pod.Pod(settings.check_seconds)
         self._membership: Membership | None = None
@@ -198,9 +200,6 @@ class AgentSupervisor:
         self._membership = membership
         immediate = membership.transition is Transition.IMMEDIATE
         self._handle(pod.MembershipReceived(membership.generation, immediate=immediate, member=node_rank is not None))
-
-    def _on_endpoints(self, endpoints: RoleEndpoints) -> None:
-        self._workload.roles.update(endpoints)
 
     def _find_imported(self) -> ImportedModules | None:
         """Return the modules for the job's other pods, on the first member."""

@@ -73,44 +73,35 @@ _BURST_SECONDS = 0.05
 _CONFLICT = 409
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """The functions of the agent that a connection to the coordinator calls in the event loop."""
+
+    heartbeat: Callable[[], HeartbeatRequest]
+    on_membership: Callable[[Membership], None]
+    on_acknowledged: Callable[[HeartbeatRequest], None]
+    on_job_deleted: Callable[[], None]
+    on_job_failed: Callable[[HeartbeatRequest], None] = lambda _heartbeat: None
+    """Gets each heartbeat whose answer reports that the job has failed."""
+    on_endpoints: Callable[[RoleEndpoints], None] = lambda _endpoints: None
+    imported: Callable[[], ImportedModules | None] = lambda: None
+    """Returns the modules for the other pods."""
+    on_imported: Callable[[ImportedModules], None] = lambda _imported: None
+    """Gets the modules of another pod."""
+    on_coordinator_time: Callable[[float, float, float], None] = lambda _time, _sent_at, _received_at: None
+    """Gets the coordinator's time, and the agent's before and after, after each registration."""
+
+
 class CoordinatorClient:
-    """Stays connected to the leading coordinator until it is cancelled."""
+    """Stays connected to the leading coordinator until it is cancelled.
 
-    def __init__(
-        self,
-        settings: AgentSettings,
-        rendezvous_port: int,
-        version: str,
-        *,
-        heartbeat: Callable[[], HeartbeatRequest],
-        on_membership: Callable[[Membership], None],
-        on_acknowledged: Callable[[HeartbeatRequest], None],
-        on_job_deleted: Callable[[], None],
-        on_endpoints: Callable[[RoleEndpoints], None] = lambda _endpoints: None,
-        imported: Callable[[], ImportedModules | None] = lambda: None,
-        on_imported: Callable[[ImportedModules], None] = lambda _imported: None,
-        on_job_failed: Callable[[HeartbeatRequest], None] = lambda _heartbeat: None,
-        on_coordinator_time: Callable[[float, float, float], None] = lambda _time, _sent_at, _received_at: None,
-    ) -> None:
-        """`on_job_failed` gets each heartbeat whose answer reports that the job has failed.
+    It registers again every `CLOCK_CHECK_SECONDS`, because a clock may be set wrong later.
+    """
 
-        `imported` returns the modules for the other pods; `on_imported` gets those of another pod.
-
-        `on_coordinator_time(the coordinator's time, our time before and after)` is called after each registration.
-
-        The client registers again every `CLOCK_CHECK_SECONDS`, because a clock may be set wrong later.
-        """
+    def __init__(self, settings: AgentSettings, rendezvous_port: int, version: str, callbacks: Callbacks) -> None:
         self._settings = settings
         self._connector = Connector(settings)
-        self._heartbeat = heartbeat
-        self._on_membership = on_membership
-        self._on_endpoints = on_endpoints
-        self._imported = imported
-        self._on_imported = on_imported
-        self._on_acknowledged = on_acknowledged
-        self._on_job_deleted = on_job_deleted
-        self._on_job_failed = on_job_failed
-        self._on_coordinator_time = on_coordinator_time
+        self._callbacks = callbacks
         self._registration_request = RegisterRequest(
             namespace=settings.namespace,
             job=settings.job,
@@ -150,7 +141,7 @@ class CoordinatorClient:
                 self._broken, self._preferred = self._preferred or self._broken, None
             except JobDeletedError as error:
                 _log.warning("%s", error)
-                self._on_job_deleted()
+                self._callbacks.on_job_deleted()
                 return
             if time.monotonic() - started > _STABLE_SECONDS:
                 backoff = _FIRST_BACKOFF_SECONDS
@@ -185,7 +176,7 @@ class CoordinatorClient:
                         break
                 else:
                     self._record_answer()
-                    self._on_coordinator_time(registration.time, sent_at, time.time())
+                    self._callbacks.on_coordinator_time(registration.time, sent_at, time.time())
                     if address != self._preferred:
                         _log.info("registered with the coordinator at %s:%d", address.ip, address.port)
                     self._preferred, self._broken = address, None
@@ -206,14 +197,11 @@ class CoordinatorClient:
             self._receive_membership(registration.membership)
         self._session = StreamSession(
             stream,
-            self._heartbeat,
+            self._callbacks,
             self._send_now,
             on_acknowledged=self._on_heartbeat_ack,
             on_membership=self._receive_membership,
             on_change=self._receive_change,
-            on_endpoints=self._on_endpoints,
-            imported=self._imported,
-            on_imported=self._on_imported,
             on_answer=self._record_answer,
         )
         try:
@@ -228,12 +216,12 @@ class CoordinatorClient:
             stream.close()
 
     def _on_heartbeat_ack(self, message: HeartbeatRequest, answer: HeartbeatResponse, sent_at: float) -> None:
-        self._on_acknowledged(message)
+        self._callbacks.on_acknowledged(message)
         if answer.job_failed:
-            self._on_job_failed(message)
+            self._callbacks.on_job_failed(message)
         if time.monotonic() > self._next_clock_check:
             self._next_clock_check = time.monotonic() + CLOCK_CHECK_SECONDS
-            self._on_coordinator_time(answer.time, sent_at, time.time())
+            self._callbacks.on_coordinator_time(answer.time, sent_at, time.time())
 
     @property
     def _generation(self) -> int:
@@ -244,7 +232,7 @@ class CoordinatorClient:
         self._needs_whole_membership = False
         if membership.generation > self._generation:
             self._newest = membership
-            self._on_membership(membership)
+            self._callbacks.on_membership(membership)
 
     def _receive_change(self, change: MembershipChange) -> None:
         """Apply the change.
@@ -312,30 +300,24 @@ class StreamSession:
     def __init__(
         self,
         stream: Stream,
-        heartbeat: Callable[[], HeartbeatRequest],
+        callbacks: Callbacks,
         send_now: asyncio.Event,
         *,
         on_acknowledged: Callable[[HeartbeatRequest, HeartbeatResponse, float], None],
         on_membership: Callable[[Membership], None],
         on_change: Callable[[MembershipChange], None],
         on_answer: Callable[[], None],
-        on_endpoints: Callable[[RoleEndpoints], None] = lambda _endpoints: None,
-        imported: Callable[[], ImportedModules | None] = lambda: None,
-        on_imported: Callable[[ImportedModules], None] = lambda _imported: None,
     ) -> None:
         """`send_now` is set when the next heartbeat should not wait.
 
         `on_acknowledged` gets the heartbeat, its answer and the Unix time at which the heartbeat was sent.
         """
         self._stream = stream
-        self._heartbeat = heartbeat
+        self._callbacks = callbacks
         self._send_now = send_now
         self._on_acknowledged = on_acknowledged
         self._on_membership = on_membership
         self._on_change = on_change
-        self._on_endpoints = on_endpoints
-        self._imported = imported
-        self._on_imported = on_imported
         self._on_answer = on_answer
         self._unanswered: deque[_Sent] = deque()
         self._full_heartbeat_seconds = 0.0
@@ -355,7 +337,7 @@ class StreamSession:
         sent_imported: ImportedModules | None = None
         while True:
             self._send_now.clear()
-            message, now = self._heartbeat(), time.monotonic()
+            message, now = self._callbacks.heartbeat(), time.monotonic()
             if self._unanswered and now - self._unanswered[0].at > REQUEST_SECONDS:
                 raise CoordinatorUnavailableError(f"a heartbeat was not answered within {REQUEST_SECONDS:g} s")
             try:
@@ -368,7 +350,7 @@ class StreamSession:
                         await self._stream.send(FrameKind.HEARTBEAT, message)
                     else:
                         await self._stream.send(FrameKind.KEEPALIVE, encode_keepalive(message))
-                    imported = self._imported()
+                    imported = self._callbacks.imported()
                     if imported is not None and imported is not sent_imported:
                         sent_imported = imported
                         await self._stream.send(FrameKind.IMPORTED_MODULES, imported)
@@ -395,9 +377,9 @@ class StreamSession:
         elif kind == FrameKind.MEMBERSHIP_CHANGE:
             self._on_change(MembershipChange.model_validate_json(payload))
         elif kind == FrameKind.ROLE_ENDPOINTS:
-            self._on_endpoints(RoleEndpoints.model_validate_json(payload))
+            self._callbacks.on_endpoints(RoleEndpoints.model_validate_json(payload))
         elif kind == FrameKind.IMPORTED_MODULES:
-            self._on_imported(ImportedModules.model_validate_json(payload))
+            self._callbacks.on_imported(ImportedModules.model_validate_json(payload))
         elif kind == FrameKind.HEARTBEAT_ACK:
             answer = HeartbeatResponse.model_validate_json(payload)
             self._full_heartbeat_seconds = answer.full_heartbeat_seconds

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from trainium_agent.hang.detection import (
     STOPPED,
-    Calibration,
     RankSample,
     Stall,
     StallTracker,
@@ -21,6 +20,7 @@ from trainium_agent.hang.detection import (
 )
 from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWaitSampler
+from trainium_agent.workload.attempt import progress_file
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
 from trainium_contract.worker_process.process_tree import descendants
@@ -28,12 +28,14 @@ from trainium_worker.progress_record import ProgressPhase
 from trainium_worker.pulse import Activity, Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
+    from collections.abc import Iterable
 
+    from trainium_agent.hang.detection import Calibration
     from trainium_agent.ranks.processes import RankProcess
+    from trainium_agent.settings import AgentSettings
     from trainium_agent.workload.workload import Workload
     from trainium_contract.spec.recovery import HangSpec
+    from trainium_contract.wire.messages import Membership
 
 _MAX_INTERVAL_SECONDS = 0.5
 _SAMPLES_PER_LIMIT = 8
@@ -63,22 +65,15 @@ class RankSampler:
     """Samples the ranks of one generation on this pod."""
 
     def __init__(
-        self,
-        spec: HangSpec,
-        progress_of: Callable[[int], Path],
-        workload: Workload,
-        *,
-        generation: int,
-        world_size: int,
-        calibration: Calibration,
+        self, settings: AgentSettings, membership: Membership, workload: Workload, calibration: Calibration
     ) -> None:
-        self._spec = spec
-        self._progress_of = progress_of
+        self._settings = settings
+        self._spec = settings.hang
         self._workload = workload
-        self._generation = generation
-        self._world_size = world_size
+        self._generation = membership.generation
+        self._world_size = len(membership.members) * membership.processes_per_node
         self._calibration = calibration
-        self._interval = sample_seconds(spec)
+        self._interval = sample_seconds(self._spec)
         self._stall_tracker = StallTracker()
         self._cpu_waits = CpuWaitSampler()
         self._starting_since: dict[int, float | None] = {}
@@ -103,7 +98,7 @@ class RankSampler:
 
     def _sample_rank(self, process: RankProcess, now: float) -> tuple[RankSample, StepTiming | None]:
         starting_since = self._starting_since.setdefault(process.pid, now)
-        path = self._progress_of(process.local_rank)
+        path = progress_file(self._settings, self._generation, process.local_rank)
         reading = self._workload.read(path)
         if reading is None or reading.pulse is None:
             return self._sample_unreported(process, now), None

@@ -60,16 +60,8 @@ class HangResponse:
     ) -> None:
         self._settings = settings
         self._generation = membership.generation
-        members = len(membership.members)
-        self._sampler = RankSampler(
-            settings.hang,
-            lambda local_rank: progress_file(settings, membership.generation, local_rank),
-            workload,
-            generation=membership.generation,
-            world_size=members * membership.processes_per_node,
-            calibration=calibration,
-        )
-        self.inquiry = Inquiry(store, node_rank, members, self._sample_ranks)
+        self._sampler = RankSampler(settings, membership, workload, calibration)
+        self.inquiry = Inquiry(store, node_rank, len(membership.members), self._sample_ranks)
         self._living: tuple[RankProcess, ...] = ()
         self._stacks: Mapping[int, StackDump] = {}
         self._stuck: tuple[StuckRank, ...] | None = None

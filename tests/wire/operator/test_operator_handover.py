@@ -23,7 +23,7 @@ from tests.testing.operator.agent_settings import agent_settings
 from tests.testing.suite.timeouts import async_until, scaled
 from tests.testing.virtual.fake_workers import bind_pod
 from tests.testing.virtual.operator_process import training_job
-from trainium_agent.coordinator.client import CoordinatorClient
+from trainium_agent.coordinator.client import Callbacks, CoordinatorClient
 from trainium_agent.settings import Endpoint
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
 from trainium_devcluster.ports import reserve_port
@@ -85,10 +85,12 @@ class Agent:
             settings,
             29500,
             "1",
-            heartbeat=self._heartbeat,
-            on_membership=self.memberships.append,
-            on_acknowledged=self._acknowledge,
-            on_job_deleted=lambda: None,
+            Callbacks(
+                heartbeat=self._heartbeat,
+                on_membership=self.memberships.append,
+                on_acknowledged=self._acknowledge,
+                on_job_deleted=lambda: None,
+            ),
         )
         self.task = asyncio.create_task(self.client.run())
 

@@ -13,7 +13,7 @@ from tests.testing.operator.agent_settings import agent_settings
 from tests.testing.operator.coordinator_fixture import LLAMA, CoordinatorFixture, membership
 from tests.testing.suite.timeouts import async_until
 from trainium_agent.coordinator import client as client_module
-from trainium_agent.coordinator.client import CoordinatorClient
+from trainium_agent.coordinator.client import Callbacks, CoordinatorClient
 from trainium_agent.settings import Endpoint
 from trainium_contract.wire.messages import HeartbeatRequest, Membership, Progress, WorkerPhase
 from trainium_contract.wire.stream import FrameKind
@@ -79,11 +79,13 @@ async def run_coordinator_and_agent(folder: Path, patch: pytest.MonkeyPatch) -> 
         settings,
         29500,
         "1",
-        heartbeat=coordinator.heartbeat,
-        on_membership=coordinator.memberships.append,
-        on_acknowledged=coordinator.acknowledged.append,
-        on_job_deleted=coordinator.deleted.set,
-        on_coordinator_time=coordinator.count_welcome,
+        Callbacks(
+            heartbeat=coordinator.heartbeat,
+            on_membership=coordinator.memberships.append,
+            on_acknowledged=coordinator.acknowledged.append,
+            on_job_deleted=coordinator.deleted.set,
+            on_coordinator_time=coordinator.count_welcome,
+        ),
     )
     running = asyncio.create_task(coordinator.client.run())
     try:

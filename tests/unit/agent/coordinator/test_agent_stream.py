@@ -13,7 +13,7 @@ import pytest
 from tests.testing.operator.coordinator_fixture import register
 from tests.unit.agent.fake_generation_store import build_membership
 from trainium_agent.coordinator import connection
-from trainium_agent.coordinator.client import CoordinatorClient, StreamSession, _Sent
+from trainium_agent.coordinator.client import Callbacks, CoordinatorClient, StreamSession, _Sent
 from trainium_agent.coordinator.connection import (
     Address,
     Connector,
@@ -129,6 +129,12 @@ async def test_a_packed_membership_is_unpacked() -> None:
     assert (kind, Membership.model_validate_json(payload)) == (FrameKind.MEMBERSHIP, MEMBERSHIP)
 
 
+def build_callbacks(**callbacks: Any) -> Callbacks:
+    """Return these callbacks; the others do nothing."""
+    names = ("heartbeat", "on_membership", "on_acknowledged", "on_job_deleted")
+    return Callbacks(**(dict.fromkeys(names, lambda *_: None) | callbacks))
+
+
 class RecordingSession:
     """A session that records the callbacks of received frames."""
 
@@ -142,13 +148,13 @@ class RecordingSession:
         self.stream, self.writer = create_stream(*frames, ended=ended)
         self.session = StreamSession(
             self.stream,
-            self.heartbeat,
+            build_callbacks(
+                heartbeat=self.heartbeat, on_endpoints=self.endpoints.append, on_imported=self.imported.append
+            ),
             asyncio.Event(),
             on_acknowledged=lambda message, *_: self.acknowledged.append(message),
             on_membership=self.memberships.append,
             on_change=self.changes.append,
-            on_endpoints=self.endpoints.append,
-            on_imported=self.imported.append,
             on_answer=self._answered,
         )
 
@@ -348,10 +354,7 @@ def build_client() -> CoordinatorClient:
     settings: Any = SimpleNamespace(
         **REQUEST.model_dump(exclude={"protocol", "agent_version", "rendezvous_port"}), coordinator=(), ca_path=None
     )
-    nothing: Any = lambda *_: None  # noqa: E731 - four callbacks
-    return CoordinatorClient(
-        settings, 1, "1", heartbeat=nothing, on_membership=nothing, on_acknowledged=nothing, on_job_deleted=nothing
-    )
+    return CoordinatorClient(settings, 1, "1", build_callbacks())
 
 
 async def pauses_after(error: CoordinatorUnavailableError, monkeypatch: pytest.MonkeyPatch, count: int) -> list[float]:
