@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.demos.frame import OPERATOR_NAMESPACE
 from trainium_devcluster.demos.session import NAMESPACE
+from trainium_devcluster.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -68,6 +70,13 @@ class Launcher(ABC):
         """Send SIGKILL to the operator."""
         text = self.demo.cluster.kubectl("get", "pods", "-n", OPERATOR_NAMESPACE, "-o", "name")
         self.demo.cluster.faults.kill_container(OPERATOR_NAMESPACE, text.split()[0].removeprefix("pod/"))
+
+    def check(self) -> None:  # noqa: B027 - peers start again without end
+        """Raise ClusterError if the training has failed."""
+
+    def describe(self) -> str:
+        """Describe the state of the training in a few lines, for an error."""
+        return ""
 
     def read_step(self) -> int:
         """Return the step that a controller has recorded."""
@@ -133,6 +142,15 @@ class TrainingJobLauncher(Launcher):
         """Send a signal to the last rank, which the agent knows."""
         self.run.signal_rank(self.run.members()[-1]["podName"], str(int(number)))
 
+    def check(self) -> None:
+        """Show the job; raises ClusterError if it has failed."""
+        with contextlib.suppress(ApiError, OSError):
+            self.run.observe()
+
+    def describe(self) -> str:
+        """Describe the state of the job in a few lines."""
+        return self.run.describe()
+
     def read_step(self) -> int:
         """Return the step that the operator has written into the status."""
         return int((self.run.status().get("progress") or {}).get("step", 0))
@@ -142,7 +160,14 @@ class TrainingJobLauncher(Launcher):
         self.run.scale(size)
 
     def stop(self) -> None:
-        """Delete everything."""
+        """Write the status and the end of the workers' logs to the folder of results; delete everything."""
+        folder = self.demo.out
+        with contextlib.suppress(ApiError, ClusterError, OSError):
+            (folder / f"{self.name}-status.json").write_text(json.dumps(self.run.status(), indent=1))
+            for pod in self.run.pods():
+                name = pod["metadata"]["name"]
+                text = self.demo.cluster.kubectl("logs", name, "-n", NAMESPACE, "--all-containers", "--tail=200")
+                (folder / f"{name}.log").write_text(text)
         self.delete(f"trainingjob/{self.name}")
 
 

@@ -22,8 +22,8 @@ import trainium_worker
 from trainium_devcluster.demos.recorded_program import Recorder
 from trainium_worker.data import PositionSampler
 
-SAMPLES, BATCH, STEPS = 3200, 16, 400
-"""Two epochs."""
+SAMPLES, BATCH, STEPS = 1120, 16, 280
+"""Four epochs."""
 _STEP_SECONDS = 0.05
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 recorder = Recorder(Path(os.environ.get("LEDGER", ".")))
@@ -80,7 +80,7 @@ def train_plain(arguments: list[str]) -> None:
     kind: Any = TrainingArguments
     (settings,) = HfArgumentParser(kind).parse_args_into_dataclasses(arguments)
     tokenizer = AutoTokenizer.from_pretrained("/checkpoints/model")
-    rows = load_dataset("/checkpoints/data", split="train")
+    rows = load_dataset("/checkpoints/short/data", split="train")
     rows = rows.map(lambda row: tokenizer(row["text"]), remove_columns="text")
     model = AutoModelForCausalLM.from_pretrained("/checkpoints/model")
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)

@@ -23,13 +23,16 @@ _TRAINER = (
     "--learning_rate", "0.001", "--logging_steps", "1", "--save_steps", "10", "--save_total_limit", "2", "--use_cpu",
     "--bf16", "False", "--gradient_checkpointing", "False", "--disable_tqdm", "True", "--report_to", "none",
 )  # fmt: skip
+_EPOCHS = 4
+_ROWS = {"data": 1120, "answers": 1120, "pairs": 1120, "prompts": 280}
+"""Rows of each data set that the programs read: 70 steps an epoch."""
 _TITAN_VOCABULARY, _TITAN_SAMPLES = 2048, 1500
 """Tokens of torchtitan's small model, and samples that have one."""
 _CHECKPOINTS = "checkpoint-{step}/trainer_state.json"
 _SHELL = """
 folder=$1; step=$(ls $folder | sed -n 's/^done-//p' | sort -n | tail -n 1); step=${step:-0}; start=$(date +%s.%N)
 file=$folder/samples-0-$start.jsonl
-while [ $step -lt 600 ]; do
+while [ $step -lt 300 ]; do
   sleep 0.2; step=$((step + 1)); echo "step: $step"
   [ $RANK = 0 ] || continue
   touch $folder/done-$step; where="\\"start\\": $start, \\"time\\": $(date +%s.%N)"
@@ -46,7 +49,7 @@ class Program:
     title: str
     arguments: tuple[str, ...]
     """Of Python; `{folder}` stands for the folder of the run."""
-    first_fault: int = 210
+    first_fault: int = 75
     """Step of the first fault, in the second epoch or later."""
     committed: str = _CHECKPOINTS
     keeps_batch: bool = True
@@ -54,13 +57,13 @@ class Program:
     resizes: bool = True
 
 
-def _trl(script: str, data: str, *options: str, model: str = "model", epochs: int = 2) -> tuple[str, ...]:
-    data_set = ("--dataset_name", f"/checkpoints/{data}")
+def _trl(script: str, data: str, *options: str, model: str = "model", epochs: int = _EPOCHS) -> tuple[str, ...]:
+    data_set = ("--dataset_name", f"/checkpoints/short/{data}")
     model_folder = ("--model_name_or_path", f"/checkpoints/{model}", "--dtype", "float32")
     return _recorded(f"trl.scripts.{script}", *model_folder, *data_set, *options, epochs=epochs)
 
 
-def _recorded(program: str, *options: str, epochs: int = 2) -> tuple[str, ...]:
+def _recorded(program: str, *options: str, epochs: int = _EPOCHS) -> tuple[str, ...]:
     run = ("--output_dir", "{folder}", "--num_train_epochs", str(epochs))
     return (f"/src/{RECORDER.name}", "--elastic", program, *options, *run, *_TRAINER)
 
@@ -80,11 +83,11 @@ _TORCHTITAN = (
 _LOOP: dict[str, Any] = {"committed": "step-{step}/.metadata", "keeps_batch": False}
 PROGRAMS = {
     "sft": Program("TRL, `sft.py`", _trl("sft", "data")),
-    "packing": Program("TRL, `sft.py`, packing and LoRA", _trl("sft", "data", *_PACKING, epochs=4)),
+    "packing": Program("TRL, `sft.py`, packing and LoRA", _trl("sft", "data", *_PACKING, epochs=2 * _EPOCHS)),
     "fsdp": Program("TRL, `sft.py`, FSDP2", _trl("sft", "data", *_FSDP)),
     "dpo": Program("TRL, `dpo.py`", _trl("dpo", "answers")),
     "reward": Program("TRL, `reward.py`", _trl("reward", "pairs", model="classifier")),
-    "grpo": Program("TRL, `grpo.py`", _trl("grpo", "prompts", *_GRPO, epochs=3), first_fault=110),
+    "grpo": Program("TRL, `grpo.py`", _trl("grpo", "prompts", *_GRPO)),
     "trainer": Program("`Trainer` of transformers", _recorded(_LOOPS.name, "plain")),
     "accelerate": Program("loop with accelerate", ("/src/accelerate_loop.py",), **_LOOP),
     "ddp": Program("loop with DDP", ("/src/ddp_loop.py",), **_LOOP),
@@ -149,14 +152,14 @@ class ProgramLauncher(TrainingJobLauncher):
 
 
 def install_programs(demo: ProgramDemo) -> None:
-    """Create the ConfigMap with the programs, and the small tokenizer and data set of torchtitan's model."""
+    """Create the ConfigMap with the programs, their data sets, and the small tokenizer of torchtitan's model."""
     loops = [
         block.partition("```")[0] for block in _PAGE.read_text().split("```python\n") if "PositionSampler(" in block
     ]
     files = {name: demo.out / f"{name}_loop.py" for name in ("ddp", "accelerate")}
     for path, loop in zip(files.values(), loops, strict=True):
         source = loop.replace("from my_project import", "from loops import").replace(
-            "BATCH, FOLDER = 2, 64", "BATCH, FOLDER = 2, 16"
+            "EPOCHS, BATCH, FOLDER = 2, 64", f"EPOCHS, BATCH, FOLDER = {_EPOCHS}, 16"
         )
         path.write_text(
             source.replace('"/checkpoints/run/step-{step}"', 'os.environ["LEDGER"] + "/step-{step}"').replace(
@@ -172,5 +175,7 @@ def install_programs(demo: ProgramDemo) -> None:
     tokenizer["model"]["vocab"] = {word: token for word, token in vocabulary.items() if token < _TITAN_VOCABULARY}
     (folder / "titan/tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "titan/tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    lines = (folder / "data/train.jsonl").read_text().splitlines(keepends=True)
-    (folder / "titan/data/train.jsonl").write_text("".join(lines[:_TITAN_SAMPLES]))
+    for copy, name, rows in [("titan/data", "data", _TITAN_SAMPLES), *((f"short/{n}", n, r) for n, r in _ROWS.items())]:
+        (folder / copy).mkdir(parents=True, exist_ok=True)
+        lines = (folder / name / "train.jsonl").read_text().splitlines(keepends=True)
+        (folder / copy / "train.jsonl").write_text("".join(lines[:rows]))

@@ -87,10 +87,17 @@ class Ledger:
         times = (item.ended_at for item in self.computations.values())
         return min((ended for ended in times if ended > moment), default=None)
 
-    def max_loss_difference(self, reference: Ledger) -> float:
-        """Return the largest relative difference of the losses of common steps."""
+    def first_step_at_another_size(self, reference: Ledger) -> float:
+        """Return the first step that had another number of ranks in the other run; infinity if none had."""
         own, other = self.history(), reference.history()
-        steps = own.keys() & other.keys()
+        return min(
+            (step for step in own.keys() & other.keys() if own[step].ranks != other[step].ranks), default=math.inf
+        )
+
+    def max_loss_difference(self, reference: Ledger, before: float = math.inf) -> float:
+        """Return the largest relative difference of the losses of common steps below `before`."""
+        own, other = self.history(), reference.history()
+        steps = [step for step in own.keys() & other.keys() if step < before]
         return max((abs(own[step].loss - other[step].loss) / abs(other[step].loss) for step in steps), default=0.0)
 
 
