@@ -35,8 +35,9 @@ file=$folder/samples-0-$start.jsonl
 while [ $step -lt 300 ]; do
   sleep 0.2; step=$((step + 1)); echo "step: $step"
   [ $RANK = 0 ] || continue
-  touch $folder/done-$step; where="\\"start\\": $start, \\"time\\": $(date +%s.%N)"
+  where="\\"start\\": $start, \\"time\\": $(date +%s.%N)"
   echo "{$where, \\"step\\": $step, \\"samples\\": [$step], \\"loss\\": 1, \\"ranks\\": 1}" >>$file
+  touch $folder/done-$step
 done
 [ $RANK != 0 ] || echo "{\\"trainingEnded\\": true}" >>$file
 """

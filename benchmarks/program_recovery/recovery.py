@@ -52,10 +52,10 @@ class Recovery:
         return read_ledger(self.launcher.folder)
 
     def wait(self, is_done: Callable[[Ledger], bool], seconds: float = _WAIT_SECONDS) -> bool:
-        """Wait for a condition of the ledger; return whether it holds. Raises ClusterError if the job has failed."""
+        """Wait for a condition of the ledger, or the end; return if it holds. Raises ClusterError if the job failed."""
         deadline = min(time.monotonic() + seconds, self.ends_at)
-        while not is_done(self.ledger):
-            if time.monotonic() > deadline:
+        while not is_done(ledger := self.ledger):
+            if time.monotonic() > deadline or ledger.ended:
                 return False
             self.launcher.check()
             time.sleep(_POLL_SECONDS)
