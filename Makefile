@@ -8,6 +8,7 @@ COVERAGE_VENV ?= .venv-coverage
 FUZZ_VENV ?= .venv-fuzz
 TRACKERS_VENV ?= .venv-trackers
 TRL_VENV ?= .venv-trl
+PROGRAMS_VENV ?= .venv-programs
 TASKS_VENV ?= .venv-tasks
 BIN := $(VENV)/bin
 CLUSTER ?= local
@@ -27,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 # Keep compiled code, in any environment: otherwise each lane would compile the 350 files of tests, for nine seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup binaries demo program tune test test-fast test-long test-cluster test-versions test-nxd test-trackers test-trl test-tasks check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
+.PHONY: help setup binaries demo program programs tune test test-fast test-long test-cluster test-versions test-nxd test-trackers test-trl test-tasks check docs format generate bench bench-check faults explore mutants coverage fuzz parity proof soak bench-training clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 16
@@ -44,6 +45,10 @@ demo: binaries  ## A Llama model trained through faults on a real control plane 
 program: binaries  ## A script of TRL with the elastic line, through killed ranks, a lost node and resizes (ARGS="--keep" leaves the cluster up)
 	@scripts/tool_venv.sh $(TRL_VENV) $(abspath $(BIN))/python scripts/trl_requirements.txt
 	@$(TRL_VENV)/bin/python -m trainium_devcluster.program $(ARGS)
+
+programs: binaries  ## Twelve programs of others through all faults, for half an hour; writes docs/program-runs.md (ARGS="--resume" keeps what ran)
+	@scripts/tool_venv.sh $(PROGRAMS_VENV) $(abspath $(BIN))/python scripts/programs_requirements.txt
+	@$(PROGRAMS_VENV)/bin/python -m benchmarks.program_recovery --program all --document --out out/programs $(ARGS)
 
 tune: binaries  ## LoRA on a base model through faults, merged, answers before and after (ARGS="--keep" leaves the cluster up, --dpo: pairs)
 	@$(BIN)/python -m trainium_devcluster.tune $(ARGS)
@@ -150,7 +155,7 @@ proof: setup  ## Kills at 200 seeded points of training and checkpoints: benchma
 
 clean:  ## Remove what the targets made here (caches in the home folder stay)
 	@test ! -x $(BIN)/trainium-devcluster || $(BIN)/trainium-devcluster down --all
-	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) $(TRACKERS_VENV) $(TRL_VENV) $(TASKS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(NXD_VENV) $(DOCS_VENV) $(MUTANTS_VENV) $(COVERAGE_VENV) $(FUZZ_VENV) $(TRACKERS_VENV) $(TRL_VENV) $(PROGRAMS_VENV) $(TASKS_VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Programs of the cluster that are prepared during the installation of packages: `with-binaries` and options of
 # `trainium-devcluster binaries`, for the targets below and their prerequisites.

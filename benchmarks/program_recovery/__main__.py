@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _COMPARED_FAULTS = ("killed rank", "lost node", "resize to 1", "resize to 2")
-_LIMIT_SECONDS = 420.0
+_LIMIT_SECONDS = 600.0
 """Seconds that a run of a program may take; the next program runs then."""
 
 

@@ -1,8 +1,8 @@
 """Run programs in a worker that do not use TRL, and record the samples of each step in the folder LEDGER.
 
-    python loops.py plain|lightning|torchtitan ARGUMENTS...
+    python loops.py plain|torchtitan ARGUMENTS...
 
-The accelerate loop of docs/program-library.md imports its model, its loss and its data set from here.
+The loops of docs/program-library.md import their model, their loss and their data set from here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from types import SimpleNamespace
 from typing import Any, no_type_check
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import trainium_worker
 from trainium_devcluster.demos.recorded_program import Recorder
-from trainium_worker.data import PositionSampler
 
-SAMPLES, BATCH, STEPS = 1120, 16, 280
-"""Four epochs."""
+SAMPLES, BATCH = 1120, 16
 _ROW_SECONDS = 0.0125
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 recorder = Recorder(Path(os.environ.get("LEDGER", ".")))
@@ -87,39 +85,6 @@ def train_plain(arguments: list[str]) -> None:
     Trainer(model, settings, train_dataset=rows, processing_class=tokenizer, data_collator=collate).train()
 
 
-def train_with_lightning(arguments: list[str]) -> None:
-    """Train by Lightning: one batch of the sampler is a step, so that its counters fit each size."""
-    import lightning.pytorch as lightning  # noqa: PLC0415 - each program imports what it needs
-    from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415 - as above
-
-    from trainium_worker.hooks.lightning import ReportToAgent  # noqa: PLC0415 - as above
-
-    class Module(lightning.LightningModule):  # type: ignore[misc]  # Any where types are checked
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = build_model()
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:  # noqa: ARG002 - Lightning's signature
-            return compute_mean_loss(self.model, batch)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    folder = Path(arguments[0])
-    saved = {torch.load(path, weights_only=False)["global_step"]: path for path in folder.glob("*.ckpt")}
-    step = max(saved, default=0)
-    sampler = PositionSampler(SAMPLES, global_batch=BATCH, micro_batch=BATCH // RANKS, completed=step)
-    sampler.sampler = sampler  # type: ignore[attr-defined]  # Lightning calls set_epoch of this attribute
-    trainer = lightning.Trainer(
-        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"]), accelerator="cpu",
-        strategy="ddp", max_steps=STEPS, use_distributed_sampler=False, logger=False, enable_progress_bar=False,
-        callbacks=[
-            ReportToAgent(folder / "stopped.ckpt"), ModelCheckpoint(folder, save_last=True, every_n_train_steps=10),
-        ],
-    )  # fmt: skip
-    trainer.fit(Module(), DataLoader(dataset, batch_sampler=sampler), ckpt_path=saved.get(step), weights_only=False)
-
-
 @no_type_check
 def train_torchtitan(arguments: list[str]) -> None:
     """Train by torchtitan's own program on processors: stand-ins replace what asks for a GPU, and the compiler."""
@@ -167,4 +132,4 @@ def train_torchtitan(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     kind, *options = sys.argv[1:]
-    {"plain": train_plain, "lightning": train_with_lightning, "torchtitan": train_torchtitan}[kind](options)
+    {"plain": train_plain, "torchtitan": train_torchtitan}[kind](options)

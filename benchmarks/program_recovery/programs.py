@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ _SHELL = """
 folder=$1; step=$(ls $folder | sed -n 's/^done-//p' | sort -n | tail -n 1); step=${step:-0}; start=$(date +%s.%N)
 file=$folder/samples-0-$start.jsonl
 while [ $step -lt 300 ]; do
-  sleep 0.2; step=$((step + 1)); echo "step: $step"
+  sleep 0.4; step=$((step + 1)); echo "step: $step"
   [ $RANK = 0 ] || continue
   where="\\"start\\": $start, \\"time\\": $(date +%s.%N)"
   echo "{$where, \\"step\\": $step, \\"samples\\": [$step], \\"loss\\": 1, \\"ranks\\": 1}" >>$file
@@ -92,12 +93,7 @@ PROGRAMS = {
     "trainer": Program("`Trainer` of transformers", _recorded(_LOOPS.name, "plain")),
     "accelerate": Program("loop with accelerate", ("/src/accelerate_loop.py",), **_LOOP),
     "ddp": Program("loop with DDP", ("/src/ddp_loop.py",), **_LOOP),
-    "lightning": Program(
-        "Lightning",
-        (f"/src/{_LOOPS.name}", "lightning", "{folder}"),
-        committed="last.ckpt",
-        keeps_batch=False,
-    ),
+    "lightning": Program("Lightning", ("/src/lightning_loop.py",), committed="last.ckpt", keeps_batch=False),
     "torchtitan": Program(
         "torchtitan, FSDP2",
         (f"/src/{_LOOPS.name}", "torchtitan", *_TORCHTITAN),
@@ -106,7 +102,7 @@ PROGRAMS = {
         keeps_batch=False,
         resizes=False,
     ),
-    "shell": Program("shell script", (), committed="done-{step}", keeps_batch=False),
+    "shell": Program("shell script", (), first_fault=20, committed="done-{step}", keeps_batch=False),
 }
 
 
@@ -139,6 +135,7 @@ class ProgramLauncher(TrainingJobLauncher):
             del spec["batch"]
         if not program.resizes:
             spec["resize"] = "Never"
+            del job["spec"]["workers"]["minReplicas"]
         self.folder.mkdir(exist_ok=True)
         self.run = DemoJob(self.demo.cluster, self.name, self.folder, self.demo.view, {})
         self.run.apply_manifest(job)
@@ -154,19 +151,13 @@ class ProgramLauncher(TrainingJobLauncher):
 
 def install_programs(demo: ProgramDemo) -> None:
     """Create the ConfigMap with the programs, their data sets, and the small tokenizer of torchtitan's model."""
-    loops = [
-        block.partition("```")[0] for block in _PAGE.read_text().split("```python\n") if "PositionSampler(" in block
-    ]
-    files = {name: demo.out / f"{name}_loop.py" for name in ("ddp", "accelerate")}
+    blocks = _PAGE.read_text().split("```python\n")
+    loops = [block.partition("```")[0] for block in blocks if "PositionSampler(" in block]
+    files = {name: demo.out / f"{name}_loop.py" for name in ("ddp", "accelerate", "lightning")}
     for path, loop in zip(files.values(), loops, strict=True):
-        source = loop.replace("from my_project import", "from loops import").replace(
-            "EPOCHS, BATCH, FOLDER = 2, 64", f"EPOCHS, BATCH, FOLDER = {_EPOCHS}, 16"
-        )
-        path.write_text(
-            source.replace('"/checkpoints/run/step-{step}"', 'os.environ["LEDGER"] + "/step-{step}"').replace(
-                "import sys\n", "import os\nimport sys\n"
-            )
-        )
+        source = re.sub(r'"/checkpoints/run(.*?)"', r'os.environ["LEDGER"] + "\1"', loop)
+        source = source.replace("from my_project import", "from loops import")
+        path.write_text("import os\n" + source.replace("BATCH, FOLDER = 2, 64", f"BATCH, FOLDER = {_EPOCHS}, 16"))
     sources = [f"--from-file={path}" for path in (RECORDER, _LOOPS, *files.values())]
     demo.cluster.kubectl("create", "configmap", "programs", *sources, "-n", NAMESPACE)
     folder = demo.out / "checkpoints"

@@ -29,6 +29,8 @@ SILENT_SECONDS = 60.0
 """Seconds after the loss of a node in which a peer may do nothing."""
 _STEPS_BETWEEN = 10
 _WAIT_SECONDS = 150.0
+_END_SECONDS = 600.0
+"""Seconds that the rest of a training may take."""
 _REJOIN_SECONDS = 60.0
 """Seconds that a launcher has to use all nodes again before the next resize."""
 _POLL_SECONDS = 0.2
@@ -75,7 +77,7 @@ class Recovery:
         self.launcher.start(2)
         try:
             self.wait_for_step(1)
-            if not self.wait(lambda ledger: ledger.ended):
+            if not self.wait(lambda ledger: ledger.ended, _END_SECONDS):
                 title, state = self.launcher.title, self.launcher.describe()
                 raise ClusterError(f"{title} did not end without faults. {state}")
         finally:
@@ -144,7 +146,7 @@ class Recovery:
         """Wait for the end of the training; return what all faults cost."""
         completed = False
         with contextlib.suppress(ClusterError):
-            completed = self.wait(lambda ledger: ledger.ended)
+            completed = self.wait(lambda ledger: ledger.ended, _END_SECONDS)
         self.launcher.stop()
         ledger = self.ledger
         missing, repeated = ledger.count_wrong_samples(reference)
