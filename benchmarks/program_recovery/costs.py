@@ -1,4 +1,4 @@
-"""What the faults of a run cost, and the report that has it."""
+"""Keep what the faults of a run cost in a report."""
 
 from __future__ import annotations
 

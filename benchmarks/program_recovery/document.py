@@ -36,6 +36,8 @@ def update_page(page: str, runs: Runs) -> str:
 
 
 def _render(runs: Runs) -> str:
+    if not runs:
+        return "No run is recorded yet.\n"
     headings = ("program", *FAULTS, "samples lost, repeated", "curve, same size", "curve, all")
     dates = sorted({run.date for run in runs.values()})
     loads = sorted(run.load for run in runs.values())

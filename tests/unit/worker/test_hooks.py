@@ -122,6 +122,31 @@ def test_lightning_reports_and_saves(record: Path, tmp_path: Path) -> None:
     assert (progress(record).resume_step, progress(record).step) == (3, 4)
 
 
+@pytest.mark.filterwarnings("default")  # Lightning uses deprecated functions of torch
+def test_lightning_keeps_only_one_optimizer_in_memory(record: Path, tmp_path: Path) -> None:
+    lightning: Any = pytest.importorskip("lightning.pytorch")
+    from trainium_worker.hooks.lightning import ReportToAgent
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Regression()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            pytest.fail("it must not train")
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.01) for _ in range(2)]
+
+    trainer = lightning.Trainer(
+        max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[ReportToAgent(tmp_path / "last.ckpt", memory=True)],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="not 2 with SingleDeviceStrategy: remove memory=True"):
+        trainer.fit(Module(), torch.utils.data.DataLoader([(torch.ones(1), torch.ones(1))]))
+
+
 class TorchtitanTrainer:
     """The parts of torchtitan's trainer that the hook uses, called in its order; torchtitan itself needs CUDA."""
 
