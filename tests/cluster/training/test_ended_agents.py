@@ -99,8 +99,8 @@ def test_a_trainer_trains_on_after_its_agents_were_asked_to_end_while_it_loads(
 ) -> None:
     job = new_job(change="workers: {spares: 1}\nrecovery: {gracePeriodSeconds: 1}")
     # A stopped rank answers no signal, as one that compiles for longer than the grace period.
-    job.until("the ranks load", lambda status: bool(status.get("membership", {}).get("size")))
-    pods = [job.kill_rank(rank, "STOP") for rank, _ in enumerate(job.members())]
+    published = job.wait_for("a membership", job.members, 60)
+    pods = [job.kill_rank(rank, "STOP") for rank, _ in enumerate(published)]
     terminate(job, *(pods if all_at_once else pods[:1]))
     job.until_recovered(1, 180)
     status = job.until_phase("Completed", seconds=240)
