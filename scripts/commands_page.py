@@ -7,23 +7,19 @@ from typing import Any
 
 import typer
 
-from trainium_client.commands.main import app as client
-from trainium_devcluster.cli import app as devcluster
 from trainium_operator.check import app as check
-from trainium_simulator.command import app as simulate
 from trainium_trainer.cli import app as trainer
 
 _INTRODUCTION = """# Commands
 
-This page lists the commands of every program; `--help` of a command shows its options. Exit codes are 0 for success, 1
-for a failure with one sentence on standard error, and 2 for an invalid command line.
-[Causes](causes.md#exit-codes-of-a-training-process) lists the exit codes of a training process."""
+This page lists the commands of the trainer and of the operator; `--help` of a command shows its options. Other pages
+list those of [`kubectl trn`](kubectl-trn.md), [`trainium-operator simulate`](simulate.md) and
+[`trainium-devcluster`](devcluster.md). Exit codes are 0 for success, 1 for a failure with one sentence on standard
+error, and 2 for an invalid command line. [Causes](causes.md#exit-codes-of-a-training-process) lists those of a training
+process."""
 _PROGRAMS = (
-    ("kubectl trn", "Inspect and change jobs ([guide](kubectl-trn.md)).", client),
-    ("trainium-operator simulate", "Simulate the goodput of a job ([guide](simulate.md)).", simulate),
-    ("trainium-operator check", "Check an installed operator; `helm test` runs it.", check),
     ("trainium-trainer", "Work with data, models, checkpoints and artifacts, in a job or outside.", trainer),
-    ("trainium-devcluster", "Run a local Kubernetes for development ([guide](devcluster.md)).", devcluster),
+    ("trainium-operator check", "Check an installed operator; `helm test` runs it.", check),
 )
 _OPERATOR = """## trainium-operator
 

@@ -21,6 +21,7 @@ from tests.testing.suite.loopback_http import LoopbackServer
 from tests.testing.suite.timeouts import scaled
 from trainium_client.commands.main import app
 from trainium_contract.wire.log_line import LogSource, read_log_line
+from trainium_devcluster.cli import app as devcluster
 from trainium_simulator.command import app as simulate
 
 ROOT = Path(__file__).parents[3]
@@ -192,3 +193,11 @@ def test_a_table_has_the_columns_of_the_definition_and_empty_cells() -> None:
     heading, row = table([job], 0.0, wide=True).splitlines()
     assert heading.split()[:4] == ["NAME", "PHASE", "REASON", "READY"]
     assert row.split() == ["a", "Pending", "/out"]
+
+
+def test_the_page_of_the_development_cluster_has_each_of_its_commands() -> None:
+    page = read("docs/devcluster.md")
+    group: Any = typer.main.get_command(devcluster)
+    names = {name for name in group.commands if name not in ("fault", "node")}
+    names |= {name for group_name in ("fault", "node") for name in group.commands[group_name].commands}
+    assert sorted(name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", page)) == []
