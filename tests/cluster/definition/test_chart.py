@@ -18,7 +18,7 @@ from tests.testing.suite.timeouts import until
 from trainium_contract.accelerators import INSTANCES
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.coordinator.certificates import server_names
-from trainium_operator.plan.features.network_policy.policy import build_network_policy
+from trainium_operator.plan.features.network_policy import build_network_policy
 from trainium_operator.plan.model.observed import JobView, WorkerIngress
 from trainium_operator.settings import Settings, parse_settings
 

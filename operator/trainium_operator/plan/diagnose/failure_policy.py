@@ -274,8 +274,10 @@ def _verdict_on_nodes(facts: Facts) -> StopVerdict | None:
     for member, worker in facts.members if rules else ():
         match = find_stopping_signal(worker.node, rules) if worker is not None and worker.node is not None else None
         if match is not None:
-            message = f"{match.classification.sentence}: node {member.node_name} of pod {member.pod_name} has {match}"
-            return _build_classified_verdict(match.classification, message, member.pod_name, member.node_name)
+            problem, classification = match
+            seen = f"{problem} {problem.message}".strip()
+            message = f"{classification.sentence}: node {member.node_name} of pod {member.pod_name} has {seen}"
+            return _build_classified_verdict(classification, message, member.pod_name, member.node_name)
     return None
 
 
@@ -286,19 +288,17 @@ def _verdict_on_crashes_before_any_step(facts: Facts) -> StopVerdict | None:
     for member, failure in _crashed_members(facts):
         if failure.step > 0 or is_killed(failure.exit_code):
             continue
-        rank = _describe_rank(member, failure)
-        message = f"The training process crashed before its first step and again after a restart: {rank}"
-        advice = get_cause_row(Cause.USER_ERROR).advice
-        return _build_verdict(
-            Reason.USER_ERROR,
-            Cause.USER_ERROR,
-            message,
-            failure=failure,
-            advice=advice,
-            pod=member.pod_name,
-            node=member.node_name,
-        )
+        text = "The training process crashed before its first step and again after a restart:"
+        return _build_crash_verdict(text, member, failure, get_cause_row(Cause.USER_ERROR).advice)
     return None
+
+
+def _build_crash_verdict(text: str, member: Member, failure: ProcessFailure, advice: str) -> StopVerdict:
+    message = f"{text} rank {failure.rank} of pod {member.pod_name} on node {member.node_name}, {format_signs(failure)}"
+    pod, node = member.pod_name, member.node_name
+    return _build_verdict(
+        Reason.USER_ERROR, Cause.USER_ERROR, message, failure=failure, advice=advice, pod=pod, node=node
+    )
 
 
 def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
@@ -324,21 +324,13 @@ def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
         )
         if earlier is None:
             continue
-        message = (
+        text = (
             f"The program crashed alike on two nodes without a new step in between: pod {earlier.pod} on node "
-            f"{earlier.node}, then {_describe_rank(member, failure)}"
+            f"{earlier.node}, then"
         )
         folder = workload.checkpoint_folder
         advice = _CHECKPOINT_ADVICE.format(f" in {folder}" if folder else "")
-        return _build_verdict(
-            Reason.USER_ERROR,
-            Cause.USER_ERROR,
-            message,
-            failure=failure,
-            advice=advice,
-            pod=member.pod_name,
-            node=member.node_name,
-        )
+        return _build_crash_verdict(text, member, failure, advice)
     return None
 
 
@@ -350,10 +342,6 @@ def _crashed_members(facts: Facts) -> Iterator[tuple[Member, ProcessFailure]]:
             continue
         if classify_process_failure(heartbeat, failure, facts.job.spec.recovery.rules).cause is Cause.CRASH:
             yield member, failure
-
-
-def _describe_rank(member: Member, failure: ProcessFailure) -> str:
-    return f"rank {failure.rank} of pod {member.pod_name} on node {member.node_name}, {format_signs(failure)}"
 
 
 def _verdict_on_start_failures(facts: Facts) -> StopVerdict | None:

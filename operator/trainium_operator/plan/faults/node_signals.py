@@ -12,7 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.accelerators import EFA, INSTANCES, NEURON
@@ -46,21 +46,6 @@ class NodeProblem:
 
     def __str__(self) -> str:
         return f"{self.source} ({self.reason})" if self.reason else self.source
-
-
-@dataclass(frozen=True, slots=True)
-class RuleMatch:
-    """A condition or taint of a node that a rule of the job names."""
-
-    classification: classify.Classification
-    """The cause and response that the rule gives it."""
-    source: str
-    reason: str
-    message: str = ""
-    since: float | None = None
-
-    def __str__(self) -> str:
-        return f"{self.source} ({self.reason}) {self.message}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,19 +176,12 @@ def apply_rules(
     """Return the problems of a node after the job's rules, the worst first."""
     if not rules:
         return tuple(problems)
-    matches = {match.source: match for match in _match_signals(node, rules)}
+    matches = {problem.source: (problem, meaning) for problem, meaning in _match_signals(node, rules)}
     kept = [problem for problem in problems if problem.source not in matches]
     added = [
-        NodeProblem(
-            Severity.DRAIN,
-            match.classification.cause,
-            match.source,
-            match.reason,
-            match.since,
-            f"{match.message} ({match.classification.sentence})".strip(),
-        )
-        for match in matches.values()
-        if match.classification.response is not Response.RESTART_IN_PLACE
+        replace(problem, message=f"{problem.message} ({meaning.sentence})".strip())
+        for problem, meaning in matches.values()
+        if meaning.response is not Response.RESTART_IN_PLACE
     ]
     return tuple(sorted([*kept, *added], key=lambda problem: -problem.severity))
 
@@ -222,25 +200,31 @@ def find_kernel_problem(heartbeat: HeartbeatRequest | None, rules: Sequence[Reco
     return None
 
 
-def find_stopping_signal(node: NodeView, rules: Sequence[RecoveryRule]) -> RuleMatch | None:
-    """Return the first signal of the node that a rule makes a reason to stop the job."""
-    return next(
-        (match for match in _match_signals(node, rules) if match.classification.response is Response.STOP), None
-    )
+def find_stopping_signal(
+    node: NodeView, rules: Sequence[RecoveryRule]
+) -> tuple[NodeProblem, classify.Classification] | None:
+    """Return the first signal of the node that a rule makes a reason to stop the job, and what the rule makes of it."""
+    return next((match for match in _match_signals(node, rules) if match[1].response is Response.STOP), None)
 
 
-def _match_signals(node: NodeView, rules: Sequence[RecoveryRule]) -> Iterator[RuleMatch]:
+def _match_signals(
+    node: NodeView, rules: Sequence[RecoveryRule]
+) -> Iterator[tuple[NodeProblem, classify.Classification]]:
     """Yield the bad conditions and the taints that a rule names."""
     if not rules:
         return
     for condition in node.conditions:
         if condition.status is not bad_status(condition.type):
             continue
-        classification = classify.match_rules(rules, reason=condition.reason, texts=(condition.message,))
-        if classification is not None:
-            source = f"condition {condition.type}"
-            yield RuleMatch(classification, source, condition.reason, condition.message, condition.since)
+        meaning = classify.match_rules(rules, reason=condition.reason, texts=(condition.message,))
+        if meaning is not None:
+            source, since = f"condition {condition.type}", condition.since
+            yield (
+                NodeProblem(Severity.DRAIN, meaning.cause, source, condition.reason, since, condition.message),
+                meaning,
+            )
     for taint in node.taints:
-        classification = classify.match_rules(rules, reason=taint.key)
-        if classification is not None:
-            yield RuleMatch(classification, f"taint {taint.key}", taint.value or taint.effect)
+        meaning = classify.match_rules(rules, reason=taint.key)
+        if meaning is not None:
+            reason = taint.value or taint.effect
+            yield NodeProblem(Severity.DRAIN, meaning.cause, f"taint {taint.key}", reason), meaning

@@ -1,1 +1,1 @@
-"""Implement the optional features, each in one folder that can be deleted with its line of `registry`."""
+"""Implement the optional features, each in a file or folder that can be deleted with its line of `registry`."""

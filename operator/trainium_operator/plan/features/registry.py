@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_operator.plan.features import dra, evaluation, gang, idle_nodes, kueue, network_policy, roles
+from trainium_operator.plan.features import idle_nodes, network_policy
+from trainium_operator.plan.features.dra import claims
+from trainium_operator.plan.features.evaluation import policy as evaluation
+from trainium_operator.plan.features.gang import groups
+from trainium_operator.plan.features.kueue import requests
+from trainium_operator.plan.features.roles import policy as roles
 
 if TYPE_CHECKING:
     from trainium_operator.plan.view.facts import Feature
 
 FEATURES: tuple[Feature, ...] = (
-    dra.FEATURE,
+    claims.FEATURE,
     idle_nodes.FEATURE,
-    gang.FEATURE,
-    kueue.FEATURE,
+    groups.FEATURE,
+    requests.FEATURE,
     network_policy.FEATURE,
     evaluation.FEATURE,
     roles.FEATURE,

@@ -14,7 +14,7 @@ from trainium_contract.faults.classify import severity
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.process_failures import Culprit, find_culprit, find_restarts
-from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, NewInterruption, open_interruption
+from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, open_interruption
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.observed import HEARTBEAT_SECONDS
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
@@ -64,17 +64,18 @@ def _open_interruption(
     """Record that `attempt` was interrupted and the next one began."""
     record = _find_dated_record(facts, attempt, culprit)
     cause, message = _describe_restart(facts, attempt, culprit)
-    new = NewInterruption(
+    return open_interruption(
+        facts,
+        status,
         cause=cause,
         rung=Rung.IN_PLACE,
         message=message,
-        failed_at=record.failed_at if record else facts.now,
+        failed_at=record.failed_at if record else None,
         attempt=attempt,
         member=culprit.member if culprit else None,
         suspected_node=culprit.member.node_name if culprit and _has_stalled(culprit) else "",
         restart=record,
     )
-    return open_interruption(facts, status, new)
 
 
 def _find_dated_record(facts: Facts, attempt: int, culprit: Culprit | None) -> RestartRecord | None:

@@ -8,7 +8,6 @@ Guarantees:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
@@ -32,50 +31,48 @@ HISTORY_LENGTH = 10
 _CAUSES = frozenset(cause.value for cause in Cause)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewInterruption:
-    """Describe what ended an attempt or a generation."""
+def open_interruption(
+    facts: Facts,
+    status: TrainingJobStatus,
+    *,
+    cause: Cause,
+    rung: Rung,
+    message: str,
+    failed_at: float | None = None,
+    attempt: int | None = None,
+    member: Member | None = None,
+    suspected_node: str = "",
+    restart: RestartRecord | None = None,
+) -> TrainingJobStatus:
+    """Add an entry to the history and count it; by default for a failure now, in the present attempt.
 
-    cause: Cause
-    rung: Rung
-    message: str
-    failed_at: float
-    """Unix seconds."""
-    attempt: int
-    member: Member | None = None
-    """The member that caused it; None if nobody is blamed."""
-    suspected_node: str = ""
-    """The node to avoid."""
-    restart: RestartRecord | None = None
-    """An agent's record of it, which has the time of its detection and the step before."""
-
-
-def open_interruption(facts: Facts, status: TrainingJobStatus, new: NewInterruption) -> TrainingJobStatus:
-    """Add an entry to the history and count it."""
+    failed_at: Unix seconds. member: the one that caused it; None if nobody is blamed. suspected_node: the node to
+    avoid. restart: an agent's record of it, which has the time of its detection and the step before.
+    """
     assert facts.current is not None
-    restart, pod = new.restart, new.member.pod_name if new.member is not None else ""
+    failed_at, pod = facts.now if failed_at is None else failed_at, member.pod_name if member is not None else ""
     detected_at = facts.now if restart is None else restart.detected_at
     entry = Interruption(
         generation=facts.current.generation,
-        attempt=new.attempt,
+        attempt=status.membership.attempt if attempt is None else attempt,
         time=format_rfc3339(facts.now),
-        cause=new.cause,
-        rung=new.rung,
-        node=new.member.node_name if new.member is not None else "",
+        cause=cause,
+        rung=rung,
+        node=member.node_name if member is not None else "",
         pod=pod,
-        message=format_sentence(new.message),
-        detected_seconds=round(max(0.0, detected_at - new.failed_at), 3),
+        message=format_sentence(message),
+        detected_seconds=round(max(0.0, detected_at - failed_at), 3),
         step_before=find_last_step(facts) if restart is None or restart.step_before < 0 else restart.step_before,
-        failed_at=new.failed_at,
+        failed_at=failed_at,
         rank=find_first_rank(facts, pod),
     )
     status = status.replaced(history=(*status.history, entry)[-HISTORY_LENGTH:])
-    if new.rung not in PLANNED_RUNGS:
-        status = _count_interruption(status, new.cause)
+    if rung not in PLANNED_RUNGS:
+        status = _count_interruption(status, cause)
     recovery = facts.job.spec.recovery
-    if not is_recorded(new.cause, recovery):
+    if not is_recorded(cause, recovery):
         return status
-    failure = FailureRecord(at=facts.now, cause=new.cause, pod=pod, node=new.suspected_node)
+    failure = FailureRecord(at=facts.now, cause=cause, pod=pod, node=suspected_node)
     return status.replaced(failures=record_failure(status.failures, failure, recovery))
 
 
@@ -146,15 +143,12 @@ def record_failed_members(
     status = open_interruption(
         facts,
         status,
-        NewInterruption(
-            cause=first.cause,
-            rung=Rung.REPLACE,
-            message=first.message + others,
-            failed_at=first.failed_at,
-            attempt=status.membership.attempt,
-            member=first.member,
-            suspected_node=first.suspected_node,
-        ),
+        cause=first.cause,
+        rung=Rung.REPLACE,
+        message=first.message + others,
+        failed_at=first.failed_at,
+        member=first.member,
+        suspected_node=first.suspected_node,
     )
     return status.replaced(failures=_with_suspects(facts, status, failed_members), waiting_since=facts.now)
 

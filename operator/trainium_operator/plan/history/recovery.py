@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.interruptions import PLANNED_RUNGS, Interruption, Rung
 from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
-from trainium_operator.plan.history.interruptions import NewInterruption, open_interruption, replace_entry
+from trainium_operator.plan.history.interruptions import open_interruption, replace_entry
 from trainium_operator.plan.model.text import format_sentence
 from trainium_operator.plan.view.facts import current_heartbeats
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
@@ -162,14 +162,9 @@ def release_generation(facts: Facts, status: TrainingJobStatus) -> TrainingJobSt
         return status
     newest = status.history[-1] if status.history else None
     if newest is None or (newest.rung, newest.generation) != (Rung.SUSPEND, released.generation):
-        new = NewInterruption(
-            cause=Cause.RESIZE,
-            rung=Rung.SUSPEND,
-            message=f"all workers were released; {_KILLED}",
-            failed_at=facts.now,
-            attempt=status.membership.attempt,
-        )
-        status = close_abandoned(facts, open_interruption(facts, status, new))
+        message = f"all workers were released; {_KILLED}"
+        status = open_interruption(facts, status, cause=Cause.RESIZE, rung=Rung.SUSPEND, message=message)
+        status = close_abandoned(facts, status)
     entry = status.history[-1]
     step_before = max([entry.step_before, *_steps_before(facts, entry)])
     return replace_entry(status, len(status.history) - 1, entry.replaced(step_before=step_before))

@@ -26,7 +26,6 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.wire.messages import Member, Transition, WorkerPhase
 from trainium_operator.plan.diagnose.process_failures import find_stop_cause
 from trainium_operator.plan.history.interruptions import (
-    NewInterruption,
     find_open_membership_entry,
     open_interruption,
     replace_entry,
@@ -113,17 +112,8 @@ def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
     ):
         return Decision(status=status)
     cause = find_stop_cause(facts)
-    status = open_interruption(
-        facts,
-        status,
-        NewInterruption(
-            cause=cause,
-            rung=Rung.REPLACE,
-            message="all workers stopped, and none reported a failure; they start again",
-            failed_at=facts.now,
-            attempt=status.membership.attempt,
-        ),
-    )
+    message = "all workers stopped, and none reported a failure; they start again"
+    status = open_interruption(facts, status, cause=cause, rung=Rung.REPLACE, message=message)
     new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=cause)
     return Decision(status=status, new=new)
 
@@ -244,14 +234,13 @@ def _record_resize(facts: Facts, status: TrainingJobStatus, size: int) -> Traini
     if status.membership.generation != facts.current.generation:
         return status
     requested = is_true(status, ConditionType.RESIZING)
-    new = NewInterruption(
+    return open_interruption(
+        facts,
+        status,
         cause=Cause.RESIZE if requested else Cause.CAPACITY,
         rung=Rung.RESIZE if requested or size < present else Rung.GROW,
         message=f"from {present} to {pluralize(size, 'node')}{_describe_resize(facts, status, size - present)}",
-        failed_at=facts.now,
-        attempt=status.membership.attempt,
     )
-    return open_interruption(facts, status, new)
 
 
 def _describe_resize(facts: Facts, status: PublicStatus, more: int) -> str:
@@ -276,21 +265,14 @@ def replace_forgotten_generation(facts: Facts, status: TrainingJobStatus) -> Dec
     recorded, newest = facts.current.generation, find_newest_generation(facts)
     if newest <= recorded:
         return Decision(status=status)
-    if not all((worker is not None and worker.warm and not worker.finished) for _, worker in facts.members):
+    if not _can_all_start_again(facts):
         return Decision(status=status)
     if find_open_membership_entry(status, recorded) is None:
         message = (
             f"an agent or the checkpoints are of generation {newest}, and the record of the cluster ends with "
             f"generation {recorded}, as after a restore of etcd from a backup; all workers start again"
         )
-        new_entry = NewInterruption(
-            cause=Cause.POD_LOST,
-            rung=Rung.REPLACE,
-            message=message,
-            failed_at=facts.now,
-            attempt=status.membership.attempt,
-        )
-        status = open_interruption(facts, status, new_entry)
+        status = open_interruption(facts, status, cause=Cause.POD_LOST, rung=Rung.REPLACE, message=message)
     new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=Cause.POD_LOST)
     return Decision(status=status, new=new)
 
@@ -300,12 +282,16 @@ def finish_decided_generation(facts: Facts, status: TrainingJobStatus) -> Decisi
     current = facts.current
     if current is None or status.membership.generation <= current.generation:
         return Decision(status=status)
-    if not all((worker is not None and worker.warm and not worker.finished) for _, worker in facts.members):
+    if not _can_all_start_again(facts):
         return Decision(status=status)
     index = find_open_membership_entry(status, current.generation)
     cause = Cause.RESIZE if index is None else status.history[index].cause
     new = NewGeneration(members=current.members, transition=Transition.GRACEFUL, cause=cause)
     return Decision(status=status, new=new)
+
+
+def _can_all_start_again(facts: Facts) -> bool:
+    return all(worker is not None and worker.warm and not worker.finished for _, worker in facts.members)
 
 
 def decide_generation(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> Decision:

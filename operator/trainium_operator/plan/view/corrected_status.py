@@ -11,9 +11,11 @@ Guarantees:
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainium_contract.base import ContractModel
 from trainium_contract.rfc3339 import format_rfc3339, parse_rfc3339
 from trainium_contract.status.public import MembershipStatus, PublicStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
@@ -21,10 +23,11 @@ from trainium_operator.plan.model.conditions import is_terminal
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_contract.status.interruptions import Interruption
     from trainium_contract.wire.messages import Membership
     from trainium_operator.plan.model.observed import Observed
     from trainium_operator.plan.view.size import SizeDecision
+
+ModelT = TypeVar("ModelT", bound=ContractModel)
 
 _TOLERANCE_SECONDS = 2.0
 _MAX_PAUSE_SECONDS = 900.0
@@ -92,47 +95,33 @@ def _was_never_decided(status: PublicStatus, observed: Observed, recorded: Membe
 
 def _clamp_times(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
     """Replace future times; return the same object if there are none."""
-    clamped = status
-    if _is_future(status.waiting_since, now):
-        clamped = clamped.replaced(waiting_since=now)
-    if _is_future(status.leaving_since, now):
-        clamped = clamped.replaced(leaving_since=now)
-    if _is_future(status.activity.since, now):
-        clamped = clamped.replaced(activity=status.activity.replaced(since=now))
-    if any(_is_future(record.at, now) for record in status.failures):
-        failures = (record.replaced(at=now) if _is_future(record.at, now) else record for record in status.failures)
-        clamped = clamped.replaced(failures=tuple(failures))
-    if any(_is_future(entry.failed_at, now) or _is_future(entry.decided_at, now) for entry in status.history):
-        clamped = clamped.replaced(history=tuple(_clamp_entry(entry, now) for entry in status.history))
-    if _is_future(status.goodput.accounted_until, now):
-        clamped = clamped.replaced(goodput=status.goodput.replaced(accounted_until=now))
+    clamped = _clamp(status, now, "waiting_since", "leaving_since")
+    parts = {
+        "activity": _clamp(status.activity, now, "since"),
+        "failures": _clamp_each(status.failures, now, "at"),
+        "history": _clamp_each(status.history, now, "failed_at", "decided_at"),
+        "goodput": _clamp(status.goodput, now, "accounted_until"),
+        "gang": _clamp(_clamp(status.gang, now, "holding_since"), now, "retry_at", allowed=_MAX_PAUSE_SECONDS),
+        "idle_nodes": _clamp(_clamp(status.idle_nodes, now, "asked_at"), now, "retry_at", allowed=_MAX_PAUSE_SECONDS),
+    }
+    changed: dict[str, Any] = {name: part for name, part in parts.items() if part is not getattr(status, name)}
     if _is_future(parse_rfc3339(status.progress.updated), now):
-        clamped = clamped.replaced(progress=status.progress.replaced(updated=format_rfc3339(now)))
-    return _clamp_backoffs(clamped, now)
-
-
-def _clamp_backoffs(status: TrainingJobStatus, now: float) -> TrainingJobStatus:
-    gang, idle = status.gang, status.idle_nodes
-    if _is_future(gang.holding_since, now):
-        gang = gang.replaced(holding_since=now)
-    if _is_future(gang.retry_at, now + _MAX_PAUSE_SECONDS):
-        gang = gang.replaced(retry_at=now)
-    if _is_future(idle.asked_at, now):
-        idle = idle.replaced(asked_at=now)
-    if _is_future(idle.retry_at, now + _MAX_PAUSE_SECONDS):
-        idle = idle.replaced(retry_at=now)
-    is_unchanged = gang is status.gang and idle is status.idle_nodes
-    status = status if is_unchanged else status.replaced(gang=gang, idle_nodes=idle)
+        changed["progress"] = status.progress.replaced(updated=format_rfc3339(now))
     if _is_future(status.start_failures.at, now):
         # A pause that starts now in each plan would never end.
-        status = status.replaced(start_failures=StartFailuresStatus(next_ordinal=status.start_failures.next_ordinal))
-    return status
+        changed["start_failures"] = StartFailuresStatus(next_ordinal=status.start_failures.next_ordinal)
+    return clamped.replaced(**changed) if changed else clamped
 
 
-def _clamp_entry(entry: Interruption, now: float) -> Interruption:
-    if _is_future(entry.failed_at, now):
-        entry = entry.replaced(failed_at=now)
-    return entry.replaced(decided_at=now) if _is_future(entry.decided_at, now) else entry
+def _clamp(model: ModelT, now: float, *times: str, allowed: float = 0.0) -> ModelT:
+    """Return the model with those of its times set to `now` that are more than `allowed` seconds ahead."""
+    changed = {name: now for name in times if _is_future(getattr(model, name), now + allowed)}
+    return model.replaced(**changed) if changed else model
+
+
+def _clamp_each(models: tuple[ModelT, ...], now: float, *times: str) -> tuple[ModelT, ...]:
+    clamped = tuple(_clamp(model, now, *times) for model in models)
+    return models if all(map(operator.is_, clamped, models)) else clamped
 
 
 def _is_future(at: float | None, now: float) -> bool:

@@ -1,7 +1,7 @@
 """Sort the observation into workers and members (`Facts`), define the hooks of optional features on them (`Feature`).
 
-Kueue, claimed devices, gang scheduling, network policies, idle nodes and roles are optional. Each is one folder of
-`plan.features` and one line of `features.registry`; nothing outside the folder asks whether it is there.
+Kueue, claimed devices, gang scheduling, network policies, idle nodes and roles are optional. Each is one file or folder
+of `plan.features` and one line of `features.registry`; nothing outside asks whether it is there.
 
 Ranks of two versions of the trainer must not meet, nor agents of two versions, because their messages during the start
 have no version. So a job keeps the image of an earlier default until no worker of it runs, unless the job names one.

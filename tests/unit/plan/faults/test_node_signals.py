@@ -160,17 +160,16 @@ def test_a_rule_names_a_taint_by_its_key() -> None:
     ],
 )
 def test_a_rule_stops_the_job_for_a_condition(view: NodeView, description: str | None) -> None:
-    problem = find_stopping_signal(view, rule(RuleAction.STOP, reason="ScratchFull"))
-    assert (None if problem is None else str(problem)) == description
+    match = find_stopping_signal(view, rule(RuleAction.STOP, reason="ScratchFull"))
+    assert (None if match is None else f"{match[0]} {match[0].message}") == description
     assert find_stopping_signal(view, rule(RuleAction.AVOID_NODE, reason="ScratchFull")) is None
     assert find_stopping_signal(view, ()) is None
 
 
 def test_a_rule_stops_the_job_for_a_taint() -> None:
-    problem = find_stopping_signal(node(BAD_DISK, taints=(TAINT,)), rule(RuleAction.STOP, reason="acme.com/recall"))
-    assert problem is not None
-    assert str(problem) == "taint acme.com/recall (batch-7)"
-    assert problem.classification.cause is Cause.DEVICE
+    match = find_stopping_signal(node(BAD_DISK, taints=(TAINT,)), rule(RuleAction.STOP, reason="acme.com/recall"))
+    assert match is not None
+    assert (str(match[0]), match[1].cause) == ("taint acme.com/recall (batch-7)", Cause.DEVICE)
     assert find_stopping_signal(node(taints=(Taint("other"),)), rule(RuleAction.STOP, reason="acme.com/recall")) is None
 
 

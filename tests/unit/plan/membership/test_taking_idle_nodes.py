@@ -15,7 +15,7 @@ from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failed_member import FailedMember
-from trainium_operator.plan.features.idle_nodes.policy import use_idle_nodes
+from trainium_operator.plan.features.idle_nodes import use_idle_nodes
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.grant import AdmissionState, Grant

@@ -10,7 +10,7 @@ from tests.unit.plan.plan_builders import NOW, SETTINGS
 from tests.unit.plan.plan_results import PlanResult, make_plan
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_EVALUATION
-from trainium_operator.plan.features.network_policy.policy import KIND, build_network_policy
+from trainium_operator.plan.features.network_policy import KIND, build_network_policy
 from trainium_operator.plan.manifests.worker_pod import build_pod_template
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyOptional

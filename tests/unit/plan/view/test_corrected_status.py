@@ -15,7 +15,7 @@ from trainium_contract.status.internal import FailureRecord, GangStatus
 from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import MembershipStatus, ProgressStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
-from trainium_operator.plan.features.idle_nodes import policy as idle_nodes
+from trainium_operator.plan.features import idle_nodes
 from trainium_operator.plan.model.observed import Observed
 from trainium_operator.plan.pods import gang_policy
 from trainium_operator.plan.report.write_throttle import only_progress_differs

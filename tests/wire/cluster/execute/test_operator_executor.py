@@ -20,7 +20,7 @@ from trainium_operator.cluster.api.transport import HttpResponse
 from trainium_operator.cluster.cache.membership_record import read_membership
 from trainium_operator.cluster.execute.deletion_limit import MIN_DELETIONS, ForceDeleteLimitError
 from trainium_operator.cluster.execute.executor import MAX_DELETIONS_DURING_START
-from trainium_operator.plan.features.network_policy.policy import build_network_policy
+from trainium_operator.plan.features.network_policy import build_network_policy
 from trainium_operator.plan.manifests.config_maps import build_membership_map
 from trainium_operator.plan.model.actions import (
     ApplyObject,

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.classify import find_claim_health_cause, find_device_taint_cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.faults.node_signals import NodeProblem
-from trainium_operator.plan.features.dra.template import build_claim_template
+from trainium_operator.plan.features.dra.template import build_claim_template, pod_claim_fields
 from trainium_operator.plan.model.actions import ApplyObject, DeleteTemplate, PolicyResult
-from trainium_operator.plan.model.observed import ApiState, DeviceTaint, Observed
+from trainium_operator.plan.model.observed import ApiState, DeviceTaint, Observed, PlanSettings
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.facts import Facts, Feature
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.plan.view.facts import Facts
     from trainium_operator.plan.view.workers import Worker
 
 _SEVERITY = {"NoExecute": Severity.DRAIN, "NoSchedule": Severity.SUSPECT}
@@ -97,3 +97,19 @@ def find_health_problem(reported: tuple[str, str] | None) -> NodeProblem | None:
     health, message = reported
     cause = find_claim_health_cause(health)
     return None if cause is None else NodeProblem(Severity.DRAIN, cause, "claim health", f"{health}, {message}")
+
+
+def _is_used(observed: Observed, _settings: PlanSettings) -> bool:
+    claimed = observed.job.spec.workers.accelerator.claim is not None
+    return claimed or observed.devices is not None or any(pod.device_health for pod in observed.pods)
+
+
+FEATURE = Feature(
+    name="claimed devices",
+    is_used=_is_used,
+    pod_fields=pod_claim_fields,
+    node_problems=find_device_problems,
+    reconcile_before_pods=reconcile_templates,
+    find_creation_blocker=find_claim_blocker,
+    describe_capacity=describe_free_devices,
+)

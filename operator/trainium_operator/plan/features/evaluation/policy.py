@@ -28,11 +28,11 @@ from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_figure, format_sentence
+from trainium_operator.plan.view.facts import Facts, Feature
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.plan.model.observed import PodView
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.model.observed import Observed, PlanSettings, PodView
 
 MAX_ATTEMPTS = 3
 BACKOFF_SECONDS = 30.0
@@ -143,3 +143,11 @@ def _find_next_start(entry: MilestoneEvaluation) -> float:
 def _with_entry(status: TrainingJobStatus, entry: MilestoneEvaluation) -> TrainingJobStatus:
     evaluations = tuple(entry if other.path == entry.path else other for other in status.evaluations)
     return status.replaced(evaluations=evaluations)
+
+
+def _is_used(observed: Observed, _settings: PlanSettings) -> bool:
+    left = observed.evaluation is not None and observed.evaluation.pod is not None
+    return observed.job.spec.workload.evaluates_milestones or left
+
+
+FEATURE = Feature(name="evaluation", is_used=_is_used, reconcile=reconcile_evaluation, finish=reconcile_evaluation)

@@ -19,11 +19,12 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import Action, ApplyGroup
 from trainium_operator.plan.model.names import ANNOTATION_GROUP
 from trainium_operator.plan.model.observed import GangApi, JobView, PodPhase
+from trainium_operator.plan.view.facts import Facts, Feature
 from trainium_operator.plan.view.size import count_needed_workers
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.model.observed import Observed, PlanSettings
     from trainium_operator.plan.view.workers import Worker
 
 Json = dict[str, Any]
@@ -124,3 +125,19 @@ def describe_wait(facts: Facts) -> str:
     if wanted in (Gang.NATIVE, Gang.COSCHEDULING) and api is GangApi.NONE:
         return f" (this cluster does not serve the requested gang API, {wanted.value})"
     return "" if api is GangApi.NONE else f" (they wait as a gang, {api.value})"
+
+
+def _is_used(observed: Observed, settings: PlanSettings) -> bool:
+    wanted = observed.job.spec.scheduling.gang
+    served = wanted is Gang.AUTO and bool(settings.gang_apis)
+    return served or wanted in (Gang.NATIVE, Gang.COSCHEDULING) or any(pod.gang for pod in observed.pods)
+
+
+FEATURE = Feature(
+    name="gang scheduling",
+    is_used=_is_used,
+    group_pods=group_pods,
+    creates_as_a_whole=needs_whole_gang,
+    is_misplaced=is_misplaced,
+    describe_wait=describe_wait,
+)

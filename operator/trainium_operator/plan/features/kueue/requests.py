@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.status.conditions import ConditionType
+from trainium_operator.plan.features.kueue import admission
 from trainium_operator.plan.features.kueue.admission import QueueGrant, find_base_workload, list_further_workloads
 from trainium_operator.plan.features.kueue.workload import build_workload
 from trainium_operator.plan.model import names
@@ -17,7 +18,7 @@ from trainium_operator.plan.model.actions import ApplyWorkload, DeleteWorkload, 
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.grant import AdmissionState
 from trainium_operator.plan.model.quota import WORKERS, WorkloadCondition, WorkloadConditionView
-from trainium_operator.plan.view.facts import count_other_pods
+from trainium_operator.plan.view.facts import Facts, Feature, count_other_pods
 from trainium_operator.plan.view.size import SizeDecision, count_needed_workers
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.actions import QuotaAction
+    from trainium_operator.plan.model.observed import Observed, PlanSettings
     from trainium_operator.plan.model.quota import QuotaView, WorkloadView
-    from trainium_operator.plan.view.facts import Facts
 
 MAX_QUOTA_STEPS = 8
 """Maximum number of Workloads beside the first; if there are more useful sizes, a step combines several of them."""
@@ -229,3 +230,19 @@ def list_remaining_steps(
     count = min(max_steps, len(ends))
     ends = [ends[(index + 1) * len(ends) // count - 1] for index in range(count)]
     return tuple(end - begin for begin, end in zip((workers, *ends), ends, strict=False))
+
+
+def _is_used(observed: Observed, _settings: PlanSettings) -> bool:
+    left = observed.quota is not None and bool(observed.quota.workloads)
+    return bool(observed.job.spec.scheduling.queue_name) or left
+
+
+FEATURE = Feature(
+    name="Kueue",
+    is_used=_is_used,
+    admit=admission.admit,
+    place_pods=admission.place_pods,
+    place_pod_set=admission.place_pod_set,
+    reconcile=reconcile_quota,
+    finish=release_quota,
+)

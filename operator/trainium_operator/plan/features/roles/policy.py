@@ -37,15 +37,14 @@ from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_sentence
 from trainium_operator.plan.pods.node_avoidance import list_forbidden_nodes
-from trainium_operator.plan.view.facts import PodSet
+from trainium_operator.plan.view.facts import Facts, Feature, PodSet
 from trainium_operator.plan.view.node_problems import find_worst_problem
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
     from trainium_contract.spec.roles import RoleSpec
     from trainium_operator.plan.model.actions import Action, EventIntent
-    from trainium_operator.plan.model.observed import PodView
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.model.observed import Observed, PlanSettings, PodView
 
 RECHECK_SECONDS = 5.0
 """Interval of checks until the pods have been read."""
@@ -333,3 +332,21 @@ def _with_role(status: TrainingJobStatus, state: RoleState, report: RoleStatus) 
 
 def _pod_set_name(role: str) -> str:
     return f"role-{role}"
+
+
+def _is_used(observed: Observed, _settings: PlanSettings) -> bool:
+    return bool(observed.job.spec.roles) or bool(observed.role_pods)
+
+
+FEATURE = Feature(
+    name="roles",
+    is_used=_is_used,
+    reconcile_before_pods=readiness.publish_endpoints,
+    find_creation_blocker=readiness.find_creation_blocker,
+    is_start_blocked=readiness.is_start_blocked,
+    find_waiting_cause=readiness.find_waiting_cause,
+    list_pod_sets=list_pod_sets,
+    count_pods=count_pods,
+    reconcile=reconcile_roles,
+    finish=finish_roles,
+)

@@ -25,13 +25,14 @@ from trainium_operator.plan.membership.growth import compile_seconds, growth_res
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
-from trainium_operator.plan.view.facts import Facts, list_healthy_joiners
+from trainium_operator.plan.view.facts import Facts, Feature, list_healthy_joiners
 from trainium_operator.plan.view.progress import is_past_steps, is_settled, measure_resize_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from trainium_contract.status.public import PublicStatus
+    from trainium_operator.plan.model.observed import Observed, PlanSettings
     from trainium_operator.plan.view.workers import Worker
 
 _FIRST_PAUSE_SECONDS = 60.0
@@ -191,3 +192,11 @@ def list_usable_extras(facts: Facts, lost: Collection[str]) -> tuple[Worker, ...
     """Return extras that train or can join at once; `lost` are pod uids of members that do not count."""
     members = [worker for _, worker in facts.members if worker is not None and worker.pod.uid not in lost]
     return tuple(worker for worker in (*members, *list_healthy_joiners(facts)) if worker.pod.extra)
+
+
+def _is_used(observed: Observed, _settings: PlanSettings) -> bool:
+    takes = observed.job.spec.elasticity.idle_nodes is IdleNodes.TAKE
+    return takes or observed.job.status.idle_nodes != _NO_EXTRAS or any(pod.extra for pod in observed.pods)
+
+
+FEATURE = Feature(name="idle nodes", is_used=_is_used, resize=use_idle_nodes)

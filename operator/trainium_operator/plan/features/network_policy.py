@@ -29,11 +29,11 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyOptional, PolicyResult, event
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.facts import Facts, Feature
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
-    from trainium_operator.plan.model.observed import JobView, WorkerIngress, WriteRefusal
-    from trainium_operator.plan.view.facts import Facts
+    from trainium_operator.plan.model.observed import JobView, Observed, PlanSettings, WorkerIngress, WriteRefusal
 
 Json = dict[str, Any]
 
@@ -113,3 +113,10 @@ def build_network_policy(job: JobView, ingress: WorkerIngress) -> Json:
 def is_on_host_network(job: JobView) -> bool:
     """Return whether new pods are on the network of their host."""
     return (job.spec.workers.template.get("spec") or {}).get("hostNetwork") is True
+
+
+def _is_used(observed: Observed, settings: PlanSettings) -> bool:
+    return settings.worker_ingress is not None or find_condition(observed.job.status, _CONDITION) is not None
+
+
+FEATURE = Feature(name="network policy", is_used=_is_used, finalize=reconcile_network_policy)
