@@ -125,13 +125,8 @@ class RuntimeSupervisor:
         runtime, settings = self._runtime, self._runtime.settings
         host = settings.bind_address or "0.0.0.0"  # noqa: S104 - in a pod without POD_IP, all addresses are the pod's
         await runtime.health.start(host, settings.metrics_port)
-        for reflector in runtime.caches.reflectors():
+        for reflector in (*runtime.caches.reflectors(), *runtime.caches.optional_reflectors()):
             self._spawn(group, reflector.run(), f"watch of {reflector.resource.plural}")
-        self._spawn(group, runtime.caches.evaluations.run(), "watch of evaluations")
-        self._spawn(group, runtime.caches.role_pods.run(), "watch of the pods of roles")
-        self._spawn(group, runtime.caches.services.run(), "watch of services")
-        if runtime.caches.network_policies is not None:
-            self._spawn(group, runtime.caches.network_policies.run(), "watch of networkpolicies")
         self._spawn(group, self._first_list(), "first list of trainingjobs")
         self._spawn(group, runtime.discovery.run(), "discovery")
         self._spawn(group, runtime.caches.kueue.run(), "kueue")

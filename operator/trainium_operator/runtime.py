@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from trainium_contract.api_server import errors
 from trainium_contract.status.conditions import Phase
 from trainium_contract.wire.log_line import LogFormat
-from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, OTHER_ROLES, ROLE_EVALUATION, ROLE_WORKER
 from trainium_operator.clock import SteadyClock
 from trainium_operator.cluster import coordinator_ports, job_pages, lease, owner_references, reconciler, releases
 from trainium_operator.cluster.api import client, resources
-from trainium_operator.cluster.cache import discovery, dra, kueue, namespaces, reflector, store, views
+from trainium_operator.cluster.cache import caches, discovery, store, views
 from trainium_operator.cluster.execute import events, executor, owner_check, status_writes
 from trainium_operator.cluster.fleet import fleet_reconciler
 from trainium_operator.cluster.queue import (
@@ -86,20 +85,20 @@ class Runtime:
         """Set while jobs are planned: everything else is known too."""
         self.metrics = metrics.Metrics(named_jobs=settings.named_jobs)
         self.api_last_seen = 0.0
-        self.api = client.Api(transport, on_request=self._on_request, labels=settings.labels)
+        make_api = partial(client.Api, on_request=self._on_request, labels=settings.labels)
+        self.api = make_api(transport)
         self.queue: work_queue.WorkQueue[store.Key] = work_queue.WorkQueue(most_slow=max(1, settings.workers // 2))
         self.plan_rate_limiter = work_queue.PlanRateLimiter(self.queue)
         clock = SteadyClock(wall_clock, asyncio.get_running_loop().time)
-        self.caches = make_caches(self.api, settings, clock, on_change=self._apis_changed)
+        self.caches = caches.make_caches(self.api, settings, clock, on_change=self._apis_changed)
         self.state = state.CoordinatorState(clock)
         self._stopped = False
         self.recorder = events.EventRecorder(self.api, identity, wall_clock=wall_clock)
-        lease_api = client.Api(lease_transport or transport, on_request=self._on_request, labels=settings.labels)
         times = lease.LeaseTimes.of(
             duration=settings.lease_duration, renew_deadline=settings.lease_renew_deadline, retry=settings.lease_retry
         )
         self.elector = lease.LeaseElector(
-            lease_api,
+            make_api(lease_transport or transport),
             namespace,
             settings.lease_name,
             identity,
@@ -117,12 +116,7 @@ class Runtime:
             times=releases.RegistrationTimes.of(settings.lease_duration),
             on_change=self.enqueue_all,
         )
-        self.acting = client.Api(
-            transport,
-            on_request=self._on_request,
-            may_write=lambda: self.elector.may_act() and self.releases.may_write(),
-            labels=settings.labels,
-        )
+        self.acting = make_api(transport, may_write=lambda: self.elector.may_act() and self.releases.may_write())
         self.owner_references = owner_references.OwnerReferenceReconciler(
             self.acting,
             self.leading,
@@ -418,67 +412,6 @@ class Runtime:
         if self.caches.nodes is not None:
             self.metrics.nodes(entry.view for entry in self.caches.nodes.store.snapshot().values())
         return self.metrics.exposition()
-
-
-def make_caches(
-    api: client.Api,
-    settings: Settings,
-    clock: Callable[[], float] = time.time,
-    *,
-    on_change: Callable[[], None] = lambda: None,
-) -> observe.Caches:
-    """Create empty caches for these settings; `on_change` follows changes that concern all jobs."""
-    served = settings.namespaces
-    states = namespaces.Namespaces(served or namespaces.EVERYWHERE, clock=clock)
-    jobs = reflector.Reflector if served else reflector.Lister
-    labels = f"{LABEL_ROLE}={ROLE_WORKER}"
-    return observe.Caches(
-        jobs=jobs(api, resources.JOBS, views.job_record, namespaces=states),
-        pods=reflector.Reflector(
-            api,
-            resources.PODS,
-            views.pod_view,
-            namespaces=states,
-            labels=labels,
-            of_jobs=True,
-            find_stray=views.find_stray,
-        ),
-        config_maps=_children(api, resources.CONFIG_MAPS, states),
-        nodes=reflector.Reflector(api, resources.NODES, views.node_view) if settings.watch_nodes else None,
-        disruption_budgets=_children(api, resources.DISRUPTION_BUDGETS, states),
-        kueue=kueue.Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
-        dra=dra.Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
-        namespaces=states,
-        # The others have separate namespace states: a namespace in which they cannot be read is served like others.
-        evaluations=reflector.Reflector(
-            api,
-            resources.PODS,
-            views.evaluation_view,
-            namespaces=namespaces.Namespaces(served or namespaces.EVERYWHERE),
-            labels=f"{LABEL_ROLE}={ROLE_EVALUATION}",
-            of_jobs=True,
-        ),
-        role_pods=reflector.Reflector(
-            api,
-            resources.PODS,
-            views.role_pod_view,
-            namespaces=namespaces.Namespaces(served or namespaces.EVERYWHERE),
-            labels=OTHER_ROLES,
-            of_jobs=True,
-        ),
-        services=_children(api, resources.SERVICES, namespaces.Namespaces(served or namespaces.EVERYWHERE)),
-        network_policies=_children(
-            api, resources.NETWORK_POLICIES, namespaces.Namespaces(served or namespaces.EVERYWHERE)
-        )
-        if settings.job_network_policy
-        else None,
-    )
-
-
-def _children(
-    api: client.Api, resource: resources.Resource, states: namespaces.Namespaces
-) -> reflector.Reflector[views.ChildRecord]:
-    return reflector.Reflector(api, resource, views.child_record, namespaces=states, labels=LABEL_JOB, of_jobs=True)
 
 
 def plan_settings(settings: Settings, namespace: str) -> PlanSettings:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.cluster.api.client import Api
+    from trainium_operator.cluster.cache.caches import Caches
     from trainium_operator.cluster.cache.views import JobRecord
-    from trainium_operator.cluster.queue.observe import Caches
 
 SAMPLE_SECONDS = 5.0
 """About the interval at which progress is written."""

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.cluster.cache.caches import Caches
     from trainium_operator.cluster.cache.store import Key
     from trainium_operator.cluster.cache.views import JobRecord
     from trainium_operator.cluster.execute.executor import Executor
     from trainium_operator.cluster.execute.status_writes import StatusWrites
-    from trainium_operator.cluster.queue.observe import Caches, Observer
+    from trainium_operator.cluster.queue.observe import Observer
     from trainium_operator.cluster.queue.pod_warnings import PodWarnings
     from trainium_operator.cluster.queue.work_queue import PlanRateLimiter
     from trainium_operator.plan.model.actions import Plan

@@ -15,8 +15,8 @@ from tests.cluster.definition.conftest import Api
 from tests.testing.suite.timeouts import async_until
 from trainium_operator.cluster.api.client import Api as OperatorApi
 from trainium_operator.cluster.api.transport import connect
+from trainium_operator.cluster.cache.caches import make_caches
 from trainium_operator.cluster.cache.namespaces import ListState
-from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]

@@ -14,6 +14,7 @@ from tests.testing.fuzz.invariants import check_plan, check_type, require
 from trainium_contract.api_server.errors import NotFoundError
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import Resource
+from trainium_operator.cluster.cache.caches import make_caches
 from trainium_operator.cluster.cache.kueue_views import with_conditions
 from trainium_operator.cluster.cache.reflector import Lister
 from trainium_operator.cluster.cache.store import Entry, Key
@@ -39,7 +40,7 @@ from trainium_operator.plan.model.actions import (
 )
 from trainium_operator.plan.model.observed import GangApi, JobView, Observed
 from trainium_operator.plan.plan import plan
-from trainium_operator.runtime import make_caches, plan_settings
+from trainium_operator.runtime import plan_settings
 from trainium_operator.settings import Settings
 
 Json = dict[str, Any]

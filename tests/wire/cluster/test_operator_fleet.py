@@ -12,11 +12,11 @@ from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import training_job, until, wall_clock
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, JOBS, NODES, PODS
+from trainium_operator.cluster.cache.caches import make_caches
 from trainium_operator.cluster.fleet.fleet_reconciler import POLL_SECONDS, FleetReconciler
 from trainium_operator.cluster.fleet.fleet_record import decode
 from trainium_operator.plan.fleet.memory import MachineState, Memory
 from trainium_operator.plan.model.names import TAINT_QUARANTINED
-from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 MEMORY = "trainium-operator-quarantine"

@@ -18,8 +18,8 @@ from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, ROLE_WORKER
 from trainium_operator.cluster import job_pages
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import CONFIG_MAPS, EVENTS, JOBS, PODS
+from trainium_operator.cluster.cache.caches import make_caches
 from trainium_operator.cluster.job_pages import JobPageData
-from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 ANN = {"username": "ann", "uid": "", "groups": ["system:authenticated"]}

@@ -63,12 +63,12 @@ if TYPE_CHECKING:
     from trainium_contract.api_server.responses import Json
     from trainium_operator.cluster.api.client import Api
     from trainium_operator.cluster.api.resources import Resource
+    from trainium_operator.cluster.cache.caches import Caches
     from trainium_operator.cluster.cache.reflector import Lister
     from trainium_operator.cluster.cache.store import IndexedCache
     from trainium_operator.cluster.execute.owner_check import OwnerCheck
     from trainium_operator.cluster.execute.status_writes import StatusWrites
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
-    from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
     from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.actions import Action, DeletionAction, Plan

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from trainium_contract.api_server.responses import Json
     from trainium_contract.job import TrainingJobStatus
     from trainium_operator.cluster.api.client import Api
+    from trainium_operator.cluster.cache.caches import Caches
     from trainium_operator.cluster.execute.owner_check import OwnerCheck
-    from trainium_operator.cluster.queue.observe import Caches
     from trainium_operator.plan.model.observed import JobView
 
 SECONDS = 3.0

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from trainium_contract.api_server.responses import Json
     from trainium_operator.cluster.api.client import Api
+    from trainium_operator.cluster.cache.caches import Caches
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import JobRecord
-    from trainium_operator.cluster.queue.observe import Caches
 
 logger = logging.getLogger(__name__)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from trainium_operator.cluster.cache.reflector import Lister, Reflector
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE
 from trainium_operator.plan.model.observed import (
@@ -23,10 +21,8 @@ from trainium_operator.plan.report.write_throttle import only_progress_differs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainium_operator.cluster.cache.caches import Caches
     from trainium_operator.cluster.cache.device_views import SliceView
-    from trainium_operator.cluster.cache.dra import Dra
-    from trainium_operator.cluster.cache.kueue import Kueue
-    from trainium_operator.cluster.cache.namespaces import Namespaces
     from trainium_operator.cluster.cache.store import Entry, Key
     from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
     from trainium_operator.cluster.queue.creation_backoff import CreationBackoff
@@ -36,74 +32,6 @@ if TYPE_CHECKING:
     from trainium_operator.cluster.queue.write_outcomes import WriteOutcomes
     from trainium_operator.coordinator.state import CoordinatorState
     from trainium_operator.plan.model.observed import JobView, PodView
-
-
-Watching: TypeAlias = "Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView] | Reflector[JobRecord]"
-
-
-@dataclass(frozen=True, slots=True)
-class Caches:
-    """All cached objects of the cluster; `nodes` is None where they may not be read (a namespaced install)."""
-
-    jobs: Lister[JobRecord]
-    pods: Reflector[PodView]
-    config_maps: Reflector[ChildRecord]
-    nodes: Reflector[NodeView] | None
-    disruption_budgets: Reflector[ChildRecord]
-    kueue: Kueue
-    """Jobs without a queue do not wait for it."""
-    dra: Dra
-    """Jobs that claim no devices do not wait for it."""
-    namespaces: Namespaces
-    """The namespaces that are served, and those in which all of the above except the nodes is known."""
-    evaluations: Reflector[PodView]
-    """Pods that measure the models of milestones; no job waits for them."""
-    role_pods: Reflector[PodView]
-    services: Reflector[ChildRecord]
-    """Pods and Services of roles; no job without roles waits for them."""
-    network_policies: Reflector[ChildRecord] | None = None
-    """No job waits for them; None where the operator creates none."""
-
-    def reflectors(self) -> tuple[Watching, ...]:
-        """Return all that have a `run`; the jobs only where individual namespaces are served; else kopf does."""
-        found: list[Watching] = [self.pods, self.config_maps, self.disruption_budgets]
-        if self.nodes is not None:
-            found.append(self.nodes)
-        if isinstance(self.jobs, Reflector):
-            found.append(self.jobs)
-        return tuple(found)
-
-    async def synced(self) -> None:
-        """Wait until each has been listed once."""
-        await self.jobs.synced.wait()
-        for reflector in self.reflectors():
-            await reflector.synced.wait()
-
-    async def catch_up(self, since: float, *, records_only: bool = False) -> None:
-        """Refresh lists that are older than `since` (loop time), because watches may lag behind.
-
-        The previous leader may have written more. `records_only`: only jobs and their memberships, which are few.
-        Raises ApiError.
-        """
-        records = (self.jobs, self.config_maps)
-        others = tuple(each for each in self.reflectors() if each not in records)
-        await asyncio.gather(*(lister.refresh(since) for lister in (records if records_only else (*records, *others))))
-        if not records_only:
-            await self.role_pods.refresh(since)
-            self.kueue.catch_up(since)
-
-    def find_membership(self, job: JobView) -> ChildRecord | None:
-        """Return the membership ConfigMap of this incarnation of the job."""
-        key = (job.namespace, names.membership_name(job.name))
-        return self.config_maps.store.owned_by(job.id).get(key)
-
-    def with_newest_status(self, job: JobView) -> JobView:
-        """Return the job with the status that the API server has refused so far, if that is the newest."""
-        record = self.find_membership(job)
-        refused = record.refused_status if record is not None else None
-        if refused is None or refused.refused_writes <= job.status.refused_writes:
-            return job
-        return replace(job, status=refused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,6 @@ from trainium_operator.plan.diagnose.silence import (
 )
 from trainium_operator.plan.diagnose.stragglers import find_straggler_handover
 from trainium_operator.plan.model.observed import NodeReadiness
-from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from trainium_contract.wire.messages import Member
@@ -82,10 +81,7 @@ def diagnose(facts: Facts) -> Diagnosis:
     if any(worker is not None and worker.finished for _, worker in facts.members):
         pass  # the run ends; no rank is handed over any more
     elif (
-        not failed_members
-        and is_settled(facts)
-        and facts.now >= shrink_at
-        and can_continue_without(facts, len(leaving))
+        not failed_members and facts.is_settled and facts.now >= shrink_at and can_continue_without(facts, len(leaving))
     ):
         departures = tuple(build_departure(facts, *pair, keeps_pod=True) for pair in leaving)
     elif facts.now >= depart_by:

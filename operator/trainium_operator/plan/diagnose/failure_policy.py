@@ -33,7 +33,6 @@ from trainium_operator.plan.faults.node_signals import find_stopping_signal
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import SENTENCE_LIMIT, format_sentence
-from trainium_operator.plan.view.progress import has_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -118,7 +117,7 @@ def find_start_failures(facts: Facts) -> tuple[Worker, ...]:
 
     They are kept as evidence and for their logs.
     """
-    if has_progress(facts):
+    if facts.has_progress:
         return ()
     return tuple(worker for worker in facts.outsiders if _has_failed(worker) and has_failed_by_itself(worker.pod))
 
@@ -283,7 +282,7 @@ def _verdict_on_nodes(facts: Facts) -> StopVerdict | None:
 
 def _verdict_on_crashes_before_any_step(facts: Facts) -> StopVerdict | None:
     """Return the verdict on processes that crash before their first step, in a job that has never made one."""
-    if has_progress(facts):
+    if facts.has_progress:
         return None
     for member, failure in _crashed_members(facts):
         if failure.step > 0 or is_killed(failure.exit_code):

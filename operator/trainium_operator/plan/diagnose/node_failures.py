@@ -14,7 +14,6 @@ from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.diagnose.silence import Evidence, find_failure_time, last_step_at
-from trainium_operator.plan.view.progress import is_settled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +63,7 @@ def find_handovers(facts: Facts, evidence: Evidence, failed_members: list[Failed
         if free_units <= 0 and unit not in lost_units:
             break
         if member.pod_uid not in by_uid and not worker.silent and not worker.node_bad:
-            can_save = is_settled(facts) and _is_training(facts, evidence, worker)
+            can_save = facts.is_settled and _is_training(facts, evidence, worker)
             problem = facts.node_problems[worker.pod.uid]
             failed = _build_bad_node_failure(facts, member, worker, problem, can_save=can_save)
             failed_members.append(replace(failed, keeps_pod=can_save))

@@ -22,7 +22,7 @@ from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.model.actions import EventIntent, PolicyResult, event
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import Facts, is_second_choice
-from trainium_operator.plan.view.progress import find_last_step, is_settled, measure_resize_seconds
+from trainium_operator.plan.view.progress import measure_resize_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +43,7 @@ def find_stragglers(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Update the list, and report each member that has been slow for long, once."""
     if not _trains_steadily(facts):
         return PolicyResult(status=status)
-    spec, step = facts.job.spec.recovery.stragglers, find_last_step(facts)
+    spec, step = facts.job.spec.recovery.stragglers, facts.last_step
     listed = {entry.pod: entry for entry in status.stragglers}
     paces = _relative_paces(facts)
     stragglers: list[StragglerStatus] = []
@@ -88,7 +88,7 @@ def find_straggler_handover(facts: Facts) -> list[FailedMember]:
     if worker is None or worker.silent or worker.node_bad or worker.pod.deleting:
         return []
     entry = slow[slowest].replaced(slowdown=round(paces[slowest], 2))
-    message = _describe_straggler(entry, find_last_step(facts))
+    message = _describe_straggler(entry, facts.last_step)
     has_replacement = any(not is_second_choice(facts, each) for each in facts.candidates)
     if not has_replacement and not is_faster_without_straggler(facts):
         return []
@@ -108,7 +108,7 @@ def find_straggler_handover(facts: Facts) -> list[FailedMember]:
 def _trains_steadily(facts: Facts) -> bool:
     """Return whether all members train and no recovery or resize is in progress."""
     status = facts.job.status
-    if facts.current is None or not is_settled(facts) or status.membership.generation != facts.current.generation:
+    if facts.current is None or not facts.is_settled or status.membership.generation != facts.current.generation:
         return False
     if len(facts.current.members) < status.desired:
         return False

@@ -26,7 +26,7 @@ from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import is_true
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.view.facts import Facts, Feature, list_healthy_joiners
-from trainium_operator.plan.view.progress import is_past_steps, is_settled, measure_resize_seconds
+from trainium_operator.plan.view.progress import is_past_steps, measure_resize_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -184,7 +184,7 @@ def _is_training_steadily(facts: Facts, status: PublicStatus) -> bool:
     """Return whether all members train, no size was requested, and steps remain."""
     finished = any(worker is not None and worker.finished for _, worker in facts.members)
     return (
-        is_settled(facts) and not finished and not is_true(status, ConditionType.RESIZING) and not is_past_steps(status)
+        facts.is_settled and not finished and not is_true(status, ConditionType.RESIZING) and not is_past_steps(status)
     )
 
 

@@ -16,7 +16,6 @@ from trainium_contract.status.internal import FailureRecord
 from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, PLANNED_RUNGS, Interruption, Rung
 from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
 from trainium_operator.plan.model.text import format_names, format_sentence
-from trainium_operator.plan.view.progress import find_last_step
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -62,7 +61,7 @@ def open_interruption(
         pod=pod,
         message=format_sentence(message),
         detected_seconds=round(max(0.0, detected_at - failed_at), 3),
-        step_before=find_last_step(facts) if restart is None or restart.step_before < 0 else restart.step_before,
+        step_before=facts.last_step if restart is None or restart.step_before < 0 else restart.step_before,
         failed_at=failed_at,
         rank=find_first_rank(facts, pod),
     )

@@ -18,13 +18,6 @@ from trainium_operator.plan.history.interruptions import open_interruption, repl
 from trainium_operator.plan.model.text import format_sentence
 from trainium_operator.plan.view.facts import current_heartbeats
 from trainium_operator.plan.view.node_problems import is_clock_in_sync
-from trainium_operator.plan.view.progress import (
-    find_last_step,
-    find_newest_progress,
-    find_steady_time,
-    has_reported_steps,
-    is_settled,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +87,7 @@ def _was_killed(facts: Facts, generation: int) -> bool:
 
 def _awaits_first_step(facts: Facts, entry: Interruption) -> bool:
     """Return whether a program's rank without a step still loads; ranks that report no steps run at once."""
-    return not has_reported_steps(facts) and any(
+    return not facts.has_reported_steps and any(
         heartbeat.phase is WorkerPhase.LOADING
         or (heartbeat.generation, heartbeat.attempt) <= (entry.generation, entry.attempt)
         for _, heartbeat in facts.heartbeats
@@ -124,7 +117,7 @@ def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
     A silent worker was seen again, a notice was withdrawn, or a person wrote the entry: no later generation closes it.
     """
     current = facts.current
-    if current is None or status.membership.generation != current.generation or not is_settled(facts):
+    if current is None or status.membership.generation != current.generation or not facts.is_settled:
         return status
     attempt = max(heartbeat.attempt for _, heartbeat in facts.heartbeats)
     for index, entry in enumerate(status.history):
@@ -132,9 +125,7 @@ def close_lapsed(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
             continue
         is_current = (entry.generation, entry.attempt) >= (current.generation, attempt)
         if is_current and (
-            find_last_step(facts) > entry.step_before
-            or _are_ranks_past_steps(facts)
-            or find_steady_time(facts) is not None
+            facts.last_step > entry.step_before or _are_ranks_past_steps(facts) or facts.steady_time is not None
         ):
             resumption = _Resumption(at=facts.now, resume_step=entry.step_before, step_before=-1)
             status = replace_entry(status, index, _close_entry(entry, resumption, facts.now))
@@ -221,7 +212,7 @@ def _redate(entry: Interruption, resumed: _Resumption, now: float) -> Interrupti
 def _find_recorded_resumption(facts: Facts, entry: Interruption) -> _Resumption | None:
     """Return the agents' record of the restart that ended this interruption."""
     records = [record for record in _later_records(facts, entry) if record.resumed_at is not None]
-    if not facts.job.spec.workload.reports_each_step and has_reported_steps(facts):
+    if not facts.job.spec.workload.reports_each_step and facts.has_reported_steps:
         # Ranks without steps count as resumed when they run again; the rank with the steps has the better time.
         records = [record for record in records if record.step_before >= 0]
     if not records:
@@ -273,7 +264,7 @@ def _find_observed_resumption(facts: Facts, entry: Interruption) -> _Resumption 
 
 def _find_stepless_resumption(facts: Facts, entry: Interruption) -> _Resumption | None:
     """Return when all members' processes of a program without steps ran again."""
-    if find_steady_time(facts) is None:
+    if facts.steady_time is None:
         return None
     heartbeats = [
         heartbeat
@@ -328,5 +319,5 @@ def _is_planned(entry: Interruption) -> bool:
 
 def _are_ranks_past_steps(facts: Facts) -> bool:
     """Return whether the ranks are in a stage after the last step, so that no step will show that they run again."""
-    newest = find_newest_progress(facts)
+    newest = facts.newest_progress
     return newest is not None and not newest.training

@@ -25,7 +25,6 @@ from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, find_fi
 from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, event
 from trainium_operator.plan.model.conditions import is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.progress import find_last_step
 from trainium_operator.plan.view.workers import build_deletion
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Polic
         node=verdict.node,
         pod=verdict.pod,
         message=verdict.message,
-        step_before=find_last_step(facts),
+        step_before=facts.last_step,
         rank=find_first_rank(facts, verdict.pod),
     )
     status = with_condition(status, ConditionType.FAILED, True, verdict.reason, verdict.message, now=facts.now)

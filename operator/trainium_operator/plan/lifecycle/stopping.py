@@ -27,7 +27,6 @@ from trainium_operator.plan.model.conditions import StatusT, find_condition, is_
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_sentence
 from trainium_operator.plan.view.facts import count_other_pods
-from trainium_operator.plan.view.progress import has_stepped
 from trainium_operator.plan.view.workers import build_deletion
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ def _update_activity(facts: Facts, status: TrainingJobStatus) -> ActivityStatus:
     if facts.job.spec.suspend or evicted or _waits_for_queue(status):
         return ActivityStatus()
     since = facts.now if status.activity.since is None else status.activity.since
-    return ActivityStatus(since=since, stepped=status.activity.stepped or has_stepped(facts))
+    return ActivityStatus(since=since, stepped=status.activity.stepped or facts.has_stepped)
 
 
 def _waits_for_queue(status: PublicStatus) -> bool:

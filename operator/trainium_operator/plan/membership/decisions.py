@@ -36,7 +36,6 @@ from trainium_operator.plan.membership.ranks import assign_ranks, build_member, 
 from trainium_operator.plan.model.conditions import StatusT, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import Facts, is_start_blocked, list_healthy_joiners, list_joiners
-from trainium_operator.plan.view.progress import is_settled
 from trainium_operator.plan.view.units import complete_units
 from trainium_operator.plan.view.workers import RECONNECT_SECONDS
 
@@ -188,7 +187,7 @@ def _choose_growth(
     facts: Facts, status: TrainingJobStatus, present: int, newcomers: int
 ) -> tuple[int, tuple[float, ...]]:
     """Return the size to grow to now, or `present` if not yet; and when to check again (Unix seconds)."""
-    if newcomers == 0 or not is_settled(facts):
+    if newcomers == 0 or not facts.is_settled:
         return present, ()
     requested = is_true(status, ConditionType.RESIZING)
     resume_at = 0.0 if requested else growth.growth_resumes_at(facts, status)

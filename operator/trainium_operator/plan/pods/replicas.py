@@ -53,7 +53,6 @@ from trainium_operator.plan.pods.refused_pods import (
     record_start_failures,
 )
 from trainium_operator.plan.view.facts import Facts, find_creation_blocker, is_unfit
-from trainium_operator.plan.view.progress import is_settled
 from trainium_operator.plan.view.units import count_missing_pods, find_unit, select_surplus
 from trainium_operator.plan.view.workers import Worker, build_deletion, delete_ended_last
 
@@ -185,7 +184,7 @@ def _has_left(facts: Facts, status: PublicStatus, worker: Worker) -> bool:
     """Return whether an outsider on a bad node no longer runs a process of a generation, or never did."""
     heartbeat = worker.heartbeat
     is_idle = heartbeat is None or heartbeat.phase is WorkerPhase.STANDBY
-    return is_idle or facts.current is None or (is_settled(facts) and not _is_superseded(facts, status))
+    return is_idle or facts.current is None or (facts.is_settled and not _is_superseded(facts, status))
 
 
 def _is_outdated_pod(worker: Worker, current_hash: str) -> bool:
@@ -335,7 +334,7 @@ def _delete_surplus(
 
     Others only when the current generation trains, so that none is still saving.
     """
-    is_steady = facts.current is None or (is_settled(facts) and not _is_superseded(facts, status))
+    is_steady = facts.current is None or (facts.is_settled and not _is_superseded(facts, status))
     is_at_size = facts.current is None or len(facts.current.members) == status.desired
 
     def order(worker: Worker) -> tuple[bool, bool, bool, int]:

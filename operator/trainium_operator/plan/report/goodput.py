@@ -21,7 +21,7 @@ from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_contract.status.ledger import DOWN_STAGES, OVERHEAD, STARTUP, StageSeconds
 from trainium_operator.plan.history.interruptions import entry_identity
 from trainium_operator.plan.report.step_time import count_steps, productive_seconds, reference_seconds, sample_step_time
-from trainium_operator.plan.view.progress import find_newest_progress, find_steady_time, is_past_steps
+from trainium_operator.plan.view.progress import is_past_steps
 
 if TYPE_CHECKING:
     from trainium_contract.job import GoodputStatus, TrainingJobStatus
@@ -160,13 +160,13 @@ def _add_waiting(goodput: GoodputStatus, cause: str, seconds: float) -> GoodputS
 
 def _current_stage(facts: Facts) -> str:
     """Return the stage after the last step that the ranks are in; empty for none."""
-    progress = find_newest_progress(facts)
+    progress = facts.newest_progress
     return "" if progress is None or progress.training else progress.stage
 
 
 def _recent_stage_seconds(facts: Facts, passed: float) -> float:
     """Return how much of the last `passed` seconds the ranks were in their present stage."""
-    progress = find_newest_progress(facts)
+    progress = facts.newest_progress
     if progress is None or progress.training:
         return 0.0
     return min(passed, max(0.0, facts.now - progress.stage_since)) if progress.stage_since else passed
@@ -217,7 +217,7 @@ def _charge_startup(facts: Facts, goodput: GoodputStatus, passed: float) -> Good
         seconds_after = min(passed, max(0.0, facts.now - ended_at)) if ended_at else 0.0
         lost_seconds -= seconds_after + steps * _reference_step_seconds(facts, goodput)
     return _set_loss(goodput, STARTUP, max(0.0, lost_seconds), StageSeconds(), startup=True).replaced(
-        starting=not steps and not _current_stage(facts) and find_steady_time(facts) is None
+        starting=not steps and not _current_stage(facts) and facts.steady_time is None
     )
 
 

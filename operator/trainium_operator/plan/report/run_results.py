@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure, RunStage
 from trainium_operator.plan.model.text import format_figure
-from trainium_operator.plan.view.progress import find_newest_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,7 +29,7 @@ def record_results(facts: Facts, status: TrainingJobStatus, reports: list[Progre
         artifacts=_merge_artifacts(status.artifacts, reported) if reported else status.artifacts,
         evaluation=next((report.evaluation for report in reports if report.evaluation), status.evaluation),
     )
-    newest = find_newest_progress(facts)
+    newest = facts.newest_progress
     if newest is None:
         return status
     fraction = None if newest.training or newest.stage_progress is None else min(max(newest.stage_progress, 0.0), 1.0)

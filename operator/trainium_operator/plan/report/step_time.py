@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.status.internal import WINDOW_SAMPLES, StepWindow
 from trainium_contract.status.ledger import MAX_SIZES, SizeAccount
-from trainium_operator.plan.view.progress import find_newest_progress
 
 if TYPE_CHECKING:
     from trainium_contract.job import GoodputStatus
@@ -26,7 +25,7 @@ _TIMED_STEPS = 5
 
 def count_steps(facts: Facts, goodput: GoodputStatus) -> tuple[GoodputStatus, int, float]:
     """Count the new steps: return the ledger with them, their number, and when the newest ended (agent's clock)."""
-    progress = find_newest_progress(facts)
+    progress = facts.newest_progress
     if progress is None:
         return goodput, 0, 0.0
     counted = goodput.counted_step
@@ -69,7 +68,7 @@ def productive_seconds(goodput: GoodputStatus, shape: BatchShape) -> tuple[float
 
 def sample_step_time(facts: Facts, goodput: GoodputStatus, *, clean: bool) -> GoodputStatus:
     """Add a sample of the step time since the last one, if nothing interrupted training in between."""
-    window, size, progress = goodput.window, len(facts.members), find_newest_progress(facts)
+    window, size, progress = goodput.window, len(facts.members), facts.newest_progress
     if not clean or progress is None or progress.updated <= 0:
         kept = window.samples if window.size == size else ()
         return goodput.replaced(window=StepWindow(size=size, samples=kept))

@@ -38,14 +38,7 @@ from trainium_operator.plan.view.facts import (
     Facts,
     current_heartbeats,
 )
-from trainium_operator.plan.view.progress import (
-    count_total_steps,
-    find_newest_progress,
-    find_steady_time,
-    has_reported_steps,
-    is_settled,
-    sort_by_steps,
-)
+from trainium_operator.plan.view.progress import count_total_steps, sort_by_steps
 from trainium_operator.plan.view.workers import RECONNECT_SECONDS
 
 if TYPE_CHECKING:
@@ -119,7 +112,7 @@ def _compiled_first(facts: Facts) -> tuple[int, ...]:
 
 def _stepped_size(facts: Facts) -> tuple[int, ...]:
     """Return the current size after its first step; none before."""
-    progress = find_newest_progress(facts) if facts.current is not None else None
+    progress = facts.newest_progress if facts.current is not None else None
     has_stepped = progress is not None and progress.step > (progress.resume_step or 0)
     return (len(facts.members),) if has_stepped else ()
 
@@ -216,7 +209,7 @@ def summarize(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     status = _set_recovering(facts, status)
     status = _set_resizing(facts, status)
     status, requeue_at = set_checkpoint_health(facts, status)
-    steady_from = find_steady_time(facts)
+    steady_from = facts.steady_time
     if steady_from is not None and not status.start_time:
         requeue_at = (*requeue_at, steady_from)
     requeue_at = (*requeue_at, *find_slow_start_times(facts))
@@ -252,7 +245,7 @@ def _relative_throughput(facts: Facts, status: public.PublicStatus) -> public.Me
 
 
 def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
-    heartbeats = sort_by_steps(facts, _newest_heartbeats(facts))
+    heartbeats = sort_by_steps(facts.job.spec, _newest_heartbeats(facts))
     reports = [heartbeat.progress for _, heartbeat in heartbeats if heartbeat.progress is not None]
     if reports:
         newest = reports[0]
@@ -266,7 +259,7 @@ def _set_progress(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:
         status = status.replaced(committed_step=status.checkpoint.durable_step)
         status = record_results(facts, status, reports).replaced(hang_detection=newest.hang_detection)
         status = _set_progress_reported(facts, status, reports)
-    steady_from = find_steady_time(facts)
+    steady_from = facts.steady_time
     has_stepped = any(report.step > 0 for report in reports) or (steady_from is not None and facts.now >= steady_from)
     if not status.start_time and has_stepped:
         status = status.replaced(start_time=format_rfc3339(facts.now))
@@ -278,7 +271,7 @@ def _progress_status(facts: Facts, status: public.PublicStatus, newest: Progress
     rounded = {name: round(value, _DECIMALS.get(name, 6)) for name, value in figures.items() if value is not None}
     has_moved = newest.step != status.progress.step or not status.progress.updated
     return public.ProgressStatus(
-        **{**rounded, "total_steps": count_total_steps(facts, newest)},
+        **{**rounded, "total_steps": count_total_steps(facts.job, newest)},
         updated=format_rfc3339(facts.now) if has_moved else status.progress.updated,
     )
 
@@ -290,7 +283,7 @@ def _set_progress_reported(facts: Facts, status: StatusT, reports: list[Progress
     kind, problem = ConditionType.PROGRESS_REPORTED, next((report.problem for report in reports if report.problem), "")
     if problem:
         return with_condition(status, kind, False, Reason.PROGRESS_UNREADABLE, problem, now=facts.now)
-    if has_reported_steps(facts):
+    if facts.has_reported_steps:
         return with_condition(status, kind, True, Reason.PROGRESS_REPORTED, "steps are reported", now=facts.now)
     message = "no step was reported yet: give program.progress.pattern, or report steps with trainium_worker"
     return with_condition(status, kind, None, Reason.NO_STEP_REPORTED, message, now=facts.now)
@@ -320,7 +313,7 @@ def _newest_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: lis
     """Return the step that every member holds in memory, and the newest committed one, which never decreases."""
     is_complete = facts.current is not None and len(reports) == len(facts.current.members)
     memory_step = min(report.memory_step for report in reports) if is_complete else old.memory_step
-    total = count_total_steps(facts, reports[0])
+    total = count_total_steps(facts.job, reports[0])
     known_step = old.durable_step if not total or old.durable_step <= total else -1
     durable_step = max(known_step, *(report.durable_step for report in reports))
     durable_time = format_rfc3339(facts.now) if durable_step > known_step else old.durable_time
@@ -333,7 +326,7 @@ def _newest_checkpoints(facts: Facts, old: public.CheckpointStatus, reports: lis
 
 def _set_running(facts: Facts, status: StatusT) -> StatusT:
     kind = ConditionType.RUNNING
-    if is_settled(facts):
+    if facts.is_settled:
         message = f"{describe_activity(status)} on {pluralize(status.replicas, 'node')}"
         return with_condition(status, kind, True, Reason.TRAINING, message, now=facts.now)
     if facts.current is None:

@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
-from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership, WorkerPhase
+from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership, Progress, WorkerPhase
 from trainium_operator.plan.faults.failure_budgets import AVOID_NODE_SECONDS
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.manifests.worker_pod import with_worker_name
 from trainium_operator.plan.model.actions import Action, PolicyResult
+from trainium_operator.plan.model.cached_property import cached_property
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, JobView, Observed, PlanSettings, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.node_problems import find_problems_by_pod
+from trainium_operator.plan.view.progress import sort_by_steps
 from trainium_operator.plan.view.units import select_whole_units
 from trainium_operator.plan.view.workers import (
     Worker,
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
+_STEADY_SECONDS = 60.0
+"""A program without steps counts as started when all of its processes have run this long."""
+
 
 @dataclass(frozen=True, slots=True)
 class PodSet:
@@ -57,9 +62,9 @@ class PodSet:
     """Pod template."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The observation, sorted."""
+    """The observation, sorted; without slots, because its properties are cached."""
 
     observed: Observed
     settings: PlanSettings
@@ -100,7 +105,7 @@ class Facts:
         """Return the shortest time in seconds between two status writes that only report progress."""
         return self.settings.status_interval(self.job.status.desired)
 
-    @property
+    @cached_property
     def member_uids(self) -> frozenset[str]:
         """Return the pod uids of the current generation."""
         return frozenset(member.pod_uid for member, _ in self.members)
@@ -110,15 +115,71 @@ class Facts:
         """Return the number of nodes that are placed, lost and replaced together."""
         return self.job.spec.workers.accelerator.nodes_per_unit()
 
-    @property
+    @cached_property
     def joinable(self) -> tuple[Worker, ...]:
         """Return outsiders on good nodes that can join at once, also those that complete a unit only, by ordinal."""
         return tuple(worker for worker in self.outsiders if worker.warm and not is_unfit(self, worker))
 
-    @property
+    @cached_property
     def candidates(self) -> tuple[Worker, ...]:
         """Return outsiders on good nodes that can join at once, in whole units, by ordinal."""
         return select_whole_units(self.joinable, self.unit_nodes)
+
+    @cached_property
+    def newest_progress(self) -> Progress | None:
+        """Return the newest report of the lowest rank once it trains; of a program, that of the rank with steps."""
+        for _, heartbeat in sort_by_steps(self.job.spec, self.heartbeats):
+            if heartbeat.progress is not None:
+                has_trained = heartbeat.phase in (WorkerPhase.TRAINING, WorkerPhase.FINISHED, WorkerPhase.YIELDED)
+                return heartbeat.progress if has_trained else None
+        return None
+
+    @cached_property
+    def has_reported_steps(self) -> bool:
+        """Return whether the job has ever reported a step."""
+        reports = (heartbeat.progress for _, heartbeat in self.heartbeats)
+        return any(report is not None and report.step > 0 for report in reports) or self.job.status.progress.step > 0
+
+    @property
+    def has_progress(self) -> bool:
+        """Return whether the job has ever made a step, or a program without steps has run for a while."""
+        return self.has_reported_steps or bool(self.job.status.start_time)
+
+    @cached_property
+    def is_settled(self) -> bool:
+        """Return whether every member trains in the current generation."""
+        if self.current is None:
+            return False
+        training = sum(heartbeat.phase is WorkerPhase.TRAINING for _, heartbeat in self.heartbeats)
+        return training == len(self.current.members)
+
+    @cached_property
+    def steady_time(self) -> float | None:
+        """Return when a program without steps counts as started (Unix seconds); None while it does not run."""
+        if self.job.spec.workload.reports_each_step or self.has_reported_steps or not self.is_settled:
+            return None
+        reports = (heartbeat.progress for _, heartbeat in self.heartbeats)
+        started_at = [min(report.started, self.now) for report in reports if report is not None]
+        return max(started_at, default=self.now) + _STEADY_SECONDS
+
+    @property
+    def has_stepped(self) -> bool:
+        """Return whether the current generation has made a step, or is past the last one."""
+        if self.steady_time is not None:
+            return self.now >= self.steady_time
+        for _, heartbeat in self.heartbeats:
+            progress = heartbeat.progress
+            if progress is None or heartbeat.phase not in (WorkerPhase.TRAINING, WorkerPhase.FINISHED):
+                continue
+            if not progress.training or progress.step > (progress.resume_step or 0):
+                return True
+        return False
+
+    @cached_property
+    def last_step(self) -> int:
+        """Return the last step that a member reported in the current generation, else the status's; -1 for none."""
+        reported = [heartbeat.progress.step for _, heartbeat in self.heartbeats if heartbeat.progress is not None]
+        return max([*reported, self.job.status.progress.step]) or -1
 
 
 def _unchanged(_facts: Facts, status: TrainingJobStatus) -> PolicyResult:

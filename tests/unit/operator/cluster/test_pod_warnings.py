@@ -9,10 +9,10 @@ from tests.testing.suite.virtual_time import in_virtual_time
 from tests.testing.virtual.operator_process import training_job
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
+from trainium_operator.cluster.cache.caches import make_caches
 from trainium_operator.cluster.queue.pod_warnings import FRESH_SECONDS, PAUSE_SECONDS, SLOW_SECONDS, PodWarnings
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import JobView, PodView
-from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 CREATED = 1767225600.0

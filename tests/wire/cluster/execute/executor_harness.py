@@ -9,6 +9,7 @@ from tests.testing.virtual.operator_process import training_job
 from trainium_contract.wire.messages import Membership
 from trainium_operator.cluster.api.client import Api
 from trainium_operator.cluster.api.resources import EVENTS, JOBS, PODS
+from trainium_operator.cluster.cache.caches import make_caches
 from trainium_operator.cluster.execute.events import EventRecorder
 from trainium_operator.cluster.execute.executor import Executor
 from trainium_operator.cluster.execute.owner_check import OwnerCheck
@@ -25,7 +26,6 @@ from trainium_operator.plan.model.actions import (
 )
 from trainium_operator.plan.model.names import JobId
 from trainium_operator.plan.model.observed import JobView
-from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.testing.suite.virtual_time import in_virtual_time, run_virtual
 from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.cache.caches import make_caches
 from trainium_operator.cluster.cache.store import Entry, Key
 from trainium_operator.cluster.cache.views import ChildRecord
 from trainium_operator.cluster.queue.observe import enqueue_on_change
@@ -19,7 +20,6 @@ from trainium_operator.cluster.queue.work_queue import (
 )
 from trainium_operator.plan.model.names import JobId, membership_name
 from trainium_operator.plan.model.observed import PodPhase, PodView
-from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 JOB = ("default", "llama")

@@ -5,12 +5,12 @@ from typing import Any, cast
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.api.client import Api
+from trainium_operator.cluster.cache.caches import make_caches
 from trainium_operator.cluster.cache.store import Entry, Key
 from trainium_operator.cluster.cache.views import JobRecord
 from trainium_operator.cluster.queue.waiting_gangs import WaitingGangs
 from trainium_operator.plan.model.names import JobId
 from trainium_operator.plan.model.observed import JobView, PodPhase, PodView
-from trainium_operator.runtime import make_caches
 from trainium_operator.settings import Settings
 
 WAITS = PodView(

@@ -1,0 +1,142 @@
+"""All cached objects of the cluster, and which of them a plan waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, OTHER_ROLES, ROLE_EVALUATION, ROLE_WORKER
+from trainium_operator.cluster.api import resources
+from trainium_operator.cluster.cache import views
+from trainium_operator.cluster.cache.dra import Dra
+from trainium_operator.cluster.cache.kueue import Kueue
+from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
+from trainium_operator.cluster.cache.reflector import Lister, Reflector
+from trainium_operator.plan.model import names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainium_contract.api_server.responses import Json
+    from trainium_operator.cluster.api.client import Api
+    from trainium_operator.cluster.cache.views import ChildRecord, JobRecord
+    from trainium_operator.plan.model.observed import JobView, NodeView, PodView, StrayPod
+    from trainium_operator.settings import Settings
+
+
+Watching: TypeAlias = "Reflector[PodView] | Reflector[ChildRecord] | Reflector[NodeView] | Reflector[JobRecord]"
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """All cached objects of the cluster; `nodes` is None where they may not be read (a namespaced install)."""
+
+    jobs: Lister[JobRecord]
+    pods: Reflector[PodView]
+    config_maps: Reflector[ChildRecord]
+    nodes: Reflector[NodeView] | None
+    disruption_budgets: Reflector[ChildRecord]
+    kueue: Kueue
+    """Jobs without a queue do not wait for it."""
+    dra: Dra
+    """Jobs that claim no devices do not wait for it."""
+    namespaces: Namespaces
+    """The namespaces that are served, and those in which all of the above except the nodes is known."""
+    evaluations: Reflector[PodView]
+    """Pods that measure the models of milestones; no job waits for them."""
+    role_pods: Reflector[PodView]
+    services: Reflector[ChildRecord]
+    """Pods and Services of roles; no job without roles waits for them."""
+    network_policies: Reflector[ChildRecord] | None = None
+    """No job waits for them; None where the operator creates none."""
+
+    def reflectors(self) -> tuple[Watching, ...]:
+        """Return all that have a `run`; the jobs only where individual namespaces are served; else kopf does."""
+        jobs = self.jobs if isinstance(self.jobs, Reflector) else None
+        watched = (self.pods, self.config_maps, self.disruption_budgets, self.nodes, jobs)
+        return tuple(reflector for reflector in watched if reflector is not None)
+
+    def optional_reflectors(self) -> tuple[Watching, ...]:
+        """Return those that no job waits for."""
+        watched = (self.evaluations, self.role_pods, self.services, self.network_policies)
+        return tuple(reflector for reflector in watched if reflector is not None)
+
+    async def synced(self) -> None:
+        """Wait until each has been listed once."""
+        await self.jobs.synced.wait()
+        for reflector in self.reflectors():
+            await reflector.synced.wait()
+
+    async def catch_up(self, since: float, *, records_only: bool = False) -> None:
+        """Refresh lists that are older than `since` (loop time), because watches may lag behind.
+
+        The previous leader may have written more. `records_only`: only jobs and their memberships, which are few.
+        Raises ApiError.
+        """
+        records = (self.jobs, self.config_maps)
+        others = tuple(each for each in self.reflectors() if each not in records)
+        await asyncio.gather(*(lister.refresh(since) for lister in (records if records_only else (*records, *others))))
+        if not records_only:
+            await self.role_pods.refresh(since)
+            self.kueue.catch_up(since)
+
+    def find_membership(self, job: JobView) -> ChildRecord | None:
+        """Return the membership ConfigMap of this incarnation of the job."""
+        key = (job.namespace, names.membership_name(job.name))
+        return self.config_maps.store.owned_by(job.id).get(key)
+
+    def with_newest_status(self, job: JobView) -> JobView:
+        """Return the job with the status that the API server has refused so far, if that is the newest."""
+        record = self.find_membership(job)
+        refused = record.refused_status if record is not None else None
+        if refused is None or refused.refused_writes <= job.status.refused_writes:
+            return job
+        return replace(job, status=refused)
+
+
+def make_caches(
+    api: Api,
+    settings: Settings,
+    clock: Callable[[], float] = time.time,
+    *,
+    on_change: Callable[[], None] = lambda: None,
+) -> Caches:
+    """Create empty caches for these settings; `on_change` follows changes that concern all jobs."""
+    served = settings.namespaces
+    states = Namespaces(served or EVERYWHERE, clock=clock)
+
+    def watch_pods(
+        parse: Callable[[Json], PodView],
+        labels: str,
+        namespaces: Namespaces,
+        find_stray: Callable[[Json], StrayPod | None] | None = None,
+    ) -> Reflector[PodView]:
+        return Reflector(
+            api, resources.PODS, parse, namespaces=namespaces, labels=labels, of_jobs=True, find_stray=find_stray
+        )
+
+    def watch_children(resource: resources.Resource, namespaces: Namespaces) -> Reflector[ChildRecord]:
+        return Reflector(api, resource, views.child_record, namespaces=namespaces, labels=LABEL_JOB, of_jobs=True)
+
+    def separate() -> Namespaces:
+        """Return other states: a namespace in which an optional kind cannot be read is served like others."""
+        return Namespaces(served or EVERYWHERE)
+
+    return Caches(
+        jobs=(Reflector if served else Lister)(api, resources.JOBS, views.job_record, namespaces=states),
+        pods=watch_pods(views.pod_view, f"{LABEL_ROLE}={ROLE_WORKER}", states, views.find_stray),
+        config_maps=watch_children(resources.CONFIG_MAPS, states),
+        nodes=Reflector(api, resources.NODES, views.node_view) if settings.watch_nodes else None,
+        disruption_budgets=watch_children(resources.DISRUPTION_BUDGETS, states),
+        kueue=Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
+        dra=Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
+        namespaces=states,
+        evaluations=watch_pods(views.evaluation_view, f"{LABEL_ROLE}={ROLE_EVALUATION}", separate()),
+        role_pods=watch_pods(views.role_pod_view, OTHER_ROLES, separate()),
+        services=watch_children(resources.SERVICES, separate()),
+        network_policies=watch_children(resources.NETWORK_POLICIES, separate())
+        if settings.job_network_policy
+        else None,
+    )
