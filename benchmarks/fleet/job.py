@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_operator.cluster.cache.membership_record import read_membership
-from trainium_operator.plan.manifests.worker_pod import build_pod_template, with_affinity
+from trainium_operator.plan.manifests.affinity import with_affinity
+from trainium_operator.plan.manifests.worker_pod import build_pod_template
 from trainium_operator.plan.model.observed import JobView, PlanSettings
 
 if TYPE_CHECKING:

@@ -98,10 +98,7 @@ class OperatorProcess:
     async def start(self) -> None:
         runtime = self.runtime
         caches = runtime.caches
-        optional = (caches.evaluations, caches.role_pods, caches.services)
-        work = [reflector.run() for reflector in (*caches.reflectors(), *optional)]
-        if caches.network_policies is not None:
-            work.append(caches.network_policies.run())
+        work = [reflector.run() for reflector in (*caches.reflectors(), *caches.optional_reflectors())]
         self._lease = asyncio.create_task(self._lead())
         jobs = [] if runtime.settings.namespaces else [self._watch_jobs()]
         others = [

@@ -17,8 +17,9 @@ from trainium_contract.status.interruptions import Rung
 from trainium_contract.status.public import MembershipStatus, ProgressStatus
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.messages import Progress, WorkerPhase
+from trainium_operator.plan.manifests.affinity import AvoidedNodes
 from trainium_operator.plan.manifests.config_maps import build_config_map
-from trainium_operator.plan.manifests.worker_pod import AvoidedNodes, build_worker_pods, compute_template_hash
+from trainium_operator.plan.manifests.worker_pod import build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.conditions import find_condition, is_true
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import pin_running_image

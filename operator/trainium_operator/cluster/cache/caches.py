@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, OTHER_ROLES, ROLE_EVALUATION, ROLE_WORKER
+from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE, OTHER_ROLES, ROLE_WORKER
 from trainium_operator.cluster.api import resources
 from trainium_operator.cluster.cache import views
 from trainium_operator.cluster.cache.dra import Dra
@@ -44,11 +44,10 @@ class Caches:
     """Jobs that claim no devices do not wait for it."""
     namespaces: Namespaces
     """The namespaces that are served, and those in which all of the above except the nodes is known."""
-    evaluations: Reflector[PodView]
-    """Pods that measure the models of milestones; no job waits for them."""
-    role_pods: Reflector[PodView]
+    other_pods: Reflector[PodView]
+    """Pods of roles, and those that measure the models of milestones; no other job waits for them."""
     services: Reflector[ChildRecord]
-    """Pods and Services of roles; no job without roles waits for them."""
+    """Services of roles; no job without roles waits for them."""
     network_policies: Reflector[ChildRecord] | None = None
     """No job waits for them; None where the operator creates none."""
 
@@ -60,7 +59,7 @@ class Caches:
 
     def optional_reflectors(self) -> tuple[Watching, ...]:
         """Return those that no job waits for."""
-        watched = (self.evaluations, self.role_pods, self.services, self.network_policies)
+        watched = (self.other_pods, self.services, self.network_policies)
         return tuple(reflector for reflector in watched if reflector is not None)
 
     async def synced(self) -> None:
@@ -79,7 +78,7 @@ class Caches:
         others = tuple(each for each in self.reflectors() if each not in records)
         await asyncio.gather(*(lister.refresh(since) for lister in (records if records_only else (*records, *others))))
         if not records_only:
-            await self.role_pods.refresh(since)
+            await self.other_pods.refresh(since)
             self.kueue.catch_up(since)
 
     def find_membership(self, job: JobView) -> ChildRecord | None:
@@ -133,8 +132,7 @@ def make_caches(
         kueue=Kueue(api, enabled=settings.kueue, namespaces=served, on_change=on_change),
         dra=Dra(api, enabled=settings.dra, namespaces=served, on_change=on_change),
         namespaces=states,
-        evaluations=watch_pods(views.evaluation_view, f"{LABEL_ROLE}={ROLE_EVALUATION}", separate()),
-        role_pods=watch_pods(views.role_pod_view, OTHER_ROLES, separate()),
+        other_pods=watch_pods(views.other_pod_view, OTHER_ROLES, separate()),
         services=watch_children(resources.SERVICES, separate()),
         network_policies=watch_children(resources.NETWORK_POLICIES, separate())
         if settings.job_network_policy

@@ -155,16 +155,16 @@ def find_stray(raw: Json) -> observed.StrayPod | None:
     return observed.StrayPod(job, metadata["name"], metadata["uid"], node, "" if owner is None else missing)
 
 
-def evaluation_view(raw: Json) -> observed.PodView:
-    """Parse the pod that measures a milestone's model without malformed parts."""
-    return _pod_view(raw, 0)
+def other_pod_view(raw: Json) -> observed.PodView:
+    """Parse a pod of a role, or the one that measures a milestone's model, without malformed parts.
 
-
-def role_pod_view(raw: Json) -> observed.PodView:
-    """Parse a pod of a role without malformed parts. Raises ValueError when its name is not one of its role's."""
+    Raises ValueError when its name is not one of its role's.
+    """
     metadata = raw["metadata"]
     labels = as_mapping(metadata.get("labels"))
     role = as_text(labels.get(worker_env.LABEL_ROLE))
+    if role == worker_env.ROLE_EVALUATION:
+        return replace(_pod_view(raw, 0), role=role)
     prefix = names.role_object_name(as_text(labels.get(worker_env.LABEL_JOB)), role)
     ordinal = names.parse_number(metadata["name"], f"{prefix}-")
     if ordinal is None:

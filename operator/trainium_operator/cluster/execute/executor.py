@@ -41,13 +41,11 @@ from trainium_operator.plan.model.actions import (
     ApplyObject,
     ApplyOptional,
     ApplyWorkload,
-    CreateEvaluation,
+    CreateOtherPod,
     CreatePod,
-    CreateRolePod,
-    DeleteEvaluation,
     DeleteJob,
+    DeleteOtherPod,
     DeletePod,
-    DeleteRolePod,
     DeleteTemplate,
     DeleteWorkload,
     ManifestAction,
@@ -55,7 +53,7 @@ from trainium_operator.plan.model.actions import (
     PublishMembership,
     SetQuotaConditions,
 )
-from trainium_operator.plan.model.names import evaluation_name, role_object_name
+from trainium_operator.plan.model.names import role_object_name
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -130,19 +128,15 @@ class Executor:
             elif kind is ApplyOptional:
                 for action in actions:
                     await self._outcomes.write(_format_target(action), job.uid, self._apply(job, action.manifest))
-            elif kind in (CreateEvaluation, DeleteEvaluation):
-                place = f"{PODS.kind}/{evaluation_name(job.name)}"
-                for action in actions:
-                    await self._outcomes.write(place, job.uid, self._evaluation(job, action))
             elif kind is PublishEndpoints:
                 for action in actions:
                     self._publisher.publish_endpoints(job.id, action.endpoints)
-            elif kind is CreateRolePod:
-                await self._create_role_pods(job, actions)
-            elif kind is DeleteRolePod:
+            elif kind is CreateOtherPod:
+                await self._create_other_pods(job, actions)
+            elif kind is DeleteOtherPod:
                 for action in actions:
                     place = f"{PODS.kind}/{action.name}"
-                    await self._outcomes.write(place, job.uid, self._delete_pod(job, action, self._caches.role_pods))
+                    await self._outcomes.write(place, job.uid, self._delete_pod(job, action, self._caches.other_pods))
             elif refused is not None:
                 break
             elif kind is CreatePod:
@@ -303,17 +297,11 @@ class Executor:
         if known is not None and known.uid == job.uid:  # otherwise the job was deleted meanwhile
             self._publisher.publish(job.id, action.membership)
 
-    async def _evaluation(self, job: JobView, action: CreateEvaluation | DeleteEvaluation) -> None:
-        if isinstance(action, CreateEvaluation):
-            await self._create_pod(job, action, self._caches.evaluations)
-        else:
-            await self._delete(job, self._caches.evaluations, action)
-
-    async def _create_role_pods(self, job: JobView, actions: Sequence[CreateRolePod]) -> None:
+    async def _create_other_pods(self, job: JobView, actions: Sequence[CreateOtherPod]) -> None:
         """Create the pods of each role; a refusal is recorded at the role, and stops only its others."""
         for role, group in groupby(actions, lambda action: action.manifest["metadata"]["labels"][LABEL_ROLE]):
             creations = run_with_slow_start(
-                partial(self._create_pod, job, action, self._caches.role_pods) for action in group
+                partial(self._create_pod, job, action, self._caches.other_pods) for action in group
             )
             await self._outcomes.write(f"{PODS.kind}/{role_object_name(job.name, role)}", job.uid, creations)
 
@@ -348,7 +336,7 @@ class Executor:
 
         await run_all(delete(action) for action in actions)
 
-    async def _delete_pod(self, job: JobView, action: DeletePod | DeleteRolePod, pods: Lister[PodView]) -> None:
+    async def _delete_pod(self, job: JobView, action: DeletePod | DeleteOtherPod, pods: Lister[PodView]) -> None:
         if action.grace_seconds == 0:
             self._force_deletions.permit(action.uid, len(pods.store))
         async with self._slots.acquire(job.id):
@@ -368,7 +356,7 @@ class Executor:
         else:
             pods.store.forget((job.namespace, action.name), action.uid)
 
-    async def _exists(self, job: JobView, action: DeletePod | DeleteRolePod) -> bool:
+    async def _exists(self, job: JobView, action: DeletePod | DeleteOtherPod) -> bool:
         """Return whether the pod itself is still there, and not another incarnation of its name."""
         try:
             raw = await self._api.get(PODS, job.namespace, action.name)

@@ -9,7 +9,6 @@ from trainium_operator.plan.model import names
 from trainium_operator.plan.model.names import LABEL_INSTANCE_TYPE
 from trainium_operator.plan.model.observed import (
     STARTING_REASONS,
-    EvaluationView,
     FleetView,
     NodeReadiness,
     NodeView,
@@ -69,12 +68,12 @@ class Observer:
             for (_, name), record in lister.store.owned_by(job.id).items()
         }
         membership = caches.find_membership(job)
-        pods, role_pods = self.warnings.with_warnings(job, pods), self._role_pods(job)
+        pods, other_pods = self.warnings.with_warnings(job, pods), self._other_pods(job)
         return Observed(
             job=job,
             pods=pods,
             nodes=self._nodes(
-                {pod.node for pod in (*pods, *(role_pods or ())) if pod.node}
+                {pod.node for pod in (*pods, *(other_pods or ())) if pod.node}
                 | _member_nodes(membership)
                 | set(job.status.avoided_nodes)
             ),
@@ -96,8 +95,7 @@ class Observer:
                 for (namespace, _), stray in sorted(caches.pods.strays.items())
                 if (namespace, stray.job) == (job.namespace, job.name)
             ),
-            evaluation=self._evaluation(job),
-            role_pods=role_pods,
+            other_pods=other_pods,
             endpoints=self.agents.endpoints(job.id),
             fleet=self.fleet().for_namespace(job.namespace),
             quota=caches.kueue.quota(job),
@@ -106,18 +104,11 @@ class Observer:
             status_written=status_written,
         )
 
-    def _role_pods(self, job: JobView) -> tuple[PodView, ...] | None:
-        if not self.caches.role_pods.answered:
+    def _other_pods(self, job: JobView) -> tuple[PodView, ...] | None:
+        if not self.caches.other_pods.answered:
             return None
-        pods = self.caches.role_pods.store.owned_by(job.id).values()
+        pods = self.caches.other_pods.store.owned_by(job.id).values()
         return tuple(sorted(pods, key=lambda pod: (pod.role, pod.ordinal)))
-
-    def _evaluation(self, job: JobView) -> EvaluationView | None:
-        if not self.caches.evaluations.answered:
-            return None
-        pods = self.caches.evaluations.store.owned_by(job.id).values()
-        refusal = self.outcomes.refusals(job.uid).get(f"Pod/{names.evaluation_name(job.name)}")
-        return EvaluationView(next(iter(pods), None), refusal)
 
     def _usable(self, job: JobView) -> Callable[[str], bool]:
         """Return a check whether a worker of the job could run on a node: ready, not cordoned, of the job's type."""
@@ -201,10 +192,9 @@ def enqueue_on_change(caches: Caches, queue: WorkQueue[Key], limiter: PlanRateLi
     caches.disruption_budgets.store.listen(child_changed)
     if caches.network_policies is not None:
         caches.network_policies.store.listen(child_changed)
-    caches.evaluations.store.listen(child_changed)
     caches.services.store.listen(child_changed)
-    caches.role_pods.store.listen(pod_moved)
-    caches.role_pods.store.listen(child_changed)
+    caches.other_pods.store.listen(pod_moved)
+    caches.other_pods.store.listen(child_changed)
     caches.kueue.workloads.store.listen(owned_changed)
     caches.dra.templates.store.listen(owned_changed)
     caches.dra.slices.store.listen(slice_changed)

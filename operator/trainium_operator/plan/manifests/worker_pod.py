@@ -8,14 +8,13 @@ Guarantees:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.accelerators import DEVICES, EFA, EFA_ENVIRONMENT, LOGICAL_CORE, Device
 from trainium_contract.spec.recovery import HangSpec
-from trainium_contract.spec.scheduling import Topology
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.log_line import LogFormat
+from trainium_operator.plan.manifests.affinity import AvoidedNodes, with_anti_affinity, with_excluded_nodes
 from trainium_operator.plan.manifests.owned_object import build_owner_reference, compute_content_hash
 from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.manifests.worker_needs import (
@@ -27,7 +26,6 @@ from trainium_operator.plan.manifests.worker_needs import (
     with_worker_needs,
 )
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.names import LAYERS
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobSpec
@@ -38,36 +36,6 @@ if TYPE_CHECKING:
 
 
 Json = dict[str, Any]
-
-_WEIGHTS = dict(zip(LAYERS, (10, 25, 50, 100), strict=True))
-"""Weights of the preferences for each layer; the scheduler adds those that are met."""
-
-
-def with_affinity(spec: Json, job: JobView, settings: PlanSettings) -> Json:
-    """Add affinity between the job's workers, if nodes carry the labels and the job asks for it.
-
-    Required means one domain of the widest layer; the nearer layers are always preferences.
-    """
-    topology = job.spec.scheduling.topology
-    if topology is Topology.IGNORED:
-        return spec
-    term: Json = {"labelSelector": {"matchLabels": names.selector_labels(job.name)}}
-    preferred = [
-        {"weight": _WEIGHTS[layer], "podAffinityTerm": {**term, "topologyKey": layer}}
-        for layer in LAYERS
-        if layer in settings.topology_layers and not (topology is Topology.REQUIRED and layer == LAYERS[0])
-    ]
-    required = [{**term, "topologyKey": LAYERS[0]}] if topology is Topology.REQUIRED else []
-    if not preferred and not required:
-        return spec
-    affinity = dict(spec.get("affinity") or {})
-    pod_affinity = dict(affinity.get("podAffinity") or {})
-    for key, terms in (("required", required), ("preferred", preferred)):
-        if terms:
-            field = f"{key}DuringSchedulingIgnoredDuringExecution"
-            pod_affinity[field] = [*(pod_affinity.get(field) or []), *terms]
-    return {**spec, "affinity": {**affinity, "podAffinity": pod_affinity}}
-
 
 PRECOMPILE_CONTAINER = "precompile"
 AGENT_CONTAINER = "trainium-agent"
@@ -83,16 +51,6 @@ an upgrade of the operator no pod is replaced or reported as outdated for them."
 LONG_RUNNING_FIELDS = frozenset({"args", "ports", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe"})
 """Fields of the worker's container that a container which ends by itself does not have."""
 _TOKEN_SECONDS = 3600
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AvoidedNodes:
-    """Nodes that new pods avoid, by their label kubernetes.io/hostname."""
-
-    required: tuple[str, ...] = ()
-    """Nodes that are always avoided."""
-    preferred: tuple[str, ...] = ()
-    """Nodes that are used only if no other is left."""
 
 
 def build_worker_pods(
@@ -205,7 +163,7 @@ def _with_fixed_fields(job: JobView, metadata: Json, spec: Json) -> Json:
         **names.selector_labels(job.name),
     }
     if not _fills_its_node(job.spec.workers.accelerator):
-        spec = {**spec, "affinity": _with_anti_affinity(job.name, spec.get("affinity") or {})}
+        spec = {**spec, "affinity": with_anti_affinity(spec.get("affinity") or {}, job.name)}
     if spec.get("hostNetwork"):
         # Else the pod asks the name servers of its node, which do not know the coordinator's Service.
         spec = {"dnsPolicy": "ClusterFirstWithHostNet", **spec}
@@ -378,36 +336,6 @@ def _fills_its_node(accelerator: AcceleratorSpec) -> bool:
     if instance is None or accelerator.resources:
         return False
     return accelerator.claim is None or accelerator.claimed_devices() == instance.devices
-
-
-def _with_anti_affinity(job: str, affinity: Json) -> Json:
-    key = "requiredDuringSchedulingIgnoredDuringExecution"
-    term = {
-        "labelSelector": {"matchLabels": names.selector_labels(job)},
-        "topologyKey": "kubernetes.io/hostname",
-    }
-    apart = affinity.get("podAntiAffinity") or {}
-    return {**affinity, "podAntiAffinity": {**apart, key: [*(apart.get(key) or []), term]}}
-
-
-def with_excluded_nodes(affinity: Json, avoided: AvoidedNodes) -> Json:
-    """Return the affinity of a new pod with the avoided nodes."""
-    node_affinity = dict(affinity.get("nodeAffinity") or {})
-    if avoided.required:
-        key = "requiredDuringSchedulingIgnoredDuringExecution"
-        # Only one of several terms must hold, so each must exclude the nodes.
-        terms = (node_affinity.get(key) or {}).get("nodeSelectorTerms") or [{}]
-        node_affinity[key] = {"nodeSelectorTerms": [_with_expression(term, avoided.required) for term in terms]}
-    if avoided.preferred:
-        key = "preferredDuringSchedulingIgnoredDuringExecution"
-        preference = {"weight": 100, "preference": _with_expression({}, avoided.preferred)}
-        node_affinity[key] = [*(node_affinity.get(key) or []), preference]
-    return {**affinity, "nodeAffinity": node_affinity}
-
-
-def _with_expression(term: Json, nodes: tuple[str, ...]) -> Json:
-    expression = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(nodes)}
-    return {**term, "matchExpressions": [*(term.get("matchExpressions") or []), expression]}
 
 
 def _build_volumes(job: str, spec: TrainingJobSpec) -> list[Json]:

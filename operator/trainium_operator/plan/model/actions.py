@@ -68,17 +68,16 @@ class CreatePod(ManifestAction):
     """Create one worker pod."""
 
 
-class CreateEvaluation(ManifestAction):
-    """Create the pod that measures a milestone's model. Nothing waits for it, and a refusal stops no other write."""
+class CreateOtherPod(ManifestAction):
+    """Create a pod that is no worker: of a role, or of an evaluation.
 
-
-class CreateRolePod(ManifestAction):
-    """Create one pod of a role. No worker waits for it, and a refusal stops no other write."""
+    No worker waits for it, and a refusal stops no other write.
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteRolePod:
-    """Delete one pod of a role, as `DeletePod`."""
+class DeleteOtherPod:
+    """Delete a pod that is no worker, as `DeletePod`."""
 
     name: str
     uid: str
@@ -136,10 +135,6 @@ class DeleteTemplate(DeletionAction):
     """Delete a ResourceClaimTemplate that no pod refers to."""
 
 
-class DeleteEvaluation(DeletionAction):
-    """Delete the pod that measures a milestone's model."""
-
-
 @dataclass(frozen=True, slots=True)
 class DeleteJob:
     """Delete the TrainingJob itself, in the background; only this incarnation and version."""
@@ -156,10 +151,8 @@ Action = (
     | PublishMembership
     | CreatePod
     | DeletePod
-    | CreateEvaluation
-    | DeleteEvaluation
-    | CreateRolePod
-    | DeleteRolePod
+    | CreateOtherPod
+    | DeleteOtherPod
     | PublishEndpoints
     | DeleteTemplate
     | DeleteJob

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire.log_line import LogFormat
+from trainium_contract.wire.worker_env import ROLE_EVALUATION
 from trainium_operator.plan.model.names import ANNOTATION_CONTENT_HASH, JobId
 from trainium_operator.plan.model.reasons import Reason
 
@@ -175,7 +176,7 @@ class PodView:
     evaluates: str = ""
     """Value of the annotation `names.ANNOTATION_EVALUATES`; empty for a worker."""
     role: str = ""
-    """Its role of `spec.roles`; empty for a worker."""
+    """Its role of `spec.roles`, or `worker_env.ROLE_EVALUATION`; empty for a worker."""
     device_health: tuple[str, str] | None = None
     """Health of the worst claimed device, and its name with its message."""
     last_report: HeartbeatRequest | None = None
@@ -342,16 +343,6 @@ class WriteRefusal:
         return Reason.OBJECT_CHANGED if self.requested else Reason.WRITE_FAILED
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationView:
-    """The pod that measures a milestone's model."""
-
-    pod: PodView | None = None
-    """Its ordinal has no meaning."""
-    refusal: WriteRefusal | None = None
-    """Why it could not be created."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
     """The part of the operator's configuration that plans depend on."""
@@ -425,10 +416,9 @@ class Observed:
     """Whether the NetworkPolicies were read, or may not be read: then one that is not in `children` is missing."""
     refusals: Mapping[str, WriteRefusal] = field(default_factory=dict)
     """`Kind/name` -> why an object is not as requested: optional ones, and those that others change."""
-    evaluation: EvaluationView | None = None
-    """None while it is not known whether the pod exists."""
-    role_pods: tuple[PodView, ...] | None = None
-    """Pods of the roles, by role and ordinal; None while it is not known which exist."""
+    other_pods: tuple[PodView, ...] | None = None
+    """Pods that are no workers, of roles and of an evaluation, by role and ordinal; None while it is not known which
+    exist."""
     endpoints: RoleEndpoints | None = None
     """The addresses of the roles' pods that the coordinator serves for this job now; None for none, as after a
     restart."""
@@ -443,6 +433,16 @@ class Observed:
     """Claimed devices; None for a job without any, and if they cannot be read."""
     status_written: float = 0.0
     """When this process last wrote the job's status; 0 when it has not."""
+
+    @property
+    def evaluation_pod(self) -> PodView | None:
+        """The pod that measures a milestone's model; its ordinal has no meaning."""
+        return next((pod for pod in self.other_pods or () if pod.role == ROLE_EVALUATION), None)
+
+    @property
+    def role_pods(self) -> tuple[PodView, ...]:
+        """Pods of the roles, by role and ordinal."""
+        return tuple(pod for pod in self.other_pods or () if pod.role != ROLE_EVALUATION)
 
     def next_write_at(self, manifest: Mapping[str, Any]) -> float | None:
         """Return when a child must be written (Unix seconds, `now` for at once); None if it is as requested."""

@@ -1,4 +1,4 @@
-"""Policy: decide which nodes new pods avoid, and when a pod that finds no node may use them again.
+"""Policy: decide which nodes new pods avoid, when a pod that finds no node may use them again, and which units end.
 
 Avoided are bad nodes, nodes in quarantine, nodes that just stopped reporting (Kubernetes may still count them as
 ready), and nodes that refused pods.
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.model.names import LABEL_HOST
+from trainium_operator.plan.model.observed import NodeReadiness
 from trainium_operator.plan.pods.refused_pods import list_refusing_nodes
 from trainium_operator.plan.view.facts import Facts, list_quarantined_nodes
 from trainium_operator.plan.view.node_problems import find_worst_problem
+from trainium_operator.plan.view.units import group_by_unit
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -105,3 +107,37 @@ def _dark_nodes(facts: Facts, memory: InternalStatus) -> frozenset[str]:
 def _host_name(facts: Facts, node: str) -> str:
     view = facts.observed.nodes.get(node)
     return node if view is None else view.labels.get(LABEL_HOST, node)
+
+
+def find_broken_units(facts: Facts, status: TrainingJobStatus) -> frozenset[str]:
+    """Return units that can never be whole again: too few nodes of their UltraServer can hold their pods.
+
+    Their pods are replaced by a new unit elsewhere. If the lost instance returns to the UltraServer in time (a Capacity
+    Block lets another one be launched in its place; EC2 user guide, "Launch instances using Capacity Blocks"), the unit
+    is completed instead. Empty for jobs of single nodes.
+    """
+    if facts.unit_nodes == 1:
+        return frozenset()
+    label = facts.job.spec.workers.accelerator.unit_label()
+    servers: dict[str, list[NodeView]] = {}
+    for node in facts.observed.nodes.values():
+        servers.setdefault(node.labels.get(label, ""), []).append(node)
+    forbidden = frozenset(list_forbidden_nodes(facts, status))
+    broken: set[str] = set()
+    for unit, workers in group_by_unit(worker for worker in facts.workers.values() if worker.alive).items():
+        placed = [worker.node for worker in workers if worker.node is not None]
+        held = {node.name for node in placed}
+        server = next((node.labels[label] for node in placed if label in node.labels), "")
+        usable = [
+            node
+            for node in servers.get(server, ())
+            if node.labels.get(LABEL_HOST, node.name) not in forbidden and (node.name in held or _is_free(node))
+        ]
+        if server and len(usable) < facts.unit_nodes:
+            broken.add(unit)
+    return frozenset(broken)
+
+
+def _is_free(node: NodeView) -> bool:
+    """Return whether the scheduler may place a pod on it."""
+    return node.ready is NodeReadiness.TRUE and node.schedulable and not node.deleting

@@ -31,21 +31,18 @@ from trainium_operator.plan.diagnose.pod_failures import (
 )
 from trainium_operator.plan.diagnose.process_failures import classify_process_failure
 from trainium_operator.plan.faults import failure_budgets
+from trainium_operator.plan.manifests.affinity import AvoidedNodes, with_affinity, with_unit
 from trainium_operator.plan.manifests.config_maps import build_config_map
-from trainium_operator.plan.manifests.unit_affinity import with_unit
 from trainium_operator.plan.manifests.worker_pod import (
-    AvoidedNodes,
     build_worker_pods,
     compute_template_hash,
     is_outdated,
-    with_affinity,
 )
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, PolicyResult, event
 from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.pods.broken_units import find_broken_units
-from trainium_operator.plan.pods.node_avoidance import list_forbidden_nodes, list_released_nodes
+from trainium_operator.plan.pods.node_avoidance import find_broken_units, list_forbidden_nodes, list_released_nodes
 from trainium_operator.plan.pods.refused_pods import (
     add_refusing_nodes,
     limit_batch,

@@ -8,8 +8,8 @@ import pytest
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import SETTINGS
 from trainium_operator.plan.features.kueue.workload import build_workload
+from trainium_operator.plan.manifests.affinity import AvoidedNodes
 from trainium_operator.plan.manifests.worker_pod import (
-    AvoidedNodes,
     build_pod_template,
     build_worker_pods,
     compute_template_hash,

@@ -13,12 +13,11 @@ from trainium_contract.trainer.config import TrainingConfig
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.log_line import LogFormat
 from trainium_operator.plan.manifests import config_maps
+from trainium_operator.plan.manifests.affinity import AvoidedNodes, with_unit
 from trainium_operator.plan.manifests.owned_object import compute_content_hash
 from trainium_operator.plan.manifests.strategic_merge import merge_template
-from trainium_operator.plan.manifests.unit_affinity import with_unit
 from trainium_operator.plan.manifests.worker_pod import (
     TEMPLATE_REVISION,
-    AvoidedNodes,
     build_pod_template,
     build_worker_pods,
     compute_template_hash,

@@ -11,7 +11,8 @@ from tests.unit.plan.plan_results import PlanResult, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.plan.features.dra.template import build_claim_template
-from trainium_operator.plan.manifests.worker_pod import AvoidedNodes, build_worker_pods, compute_template_hash
+from trainium_operator.plan.manifests.affinity import AvoidedNodes
+from trainium_operator.plan.manifests.worker_pod import build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeleteTemplate
 from trainium_operator.plan.model.conditions import find_condition
 from trainium_operator.plan.model.observed import ApiState, DevicesView, DeviceTaint, JobView, Observed, PodPhase

@@ -12,14 +12,16 @@ from tests.unit.plan.plan_results import PlanResult, make_plan, with_written_sta
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.results import MAX_EVALUATIONS, ArtifactReport, MilestoneEvaluation
+from trainium_contract.wire.worker_env import ROLE_EVALUATION
 from trainium_operator.plan.features.evaluation.pod import build_evaluation_pod
 from trainium_operator.plan.features.evaluation.policy import BACKOFF_SECONDS, MAX_ATTEMPTS, describe_attempt
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluation
+from trainium_operator.plan.model.actions import CreateOtherPod, DeleteOtherPod
 from trainium_operator.plan.model.conditions import with_condition
-from trainium_operator.plan.model.observed import EvaluationView, Observed, PodPhase, WriteRefusal
+from trainium_operator.plan.model.observed import Observed, PodPhase, PodView, WriteRefusal
 from trainium_operator.plan.model.reasons import Reason
 
+REFUSED = {"Pod/demo-evaluation": WriteRefusal("exceeded quota", name_in_use=False, retry_at=NOW + 30)}
 FIGURES = {"evaluation": [{"name": "hellaswag acc", "after": 0.3125, "standardError": 0.0208}]}
 
 
@@ -38,46 +40,46 @@ def model(step: int) -> ArtifactReport:
     return ArtifactReport(kind="Model", path=path, step=step, tokens=step * 100, bytes=3 << 20)
 
 
-def job_with_models(*steps: int, evaluation: EvaluationView | None = None, **changes: Any) -> Observed:
+def job_with_models(*steps: int, **changes: Any) -> Observed:
     """Return a job that trains and has the models of these steps."""
     status = {"artifacts": tuple(map(model, steps)), **changes.pop("status", {})}
     observed = build.running_job(job_spec=measured_spec(), status=status, **changes)
-    return replace(observed, evaluation=evaluation or EvaluationView())
+    return replace(observed, other_pods=())
 
 
 def creations(result: PlanResult) -> list[dict[str, Any]]:
-    return [action.manifest for action in result.actions_of_type(CreateEvaluation)]
+    return [action.manifest for action in result.actions_of_type(CreateOtherPod)]
 
 
 def deletions(result: PlanResult) -> list[tuple[str, str]]:
-    return [(action.name, action.uid) for action in result.actions_of_type(DeleteEvaluation)]
+    return [(action.name, action.uid) for action in result.actions_of_type(DeleteOtherPod)]
 
 
-def evaluation_view(step: int, failures: int = 0, **changes: Any) -> EvaluationView:
+def evaluation_pod(step: int, failures: int = 0, **changes: Any) -> tuple[PodView, ...]:
     evaluates = describe_attempt(MilestoneEvaluation(step=step, path=model(step).path, failures=failures))
-    fields = {"name": "demo-evaluation", "uid": "uid-e", "evaluates": evaluates, **changes}
-    return EvaluationView(build.pod(0, **fields))
+    fields = {"name": "demo-evaluation", "uid": "uid-e", "evaluates": evaluates, "role": ROLE_EVALUATION, **changes}
+    return (build.pod(0, **fields),)
 
 
-def ended_pod(code: int, message: str, step: int = 100, **changes: Any) -> EvaluationView:
+def ended_pod(code: int, message: str, step: int = 100, **changes: Any) -> tuple[PodView, ...]:
     phase = PodPhase.FAILED if code else PodPhase.SUCCEEDED
-    return evaluation_view(step, phase=phase, exit_code=code, message=message, **changes)
+    return evaluation_pod(step, phase=phase, exit_code=code, message=message, **changes)
 
 
 def test_models_are_evaluated_once_in_order_and_results_are_recorded_before_deletion() -> None:
     observed = job_with_models(100, 200)
     first = make_plan(observed)
     (manifest,) = creations(first)
-    assert first.action_kinds[-1] == "CreateEvaluation"
+    assert first.action_kinds[-1] == "CreateOtherPod"
     assert [(evaluation.step, evaluation.tokens, evaluation.figures) for evaluation in first.status.evaluations] == [
         (100, 10_000, ()),
         (200, 20_000, ()),
     ]
     evaluates = manifest["metadata"]["annotations"][names.ANNOTATION_EVALUATES]
-    running_pod = EvaluationView(build.pod(0, name="demo-evaluation", uid="uid-e", evaluates=evaluates))
-    assert make_plan(replace(with_written_status(observed), evaluation=running_pod)).action_kinds == []
+    running_pod = evaluation_pod(100, evaluates=evaluates)
+    assert make_plan(replace(with_written_status(observed), other_pods=running_pod)).action_kinds == []
 
-    over = make_plan(replace(with_written_status(observed), evaluation=ended_pod(0, json.dumps(FIGURES))))
+    over = make_plan(replace(with_written_status(observed), other_pods=ended_pod(0, json.dumps(FIGURES))))
     (figure,) = over.status.evaluations[0].figures
     assert (figure.name, figure.after, figure.standard_error) == ("hellaswag acc", 0.3125, 0.0208)
     assert over.status.evaluations[0].time == "2027-01-15T08:00:00Z"
@@ -86,17 +88,17 @@ def test_models_are_evaluated_once_in_order_and_results_are_recorded_before_dele
     assert [(event.reason, event.note) for event in over.events if event.reason == "Evaluated"] == [
         ("Evaluated", "The model of step 100 was measured: hellaswag acc 0.3125 ± 0.021.")
     ]
-    recorded = build.with_status(replace(observed, evaluation=ended_pod(0, json.dumps(FIGURES))), over.status)
+    recorded = build.with_status(replace(observed, other_pods=ended_pod(0, json.dumps(FIGURES))), over.status)
     again = make_plan(recorded)
     assert (again.status.evaluations, deletions(again)) == (over.status.evaluations, [("demo-evaluation", "uid-e")])
     assert [event.reason for event in again.events] == []
-    second = make_plan(replace(recorded, evaluation=EvaluationView()))
+    second = make_plan(replace(recorded, other_pods=()))
     assert creations(second)[0]["spec"]["containers"][0]["command"][2] == model(200).path
 
 
 def test_no_evaluation_pod_before_the_last_one_is_deleted_and_pods_were_read() -> None:
-    assert creations(make_plan(replace(job_with_models(100), evaluation=evaluation_view(7, deleting=True)))) == []
-    unread = make_plan(replace(job_with_models(100), evaluation=None))
+    assert creations(make_plan(replace(job_with_models(100), other_pods=evaluation_pod(7, deleting=True)))) == []
+    unread = make_plan(replace(job_with_models(100), other_pods=None))
     assert creations(unread) == []
     assert unread.requeue_after is not None
     assert unread.requeue_after <= 5.0
@@ -108,23 +110,23 @@ def test_a_failed_evaluation_is_retried_with_backoff_a_bounded_number_of_times(c
     for failures in range(MAX_ATTEMPTS):
         observed = with_written_status(observed)
         assert [evaluation.failures for evaluation in observed.job.status.evaluations] == [failures]
-        failed = replace(observed, evaluation=ended_pod(code, "Traceback ... boom", failures=failures))
+        failed = replace(observed, other_pods=ended_pod(code, "Traceback ... boom", failures=failures))
         result = make_plan(failed)
         (entry,) = result.status.evaluations
         assert (entry.failures, entry.message) == (failures + 1, "Traceback ... boom")
         assert [event.reason for event in result.events if event.reason == "EvaluationFailed"] == ["EvaluationFailed"]
         counted = make_plan(build.with_status(failed, result.status))
         assert (counted.status.evaluations, len(deletions(counted))) == ((entry,), 1)
-        waiting = make_plan(replace(build.with_status(observed, result.status), evaluation=EvaluationView()))
+        waiting = make_plan(replace(build.with_status(observed, result.status), other_pods=()))
         assert creations(waiting) == []
         later = NOW + BACKOFF_SECONDS * 2 ** (failures + 1)
-        observed = replace(build.with_status(observed, result.status), evaluation=EvaluationView(), now=later)
+        observed = replace(build.with_status(observed, result.status), other_pods=(), now=later)
         assert len(creations(make_plan(observed))) == (failures + 1 < MAX_ATTEMPTS)
         observed = replace(observed, now=NOW)
 
 
 @pytest.mark.parametrize(
-    ("view", "failures"),
+    ("pods", "failures"),
     [
         (ended_pod(64, "tasks need the package lm-eval"), MAX_ATTEMPTS),
         (ended_pod(0, "no JSON"), 1),
@@ -134,8 +136,8 @@ def test_a_failed_evaluation_is_retried_with_backoff_a_bounded_number_of_times(c
     ],
     ids=["mistake of the user", "no figures", "none", "malformed", "preempted"],
 )
-def test_only_errors_and_invalid_figures_count_as_failed_evaluations(view: EvaluationView, failures: int) -> None:
-    result = make_plan(replace(with_written_status(job_with_models(100)), evaluation=view))
+def test_only_errors_and_invalid_figures_count_as_failed_evaluations(pods: tuple[PodView, ...], failures: int) -> None:
+    result = make_plan(replace(with_written_status(job_with_models(100)), other_pods=pods))
     assert [(evaluation.failures, evaluation.figures) for evaluation in result.status.evaluations] == [(failures, ())]
     assert len(deletions(result)) == 1
 
@@ -149,37 +151,34 @@ def test_a_deleted_evaluation_pod_is_recreated_with_the_same_attempt() -> None:
 @pytest.mark.parametrize("phase", [PodPhase.FAILED, PodPhase.PENDING, PodPhase.RUNNING])
 def test_evaluation_never_changes_the_plan_of_the_workers(phase: PodPhase) -> None:
     plain = make_plan(job_with_models())
-    for view in (
-        ended_pod(1, "boom") if phase is PodPhase.FAILED else evaluation_view(100, phase=phase),
-        EvaluationView(refusal=WriteRefusal("exceeded quota", name_in_use=False, retry_at=NOW + 30)),
-    ):
-        result = make_plan(replace(job_with_models(100), evaluation=view))
+    pods = ended_pod(1, "boom") if phase is PodPhase.FAILED else evaluation_pod(100, phase=phase)
+    for changes in ({"other_pods": pods}, {"refusals": REFUSED}):
+        result = make_plan(replace(job_with_models(100), **changes))
         assert (result.created_pods, result.deleted_pods) == (plain.created_pods, plain.deleted_pods)
         assert result.status.conditions == plain.status.conditions
         assert (result.status.failures, result.status.membership) == (plain.status.failures, plain.status.membership)
 
 
 def test_a_refused_pod_is_reported_and_tried_again_later() -> None:
-    refused = EvaluationView(refusal=WriteRefusal("exceeded quota", name_in_use=False, retry_at=NOW + 30))
-    result = make_plan(replace(job_with_models(100), evaluation=refused))
+    result = make_plan(replace(job_with_models(100), refusals=REFUSED))
     assert creations(result) == []
     (entry,) = result.status.evaluations
     assert (entry.failures, entry.message) == (0, "its pod cannot be created: exceeded quota")
-    assert len(creations(make_plan(replace(job_with_models(100), evaluation=refused, now=NOW + 30)))) == 1
+    assert len(creations(make_plan(replace(job_with_models(100), refusals=REFUSED, now=NOW + 30)))) == 1
 
 
 def test_evaluation_stops_with_suspended_failed_or_changed_jobs() -> None:
     observed = with_written_status(job_with_models(100))
     for job_spec in (measured_spec(suspend=True), build.spec()):
-        result = make_plan(replace(observed, job=replace(observed.job, spec=job_spec), evaluation=evaluation_view(100)))
+        result = make_plan(replace(observed, job=replace(observed.job, spec=job_spec), other_pods=evaluation_pod(100)))
         assert deletions(result) == [("demo-evaluation", "uid-e")]
     for kind, goes_on in ((ConditionType.FAILED, False), (ConditionType.COMPLETE, True)):
         status = with_condition(observed.job.status, kind, True, Reason.COMPLETED, "", now=NOW)
-        over = replace(build.with_status(observed, status), evaluation=evaluation_view(100))
+        over = replace(build.with_status(observed, status), other_pods=evaluation_pod(100))
         assert len(deletions(make_plan(over))) == (not goes_on)
-        measured = make_plan(replace(over, evaluation=ended_pod(0, json.dumps(FIGURES))))
+        measured = make_plan(replace(over, other_pods=ended_pod(0, json.dumps(FIGURES))))
         assert len(measured.status.evaluations[0].figures) == 1
-        assert len(creations(make_plan(replace(over, evaluation=EvaluationView())))) == goes_on
+        assert len(creations(make_plan(replace(over, other_pods=())))) == goes_on
 
 
 def test_the_newest_milestones_are_kept() -> None:

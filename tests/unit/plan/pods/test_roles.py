@@ -17,10 +17,10 @@ from trainium_contract.status.public import MembershipStatus, RoleStatus
 from trainium_operator.plan.model.actions import (
     ApplyOptional,
     ApplyWorkload,
+    CreateOtherPod,
     CreatePod,
-    CreateRolePod,
+    DeleteOtherPod,
     DeletePod,
-    DeleteRolePod,
     PublishEndpoints,
     PublishMembership,
     SetQuotaConditions,
@@ -73,7 +73,7 @@ def failed_pod(ordinal: int, code: int = 1, **changes: Any) -> PodView:
 def with_role_pods(observed: Observed, *pods: PodView) -> Observed:
     """Return the observation with these pods of roles, and their nodes."""
     nodes = {pod.node: build.node(pod.node) for pod in pods if pod.node and pod.node not in observed.nodes}
-    return replace(observed, role_pods=pods, nodes={**observed.nodes, **nodes})
+    return replace(observed, other_pods=pods, nodes={**observed.nodes, **nodes})
 
 
 def job_with_roles(
@@ -103,11 +103,11 @@ def applied(observed: Observed, result: PlanResult) -> Observed:
 
 
 def created(result: PlanResult) -> list[str]:
-    return [action.manifest["metadata"]["name"] for action in result.actions_of_type(CreateRolePod)]
+    return [action.manifest["metadata"]["name"] for action in result.actions_of_type(CreateOtherPod)]
 
 
 def deleted(result: PlanResult) -> dict[str, int | None]:
-    return {action.name: action.grace_seconds for action in result.actions_of_type(DeleteRolePod)}
+    return {action.name: action.grace_seconds for action in result.actions_of_type(DeleteOtherPod)}
 
 
 def role_of(result: PlanResult) -> RoleStatus:
@@ -117,7 +117,7 @@ def role_of(result: PlanResult) -> RoleStatus:
 
 def test_a_job_without_roles_creates_and_reports_nothing_of_them() -> None:
     observed = build.running_job(job_spec=build.program_spec())
-    result = make_plan(replace(observed, role_pods=()))
+    result = make_plan(replace(observed, other_pods=()))
     assert result.actions == make_plan(observed).actions
     assert (result.status.roles, result.status.role_states) == ((), ())
     assert all(condition.type is not ConditionType.ROLES_READY for condition in result.status.conditions)
@@ -142,7 +142,7 @@ def test_a_pod_of_a_role_is_an_ordinary_pod_without_what_makes_a_member() -> Non
     accelerator = {"instanceType": "trn2.48xlarge"}
     roles = (role_spec(accelerator=accelerator),)
     observed = job_with_roles(roles=roles, spec={"scheduling": {"priorityClassName": "high"}})
-    (pod, *_) = [action.manifest for action in make_plan(observed).actions_of_type(CreateRolePod)]
+    (pod, *_) = [action.manifest for action in make_plan(observed).actions_of_type(CreateOtherPod)]
     (container,) = pod["spec"]["containers"]
     assert (container["name"], container["image"], container["args"]) == ("rollout", "vllm:1", ["--model", "m"])
     assert container["resources"]["limits"]["aws.amazon.com/neuron"] == "16"
@@ -176,7 +176,7 @@ def test_the_template_may_set_anything_but_the_identity() -> None:
         },
     }
     observed = job_with_roles(roles=(role_spec(template=template),))
-    pod = make_plan(observed).actions_of_type(CreateRolePod)[0].manifest
+    pod = make_plan(observed).actions_of_type(CreateOtherPod)[0].manifest
     labels, spec = pod["metadata"]["labels"], pod["spec"]
     assert (labels["trainium.dev/role"], labels["team"]) == ("rollout", "rl")
     assert (spec["restartPolicy"], spec["serviceAccountName"]) == ("Never", "judge")
@@ -226,7 +226,7 @@ def test_training_starts_when_enough_pods_are_ready(policy: str, waits_with_pods
 def test_training_waits_for_no_role_with_min_ready_0_and_for_none_while_pods_are_unknown() -> None:
     never = job_with_roles(roles=(role_spec(minReady=0),), training=False)
     assert make_plan(never).actions_of_type(PublishMembership)
-    unknown = replace(never, role_pods=None)
+    unknown = replace(never, other_pods=None)
     result = make_plan(unknown)
     assert not result.actions_of_type(PublishMembership)
     assert not created(result)
@@ -295,7 +295,7 @@ def test_pods_leave_bad_nodes_which_new_pods_avoid() -> None:
     bad = replace(build.node("serving-1"), taints=(Taint("maintenance", effect="NoExecute"),))
     result = make_plan(build.with_node(observed, bad))
     assert deleted(result) == {"demo-rollout-1": None}
-    manifest = result.actions_of_type(CreateRolePod)[0].manifest
+    manifest = result.actions_of_type(CreateOtherPod)[0].manifest
     terms = manifest["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert terms["nodeSelectorTerms"][0]["matchExpressions"][0]["values"] == ["serving-1"]
     missing = replace(observed, nodes={name: node for name, node in observed.nodes.items() if name != "serving-2"})
@@ -303,7 +303,7 @@ def test_pods_leave_bad_nodes_which_new_pods_avoid() -> None:
     assert deleted(lost) == {"demo-rollout-2": None}
     assert lost.status.role_states[0].failures[0].cause is Cause.NODE_LOST
     stuck = role_pod(2, deleting=True, deletion_deadline=NOW - 1)
-    assert deleted(make_plan(replace(missing, role_pods=(role_pod(0), role_pod(1), stuck)))) == {"demo-rollout-2": 0}
+    assert deleted(make_plan(replace(missing, other_pods=(role_pod(0), role_pod(1), stuck)))) == {"demo-rollout-2": 0}
 
 
 def test_a_pod_on_a_node_that_does_not_report_is_replaced_unless_too_many_nodes_are_bad() -> None:
@@ -480,7 +480,7 @@ def test_a_queue_counts_the_pods_of_roles_and_limits_them_to_what_it_admitted() 
     admitted = replace(new, quota=QuotaView(workloads=(base,), flavors={"blue": flavor}))
     result = make_plan(admitted, settings)
     assert created(result) == ["demo-rollout-0", "demo-rollout-1"]
-    pod = result.actions_of_type(CreateRolePod)[0].manifest
+    pod = result.actions_of_type(CreateOtherPod)[0].manifest
     assert (pod["spec"]["nodeSelector"], pod["metadata"]["labels"]["kueue.x-k8s.io/podset"]) == (
         {"pool": "blue"},
         "role-rollout",

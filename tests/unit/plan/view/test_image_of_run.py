@@ -10,7 +10,8 @@ from tests.unit.plan.plan_builders import SETTINGS
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.job import TrainingJobStatus
 from trainium_operator.cluster.cache.views import pod_view
-from trainium_operator.plan.manifests.worker_pod import AvoidedNodes, build_worker_pods, compute_template_hash
+from trainium_operator.plan.manifests.affinity import AvoidedNodes
+from trainium_operator.plan.manifests.worker_pod import build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.actions import CreatePod
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.view.facts import pin_running_image

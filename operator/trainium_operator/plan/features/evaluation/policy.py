@@ -23,8 +23,9 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.results import MAX_EVALUATIONS, EvaluationFigure, MilestoneEvaluation, RunResults
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_operator.plan.features.evaluation.pod import build_evaluation_pod
-from trainium_operator.plan.model.actions import CreateEvaluation, DeleteEvaluation, PolicyResult, event
+from trainium_operator.plan.model.actions import CreateOtherPod, DeleteOtherPod, PolicyResult, event
 from trainium_operator.plan.model.conditions import is_true
+from trainium_operator.plan.model.names import evaluation_name
 from trainium_operator.plan.model.observed import PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_figure, format_sentence
@@ -43,27 +44,27 @@ RECHECK_SECONDS = 5.0
 
 def reconcile_evaluation(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Record the result of the pod that has ended, or create the next one."""
-    observed = facts.observed.evaluation
-    spec = facts.job.spec
+    observed, spec = facts.observed, facts.job.spec
     is_active = spec.workload.evaluates_milestones and not spec.suspend and not is_true(status, ConditionType.FAILED)
     if is_active:
         status = status.replaced(evaluations=_with_new_models(status))
-    if observed is None:
+    if observed.other_pods is None:
         return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,) if is_active else ())
-    if observed.pod is not None:
-        return _reconcile_pod(facts, status, observed.pod, is_active=is_active)
+    if observed.evaluation_pod is not None:
+        return _reconcile_pod(facts, status, observed.evaluation_pod, is_active=is_active)
     entry = next((evaluation for evaluation in status.evaluations if is_pending(evaluation)), None)
     if entry is None or not is_active:
         return PolicyResult(status=status)
     start_at = _find_next_start(entry)
-    if observed.refusal is not None:
-        start_at = max(start_at, observed.refusal.retry_at)
-        message = format_sentence(f"its pod cannot be created: {observed.refusal.sentence}")
+    refusal = observed.refusals.get(f"Pod/{evaluation_name(facts.job.name)}")
+    if refusal is not None:
+        start_at = max(start_at, refusal.retry_at)
+        message = format_sentence(f"its pod cannot be created: {refusal.sentence}")
         status = _with_entry(status, entry.replaced(message=message))
     if facts.now < start_at:
         return PolicyResult(status=status, requeue_at=(start_at,))
     manifest = build_evaluation_pod(facts.job, facts.settings, entry, describe_attempt(entry))
-    return PolicyResult(status=status, actions=(CreateEvaluation(manifest),))
+    return PolicyResult(status=status, actions=(CreateOtherPod(manifest),))
 
 
 def is_pending(entry: MilestoneEvaluation) -> bool:
@@ -102,7 +103,7 @@ def _reconcile_pod(facts: Facts, status: TrainingJobStatus, pod: PodView, *, is_
     if is_active and entry is not None and not has_ended:
         return PolicyResult(status=status)
     result = PolicyResult(status=status) if entry is None or not has_ended else _record_end(facts, status, pod, entry)
-    return replace(result, actions=(DeleteEvaluation(pod.name, pod.uid),))
+    return replace(result, actions=(DeleteOtherPod(pod.name, pod.uid),))
 
 
 def _record_end(facts: Facts, status: TrainingJobStatus, pod: PodView, entry: MilestoneEvaluation) -> PolicyResult:
@@ -146,8 +147,7 @@ def _with_entry(status: TrainingJobStatus, entry: MilestoneEvaluation) -> Traini
 
 
 def _is_used(observed: Observed, _settings: PlanSettings) -> bool:
-    left = observed.evaluation is not None and observed.evaluation.pod is not None
-    return observed.job.spec.workload.evaluates_milestones or left
+    return observed.job.spec.workload.evaluates_milestones or observed.evaluation_pod is not None
 
 
 FEATURE = Feature(name="evaluation", is_used=_is_used, reconcile=reconcile_evaluation, finish=reconcile_evaluation)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainium_contract.wire import worker_env as env
+from trainium_operator.plan.manifests.affinity import AvoidedNodes, with_excluded_nodes
 from trainium_operator.plan.manifests.owned_object import (
     build_owned_object,
     build_owner_reference,
@@ -17,7 +18,7 @@ from trainium_operator.plan.manifests.owned_object import (
 )
 from trainium_operator.plan.manifests.strategic_merge import merge_template
 from trainium_operator.plan.manifests.worker_needs import build_device_tolerations, find_extended_resources
-from trainium_operator.plan.manifests.worker_pod import RESTRICTED, AvoidedNodes, with_excluded_nodes
+from trainium_operator.plan.manifests.worker_pod import RESTRICTED
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ def build_role_template(job: JobView, settings: PlanSettings, role: RoleSpec) ->
 
 def build_role_pods(job: JobView, role: str, body: Json, ordinals: range, avoided: AvoidedNodes) -> list[Json]:
     """Return complete manifests of the pods with these ordinals."""
-    spec = dict(body["spec"])
+    spec = body["spec"]
     if avoided.required or avoided.preferred:
-        spec["affinity"] = with_excluded_nodes(spec.get("affinity") or {}, avoided)
+        spec = {**spec, "affinity": with_excluded_nodes(spec.get("affinity") or {}, avoided)}
     identity = {"namespace": job.namespace, "ownerReferences": [build_owner_reference(job)]}
     return [
         {

@@ -21,12 +21,13 @@ from trainium_contract.status.public import RoleStatus
 from trainium_contract.wire.worker_env import ANNOTATION_TEMPLATE_HASH
 from trainium_operator.plan.faults.failure_budgets import list_avoided_nodes
 from trainium_operator.plan.features.roles import failures, objects, readiness
-from trainium_operator.plan.manifests.worker_pod import AvoidedNodes, is_outdated
+from trainium_operator.plan.manifests.affinity import AvoidedNodes
+from trainium_operator.plan.manifests.worker_pod import is_outdated
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (
     ApplyOptional,
-    CreateRolePod,
-    DeleteRolePod,
+    CreateOtherPod,
+    DeleteOtherPod,
     PolicyResult,
     event,
 )
@@ -62,12 +63,12 @@ def list_pod_sets(facts: Facts) -> tuple[PodSet, ...]:
 
 def count_pods(facts: Facts) -> int:
     """Return the pods of roles that hold a node or may get one."""
-    return sum(not failures.has_ended(pod) for pod in facts.observed.role_pods or ())
+    return sum(not failures.has_ended(pod) for pod in facts.observed.role_pods)
 
 
 def finish_roles(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Delete all pods of roles of a job that has ended."""
-    if facts.observed.role_pods is None:
+    if facts.observed.other_pods is None:
         return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,))
     roles = tuple(each.replaced(replicas=0, ready_replicas=0, message="", since="") for each in status.roles)
     deletions = tuple(action for pod in facts.observed.role_pods for action in _build_deletion(facts, pod))
@@ -76,7 +77,7 @@ def finish_roles(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
 
 def reconcile_roles(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Reconcile all roles, and report whether training waits for one."""
-    if facts.observed.role_pods is None:
+    if facts.observed.other_pods is None:
         return PolicyResult(status=status, requeue_at=(facts.now + RECHECK_SECONDS,))
     result = PolicyResult(status=status)
     is_held = facts.job.spec.suspend or (facts.grant is not None and facts.grant.releases_workers)
@@ -129,7 +130,7 @@ def _reconcile_role(facts: Facts, status: TrainingJobStatus, role: RoleSpec) -> 
             manifests = objects.build_role_pods(facts.job, role.name, body, ordinals, avoided)
             for feature in facts.features:
                 manifests = feature.place_pod_set(facts, _pod_set_name(role.name), manifests)
-            review.actions += map(CreateRolePod, manifests)
+            review.actions += map(CreateOtherPod, manifests)
     message = _explain_missing(facts, role, review, wanted, create_at if requeue_at else None)
     report = _build_report(facts, status, role, replicas=wanted, message=message)
     report = report.replaced(restarts=report.restarts + review.restarts)
@@ -169,16 +170,16 @@ def _review_pods(facts: Facts, status: TrainingJobStatus, role: RoleSpec, templa
     return review
 
 
-def _build_deletion(facts: Facts, pod: PodView) -> tuple[DeleteRolePod, ...]:
+def _build_deletion(facts: Facts, pod: PodView) -> tuple[DeleteOtherPod, ...]:
     """Return the deletion of a pod, once; forced if its grace period is over and its node cannot confirm it."""
     if not pod.deleting:
-        return (DeleteRolePod(pod.name, pod.uid),)
+        return (DeleteOtherPod(pod.name, pod.uid),)
     is_overdue = pod.deletion_deadline is not None and facts.now >= pod.deletion_deadline
     is_forced = is_overdue and failures.is_node_missing(facts.observed, pod) and not facts.observed.fleet.frozen
-    return (DeleteRolePod(pod.name, pod.uid, 0),) if is_forced else ()
+    return (DeleteOtherPod(pod.name, pod.uid, 0),) if is_forced else ()
 
 
-def _delete_surplus(facts: Facts, alive: list[PodView], wanted: int) -> tuple[DeleteRolePod, ...]:
+def _delete_surplus(facts: Facts, alive: list[PodView], wanted: int) -> tuple[DeleteOtherPod, ...]:
     order = sorted(alive, key=lambda pod: (pod.ready, pod.phase is PodPhase.RUNNING, -pod.ordinal))
     surplus = order[: max(0, len(alive) - wanted)]
     return tuple(action for pod in surplus for action in _build_deletion(facts, pod))
@@ -207,7 +208,7 @@ def _refusal_place(facts: Facts, role: RoleSpec) -> str:
 def _find_avoided_nodes(facts: Facts, status: TrainingJobStatus, state: RoleState, role: RoleSpec) -> AvoidedNodes:
     """Return nodes that new pods avoid: as workers do, and those that are bad for, or were blamed by, this role."""
     requirements, bad = failures.build_requirements(role), set()
-    for name in {pod.node for pod in facts.observed.role_pods or () if pod.node}:
+    for name in {pod.node for pod in facts.observed.role_pods if pod.node}:
         node = facts.observed.nodes.get(name)
         problem = None if node is None else find_worst_problem(facts.observed, node, requirements)
         if node is not None and problem is not None and problem.severity >= Severity.DRAIN:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def list_pods(observed: Observed, role: str) -> tuple[PodView, ...]:
     """Return the pods of a role by ordinal, also those that end."""
-    return tuple(pod for pod in observed.role_pods or () if pod.role == role)
+    return tuple(pod for pod in observed.role_pods if pod.role == role)
 
 
 def list_ready_pods(observed: Observed, role: str) -> tuple[PodView, ...]:
@@ -48,7 +48,7 @@ def list_waiting_roles(observed: Observed) -> tuple[RoleSpec, ...]:
 def publish_endpoints(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     """Let the coordinator serve the addresses if they have changed; before a generation that reads them begins."""
     observed = facts.observed
-    if observed.role_pods is None or not facts.job.spec.roles:
+    if observed.other_pods is None or not facts.job.spec.roles:
         return PolicyResult(status=status)
     addresses = {
         role.name: tuple(_format_endpoint(pod.ip, role.port) for pod in list_ready_pods(observed, role.name))
@@ -65,7 +65,7 @@ def _format_endpoint(ip: str, port: int) -> str:
 
 def is_start_blocked(facts: Facts) -> bool:
     """Return whether the first generation waits for a role."""
-    return facts.observed.role_pods is None or bool(list_waiting_roles(facts.observed))
+    return facts.observed.other_pods is None or bool(list_waiting_roles(facts.observed))
 
 
 def find_creation_blocker(facts: Facts) -> tuple[Reason, str] | None:
@@ -85,4 +85,4 @@ def find_creation_blocker(facts: Facts) -> tuple[Reason, str] | None:
 
 def find_waiting_cause(facts: Facts) -> str:
     """Return the ledger's key for time without steps now; empty while each role has enough ready pods."""
-    return ROLE_WAIT if facts.observed.role_pods is not None and list_waiting_roles(facts.observed) else ""
+    return ROLE_WAIT if facts.observed.other_pods is not None and list_waiting_roles(facts.observed) else ""
