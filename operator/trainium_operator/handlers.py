@@ -22,6 +22,7 @@ from pydantic_core import from_json
 
 from trainium_contract.stored_json import read_json, remove_deep_parts
 from trainium_contract.wire.worker_env import GROUP, PLURAL, VERSION
+from trainium_operator.backoff import compute_backoff
 
 if TYPE_CHECKING:
     import asyncio
@@ -41,8 +42,8 @@ class _Backoffs:
     """Delays between retries, without end: kopf would stop the operator after the last one."""
 
     def __iter__(self) -> Iterator[float]:
-        for attempt in itertools.count():
-            yield min(15.0, 0.2 * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load
+        for attempt in itertools.count(1):
+            yield compute_backoff(0.2, 15.0, attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load
 
 
 class _NoDiffStorage(kopf.AnnotationsDiffBaseStorage):

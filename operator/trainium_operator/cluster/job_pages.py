@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from trainium_contract.api_server.errors import ApiError, ForbiddenError
 from trainium_contract.pages.formatting import format_utc
 from trainium_contract.pages.job_page import JobReport
 from trainium_contract.pages.jobs_page import JobRow
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.views.curve import CurvePoint, LiveCurve
 from trainium_contract.views.events import EventView, build_event_views
 from trainium_contract.views.interruptions import read_interruptions
@@ -193,8 +193,7 @@ def _as_stored(record: JobRecord) -> dict[str, Any]:
     if view is None:
         spec = {"managedBy": record.managed_elsewhere} if record.managed_elsewhere else {}
         return {"metadata": metadata, "spec": spec}
-    created = datetime.fromtimestamp(view.created, UTC).isoformat()
-    metadata |= {"creationTimestamp": created, "generation": view.generation}
+    metadata |= {"creationTimestamp": format_rfc3339(view.created), "generation": view.generation}
     return {"metadata": metadata, "spec": view.spec.to_wire(), "status": view.status.to_wire()}
 
 

@@ -11,6 +11,8 @@ import gzip
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from trainium_operator.bounded_dict import BoundedDict
+
 if TYPE_CHECKING:
     from trainium_contract.base import MessageModel
     from trainium_contract.wire.membership_change import MembershipChange
@@ -56,16 +58,14 @@ class MembershipCache:
     """The newest membership of each job, encoded."""
 
     def __init__(self) -> None:
-        self._known: dict[JobId, EncodedMembership] = {}
+        self._known: BoundedDict[JobId, EncodedMembership] = BoundedDict(_REMEMBERED)
 
     def encode(self, job_id: JobId, membership: Membership) -> EncodedMembership:
         """Return the membership, encoded."""
-        encoded = self._known.pop(job_id, None)
+        encoded = self._known.get(job_id)
         if encoded is None or encoded.membership is not membership:
             encoded = EncodedMembership(membership)
-        self._known[job_id] = encoded  # last in order: the least recently used entry is evicted first
-        if len(self._known) > _REMEMBERED:
-            del self._known[next(iter(self._known))]
+        self._known[job_id] = encoded  # also if it is known, so that the least recently used entry is evicted first
         return encoded
 
 

@@ -14,8 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from trainium_contract.faults.causes import Cause
 from trainium_contract.rfc3339 import parse_rfc3339
-from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
+from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_operator.monitoring.named_job_metrics import MEASURES, NamedJobMetrics, count_by_state
+from trainium_operator.plan.history.interruptions import entry_identity
+from trainium_operator.plan.model.conditions import is_true
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,11 +92,11 @@ class JobMetrics:
         """Count an executed plan for `job`, whose observed status is the old one."""
         old = job.status
         self._seen[job.uid] = (job, status)
-        before = {_key(each): each for each in old.history}
+        before = {entry_identity(each): each for each in old.history}
         for each in status.history:
-            self._interruption(before.get(_key(each)), each)
+            self._interruption(before.get(entry_identity(each)), each)
         for kind in _ENDS:
-            if _is_condition_true(status, kind) and not _is_condition_true(old, kind):
+            if is_true(status, kind) and not is_true(old, kind):
                 self._finished.labels(kind.value).inc()
         self._pods.inc(max(0, status.next_pod_ordinal - old.next_pod_ordinal))
         self._gang_releases.inc(max(0, status.gang.releases - old.gang.releases))
@@ -156,11 +158,3 @@ class JobMetrics:
             self._lost_steps.inc(max(0, new.steps_lost or 0))
             for stage, seconds in new.stages.model_dump().items() if new.stages is not None else ():
                 self._stages.labels(stage.capitalize()).observe(max(0.0, seconds))
-
-
-def _key(entry: Interruption) -> tuple[int, int, str]:
-    return entry.generation, entry.attempt, entry.time
-
-
-def _is_condition_true(status: PublicStatus, kind: ConditionType) -> bool:
-    return any(each.type is kind and each.status is ConditionStatus.TRUE for each in status.conditions)

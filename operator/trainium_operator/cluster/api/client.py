@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.api_server.errors import ApiError, ConnectionFailedError, FencedError, UnavailableError
 from trainium_contract.api_server.responses import Json, parse_event, parse_object, parse_refusal
 from trainium_contract.wire.worker_env import FIELD_MANAGER
+from trainium_operator.backoff import compute_backoff
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
@@ -209,7 +210,7 @@ class Api:
         clock = asyncio.get_running_loop().time
         latest = clock() + CALL_SECONDS
         for attempt in range(1, attempts + 1):
-            ceiling = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** (attempt - 1))
+            ceiling = compute_backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, attempt)
             pause = ceiling * (0.5 + 0.5 * self._jitter())
             if method != "GET" and not self._may_write():
                 raise FencedError(f"{method} {path} was not sent: another operator may lead by now")

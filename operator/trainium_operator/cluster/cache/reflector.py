@@ -29,6 +29,7 @@ from trainium_contract.api_server.errors import (
     StateRestoredError,
     UnavailableError,
 )
+from trainium_operator.backoff import compute_backoff
 from trainium_operator.bounded_dict import BoundedDict
 from trainium_operator.cluster.cache.namespaces import ListState, Namespaces
 from trainium_operator.cluster.cache.ownership import controlling_job, is_labelled
@@ -336,7 +337,7 @@ class Reflector(Lister[V]):
                 scope.version = ""
                 logger.exception("an event of %s cannot be read (%d in a row)", self.resource.plural, failures)
             if failures:
-                ceiling = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF * 2.0 ** min(failures - 1, 16))
+                ceiling = compute_backoff(FIRST_BACKOFF, MAX_BACKOFF_SECONDS, failures)
                 await asyncio.sleep(ceiling * (0.5 + 0.5 * self._jitter()))
 
     async def _watch(self, scope: _Scope, *, until: float) -> bool:

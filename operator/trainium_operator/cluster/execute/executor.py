@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from trainium_contract.api_server import errors
+from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.wire.worker_env import LABEL_ROLE
 from trainium_operator.cluster.api.client import add_labels
 from trainium_operator.cluster.api.resources import (
@@ -96,6 +96,7 @@ class Executor:
         owners: OwnerCheck,
         clock: Callable[[], float],
     ) -> None:
+        self._clock = clock
         self._statuses = statuses
         self._owners = owners
         self._force_deletions = ForceDeleteLimiter(clock)
@@ -257,9 +258,8 @@ class Executor:
         if (metadata["uid"], metadata["resourceVersion"]) != (action.uid, action.version):
             workloads.observe(current, deleted=False)
             raise errors.ConflictError(f"Workload {action.name} has changed since it was looked at", status=409)
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         old = (current.get("status") or {}).get("conditions") or ()
-        status = {"conditions": with_conditions(old, action.conditions, now)}
+        status = {"conditions": with_conditions(old, action.conditions, format_rfc3339(self._clock()))}
         body = {
             "metadata": {"resourceVersion": action.version, "uid": action.uid},
             "status": {**status, "admission": None} if action.returns_quota else status,

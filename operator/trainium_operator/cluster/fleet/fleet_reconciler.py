@@ -66,8 +66,8 @@ class FleetReconciler:
     _nodes_changed: bool = field(default=False, init=False)
     """Since the last reconcile."""
     _rounds: int = field(default=0, init=False)
-    _deleted_provider_ids: dict[str, str] = field(default_factory=dict, init=False)
-    """Provider IDs of nodes that no longer exist, oldest first."""
+    _deleted_provider_ids: BoundedDict[str, str] = field(init=False)
+    """Provider IDs of nodes that no longer exist."""
     _memory: Memory | None = field(default=None, init=False)
     _written: bool = field(default=False, init=False)
     """The ConfigMap existed when this process last read or wrote it."""
@@ -75,7 +75,7 @@ class FleetReconciler:
     """The last write to each node and its time: a client that reverts it causes one write in `POLL_SECONDS`."""
 
     def __post_init__(self) -> None:
-        self._tainted = BoundedDict(MAX_DELETED)
+        self._tainted, self._deleted_provider_ids = BoundedDict(MAX_DELETED), BoundedDict(MAX_DELETED)
         if self.caches.nodes is not None:
             self.caches.nodes.store.listen(self._node_changed)
         self.caches.jobs.store.listen(self._job_changed)
@@ -228,10 +228,7 @@ class FleetReconciler:
 
     def _node_changed(self, key: Key, old: Entry[NodeView] | None, new: Entry[NodeView] | None) -> None:
         if new is None and old is not None and old.view.provider_id:
-            self._deleted_provider_ids.pop(key[1], None)
             self._deleted_provider_ids[key[1]] = old.view.provider_id
-            if len(self._deleted_provider_ids) > MAX_DELETED:
-                del self._deleted_provider_ids[next(iter(self._deleted_provider_ids))]
         if old is None or new is None or old.view != new.view:
             self._nodes_changed = True
             self.wake()

@@ -21,6 +21,8 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from trainium_operator.backoff import compute_backoff
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
@@ -88,9 +90,8 @@ class WorkQueue(Generic[K]):
 
     def retry(self, key: K) -> float:
         """Enqueue a failed key after its back-off; return the delay in seconds."""
-        failures = self._failures.get(key, 0)
-        self._failures[key] = failures + 1
-        delay = min(self._longest_delay, self._first_delay * 2.0 ** min(failures, 32))
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        delay = compute_backoff(self._first_delay, self._longest_delay, failures)
         self.put_after(key, delay)
         return delay
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Budget, Cause
 from trainium_contract.faults.classify import default_responses, get_budget
 from trainium_contract.faults.responses import Response
+from trainium_operator.backoff import compute_backoff
 from trainium_operator.plan.model.text import format_names
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ ONE_INCIDENT_SECONDS = 5.0
 """Failures within this time of the first are one; short enough that a pod that fails at every start still counts."""
 _BACKOFF_WINDOW_SECONDS = 600.0
 _FREE_FAILURES = 3
+_FIRST_BACKOFF_SECONDS = 2.0
 _MAX_BACKOFF_SECONDS = 300.0
 
 
@@ -132,7 +134,7 @@ def find_backoff_end(failures: tuple[FailureRecord, ...], now: float) -> float:
     excess = _count_incidents(recent) - _FREE_FAILURES
     if excess <= 0:
         return now
-    return recent[-1].at + min(_MAX_BACKOFF_SECONDS, 2.0 ** min(excess, 16))
+    return recent[-1].at + compute_backoff(_FIRST_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, excess)
 
 
 def list_avoided_nodes(failures: tuple[FailureRecord, ...], now: float) -> tuple[str, ...]:

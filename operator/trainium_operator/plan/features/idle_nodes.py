@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.job import IdleNodesStatus, TrainingJobStatus
 from trainium_contract.spec.elasticity import IdleNodes
 from trainium_contract.status.conditions import ConditionType
+from trainium_operator.backoff import compute_backoff
 from trainium_operator.plan.membership.growth import compile_seconds, growth_resumes_at, is_worth_growing
 from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import is_true
@@ -166,7 +167,7 @@ def _give_up_request(
 ) -> tuple[IdleNodesStatus, tuple[float, ...]]:
     """Keep the extras that exist, and request more after a growing pause."""
     failed_requests = idle.failed_requests + 1
-    pause = min(_MAX_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(failed_requests - 1, 16))
+    pause = compute_backoff(_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, failed_requests)
     retry_at = facts.now + pause
     return IdleNodesStatus(wanted=useful_bound, failed_requests=failed_requests, retry_at=retry_at), (retry_at,)
 

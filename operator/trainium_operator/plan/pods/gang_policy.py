@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import ConditionType
+from trainium_operator.backoff import compute_backoff
 from trainium_operator.plan.model.actions import PolicyResult, event
 from trainium_operator.plan.model.conditions import with_condition
 from trainium_operator.plan.model.grant import AdmissionState
@@ -70,7 +71,7 @@ def pause_seconds(uid: str, times: int) -> float:
     Jitter by its uid, so the pause is the same each time.
     """
     spread = int(hashlib.sha256(f"{uid}/{times}".encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
-    return min(_MAX_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(times - 1, 16)) * (0.5 + spread)
+    return compute_backoff(_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, times) * (0.5 + spread)
 
 
 def set_admitted(facts: Facts, status: TrainingJobStatus) -> TrainingJobStatus:

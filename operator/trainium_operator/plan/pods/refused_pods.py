@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.start_failures import MAX_MESSAGE, MAX_NODES, StartFailureNode, StartFailuresStatus
+from trainium_operator.backoff import compute_backoff
 from trainium_operator.plan.model.observed import PodPhase, PodView
 from trainium_operator.plan.model.text import format_names
 
@@ -83,7 +84,7 @@ def next_creation_at(memory: InternalStatus, now: float) -> float:
     excess = failures.rounds - _FREE_ROUNDS
     if failures.at is None or excess <= 0:
         return now
-    return min(failures.at, now) + min(_MAX_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(excess - 1, 16))
+    return min(failures.at, now) + compute_backoff(_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, excess)
 
 
 def describe_start_failures(status: TrainingJobStatus, now: float) -> str | None:

@@ -16,6 +16,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import find_pod_reason_cause, suspects_node
 from trainium_contract.faults.node_polarity import Severity
 from trainium_contract.status.internal import MAX_ROLE_FAILURES, FailureRecord, RoleState
+from trainium_operator.backoff import compute_backoff
 from trainium_operator.plan.diagnose.pod_failures import classify_ended_pod
 from trainium_operator.plan.faults.node_signals import PodRequirements
 from trainium_operator.plan.manifests.worker_needs import build_device_tolerations, find_extended_resources
@@ -139,4 +140,4 @@ def find_next_creation(state: RoleState, now: float) -> float:
     excess = state.failed_starts - _FREE_FAILURES
     if state.failed_at is None or excess <= 0:
         return now
-    return min(state.failed_at, now) + min(_MAX_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(excess - 1, 16))
+    return min(state.failed_at, now) + compute_backoff(_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS, excess)
