@@ -32,10 +32,9 @@ from trainium_contract.wire.messages import (
     ProcessFailure,
     Progress,
     RestartRecord,
-    StepTiming,
     WorkerPhase,
 )
-from trainium_contract.wire.worker_env import LABEL_EXTRA, LABEL_ROLE, ROLE_WORKER
+from trainium_contract.wire.worker_env import LABEL_ROLE, ROLE_WORKER
 from trainium_operator.cluster.api.resources import NODES, PODS
 from trainium_operator.coordinator.state import NotRegisteredError, OldGenerationError
 from trainium_operator.plan.model.names import JobId
@@ -78,8 +77,6 @@ class Workers:
         self.agents: dict[str, Agent] = {}
         """By pod uid."""
         self.lost_nodes: set[str] = set()
-        self.occupied_nodes: set[str] = set()
-        """Nodes of foreign pods, which they hold or get as soon as an extra has left."""
         self.turns_per_step = 1
         self.cut_off = False
         """No agent reaches any operator."""
@@ -87,8 +84,6 @@ class Workers:
         """Nodes whose agents reach no operator."""
         self.clock_offsets: dict[str, float] = {}
         """Seconds by which the clock of a node is ahead; its agent's check reports it, and its times use it."""
-        self.timings: dict[str, StepTiming] = {}
-        """The steps that the members on a node report."""
         self._deletion_seen_at: dict[str, float] = {}
         for number in range(nodes):
             cluster.add(NODES, _build_node(f"node-{number}"))
@@ -133,28 +128,18 @@ class Workers:
     def _run_kubelets(self) -> None:
         now = asyncio.get_running_loop().time()
         busy = {raw["spec"].get("nodeName") for _, _, raw in self._pods() if raw["status"]["phase"] in _ALIVE}
-        for namespace, name, raw in sorted(self._pods(), key=lambda pod: LABEL_EXTRA in pod[2]["metadata"]["labels"]):
+        for namespace, name, raw in list(self._pods()):
             node = raw["spec"].get("nodeName")
             if "deletionTimestamp" in raw["metadata"]:
                 since = self._deletion_seen_at.setdefault(raw["metadata"]["uid"], now)
                 if node not in self.lost_nodes and now - since >= STOP_SECONDS:
                     self.cluster.remove(PODS, namespace, name)
             elif raw["status"]["phase"] == "Pending" and node is None:
-                free = set(self.cluster.names(NODES, "")) - busy - self.lost_nodes - self.occupied_nodes
+                free = set(self.cluster.names(NODES, "")) - busy - self.lost_nodes
                 if free:
                     number = min(int(name.removeprefix("node-")) for name in free)
                     busy.add(f"node-{number}")
                     self.cluster.change(PODS, namespace, name, bind_pod(f"node-{number}", number))
-
-    def occupy_node(self, node: str) -> bool:
-        """Give the node to a foreign pod of default priority unless a requested worker has it."""
-        held = [pod for pod in self._pods() if pod[2]["spec"].get("nodeName") == node]
-        if any(LABEL_EXTRA not in raw["metadata"]["labels"] for _, _, raw in held):
-            return False
-        self.occupied_nodes.add(node)
-        for namespace, name, _ in held:
-            self.cluster.change(PODS, namespace, name, _preempt)
-        return True
 
     def _follow_pods(self) -> None:
         running: dict[str, dict[str, Any]] = {}
@@ -316,7 +301,6 @@ class Workers:
             attempt=agent.attempt,
             phase=phase,
             progress=self._progress(step, now) if agent.member else None,
-            timing=self.timings.get(agent.node) if agent.member else None,
             checks=self._check_results(agent),
             failures=tuple(agent.failures[-8:]),
             restarts=tuple(agent.restarts[-8:]),
@@ -361,11 +345,6 @@ def bind_pod(node: str, number: int) -> Callable[[dict[str, Any]], None]:
         }
 
     return change
-
-
-def _preempt(raw: dict[str, Any]) -> None:
-    raw["metadata"]["deletionTimestamp"] = "2026-01-01T01:00:00Z"
-    raw["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True"})
 
 
 def end_worker(code: int, reason: str, phase: str, message: str = "") -> Callable[[dict[str, Any]], None]:

@@ -179,13 +179,6 @@ def test_an_out_of_service_node_is_lost_at_once() -> None:
     assert result.deleted_pods["demo-w-1"] == 0
 
 
-def test_a_pod_marked_for_disruption_is_replaced_gracefully() -> None:
-    result = make_plan(build.with_pod(build.running_job(4, spares=1), build.pod(1, disrupted=True)))
-    membership = result.published_membership
-    assert membership is not None
-    assert (membership.transition, result.newest_entry.cause) == (Transition.GRACEFUL, Cause.PREEMPTED)
-
-
 def test_a_spare_on_a_leaving_node_is_replaced_without_touching_the_members() -> None:
     cluster = start_job(spares=1)
     (spare,) = set(cluster.pods) - set(cluster.member_names())

@@ -192,12 +192,6 @@ def test_the_failure_of_a_member_without_a_pod_is_dated_to_its_last_heartbeat() 
     assert make_plan(observed).newest_entry.detected_seconds == pytest.approx(3.5)
 
 
-def test_a_reporting_member_on_a_not_ready_node_is_kept() -> None:
-    observed = build.running_job(4)
-    result = make_plan(build.with_node(observed, build.node("node-1", NodeReadiness.FALSE)))
-    assert result.status.history == ()
-
-
 def test_silence_of_all_members_at_once_has_no_effect() -> None:
     result = make_plan(build.running_job(4, agents=build.training_agents(range(4), silent=60)))
     assert result.status.history == ()
@@ -257,8 +251,9 @@ def test_a_generation_stopped_without_a_culprit_restarts_with_the_same_members()
     assert result.deleted_pods == {}
 
 
-def test_a_deleted_member_is_replaced_gracefully_and_is_no_failure() -> None:
-    result = make_plan(build.with_pod(build.running_job(4, spares=1), build.pod(1, deleting=True)))
+@pytest.mark.parametrize("mark", ["deleting", "disrupted"])
+def test_a_deleted_or_evicted_member_is_replaced_gracefully_and_is_no_failure(mark: str) -> None:
+    result = make_plan(build.with_pod(build.running_job(4, spares=1), build.pod(1, **{mark: True})))
     assert result.newest_entry.cause is Cause.PREEMPTED
     assert result.published_membership.transition is Transition.GRACEFUL
     assert result.status.failures == ()
@@ -317,15 +312,16 @@ def test_a_member_that_never_joins_is_lost_at_the_init_limit() -> None:
     assert "answers, but the others have waited 660 s for it to join them" in late.newest_entry.message
 
 
-def test_disabled_hang_detection_ignores_waiting_members() -> None:
-    job_spec = build.spec(workers={"replicas": 4}, recovery={"hang": {"enabled": False}})
-    observed = build.running_job(4, agents=others_wait_for_rank_1(NOW - 5000), job_spec=job_spec)
-    assert make_plan(observed).status.history == ()
-
-
-def test_a_member_that_waits_for_itself_is_kept() -> None:
-    agents = {1: joining_agent(1, waiting_for=(1,), joining_since=NOW - 5000)}
-    assert make_plan(build.running_job(4, agents=agents)).status.history == ()
+@pytest.mark.parametrize(
+    ("agents", "recovery"),
+    [
+        pytest.param(others_wait_for_rank_1(NOW - 5000), {"hang": {"enabled": False}}, id="hang detection is disabled"),
+        pytest.param({1: joining_agent(1, waiting_for=(1,), joining_since=NOW - 5000)}, {}, id="it waits for itself"),
+    ],
+)
+def test_a_member_that_does_not_join_is_kept(agents: dict[int, AgentView], recovery: dict[str, Any]) -> None:
+    job_spec = build.spec(workers={"replicas": 4}, recovery=recovery)
+    assert make_plan(build.running_job(4, agents=agents, job_spec=job_spec)).status.history == ()
 
 
 # --- an operator that starts after the loss ------------------------------------------------------------------------
@@ -365,11 +361,6 @@ def test_without_another_member_that_reports_a_new_leader_waits_for_agents() -> 
     result = make_plan(lost_before_the_start(0, 1, 2, 3))
     assert result.published_membership.generation == 1
     assert result.status.history == ()
-
-
-def test_a_pod_deleted_by_a_user_on_a_node_that_reports_is_preempted() -> None:
-    observed = build.with_pod(build.running_job(4, spares=1), build.pod(1, deleting=True))
-    assert make_plan(observed).newest_entry.cause is Cause.PREEMPTED
 
 
 def test_a_missing_pod_of_a_node_that_does_not_report_is_lost_with_the_node() -> None:

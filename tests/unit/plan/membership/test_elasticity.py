@@ -165,6 +165,9 @@ def test_a_job_without_a_spare_continues_at_each_smaller_size_and_grows_back(
     cluster.run(6 * RESCALE_AFTER_SECONDS)
     reported.append((size_figures(cluster), cluster.status.membership.batch))
     assert reported == expected
+    rungs = cluster.rungs()
+    assert rungs[: len(lost)] == [Rung.SHRINK] * len(lost)
+    assert set(rungs[len(lost) :]) == {Rung.GROW}
 
 
 def size_figures(cluster: FakeCluster) -> tuple[int, int, float, int]:
