@@ -251,13 +251,13 @@ def test_a_generation_stopped_without_a_culprit_restarts_with_the_same_members()
     assert result.deleted_pods == {}
 
 
-@pytest.mark.parametrize("mark", ["deleting", "disrupted"])
-def test_a_deleted_or_evicted_member_is_replaced_gracefully_and_is_no_failure(mark: str) -> None:
+@pytest.mark.parametrize(("mark", "deleted"), [("deleting", {}), ("disrupted", {LOST: None})])
+def test_a_deleted_or_evicted_member_is_replaced_gracefully_and_is_no_failure(mark: str, deleted: Any) -> None:
     result = make_plan(build.with_pod(build.running_job(4, spares=1), build.pod(1, **{mark: True})))
     assert result.newest_entry.cause is Cause.PREEMPTED
     assert result.published_membership.transition is Transition.GRACEFUL
     assert result.status.failures == ()
-    assert result.deleted_pods == {}
+    assert result.deleted_pods == deleted
 
 
 def test_a_deleted_pod_on_a_lost_node_is_force_deleted() -> None:
