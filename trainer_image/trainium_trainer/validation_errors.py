@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel, ValidationError
     from pydantic_core import ErrorDetails
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def validate(model: type[M], fields: Any, where: str = "") -> M:
+    """Return the fields as a model. Raises UserError with the first problem; `where` begins its sentence."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise UserError(where + explain(error, model)) from error
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -80,17 +80,16 @@ def _configuration(path: str | None) -> TrainingConfig | None:
 
 def _prepare_data(config: TrainingConfig) -> None:
     """Tokenize data that are not cached; data of the hub and S3, whose libraries start threads, wait for a rank."""
-    from trainium_trainer.data.dataset import open_data  # noqa: PLC0415
+    from trainium_trainer.data.dataset import open_run_data  # noqa: PLC0415
     from trainium_trainer.data.sources.files import is_in_store  # noqa: PLC0415
     from trainium_trainer.data.sources.resolve import list_locations  # noqa: PLC0415 - as above
 
-    data = config.data
-    if any(map(is_in_store, list_locations(data))):
+    if any(map(is_in_store, list_locations(config.data))):
         return
 
     def prepare() -> None:
         with contextlib.suppress(TrainerError):  # the rank reports it
-            open_data(data, config.batch.global_size, epochs=config.epochs, steps_differ=config.batch.tolerance > 0)
+            open_run_data(config)
 
     _import(_in_a_child(prepare))
 

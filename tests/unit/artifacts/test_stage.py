@@ -19,7 +19,7 @@ from tests.unit.artifacts.artifact_ranks import run_command, start_process, writ
 from trainium_contract.status.results import ArtifactReport, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.config import TrainingConfig
-from trainium_trainer.artifacts import data_files, stage
+from trainium_trainer.artifacts import data_files, store
 from trainium_trainer.artifacts.export import export, merge
 from trainium_trainer.artifacts.manifest import ArtifactManifest
 from trainium_trainer.artifacts.stage import artifact_kinds, write_artifacts
@@ -97,7 +97,7 @@ class StorageChanges:
         self.streams: list[str] = []
         self._last = last
         self._lock = threading.Lock()
-        monkeypatch.setattr(stage, "open_storage", lambda path: RecordingStorage(open_storage(path), self))
+        monkeypatch.setattr(store, "open_storage", lambda path: RecordingStorage(open_storage(path), self))
 
     def record(self, change: str) -> None:
         with self._lock:

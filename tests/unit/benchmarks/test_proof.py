@@ -21,10 +21,9 @@ from tests.testing.trainer.base_models import save_base
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.inputs import ArtifactInputs
+from trainium_trainer.artifacts.store import ArtifactStore
 from trainium_trainer.artifacts.writer import write_artifact
 from trainium_trainer.peers import Peers
-from trainium_trainer.storage import open_storage
-from trainium_trainer.storage.protocol import Retry
 from trainium_trainer.tuning.trainable import select_trainable
 from trainium_trainer.weights.base import BaseWeights
 
@@ -98,7 +97,7 @@ def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, kind in artifact_checks.FOLDERS.items():
         largest = 8192 if kind is ArtifactKind.MODEL else None
         artifact_plan = inputs.plan_artifact(kind, ArtifactPrecision.FLOAT32, largest)
-        write_artifact(artifact_plan, open_storage(str(step / name)), Peers(0, 1), retry=Retry())
+        write_artifact(artifact_plan, ArtifactStore(str(step / name)), Peers(0, 1))
     (step / "evaluation.json").write_text(json.dumps(EVALUATION))
     return step
 

@@ -25,7 +25,7 @@ from trainium_trainer.exits import StorageError, UserError
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Gateway]:
-    monkeypatch.setattr(files, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(files, "_PAUSES_SECONDS", (0.01,) * 5)
     (tmp_path / "s3").mkdir()
     with run_gateway(tmp_path / "s3", monkeypatch) as gateway:
         files.s3.cache_clear()
@@ -120,7 +120,7 @@ def test_a_store_that_keeps_failing_ends_the_run_with_the_storage_exit_code(
     server: S3Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(server, tmp_path, "d.jsonl")
-    monkeypatch.setattr(files, "_TRIES", 2)
+    monkeypatch.setattr(files, "_PAUSES_SECONDS", (0.01,))
     server.inject_fault(Fault(status=500, times=10**6))
     with pytest.raises(
         StorageError, match=r"s3://bucket/data: cannot be read after 2 tries .*: look at the storage"

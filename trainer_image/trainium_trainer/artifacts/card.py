@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.tuning import TuningConfig, TuningMethod
 from trainium_trainer.artifacts.manifest import CARD_NAME
-from trainium_trainer.artifacts.store import unwritable_error
+from trainium_trainer.artifacts.store import ArtifactStore
 from trainium_trainer.monitor.json_lines import read_step
-from trainium_trainer.storage import open_storage
-from trainium_trainer.storage.protocol import Retry, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -146,13 +144,13 @@ def read_lines(file: Path) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(line) for line in lines if read_step(line) is not None)
 
 
-def add_evaluation(location: str, markdown: str, retry: Retry | None = None) -> None:
+def add_evaluation(location: str, markdown: str) -> None:
     """Write the result of an evaluation into the card of the artifact at `location`, replacing an earlier one.
 
     A missing or foreign card is left alone. Raises StorageError.
     """
-    storage, retry = open_storage(location), retry or Retry()
-    data = retry.run(lambda: read_small(storage, CARD_NAME), location, unwritable_error)
+    store = ArtifactStore(location)
+    data = store.read(CARD_NAME)
     text = "" if data is None else data.decode(errors="replace")
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
@@ -160,7 +158,7 @@ def add_evaluation(location: str, markdown: str, retry: Retry | None = None) -> 
         return
     new = f"{before}{_BEGIN}\n\n## Evaluation\n\n{markdown.strip()}\n\n{_END}{after}"
     if new != text:
-        retry.run(lambda: storage.write(CARD_NAME, new.encode()), location, unwritable_error)
+        store.write(CARD_NAME, new.encode())
 
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> list[str]:

@@ -18,6 +18,7 @@ from trainium_contract.trainer.data import TokenizerConfig
 from trainium_contract.trainer.tuning import TuningConfig
 from trainium_trainer.artifacts.inputs import ArtifactInputs, inputs_of_adapter
 from trainium_trainer.artifacts.small_files import check_tokenizer, list_tokenizer_files
+from trainium_trainer.artifacts.store import ArtifactStore
 from trainium_trainer.artifacts.writer import write_artifact
 from trainium_trainer.checkpoint.root.selection import choose_checkpoint, explain_damage, parse_shape
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, count_entries, tokenizer_file
@@ -75,7 +76,7 @@ def export(
         if not inputs.names:
             raise UserError(f"{checkpoint.folder} holds no weights: name the root of a training run")
         artifact_plan = inputs.plan_artifact(kind, precision, max_file_bytes)
-        write_artifact(artifact_plan, open_storage(str(folder)), Peers(0, 1), retry=retry, heartbeat=heartbeat)
+        write_artifact(artifact_plan, ArtifactStore(str(folder)), Peers(0, 1), heartbeat=heartbeat)
     return checkpoint.step
 
 
@@ -107,7 +108,7 @@ def merge(
         artifact_plan = inputs_of_adapter(tuned, weights, tokenizer).plan_artifact(
             ArtifactKind.MODEL, precision, max_file_bytes
         )
-        write_artifact(artifact_plan, open_storage(str(folder)), Peers(0, 1), retry=Retry(), heartbeat=heartbeat)
+        write_artifact(artifact_plan, ArtifactStore(str(folder)), Peers(0, 1), heartbeat=heartbeat)
 
 
 @contextmanager

@@ -21,16 +21,9 @@ from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_contract.trainer.tuning import TuningMethod
 from trainium_contract.wire.checkpoint_manifest import folder_name
 from trainium_trainer.artifacts.inputs import ArtifactInputs
-from trainium_trainer.artifacts.manifest import UNFINISHED
-from trainium_trainer.artifacts.store import unwritable_error
-from trainium_trainer.artifacts.writer import (
-    compute_on_first_rank,
-    is_free,
-    list_names,
-    read_manifest,
-    read_plan,
-    write_artifact,
-)
+from trainium_trainer.artifacts.manifest import PLAN_NAME, UNFINISHED, WritePlan
+from trainium_trainer.artifacts.store import ArtifactStore
+from trainium_trainer.artifacts.writer import compute_on_first_rank, is_free, read_manifest, write_artifact
 from trainium_trainer.checkpoint.errors import UnusableCheckpointError
 from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.checkpoint.root.selection import explain_damage
@@ -129,9 +122,8 @@ def write_artifacts(
             folder = compute_on_first_rank(peers, find)
             manifest = write_artifact(
                 artifact_plan,
-                open_storage(folder),
+                ArtifactStore(folder, retry),
                 peers,
-                retry=retry,
                 heartbeat=lambda done, first=number: progress.enter_stage(RunStage.EXPORT, (first + done) / len(kinds)),  # type: ignore[misc]
             )
             report = ArtifactReport(
@@ -196,9 +188,8 @@ def _find_incomplete_milestones(root: str, output_root: str, retry: Retry) -> li
     steps = [milestone.step for milestone in retry.run(lambda: survey(storage), root).milestones]
 
     def started(step: int) -> bool:
-        folder = open_storage(f"{output_root.rstrip('/')}/{folder_name(step)}")
-        entries = retry.run(lambda: folder.list(""), folder.location, unwritable_error)
-        return any(list_names(folder, f"{entry.name}/{UNFINISHED}", retry) for entry in entries if entry.is_folder)
+        store = ArtifactStore(f"{output_root.rstrip('/')}/{folder_name(step)}", retry)
+        return any(store.list(f"{entry.name}/{UNFINISHED}") for entry in store.list() if entry.is_folder)
 
     return sorted(step for number, step in enumerate(steps) if number < _NEWEST_MILESTONES or started(step))
 
@@ -221,8 +212,8 @@ def _find_folder(root: str, kind: ArtifactKind, step: int, identity: str, retry:
     for number in itertools.count(1):
         suffix = "" if number == 1 else f"-{number}"
         location = f"{root.rstrip('/')}/{folder_name(step)}/{_NAMES[kind]}{suffix}"
-        storage = open_storage(location)
-        done, plan = read_manifest(storage, kind, retry), read_plan(storage, retry)
-        if identity in {known.identity for known in (done, plan) if known is not None} or is_free(storage, retry):
+        store = ArtifactStore(location, retry)
+        done, plan = read_manifest(store, kind), store.read_message(PLAN_NAME, WritePlan)
+        if identity in {known.identity for known in (done, plan) if known is not None} or is_free(store):
             break
     return location

@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from pydantic import ValidationError
-
 from trainium_trainer.artifacts.data_files import PlannedFile, build_index, plan_files, write_file
 from trainium_trainer.artifacts.manifest import (
     CARD_NAME,
@@ -31,9 +29,7 @@ from trainium_trainer.artifacts.manifest import (
     describe_file,
     receipt_name,
 )
-from trainium_trainer.artifacts.store import unwritable_error
 from trainium_trainer.exits import UserError
-from trainium_trainer.storage.protocol import Retry, Storage, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainium_contract.trainer.artifacts import ArtifactKind
+    from trainium_trainer.artifacts.store import ArtifactStore
     from trainium_trainer.peers import Peers
 
 T = TypeVar("T")
@@ -73,18 +70,17 @@ class ArtifactPlan:
 
 def write_artifact(
     artifact_plan: ArtifactPlan,
-    storage: Storage,
+    store: ArtifactStore,
     peers: Peers,
     *,
-    retry: Retry,
     heartbeat: Callable[[float], None] = lambda _: None,
 ) -> ArtifactManifest:
-    """Write the missing files below the root of `storage`. Collective.
+    """Write the missing files into the folder. Collective.
 
     `heartbeat` is called often with the completed fraction. Raises UserError if the folder holds other files,
     StorageError if the store fails, and errors of reading.
     """
-    writer = _Writer(artifact_plan, storage, retry, heartbeat)
+    writer = _Writer(artifact_plan, store, heartbeat)
     started = compute_on_first_rank(peers, lambda: writer.prepare(peers.size))
     if started.done is not None:
         heartbeat(1.0)
@@ -119,38 +115,17 @@ def gather_results(peers: Peers, work: Callable[[], T]) -> list[T]:
     return [cast("T", result) for result, _ in outcomes]
 
 
-def read_manifest(storage: Storage, kind: ArtifactKind, retry: Retry) -> ArtifactManifest | None:
+def read_manifest(store: ArtifactStore, kind: ArtifactKind) -> ArtifactManifest | None:
     """Read the manifest of a complete artifact; None if there is none. Raises StorageError."""
-    if _read(storage, LAST_NAMES[kind], retry) is None:
+    if store.read(LAST_NAMES[kind]) is None:
         return None
-    data = _read(storage, MANIFEST_NAME, retry)
-    with suppress(ValidationError):
-        return None if data is None else ArtifactManifest.model_validate_json(data)
-    return None
+    return store.read_message(MANIFEST_NAME, ArtifactManifest)
 
 
-def read_plan(storage: Storage, retry: Retry) -> WritePlan | None:
-    """Read the plan of an incomplete artifact; None if there is none. Raises StorageError."""
-    data = _read(storage, PLAN_NAME, retry)
-    with suppress(ValidationError):
-        return None if data is None else WritePlan.model_validate_json(data)
-    return None
-
-
-def _read(storage: Storage, name: str, retry: Retry) -> bytes | None:
-    return retry.run(lambda: read_small(storage, name), storage.location, unwritable_error)
-
-
-def list_names(storage: Storage, folder: str, retry: Retry) -> list[str]:
-    """Return the names in a folder of an artifact. Raises StorageError."""
-    entries = retry.run(lambda: storage.list(folder), storage.location, unwritable_error)
-    return [entry.name for entry in entries]
-
-
-def is_free(storage: Storage, retry: Retry) -> bool:
+def is_free(store: ArtifactStore) -> bool:
     """Return whether a folder is empty or holds only files of a writer that was killed while it wrote its plan."""
-    names = list_names(storage, "", retry)
-    return not names or (names == [UNFINISHED] and not list_names(storage, UNFINISHED, retry))
+    names = [entry.name for entry in store.list()]
+    return not names or (names == [UNFINISHED] and not store.list(UNFINISHED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +142,9 @@ class _FolderState:
 class _Writer:
     """Writes one rank's files."""
 
-    def __init__(
-        self, artifact_plan: ArtifactPlan, storage: Storage, retry: Retry, heartbeat: Callable[[float], None]
-    ) -> None:
+    def __init__(self, artifact_plan: ArtifactPlan, store: ArtifactStore, heartbeat: Callable[[float], None]) -> None:
         self._artifact_plan = artifact_plan
-        self._storage = storage
-        self._retry = retry
+        self._store = store
         self._heartbeat = heartbeat
 
     def files(self, writers: int) -> tuple[PlannedFile, ...]:
@@ -189,33 +161,26 @@ class _Writer:
 
     def prepare(self, writers: int) -> _FolderState:
         """Read the state of the folder, or write a plan for `writers` ranks; called on one rank."""
-        artifact_plan, storage = self._artifact_plan, self._storage
-        self._with_retries(storage.prepare)
-        done, plan = read_manifest(storage, artifact_plan.kind, self._retry), read_plan(storage, self._retry)
-        stored = {entry.name: entry for entry in self._with_retries(lambda: storage.list(""))}
+        artifact_plan, store = self._artifact_plan, self._store
+        store.run(store.storage.prepare)
+        done, plan = read_manifest(store, artifact_plan.kind), store.read_message(PLAN_NAME, WritePlan)
+        stored = {entry.name: entry for entry in store.list()}
         if done is not None and done.identity == artifact_plan.identity:
             self._remove_leftovers()
             return _FolderState(writers, done=done)
         ours = plan is not None and plan.identity == artifact_plan.identity
-        if done is not None or not (ours or is_free(storage, self._retry)):
-            raise UserError(f"{storage.location} is not empty: name a folder that does not exist yet")
-        with suppress(OSError):  # partial files of a killed writer may fill the store
-            storage.remove_drafts()
+        if done is not None or not (ours or is_free(store)):
+            raise UserError(f"{store.location} is not empty: name a folder that does not exist yet")
+        store.remove_drafts()  # partial files of a killed writer may fill the store
         if plan is None:
             text = WritePlan(identity=artifact_plan.identity, writers=writers).model_dump_json(by_alias=True).encode()
-            self._with_retries(lambda: storage.write(PLAN_NAME, text))
+            store.write(PLAN_NAME, text)
             return _FolderState(writers)
         whole = [
             file for file in self.files(plan.writers) if file.name in stored and stored[file.name].size == file.size
         ]
-        receipts = [receipt for file in whole if (receipt := self._receipt(file.name)) is not None]
-        return _FolderState(plan.writers, {receipt.name: receipt for receipt in receipts})
-
-    def _receipt(self, file: str) -> ArtifactFile | None:
-        data = _read(self._storage, receipt_name(file), self._retry)
-        with suppress(ValidationError):
-            return None if data is None else ArtifactFile.model_validate_json(data)
-        return None
+        receipts = [store.read_message(receipt_name(file.name), ArtifactFile) for file in whole]
+        return _FolderState(plan.writers, {receipt.name: receipt for receipt in receipts if receipt is not None})
 
     def write(self, files: Sequence[PlannedFile]) -> list[ArtifactFile]:
         """Write data files and their receipts."""
@@ -228,10 +193,10 @@ class _Writer:
 
         written = []
         for file in files:
-            entry = self._with_retries(
-                functools.partial(write_file, self._storage, file, self._artifact_plan.rows, heartbeat)
+            entry = self._store.run(
+                functools.partial(write_file, self._store.storage, file, self._artifact_plan.rows, heartbeat)
             )
-            self._write_small(receipt_name(file.name), entry.model_dump_json(by_alias=True).encode())
+            self._store.write(receipt_name(file.name), entry.model_dump_json(by_alias=True).encode())
             written.append(entry)
         return written
 
@@ -252,19 +217,13 @@ class _Writer:
         )
         for name, data in small.items():
             if name != last:
-                self._write_small(name, data)
-        self._write_small(MANIFEST_NAME, (manifest.model_dump_json(by_alias=True, indent=2) + "\n").encode())
-        self._write_small(last, small[last])
+                self._store.write(name, data)
+        self._store.write(MANIFEST_NAME, (manifest.model_dump_json(by_alias=True, indent=2) + "\n").encode())
+        self._store.write(last, small[last])
         self._remove_leftovers()
         return manifest
 
-    def _write_small(self, name: str, data: bytes) -> None:
-        self._with_retries(lambda: self._storage.write(name, data))
-
     def _remove_leftovers(self) -> None:
         with suppress(OSError):  # an artifact with leftovers is still complete
-            self._storage.remove_files(UNFINISHED, lambda name: name.endswith(".json"))
-            self._storage.remove_drafts()
-
-    def _with_retries(self, action: Callable[[], T]) -> T:
-        return self._retry.run(action, self._storage.location, unwritable_error)
+            self._store.storage.remove_files(UNFINISHED, lambda name: name.endswith(".json"))
+            self._store.storage.remove_drafts()

@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
-from trainium_contract.base import ContractModel
 from trainium_contract.trainer.evaluate import GenerationConfig, TasksConfig
 from trainium_trainer.commands.options import Overrides  # noqa: TC001 - typer reads annotations
 from trainium_trainer.configuration.config import load
 from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, ModelLocations
 from trainium_trainer.exits import UserError
-from trainium_trainer.validation_errors import explain
+from trainium_trainer.validation_errors import validate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from trainium_trainer.evaluate.report import EvaluationResult
     from trainium_trainer.evaluate.tasks import TaskRun
 
-_Checked = TypeVar("_Checked", bound=ContractModel)
 _Model = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="Hugging Face folder, or s3://bucket/prefix.", show_default=False)
 ]
@@ -200,7 +197,7 @@ def evaluate(
             "chatTemplate": chat_template,
             "keepSamples": keep_samples,
         }
-        wanted = _validate(TasksConfig, {name: value for name, value in fields.items() if value is not None})
+        wanted = validate(TasksConfig, {name: value for name, value in fields.items() if value is not None})
         from trainium_trainer.evaluate.tasks import measure_tasks, read_report  # noqa: PLC0415 - torch
 
         server = _open_server(endpoint, endpoint_model, endpoint_seconds, *paths[1:], base, adapter)
@@ -315,14 +312,7 @@ def _pick_models(model: str | None, base: str | None, adapter: str | None, *, co
 def _merge_generation(training: TrainingConfig | None, **options: Any) -> GenerationConfig:
     """Return the settings of the configuration, overridden by options. Raises UserError."""
     wire = training.evaluate.generation.to_wire() if training is not None else {}
-    return _validate(GenerationConfig, wire | {name: value for name, value in options.items() if value is not None})
-
-
-def _validate(kind: type[_Checked], wire: dict[str, Any]) -> _Checked:
-    try:
-        return kind.model_validate(wire)
-    except ValidationError as error:
-        raise UserError(explain(error, kind)) from error
+    return validate(GenerationConfig, wire | {name: value for name, value in options.items() if value is not None})
 
 
 def _format_answers(

@@ -13,12 +13,12 @@ from pathlib import Path  # noqa: TC003 - typer reads annotations
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
-from pydantic import ValidationError
 
 from trainium_contract.trainer.data import BosToken, DataConfig
 from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.commands.options import Overrides  # noqa: TC001 - as above
 from trainium_trainer.exits import UserError
+from trainium_trainer.validation_errors import validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +102,7 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
     """Prepare all data that a run would prepare before its first step."""
     from trainium_trainer.configuration.config import load  # noqa: PLC0415 - as above
     from trainium_trainer.data.batches.samples import Samples  # noqa: PLC0415
-    from trainium_trainer.data.dataset import open_data  # noqa: PLC0415
+    from trainium_trainer.data.dataset import open_run_data  # noqa: PLC0415
     from trainium_trainer.data.prepared.text_sources import cache_directory, use_cache  # noqa: PLC0415
 
     config = load(file, overrides)
@@ -110,13 +110,7 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
         tempfile.TemporaryFile(dir=cache).close()
     bar = _ProgressBar("documents" if config.data.format is DataFormat.TEXT else "examples")
     with bar:
-        data = open_data(
-            config.data,
-            config.batch.global_size,
-            epochs=config.epochs,
-            steps_differ=config.batch.tolerance > 0,
-            progress=bar.update,
-        )
+        data = open_run_data(config, bar.update)
     if not isinstance(data.training, Samples):
         raise UserError(
             "data.tokenization: these data are tokenized while training, so nothing is prepared: set it to Ahead, or "
@@ -130,14 +124,8 @@ def _prepare_for(file: Path, overrides: Sequence[str]) -> None:
 def _check(tokenizer: Path | None, vocab_size: int, field: str, workers: int | None, bad: int | None) -> DataConfig:
     """Check the options against the bounds of the configuration. Raises UserError."""
     tokens = {"path": str(tokenizer) if tokenizer else None, "vocab_size": vocab_size}
-    try:
-        return DataConfig.model_validate(
-            {"tokenizer": tokens, "text_field": field, "workers": workers, "max_bad_lines": bad}
-        )
-    except ValidationError as error:
-        from trainium_trainer.validation_errors import explain  # noqa: PLC0415 - rare
-
-        raise UserError(explain(error, DataConfig)) from error
+    fields = {"tokenizer": tokens, "text_field": field, "workers": workers, "max_bad_lines": bad}
+    return validate(DataConfig, fields)
 
 
 def _format_summary(output: Path, manifest: PreparedManifest, bar: _ProgressBar) -> str:

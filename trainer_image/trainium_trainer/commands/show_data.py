@@ -66,11 +66,11 @@ def show_data(
     from rich.text import Text  # noqa: PLC0415
 
     from trainium_trainer.configuration.config import load  # noqa: PLC0415
-    from trainium_trainer.data.dataset import open_data  # noqa: PLC0415
+    from trainium_trainer.data.dataset import open_run_data  # noqa: PLC0415
     from trainium_trainer.data.tokens.tokenizer import load_tokenizer  # noqa: PLC0415
 
     run = load(config, overrides or ())
-    data = open_data(run.data, run.batch.global_size, epochs=run.epochs, steps_differ=run.batch.tolerance > 0)
+    data = open_run_data(run)
     console = Console(highlight=False)
     tokenizer = load_tokenizer(data.tokenizer)
     display = _Display(tokenizer, console.is_terminal and not console.no_color, borders=borders, ids=ids)

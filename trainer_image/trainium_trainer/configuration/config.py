@@ -31,7 +31,7 @@ from trainium_trainer.data.prepared.s3_copy import find_vocabulary_size, has_pre
 from trainium_trainer.data.tokens.tokenizer import TOKENIZER_FILE, explain_conversion
 from trainium_trainer.exits import UserError
 from trainium_trainer.tuning.trainable import TrainableParameters, refuse_untrained_rows, select_trainable
-from trainium_trainer.validation_errors import explain, first_problem
+from trainium_trainer.validation_errors import explain, first_problem, validate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -132,10 +132,7 @@ def parse_job_spec(path: Path, document: dict[str, Any]) -> TrainingJobSpec:
     """Return the spec of a TrainingJob's manifest that was read from `path`. Raises UserError."""
     from trainium_contract.job import TrainingJobSpec  # noqa: PLC0415 - no pod needs it
 
-    try:
-        return TrainingJobSpec.model_validate(document.get("spec") or {})
-    except ValidationError as error:
-        raise UserError(f"{path}: spec: {explain(error, TrainingJobSpec)}") from error
+    return validate(TrainingJobSpec, document.get("spec") or {}, f"{path}: spec: ")
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from trainium_contract.trainer.config import TrainingConfig
     from trainium_trainer.data.prepared.build import BuildProgress
 
 _WORTH_STREAMS = 256 << 20
@@ -127,6 +128,17 @@ def open_data(
         return Dataset(training, _build_validation(texts, held_back, rules), _compute_identity(texts, facts), tokenizer)
 
     return with_cache(config, open_text)
+
+
+def open_run_data(config: TrainingConfig, progress: Callable[[BuildProgress], None] | None = None) -> Dataset:
+    """Open the data of a run, see `open_data`."""
+    return open_data(
+        config.data,
+        config.batch.global_size,
+        epochs=config.epochs,
+        steps_differ=config.batch.tolerance > 0,
+        progress=progress,
+    )
 
 
 def refuse_unusable(config: DataConfig) -> None:

@@ -15,6 +15,7 @@ from trainium_trainer.evaluate.answering.folder import (
     ModelLocations,
     local_folder,
     open_model_files,
+    open_models,
 )
 from trainium_trainer.evaluate.answering.generation import select_batches
 from trainium_trainer.evaluate.answering.loading import load
@@ -24,7 +25,6 @@ from trainium_trainer.exits import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from trainium_contract.trainer.evaluate import GenerationConfig
     from trainium_trainer.peers import Peers
@@ -58,13 +58,7 @@ def compare(
     before: list[QuestionScore] = []
     base = models.base
     with contextlib.ExitStack() as stack:
-
-        def local(location: str, done: float) -> Path:
-            return stack.enter_context(local_folder(location, lambda: heartbeat(done)))
-
-        path = local(models.model, 0.0)
-        adapter_path = local(models.adapter, 0.0) if models.adapter is not None else None
-        model_files = open_model_files(path, adapter_path)
+        model_files = stack.enter_context(open_models(models, lambda: heartbeat(0.0)))
         if question_set.largest_token >= model_files.vocabulary:
             raise UserError(
                 f"{models.name}: the examples have the token {question_set.largest_token}, but the model has "
@@ -76,7 +70,8 @@ def compare(
         if not all(math.isfinite(outcome.log_likelihood) for outcome in after):
             notes.append("The model gives values that are not finite: do not use it.")
         if base is not None:
-            other = open_model_files(local(base, 1 / parts), tokenizer_from=adapter_path or path)
+            folder = stack.enter_context(local_folder(base, lambda: heartbeat(1 / parts)))
+            other = open_model_files(folder, tokenizer_from=model_files.adapter or model_files.path)
             if question_set.largest_token >= other.vocabulary:
                 notes.append("The base does not know tokens that were added, so it was not asked.")
                 base = None

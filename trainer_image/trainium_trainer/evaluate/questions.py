@@ -6,7 +6,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -14,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.trainer.examples import DataFormat
 from trainium_trainer.data.dataset import open_data, text_prompt_ids
 from trainium_trainer.data.examples.held_out import HeldOutExample, build_prompts, read_held_out
-from trainium_trainer.evaluate.answering.folder import (
-    ComputeDevice,
-    ComputeType,
-    ModelLocations,
-    local_folder,
-    open_model_files,
-)
+from trainium_trainer.evaluate.answering.folder import ComputeDevice, ComputeType, ModelLocations, open_models
 from trainium_trainer.evaluate.answering.generation import GeneratedAnswer, check_prompts, generate
 from trainium_trainer.evaluate.answering.loading import load
 from trainium_trainer.evaluate.report import EvaluationResult, build_figures, select_answers
@@ -164,10 +157,7 @@ def answer_questions(
     precision: ComputeType,
 ) -> list[GeneratedAnswer]:
     """Return answers in the order of the questions. Raises UserError and StorageError."""
-    with contextlib.ExitStack() as stack:
-        path = stack.enter_context(local_folder(models.model))
-        adapter = stack.enter_context(local_folder(models.adapter)) if models.adapter is not None else None
-        model_files = open_model_files(path, adapter)
+    with open_models(models) as model_files:
         prompts = [list(question.prompt_ids) or model_files.encode(question.prompt) for question in questions]
         check_prompts(model_files, prompts)  # checked before the model is loaded, which takes minutes
         model = load(model_files, device=device, precision=precision)

@@ -9,20 +9,17 @@ Guarantees:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from trainium_contract.models.parameters import count_parameters
 from trainium_contract.status.results import ArtifactReport, EvaluationFigure, RunStage
 from trainium_contract.trainer.artifacts import ArtifactKind
 from trainium_trainer.artifacts.card import add_evaluation
-from trainium_trainer.artifacts.store import unwritable_error
+from trainium_trainer.artifacts.store import ArtifactStore
 from trainium_trainer.artifacts.writer import compute_on_first_rank
 from trainium_trainer.evaluate.answering.folder import ComputeDevice, ModelLocations, local_folder
 from trainium_trainer.evaluate.check_folder import check_folder
@@ -32,8 +29,6 @@ from trainium_trainer.evaluate.metrics import perplexity
 from trainium_trainer.evaluate.questions import held_out_questions
 from trainium_trainer.evaluate.report import JSON_NAME, MARKDOWN_NAME, EvaluationResult
 from trainium_trainer.evaluate.tasks import compared_models, measure_tasks, refuse_missing_harness
-from trainium_trainer.storage import open_storage
-from trainium_trainer.storage.protocol import Retry, Storage, read_small
 from trainium_trainer.weights.base import BaseWeights
 from trainium_trainer.weights.folder import open_shape
 
@@ -120,33 +115,30 @@ class RunEvaluation:
 
         Raises UserError and StorageError.
         """
-        config, peers, progress, output = self.config, self.peers, self.progress, self.output
+        config, peers, progress, store = self.config, self.peers, self.progress, ArtifactStore(self.output)
         progress.enter_stage(RunStage.EVALUATE)
-        storage, retry = open_storage(output), Retry()
         models = self.models if config.evaluate.before else replace(self.models, base=None)
         identity = compute_on_first_rank(peers, lambda: _compute_identity(config, models, self.device))
-        earlier = compute_on_first_rank(peers, lambda: _read_earlier_result(storage, retry, identity))
-        if earlier:
-            result = EvaluationResult.model_validate_json(earlier)
+        earlier = compute_on_first_rank(peers, lambda: _read_earlier_result(store, identity))
+        if earlier is not None:
+            result = earlier
         elif self.device in _RUN_TRANSFORMERS:
             if config.data.validation is not None or config.evaluate.tasks is None:
                 result = self._compare(models)
             else:
                 result = EvaluationResult(model=models.name, base=models.base, examples=0)
             if config.evaluate.tasks is not None:
-                result = self._add_tasks(result, config.evaluate.tasks, models, storage)
+                result = self._add_tasks(result, config.evaluate.tasks, models, store)
         else:
             result = self._evaluate_without_transformers(models)
         result = result.model_copy(update={"identity": identity})
         if peers.rank == 0:
-            if not earlier:
-                retry.run(lambda: storage.write(MARKDOWN_NAME, result.to_markdown().encode()), output, unwritable_error)
-                # The file that is read again is written last.
-                retry.run(lambda: storage.write(JSON_NAME, result.to_json().encode()), output, unwritable_error)
+            if earlier is None:
+                store.write(MARKDOWN_NAME, result.to_markdown().encode())
+                store.write(JSON_NAME, result.to_json().encode())  # last, because it is read again
             for card in self.cards:
-                add_evaluation(card, result.to_markdown(), retry)
-            with contextlib.suppress(OSError):  # drafts of an earlier start that was killed
-                storage.remove_drafts()
+                add_evaluation(card, result.to_markdown())
+            store.remove_drafts()
             progress.record_evaluation(result.figures)
         peers.barrier()
         progress.enter_stage(RunStage.EVALUATE, 1.0)
@@ -166,7 +158,7 @@ class RunEvaluation:
         return compare(models, question_set, settings, self.peers, heartbeat=heartbeat)
 
     def _add_tasks(
-        self, result: EvaluationResult, tasks: TasksConfig, models: ModelLocations, storage: Storage
+        self, result: EvaluationResult, tasks: TasksConfig, models: ModelLocations, store: ArtifactStore
     ) -> EvaluationResult:
         """Return the result with the figures of tasks, which rank 0 computes. Collective."""
 
@@ -174,8 +166,7 @@ class RunEvaluation:
             heartbeat = partial(self.progress.enter_stage, RunStage.EVALUATE, 0.5)
             run = measure_tasks(compared_models(models), tasks, device=ComputeDevice(self.device), heartbeat=heartbeat)
             if tasks.keep_samples:
-                samples = run.samples.encode()
-                Retry().run(lambda: storage.write(SAMPLES_NAME, samples), storage.location, unwritable_error)
+                store.write(SAMPLES_NAME, run.samples.encode())
             return run.report
 
         return result.with_tasks(compute_on_first_rank(self.peers, measure))
@@ -224,11 +215,7 @@ def _digest_adapter(adapter: str) -> str:
     return digest.hexdigest()
 
 
-def _read_earlier_result(storage: Storage, retry: Retry, identity: str) -> str:
-    """Return an earlier result with the same identity, as JSON; empty if there is none."""
-    data = retry.run(lambda: read_small(storage, JSON_NAME), storage.location, unwritable_error)
-    if data is not None:
-        with contextlib.suppress(ValidationError):
-            if EvaluationResult.model_validate_json(data).identity == identity:
-                return data.decode()
-    return ""
+def _read_earlier_result(store: ArtifactStore, identity: str) -> EvaluationResult | None:
+    """Return an earlier result with the same identity; None if there is none."""
+    result = store.read_message(JSON_NAME, EvaluationResult)
+    return result if result is not None and result.identity == identity else None

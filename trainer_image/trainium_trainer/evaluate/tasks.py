@@ -32,7 +32,7 @@ from trainium_trainer.evaluate.answering.folder import (
     ComputeType,
     ModelLocations,
     local_folder,
-    open_model_files,
+    open_models,
     read_max_positions,
 )
 from trainium_trainer.evaluate.answering.loading import load
@@ -234,10 +234,8 @@ def _open_folder_model(
     """Yield lm-eval's model for a folder, and its number format and device."""
     from lm_eval.models.huggingface import HFLM  # noqa: PLC0415 - an extra
 
-    with contextlib.ExitStack() as stack:
-        path = stack.enter_context(local_folder(models.model, heartbeat))
-        adapter = stack.enter_context(local_folder(models.adapter, heartbeat)) if models.adapter is not None else None
-        model = load(open_model_files(path, adapter), device=device, precision=precision, recommended=True)
+    with open_models(models, heartbeat) as files:
+        model = load(files, device=device, precision=precision, recommended=True)
         model.network.register_forward_pre_hook(lambda *_: heartbeat())
         tokenizer = str(model.folder.tokenizer_folder)
         network = HFLM(pretrained=model.network, tokenizer=tokenizer, batch_size=tasks.batch_size)

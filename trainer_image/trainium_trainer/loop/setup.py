@@ -24,7 +24,7 @@ from trainium_trainer.checkpoint.root.metrics_copy import records_folder
 from trainium_trainer.checkpoint.root.owner import RunStart
 from trainium_trainer.configuration.config import Settings, with_steps
 from trainium_trainer.data.batches.samples import Share
-from trainium_trainer.data.dataset import Dataset, open_data
+from trainium_trainer.data.dataset import Dataset, open_run_data
 from trainium_trainer.data.loader import Loader, open_loader
 from trainium_trainer.data.online.lane_reader import SampleGroup
 from trainium_trainer.data.online.streams import Streams
@@ -225,9 +225,7 @@ def _open_run_data(settings: Settings, revisions: RunRevisions) -> tuple[Setting
     config, launch = settings.config, settings.launch
     config = config.model_copy(update={"data": revisions.pin(config.data)})
     with divide_file_checks(launch.local_rank, launch.local_world_size):
-        data = open_data(
-            config.data, config.batch.global_size, epochs=config.epochs, steps_differ=config.batch.tolerance > 0
-        )
+        data = open_run_data(config)
     return replace(settings, config=with_steps(config, data.epoch_samples)), data
 
 

@@ -14,7 +14,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from trainium_contract.models.families import FAMILIES
 from trainium_contract.models.family import FULL, SLIDING
@@ -26,7 +26,7 @@ from trainium_contract.models.shape import (
     yarn_attention_factor,
 )
 from trainium_trainer.exits import UserError
-from trainium_trainer.validation_errors import explain
+from trainium_trainer.validation_errors import validate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,10 +145,8 @@ def shape_of_document(document: Any, where: str) -> ModelShape:
         raise UserError(f"{where}: holds a {type(document).__name__}, not fields: replace the file")
     family = _find_family(where, document)
     _refuse_foreign_fields(where, document, family)
-    try:
-        config = _Config.model_validate(dict(family.defaults) | _with_separate_ropes(where, document, family))
-    except ValidationError as error:
-        raise UserError(f"{where}: {explain(error, _Config)}") from error
+    fields = dict(family.defaults) | _with_separate_ropes(where, document, family)
+    config = validate(_Config, fields, f"{where}: ")
     _refuse_other_arithmetic(where, document, family)
     _refuse_short_lists(where, config)
     if config.attention_dropout:

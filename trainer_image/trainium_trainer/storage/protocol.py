@@ -13,10 +13,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from trainium_trainer.storage.errors import DamagedFileError, StorageError, is_transient, storage_error
+from trainium_trainer.storage.errors import DamagedFileError, is_transient, storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from trainium_trainer.exits import TrainerError
 
 T = TypeVar("T")
 
@@ -111,7 +113,7 @@ class Retry:
     """Return whether a retry may help."""
 
     def run(
-        self, action: Callable[[], T], where: str, explain: Callable[[OSError, str], StorageError] = storage_error
+        self, action: Callable[[], T], where: str, explain: Callable[[OSError, str], TrainerError] = storage_error
     ) -> T:
         """Return the action's result. Raises what `explain` returns for the last error when all retries fail."""
         for delay in (*self.delays, None):

@@ -16,18 +16,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_contract.trainer.tuning import LoraConfig
 from trainium_trainer.exits import UserError
-from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.tuning.trainable import (
     LORA_A,
     LORA_B,
@@ -39,10 +37,10 @@ from trainium_trainer.tuning.trainable import (
     projection_sizes,
     select_trainable,
 )
-from trainium_trainer.validation_errors import explain
+from trainium_trainer.validation_errors import validate
 from trainium_trainer.weights.folder import explain_fused, listed, read_document, read_tensors, without_wrappers
 from trainium_trainer.weights.source import open_source
-from trainium_trainer.weights.tensors import TORCH_TYPES, are_equal, check_box, copy_box, mean_row
+from trainium_trainer.weights.tensors import TORCH_TYPES, are_equal, fill_box, mean_row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -176,11 +174,7 @@ class AdapterWeights:
         source = open_source(location, field)
         sizes = source.sizes()
         _refuse_missing(source.where, sizes)
-        document = read_document(source, CONFIG_NAME)
-        try:
-            config = _AdapterConfig.model_validate(document)
-        except ValidationError as error:
-            raise UserError(f"{source.where}: {CONFIG_NAME}: {explain(error, _AdapterConfig)}") from error
+        config = validate(_AdapterConfig, read_document(source, CONFIG_NAME), f"{source.where}: {CONFIG_NAME}: ")
         _refuse_other_kinds(source.where, config)
         metadata: dict[str, str] = {}
         tensors = read_tensors(source, TENSORS_NAME, sizes[TENSORS_NAME], metadata)
@@ -262,18 +256,11 @@ class AdapterWeights:
         of its rows; those of an adapter beside the output projection change nothing.
         """
         stored = self._tensors[name]
-        rows = stored.shape[0]
-        max_rows = math.inf if name in _ROWS_OF_TOKENS else rows
-        check_box(name, (max_rows, *stored.shape[1:]), offsets, tuple(target.shape))
-        known = max(0, min(target.shape[0], rows - offsets[0]))
-        try:
-            copy_box(self.source, stored, offsets, target.narrow(0, 0, known))
-            if known < target.shape[0]:
-                beyond = target.narrow(0, known, target.shape[0] - known)
-                whole = torch.zeros(stored.shape[1]) if is_adapter(name) else mean_row(self.source, stored)
-                beyond.copy_(whole.narrow(0, offsets[1], target.shape[1]).expand_as(beyond))
-        except DamagedFileError as error:
-            raise UserError(f"{self.source.where}: {error}: copy or fetch the file again") from error
+
+        def row_beyond() -> Tensor:
+            return torch.zeros(stored.shape[1]) if is_adapter(name) else mean_row(self.source, stored)
+
+        fill_box(self.source, name, stored, offsets, target, row_beyond if name in _ROWS_OF_TOKENS else None)
 
     def check(self, tuning: TuningConfig, shape: ModelShape, base: BaseWeights | None = None) -> None:
         """Raise UserError unless a run with this tuning, model and base can start from the adapter.

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import json
 import logging
-import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -23,10 +22,9 @@ import torch
 
 from trainium_contract.models.parameters import EMBEDDING, HEAD, parameter_sizes
 from trainium_trainer.exits import UserError
-from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.tuning.trainable import parent_module
 from trainium_trainer.weights.folder import SETTING, ModelFolder, explain_fused, listed
-from trainium_trainer.weights.tensors import TORCH_TYPES, check_box, copy_box, mean_row
+from trainium_trainer.weights.tensors import TORCH_TYPES, fill_box, mean_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +92,6 @@ class BaseWeights:
         """Return the number format of a parameter in the file. Raises KeyError for an unknown name."""
         return TORCH_TYPES[self._stored(name).dtype]
 
-    @torch.no_grad()
     def fill(self, name: str, offsets: tuple[int, ...], target: Tensor) -> None:
         """Copy the box of a parameter that begins at `offsets` and has the target's size into `target`.
 
@@ -102,18 +99,8 @@ class BaseWeights:
         for a box outside the parameter, UserError if the file was truncated in the meantime, StorageError if the store
         fails.
         """
-        stored = self._stored(name)
-        rows = stored.shape[0]
-        max_rows = math.inf if name in (EMBEDDING, HEAD) else rows
-        check_box(name, (max_rows, *stored.shape[1:]), offsets, tuple(target.shape))
-        known = max(0, min(target.shape[0], rows - offsets[0]))
-        try:
-            copy_box(self.source, stored, offsets, target.narrow(0, 0, known))
-            if known < target.shape[0]:
-                mean = self._mean(name).narrow(0, offsets[1], target.shape[1])
-                target.narrow(0, known, target.shape[0] - known).copy_(mean.expand(target.shape[0] - known, -1))
-        except DamagedFileError as error:
-            raise UserError(f"{self.source.where}: {error}: copy or fetch the file again") from error
+        row_beyond = functools.partial(self._mean, name) if name in (EMBEDDING, HEAD) else None
+        fill_box(self.source, name, self._stored(name), offsets, target, row_beyond)
 
     def row_norms(self, name: str, first: int, count: int) -> Tensor:
         """Return the Euclidean norms of rows of a matrix, [count] float32. Raises as `fill`."""

@@ -18,7 +18,7 @@ from trainium_trainer.exits import UnreadableError, UserError
 from trainium_trainer.models.huggingface import CONFIG_NAME, shape_of_document
 from trainium_trainer.storage.errors import DamagedFileError
 from trainium_trainer.weights.source import open_source
-from trainium_trainer.weights.tensors import LENGTH_BYTES, TORCH_TYPES, are_equal, copy_box, header_length, parse_header
+from trainium_trainer.weights.tensors import LENGTH_BYTES, TORCH_TYPES, are_equal, fill_box, header_length, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,11 +99,8 @@ def explain_fused(names: Iterable[str]) -> str:
 def _are_equal(source: WeightsSource, embedding: FileTensor, head: FileTensor) -> bool:
     if embedding.shape != head.shape or not head.shape or {embedding.dtype, head.dtype} - TORCH_TYPES.keys():
         return embedding == head
-    fills = [functools.partial(copy_box, source, stored) for stored in (embedding, head)]
-    try:
-        return embedding == head or are_equal(head.shape, *fills)
-    except DamagedFileError as error:
-        raise UserError(f"{source.where}: {error}: copy or fetch the file again") from error
+    fills = [functools.partial(fill_box, source, HEAD, stored) for stored in (embedding, head)]
+    return embedding == head or are_equal(head.shape, *fills)
 
 
 def read_config(source: WeightsSource, sizes: dict[str, int]) -> dict[str, Any]:

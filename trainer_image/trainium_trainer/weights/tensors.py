@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainium_trainer.exits import UserError
+from trainium_trainer.storage.errors import DamagedFileError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -112,6 +115,33 @@ def copy_box(source: WeightsSource, stored: FileTensor, offsets: tuple[int, ...]
         for dimension in range(1, target.dim()):
             box = box.narrow(dimension, offsets[dimension], target.shape[dimension])
         target.narrow(0, at, box.shape[0]).copy_(box)
+
+
+@torch.no_grad()
+def fill_box(
+    source: WeightsSource,
+    name: str,
+    stored: FileTensor,
+    offsets: tuple[int, ...],
+    target: Tensor,
+    row_beyond: Callable[[], Tensor] | None = None,
+) -> None:
+    """Copy a box as `copy_box`; rows beyond those of the file get the row that `row_beyond` returns, if given.
+
+    Raises ValueError for a box outside the tensor `name`, UserError if the file was truncated in the meantime,
+    StorageError if the store fails.
+    """
+    rows = stored.shape[0]
+    max_rows = rows if row_beyond is None else math.inf
+    check_box(name, (max_rows, *stored.shape[1:]), offsets, tuple(target.shape))
+    known = max(0, min(target.shape[0], rows - offsets[0]))
+    try:
+        copy_box(source, stored, offsets, target.narrow(0, 0, known))
+        if known < target.shape[0] and row_beyond is not None:
+            beyond = target.narrow(0, known, target.shape[0] - known)
+            beyond.copy_(row_beyond().narrow(0, offsets[1], target.shape[1]).expand_as(beyond))
+    except DamagedFileError as error:
+        raise UserError(f"{source.where}: {error}: copy or fetch the file again") from error
 
 
 def are_equal(

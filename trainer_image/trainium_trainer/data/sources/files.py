@@ -23,12 +23,12 @@ import multiprocessing
 import os
 import re
 import secrets
-import time
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
-from trainium_trainer.exits import StorageError, UnreadableError, UserError
+from trainium_trainer.exits import StorageError, TrainerError, UnreadableError, UserError
+from trainium_trainer.storage.protocol import Retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,8 +47,7 @@ _NOT_IN_FOLDERS = ".json"
 _MAX_LISTED = 3
 _log = logging.getLogger("trainium.data")
 
-_TRIES = 6
-_FIRST_PAUSE_SECONDS = 0.5
+_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 _S3_TIMEOUT_SECONDS = 30
 _LOCAL_BUFFER = 1 << 20
 _REMOTE_BUFFER = 8 << 20
@@ -137,24 +136,20 @@ class DataFile:
 
 def read_with_retries(what: str, action: Callable[[], T]) -> T:
     """Run a read, with retries while the store fails. Raises UserError or StorageError."""
-    pause = _FIRST_PAUSE_SECONDS
-    for attempt in range(1, _TRIES + 1):
-        try:
-            return action()
-        except OSError as error:
-            if not is_transient(error):
-                raise unreadable_error(what, error) from error
-            if attempt == _TRIES:
-                raise StorageError(
-                    f"data.source {what}: cannot be read after {_TRIES} tries ({describe_error(error)}): "
-                    "look at the storage, then start again"
-                ) from error
-            time.sleep(pause)
-            pause *= 2
-    raise AssertionError
+    return Retry(_PAUSES_SECONDS, is_retryable=_is_transient).run(action, what, _read_error)
 
 
-def is_transient(error: OSError) -> bool:
+def _read_error(error: OSError, what: str) -> TrainerError:
+    """Return the error for a read that failed for good."""
+    if not _is_transient(error):
+        return unreadable_error(what, error)
+    return StorageError(
+        f"data.source {what}: cannot be read after {len(_PAUSES_SECONDS) + 1} tries ({describe_error(error)}): "
+        "look at the storage, then start again"
+    )
+
+
+def _is_transient(error: OSError) -> bool:
     """Return whether an error is the fault of the store, not of the request."""
     if error.errno is not None:
         return error.errno not in _USER_ERRORS

@@ -207,6 +207,18 @@ def _document(file: Path) -> dict[str, Any]:
     return document
 
 
+@contextlib.contextmanager
+def open_models(models: ModelLocations, heartbeat: Callable[[], None] = lambda: None) -> Iterator[ModelFiles]:
+    """Yield the evaluated model with its adapter, of which remote ones are temporary copies.
+
+    `heartbeat` is called while copying. Raises UserError and StorageError.
+    """
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(local_folder(models.model, heartbeat))
+        adapter = stack.enter_context(local_folder(models.adapter, heartbeat)) if models.adapter is not None else None
+        yield open_model_files(path, adapter)
+
+
 _CHUNK = 16 << 20
 
 
