@@ -1,12 +1,11 @@
 import math
-from itertools import product
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.testing.suite.trials import trials
-from tests.unit.checkpoint.resume.test_agreement_law import STEPS, decide_plainly, rank_views
+from tests.unit.checkpoint.resume.test_agreement_law import rank_views
 from trainium_trainer.checkpoint.interfaces import Position
 from trainium_trainer.checkpoint.memory.layout import shard_name
 from trainium_trainer.checkpoint.resume.agreement import (
@@ -40,29 +39,6 @@ def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
     sharded = [view(rank, [], store="node", key=shard_name(rank, 4)) for rank in range(4)]
     assert snapshot_writers(sharded) == {0, 1, 2, 3}
     assert cleanup_ranks(sharded) == {0}
-
-
-def test_every_combination_of_two_shards_over_three_ranks_and_two_steps() -> None:
-    keys = (shard_name(0, 2), shard_name(1, 2))
-    options = [frozenset(), *(frozenset({record(s, k)}) for s in (1, 2) for k in keys)]
-    options.append(frozenset(record(s, k) for s in (1, 2) for k in keys))
-    for needs, held, durable in product(product(keys, repeat=3), product(options, repeat=3), ([], [1], [2])):
-        views = [view(r, held[r], key=needs[r]) for r in range(3)]
-        assert decide(views, durable) == decide_plainly(views, durable)
-
-
-@settings(max_examples=trials(50))
-@given(rank_views(), STEPS, st.randoms())
-def test_the_order_of_the_reports_does_not_matter(views: Any, durable: Any, random: Any) -> None:
-    shuffled = list(views)
-    random.shuffle(shuffled)
-    assert decide(views, durable) == decide(shuffled, durable)
-
-
-def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds() -> None:
-    decision = decide([view(0, [record(1)]), *(view(rank, []) for rank in range(1, 101))], [])
-    assert isinstance(decision, ResumeFromMemory)
-    assert len(decision.rounds) == 7
 
 
 def test_recorded_losses_do_not_distinguish_snapshots() -> None:
@@ -124,24 +100,6 @@ def inventory() -> SnapshotInventory:
     """Return the snapshots of ranks 0 and 1, which share a node, and of rank 2."""
     views = [RankView(rank, store, KEY, "layout") for rank, store in enumerate(("a", "a", "b"))]
     return SnapshotInventory(views, [[CLAIM], [], []])
-
-
-def test_one_of_the_ranks_that_share_a_store_reports_it() -> None:
-    assert [(view.store, set(view.records)) for view in inventory().views()] == [
-        ("a", {CLAIM}),
-        ("a", set()),
-        ("b", set()),
-    ]
-
-
-def test_ranks_that_share_a_store_without_capacity_are_planned_for_one_by_one() -> None:
-    snapshots = inventory()
-    snapshots.split([1, 2])
-    assert [(view.store, set(view.records)) for view in snapshots.views()] == [
-        ("a#0", {CLAIM}),
-        ("a#1", {CLAIM}),
-        ("b", set()),
-    ]
 
 
 def test_a_step_whose_exchange_failed_is_excluded_in_every_store() -> None:

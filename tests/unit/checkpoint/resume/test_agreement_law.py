@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -130,10 +131,13 @@ def report_records(views: list[RankView]) -> SnapshotInventory:
     )
 
 
-@settings(max_examples=trials(50))
-@given(rank_views(), STEPS)
-def test_the_decision_is_that_of_the_plain_rules(views: list[RankView], durable: list[int]) -> None:
-    assert decide(views, durable) == decide_plainly(views, durable)
+@settings(max_examples=trials(100))
+@given(rank_views(), STEPS, st.randoms())
+def test_the_decision_is_that_of_the_plain_rules_in_any_order_of_the_reports(
+    views: list[RankView], durable: list[int], random: Random
+) -> None:
+    shuffled = random.sample(views, len(views))
+    assert decide(shuffled, durable) == decide_plainly(views, durable)
 
 
 @settings(max_examples=trials(50))

@@ -164,6 +164,30 @@ def test_a_shape_written_as_a_file_is_read_back(tmp_path: Path, preset: ModelPre
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "lacks low_freq_factor, high_freq_factor, original_max_position_embeddings",
         ),
+        (
+            {"architectures": "absent", "model_type": "mistral", "attention_bias": True},
+            "attention_bias is True, but MistralForCausalLM has no",
+        ),
+        (
+            {"architectures": "absent", "model_type": "qwen3", "residual_multiplier": 0.5},
+            "residual_multiplier is 0.5, but Qwen3ForCausalLM has",
+        ),
+        (
+            {"architectures": "absent", "model_type": "qwen2", "no_rope_layers": [1, 0, 1, 1]},
+            "but Qwen2ForCausalLM has no such",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 2}},
+            "rope_scaling.beta_slow 2.0 must be less than beta_fast 1.0",
+        ),
+        (
+            {"architectures": "absent", "model_type": "olmo3", "layer_types": ["full_attention"]},
+            "layer_types describes 1 layers, but num_hidden_",
+        ),
+        (
+            {"rope_scaling": "absent", "rope_parameters": {"full_attention": {}, "sliding_attention": None}},
+            "rope_parameters differ by layer, which LlamaForCausalLM has not",
+        ),
         ({"num_attention_heads": 33}, "hidden_size 4096 is not divisible by num_attention_heads 33"),
         ({"num_key_value_heads": 5}, "model.numAttentionHeads is 32, which is not divisible by"),
     ],

@@ -14,10 +14,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the common name
 from transformers.modeling_outputs import CausalLMOutput
 
-from tests.testing.trainer.base_models import save_base
-from tests.unit.trainer.conftest import BASE_FIELDS, Job
+from tests.unit.trainer.conftest import Job
 from trainium_trainer.configuration.config import load
-from trainium_trainer.data.dataset import open_data
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # from transformers and peft
@@ -36,19 +34,6 @@ def _restore_determinism() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(deterministic)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
-    """Save a Hugging Face folder with a tokenizer that is trained on the text of all tests."""
-    folder = tmp_path_factory.mktemp("base")
-    save_base(folder, **BASE_FIELDS)
-    file = folder / "tokenizer.yaml"
-    source = {"source": str(text_file), "sequenceLength": 32, "tokenizer": {"vocabSize": 320}}
-    data = source | {"cacheDirectory": str(text_file.parent / "cache")}
-    file.write_text(yaml.safe_dump({"data": data}))
-    (folder / "tokenizer.json").write_bytes(open_data(load(file).data, 8).tokenizer.read_bytes())
-    return folder
 
 
 @pytest.mark.parametrize("row", ROWS)

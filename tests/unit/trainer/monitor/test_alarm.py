@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainium_trainer.monitor.stability import LEVEL_STEPS, Stability, StabilityRules, update_stability
+from tests.unit.trainer.monitor.test_stability import judge
+from trainium_trainer.monitor.stability import LEVEL_STEPS, StabilityRules
 
 CURVES: dict[str, list[list[float]]] = json.loads(
     gzip.decompress(Path(__file__).with_name("curves.json.gz").read_bytes())
@@ -24,29 +25,15 @@ def find_alarms(
     losses: Iterable[float], norms: Iterable[float] | None = None, rules: StabilityRules = RULES
 ) -> list[int]:
     """Return the steps, from 1, at which the alarm was raised."""
-    losses, state, alarm_steps = list(losses), Stability(), []
-    for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True), start=1):
-        verdict = update_stability(state, rules, loss=loss, gradient_norm=norm)
-        state = verdict.after
-        alarm_steps += [step] * verdict.alarm_raised
-    return alarm_steps
+    losses = list(losses)
+    updates = judge(norms or [1.0] * len(losses), rules, losses=losses)
+    return [step for step, update in enumerate(updates, start=1) if update.alarm_raised]
 
 
 def find_spikes(curve: list[list[float]]) -> list[int]:
     """Return the steps, from 1, at which a spike was reported."""
-    state, spike_steps = Stability(), []
-    for step, (loss, norm) in enumerate(curve, start=1):
-        verdict = update_stability(state, RULES, loss=loss, gradient_norm=norm)
-        state = verdict.after
-        spike_steps += [step] * verdict.spike_reported
-    return spike_steps
-
-
-def count_spikes(curve: list[list[float]]) -> int:
-    state = Stability()
-    for loss, norm in curve:
-        state = update_stability(state, RULES, loss=loss, gradient_norm=norm).after
-    return state.spikes
+    losses, norms = zip(*curve, strict=True)
+    return [step for step, update in enumerate(judge(norms, losses=losses), start=1) if update.spike_reported]
 
 
 def noisy_losses(level: Callable[[int], float], steps: int, *, seed: int = 1, scatter: float = 0.3) -> list[float]:
@@ -59,7 +46,7 @@ def test_an_ordinary_run_raises_no_alarm_and_reports_no_spike(name: str) -> None
     losses, norms = zip(*CURVES[name], strict=True)
     assert find_alarms(losses, norms, StabilityRules(alarm_ratio=1.2)) == []
     assert find_spikes(CURVES[name]) == []
-    assert count_spikes(CURVES[name]) <= 0.01 * len(losses)
+    assert judge(norms, losses=losses)[-1].after.spikes <= 0.01 * len(losses)
     assert max(norms) > 3 * min(norms), "the gradient norms vary"
 
 

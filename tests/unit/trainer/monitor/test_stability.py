@@ -41,12 +41,6 @@ def test_nothing_is_a_spike_before_there_are_twenty_steps() -> None:
     assert judgements[-1].bound == (0.5 * 19 + 100) / 20 + 0.1
 
 
-def test_a_spike_of_one_step_is_counted_and_is_over_at_the_next() -> None:
-    spike, back = judge([0.5] * 20 + [2.0, 0.5])[-2:]
-    assert (spike.after.spikes, spike.after.spike_steps, spike.spike_ended_after) == (1, 1, 0)
-    assert (back.after.spikes, back.after.spike_steps, back.spike_ended_after) == (1, 0, 1)
-
-
 def test_steps_of_a_long_spike_are_counted_until_the_norm_is_back() -> None:
     judgements = judge([0.5] * 20 + [2.0, 3.0, 4.0, 0.6, 0.6])
     assert [update.after.spike_steps for update in judgements[20:]] == [1, 2, 3, 0, 0]
