@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.models.shape import Activation
+from trainium_contract.models.shape import Activation, ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from trainium_contract.models.shape import ModelShape
 
     Config = Mapping[str, Any]
     """Validated fields of a `config.json`, those that it does not have with the family's defaults."""
@@ -22,6 +20,23 @@ if TYPE_CHECKING:
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Values of `layer_types`."""
 BIASES: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rope_theta", "max_positions", "norm_eps",
+)  # fmt: skip
+_TIED = "tied"
+
+
+def parse_presets(family: str, table: str, **traits: Any) -> dict[str, ModelShape]:
+    """Return the shapes of a table by name, all with these traits; a row has a name, `_SIZES`, and `tied` or `-`."""
+    shapes = {}
+    for name, *sizes, embeddings in map(str.split, table.strip().splitlines()):
+        values: dict[str, Any] = {
+            size: float(text) if size in ("rope_theta", "norm_eps") else int(text)
+            for size, text in zip(_SIZES, sizes, strict=True)
+        }
+        shapes[name] = ModelShape(family=family, tie_embeddings=embeddings == _TIED, **values, **traits)
+    return shapes
 
 
 def _none(_: Any) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.models.family import Family, bias_traits, window_fields, window_traits
+from trainium_contract.models.family import Family, bias_traits, parse_presets, window_fields, window_traits
 from trainium_contract.models.shape import (
     Activation,
     ModelShape,
@@ -27,37 +26,28 @@ _TRAITS: dict[str, Any] = {
     "query_key_norm": QueryKeyNorm.EACH_HEAD,
     "has_scaled_embedding": True,
 }
-_1B = ModelShape(
-    family="gemma3_text",
-    vocab_size=262_144,
-    hidden_size=1152,
-    intermediate_size=6912,
-    num_layers=26,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=256,
-    rope_theta=1_000_000.0,
-    max_positions=32_768,
-    norm_eps=1e-6,
-    tie_embeddings=True,
-    sliding_window=512,
-    windowed=(True, True, True, True, True, False),
-    windowed_rope=WindowedRope(theta=_WINDOWED_THETA),
-    attention_multiplier=256**-0.5,
-    **_TRAITS,
-)
-_4B = replace(
-    _1B,
-    vocab_size=262_208,
-    hidden_size=2560,
-    intermediate_size=10_240,
-    num_layers=34,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    max_positions=131_072,
-    sliding_window=1024,
-    rope_stretch=RopeStretch(kind=RopeScalingKind.LINEAR, factor=8.0),
-)
+_SMALL = """
+Gemma3-270M        262_144   640    2048  18   4   1  256  1_000_000   32_768  1e-6  tied
+Gemma3-1B          262_144  1152    6912  26   4   1  256  1_000_000   32_768  1e-6  tied
+"""
+_LARGE = """
+Gemma3-4B          262_208  2560  10_240  34   8   4  256  1_000_000  131_072  1e-6  tied
+Gemma3-12B         262_208  3840  15_360  48  16   8  256  1_000_000  131_072  1e-6  tied
+"""
+_LARGEST = """
+Gemma3-27B         262_208  5376  21_504  62  32  16  128  1_000_000  131_072  1e-6  tied
+"""
+_WINDOWS: dict[str, Any] = {
+    "windowed": (True, True, True, True, True, False),
+    "windowed_rope": WindowedRope(theta=_WINDOWED_THETA),
+}
+_STRETCH = RopeStretch(kind=RopeScalingKind.LINEAR, factor=8.0)
+
+
+def _parse(table: str, window: int, scalar: int, stretch: RopeStretch | None = None) -> dict[str, ModelShape]:
+    """Return presets with this window and `query_pre_attn_scalar`."""
+    sizes = {"sliding_window": window, "attention_multiplier": scalar**-0.5, "rope_stretch": stretch}
+    return parse_presets("gemma3_text", table, **sizes, **_WINDOWS, **_TRAITS)
 
 
 def _traits(config: Config) -> dict[str, Any]:
@@ -107,27 +97,5 @@ FAMILY = Family(
     },
     has_windowed_rope=True,
     fields=_fields,
-    presets={
-        "Gemma3-270M": replace(_1B, hidden_size=640, intermediate_size=2048, num_layers=18),
-        "Gemma3-1B": _1B,
-        "Gemma3-4B": _4B,
-        "Gemma3-12B": replace(
-            _4B,
-            hidden_size=3840,
-            intermediate_size=15_360,
-            num_layers=48,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-        ),
-        "Gemma3-27B": replace(
-            _4B,
-            hidden_size=5376,
-            intermediate_size=21_504,
-            num_layers=62,
-            num_attention_heads=32,
-            num_key_value_heads=16,
-            head_dim=128,
-            attention_multiplier=168**-0.5,
-        ),
-    },
+    presets=_parse(_SMALL, 512, 256) | _parse(_LARGE, 1024, 256, _STRETCH) | _parse(_LARGEST, 1024, 168, _STRETCH),
 )

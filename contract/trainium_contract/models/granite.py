@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from trainium_contract.models.family import BIASES, Family, bias_fields, bias_traits
-from trainium_contract.models.shape import ModelShape
+from trainium_contract.models.family import BIASES, Family, bias_fields, bias_traits, parse_presets
 
 _MULTIPLIERS = {
     "embedding_multiplier": "embedding_multiplier",
@@ -14,24 +11,9 @@ _MULTIPLIERS = {
     "logits_scaling": "logits_divisor",
 }
 """Fields of `config.json` and of the shape."""
-_GRANITE33_2B = ModelShape(
-    family="granite",
-    vocab_size=49_159,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_layers=40,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=64,
-    rope_theta=10_000_000.0,
-    max_positions=131_072,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-    embedding_multiplier=12.0,
-    attention_multiplier=0.015625,
-    residual_multiplier=0.22,
-    logits_divisor=8.0,
-)
+_2B = "Granite3.3-2B  49_159  2048  8192  40  32  8  64  10_000_000  131_072  1e-5  tied"
+_8B = "Granite3.3-8B  49_159  4096  12_800  40  32  8  128  10_000_000  131_072  1e-5  tied"
+_SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
 
 FAMILY = Family(
     model_type="granite",
@@ -40,14 +22,7 @@ FAMILY = Family(
     traits=lambda config: bias_traits(config) | {ours: config[theirs] for theirs, ours in _MULTIPLIERS.items()},
     fields=lambda shape: bias_fields(shape) | {theirs: getattr(shape, ours) for theirs, ours in _MULTIPLIERS.items()},
     presets={
-        "Granite3.3-2B": _GRANITE33_2B,
-        "Granite3.3-8B": replace(
-            _GRANITE33_2B,
-            hidden_size=4096,
-            intermediate_size=12_800,
-            head_dim=128,
-            attention_multiplier=0.0078125,
-            logits_divisor=16.0,
-        ),
+        **parse_presets("granite", _2B, attention_multiplier=1 / 64, logits_divisor=8.0, **_SCALES),
+        **parse_presets("granite", _8B, attention_multiplier=1 / 128, logits_divisor=16.0, **_SCALES),
     },
 )

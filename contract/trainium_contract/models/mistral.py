@@ -5,32 +5,21 @@ Ministral has the window in some layers. Ministral 3 has none; its queries grow 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.models.family import Family, window_fields, window_traits
-from trainium_contract.models.shape import ModelShape
+from trainium_contract.models.family import Family, parse_presets, window_fields, window_traits
 
 if TYPE_CHECKING:
     from trainium_contract.models.family import Config
 
 _DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
-_V01 = ModelShape(
-    family="mistral",
-    vocab_size=32_000,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    rope_theta=10_000.0,
-    max_positions=32_768,
-    norm_eps=1e-5,
-    tie_embeddings=False,
-    sliding_window=4096,
-)
-_V03 = replace(_V01, vocab_size=32_768, rope_theta=1_000_000.0, sliding_window=None)
+_V01 = """
+Mistral-7B-v0.1     32_000  4096  14_336  32  32  8  128      10_000   32_768  1e-5  -
+"""
+_V03 = """
+Mistral-7B-v0.3     32_768  4096  14_336  32  32  8  128   1_000_000   32_768  1e-5  -
+Mistral-Nemo-12B   131_072  5120  14_336  40  32  8  128   1_000_000  131_072  1e-5  -
+"""
 
 
 def _ministral3_traits(config: Config) -> dict[str, Any]:
@@ -44,11 +33,7 @@ FAMILY = Family(
     defaults=_DEFAULTS,
     traits=lambda config: {"sliding_window": config["sliding_window"]},
     fields=lambda shape: {"sliding_window": shape.sliding_window},
-    presets={
-        "Mistral-7B-v0.1": _V01,
-        "Mistral-7B-v0.3": _V03,
-        "Mistral-Nemo-12B": replace(_V03, vocab_size=131_072, hidden_size=5120, num_layers=40, max_positions=131_072),
-    },
+    presets=parse_presets("mistral", _V01, sliding_window=4096) | parse_presets("mistral", _V03),
 )
 MINISTRAL = Family(
     model_type="ministral",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainium_contract.models.family import Family, bias_traits, window_fields, window_traits
+from trainium_contract.models.family import Family, bias_traits, parse_presets, window_fields, window_traits
 from trainium_contract.models.shape import (
-    ModelShape,
     NormPlacement,
     QueryKeyNorm,
     RopeScalingKind,
@@ -18,55 +16,34 @@ from trainium_contract.models.shape import (
 if TYPE_CHECKING:
     from trainium_contract.models.family import Config
 
-_TRAITS = {"norm_placement": NormPlacement.OUTPUTS, "query_key_norm": QueryKeyNorm.ALL_HEADS}
+_TRAITS: dict[str, Any] = {"norm_placement": NormPlacement.OUTPUTS, "query_key_norm": QueryKeyNorm.ALL_HEADS}
 _DEFAULTS = {"attention_bias": False, "rms_norm_eps": 1e-5}
 _PATTERN = (True, True, True, False)
 """Which layers of OLMo 3 have a window."""
-_OLMO2_7B = ModelShape(
-    family="olmo2",
-    vocab_size=100_352,
-    hidden_size=4096,
-    intermediate_size=11_008,
-    num_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=128,
-    rope_theta=500_000.0,
-    max_positions=4096,
-    norm_eps=1e-6,
-    tie_embeddings=False,
-    norm_placement=NormPlacement.OUTPUTS,
-    query_key_norm=QueryKeyNorm.ALL_HEADS,
+_PRESETS2 = """
+OLMo2-1B           100_352  2048    8192  16  16  16  128  500_000    4096  1e-6  -
+OLMo2-7B           100_352  4096  11_008  32  32  32  128  500_000    4096  1e-6  -
+OLMo2-13B          100_352  5120  13_824  40  40  40  128  500_000    4096  1e-6  -
+OLMo2-32B          100_352  5120  27_648  64  40   8  128  500_000    4096  1e-6  -
+"""
+_PRESETS3 = """
+OLMo3-7B           100_278  4096  11_008  32  32  32  128  500_000  65_536  1e-6  -
+OLMo3-32B          100_278  5120  27_648  64  40   8  128  500_000  65_536  1e-6  -
+"""
+_STRETCH = RopeStretch(
+    kind=RopeScalingKind.YARN,
+    factor=8.0,
+    original_max_positions=8192,
+    fast_turns=32.0,
+    slow_turns=1.0,
+    attention_factor=1.2079441541679836,
 )
-_OLMO2_32B = replace(
-    _OLMO2_7B,
-    hidden_size=5120,
-    intermediate_size=27_648,
-    num_layers=64,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-)
-
-
-def _olmo3(shape: ModelShape) -> ModelShape:
-    """Return the OLMo 3 with the sizes of an OLMo 2."""
-    return replace(
-        shape,
-        family="olmo3",
-        vocab_size=100_278,
-        max_positions=65_536,
-        sliding_window=4096,
-        windowed=_PATTERN,
-        windowed_rope=WindowedRope(),
-        rope_stretch=RopeStretch(
-            kind=RopeScalingKind.YARN,
-            factor=8.0,
-            original_max_positions=8192,
-            fast_turns=32.0,
-            slow_turns=1.0,
-            attention_factor=1.2079441541679836,
-        ),
-    )
+_WINDOWS: dict[str, Any] = {
+    "sliding_window": 4096,
+    "windowed": _PATTERN,
+    "windowed_rope": WindowedRope(),
+    "rope_stretch": _STRETCH,
+}
 
 
 def _olmo3_traits(config: Config) -> dict[str, Any]:
@@ -81,26 +58,7 @@ OLMO2 = Family(
     defaults=_DEFAULTS,
     traits=lambda config: _TRAITS | bias_traits(config),
     fields=lambda shape: {"attention_bias": shape.attention_bias},
-    presets={
-        "OLMo2-1B": replace(
-            _OLMO2_7B,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_layers=16,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-        ),
-        "OLMo2-7B": _OLMO2_7B,
-        "OLMo2-13B": replace(
-            _OLMO2_7B,
-            hidden_size=5120,
-            intermediate_size=13_824,
-            num_layers=40,
-            num_attention_heads=40,
-            num_key_value_heads=40,
-        ),
-        "OLMo2-32B": _OLMO2_32B,
-    },
+    presets=parse_presets("olmo2", _PRESETS2, **_TRAITS),
 )
 OLMO3 = Family(
     model_type="olmo3",
@@ -109,5 +67,5 @@ OLMO3 = Family(
     traits=_olmo3_traits,
     has_windowed_rope=True,
     fields=lambda shape: {"attention_bias": shape.attention_bias} | window_fields(shape),
-    presets={"OLMo3-7B": _olmo3(_OLMO2_7B), "OLMo3-32B": _olmo3(_OLMO2_32B)},
+    presets=parse_presets("olmo3", _PRESETS3, **_TRAITS, **_WINDOWS),
 )

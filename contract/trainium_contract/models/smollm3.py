@@ -9,14 +9,18 @@ from trainium_contract.models.family import (
     Family,
     bias_fields,
     bias_traits,
+    parse_presets,
     shortest_pattern,
     window_fields,
     window_traits,
 )
-from trainium_contract.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from trainium_contract.models.family import Config
+    from trainium_contract.models.shape import ModelShape
+
+
+_SMOLLM3 = "SmolLM3-3B  128_256  2048  11_008  36  16  4  128  5_000_000  65_536  1e-6  tied"
 
 
 def _traits(config: Config) -> dict[str, Any]:
@@ -51,21 +55,5 @@ FAMILY = Family(
     },
     traits=_traits,
     fields=_fields,
-    presets={
-        "SmolLM3-3B": ModelShape(
-            family="smollm3",
-            vocab_size=128_256,
-            hidden_size=2048,
-            intermediate_size=11_008,
-            num_layers=36,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            head_dim=128,
-            rope_theta=5_000_000.0,
-            max_positions=65_536,
-            norm_eps=1e-6,
-            tie_embeddings=True,
-            rotated=(True, True, True, False),
-        )
-    },
+    presets=parse_presets("smollm3", _SMOLLM3, rotated=(True, True, True, False)),
 )
