@@ -32,6 +32,8 @@ UNUSED_PARTS = (
     "_curses*.so", "readline*.so", "pip", "setuptools", "wheel", "pip-*", "setuptools-*", "wheel-*", "*.pth",
 )  # fmt: skip
 """Parts of the standard library and of site-packages that the agent does not import."""
+UNUSED_CONTRACT = ("api_server", "definition", "pages", "views")
+"""Packages of the contract that it does not import either (an import rule in pyproject.toml)."""
 _LIBRARY_PATH = re.compile(r"(?:=>\s*)?(/\S+) \(0x")
 
 
@@ -52,6 +54,8 @@ def main(folder: Path, site: Path) -> None:
     shutil.copytree(stdlib, library, ignore=ignored)
     # Not in a folder site-packages, which Debian's Python does not search.
     shutil.copytree(site, library, ignore=ignored, dirs_exist_ok=True)
+    for name in UNUSED_CONTRACT:
+        shutil.rmtree(library / "trainium_contract" / name, ignore_errors=True)
     worker = library / "trainium_worker"
     if worker.exists():
         shutil.copytree(worker, folder / "site" / "trainium_worker")

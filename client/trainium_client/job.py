@@ -201,7 +201,7 @@ class TrainingJob:
 
     def _repr_html_(self) -> str:
         """Render the job for a notebook."""
-        from trainium_contract.pages.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
+        from trainium_client.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
 
         return cell_html(self.status())
 

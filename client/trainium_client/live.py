@@ -38,7 +38,7 @@ class NotebookDisplay:
 
     def show(self, view: JobView, curve: Sequence[CurvePoint]) -> None:
         """Implement Display."""
-        from trainium_contract.pages.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
+        from trainium_client.notebook import cell_html  # noqa: PLC0415 - only notebooks need it
 
         content = {"text/html": cell_html(view, curve), "text/plain": _format_line(view)}
         if self._handle is None:

@@ -13,7 +13,7 @@ from trainium_devcluster.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainium_contract.api_server.client import ApiClient
+    from trainium_devcluster.api_client import ApiClient
     from trainium_devcluster.state import ClusterPaths
 
 _READY_SECONDS = 60.0

@@ -17,7 +17,6 @@ _HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\}|\{(\w+):-([^}$`]*)\})")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=", re.ASCII)
 _OPERATOR = re.compile(r"\d*>>?&?\d*|\d*<+|&>>?|&&|\|\||[;|&()]")
-_SEPARATORS = frozenset({";", "&&", "||", "&", "\n"})
 
 
 @dataclass(frozen=True, slots=True)

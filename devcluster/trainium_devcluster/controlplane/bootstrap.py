@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainium_contract.api_server.client import ApiClient
+    from trainium_devcluster.api_client import ApiClient
 
 STORAGE_CLASS = "standard"
 PROVISIONER = "trainium.dev/process-node"

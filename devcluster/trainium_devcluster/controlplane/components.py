@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from kubernetes.client import Configuration
 
-from trainium_contract.api_server.client import ApiClient
 from trainium_contract.api_server.errors import ApiError
 from trainium_contract.api_server.kubeconfig import Access
+from trainium_devcluster.api_client import ApiClient
 from trainium_devcluster.controlplane.certificates import Authority, KeyPair, signing_pair, write_private
 from trainium_devcluster.errors import ClusterError
 

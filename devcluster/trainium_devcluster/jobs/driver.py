@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from trainium_contract.api_server.client import ApiClient
+    from trainium_devcluster.api_client import ApiClient
 
 Json = dict[str, Any]
 T = TypeVar("T")

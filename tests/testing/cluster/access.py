@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.testing.cluster.api_reader import path_of
 from tests.testing.suite.timeouts import scaled
-from trainium_contract.api_server.client import ApiClient
 from trainium_contract.api_server.errors import ApiError
 from trainium_contract.api_server.kubeconfig import find_access
+from trainium_devcluster.api_client import ApiClient
 from trainium_devcluster.cluster import Cluster
 
 ROOT = Path(__file__).parents[3]

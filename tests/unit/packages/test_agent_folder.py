@@ -87,6 +87,9 @@ def test_a_moved_folder_imports_only_its_own_modules(image: Path, tmp_path: Path
     assert [file for file in files if not file.startswith(f"{moved}/")] == []
     sources = [file for file in files if file.endswith(".py")]
     assert len(sources) > 100
+    kept = {path.name for path in moved.rglob("trainium_contract/*")}
+    assert "wire" in kept
+    assert not {"api_server", "definition", "pages", "views"} & kept, "the agent has neither pages nor a client"
     assert [file for file in sources if not Path(importlib.util.cache_from_source(file)).exists()] == []
 
 
