@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
@@ -25,6 +26,9 @@ from trainium_contract.faults.responses import (
     STOP,
     Responses,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class SignKind(StrEnum):
@@ -126,26 +130,15 @@ def _uncorrectable_error(error: str, sentence: str) -> Sign:
     return _line(name, name, Cause.DEVICE, sentence, decisive=True)
 
 
-def _pod(reason: str, cause: Cause) -> Sign:
-    return Sign(SignKind.POD_REASON, reason, cause)
+def _rows(kind: SignKind, keys_by_cause: Mapping[Cause, str]) -> tuple[Sign, ...]:
+    """Return a row for each of the keys of a cause, in their order."""
+    return tuple(Sign(kind, key, cause) for cause, keys in keys_by_cause.items() for key in keys.split())
 
 
 def _eviction(message: str, cause: Cause, sentence: str = "") -> Sign:
     """Return the row of a message; `…` in it stands for any text."""
     pattern = re.compile(".*".join(map(re.escape, message.split("…"))))
     return Sign(SignKind.EVICTION, message, cause, sentence, pattern=pattern)
-
-
-def _condition(kind: str, cause: Cause, reason: str = "*") -> Sign:
-    return Sign(SignKind.CONDITION, kind, cause, value=reason)
-
-
-def _taint(key: str, cause: Cause) -> Sign:
-    return Sign(SignKind.TAINT, key, cause)
-
-
-def _label(key: str, value: str, cause: Cause) -> Sign:
-    return Sign(SignKind.LABEL, key, cause, value=value)
 
 
 EXIT_CODES = (
@@ -337,27 +330,17 @@ KERNEL_LINES = (
 )
 """The first that matches counts; the most specific first."""
 
-POD_REASONS = (
-    _pod("OOMKilled", Cause.OUT_OF_MEMORY),
-    _pod("StartError", Cause.USER_ERROR),
-    _pod("ContainerCannotRun", Cause.USER_ERROR),
-    _pod("Evicted", Cause.PREEMPTED),
-    _pod("Preempting", Cause.PREEMPTED),
-    _pod("TerminationByKubelet", Cause.PREEMPTED),
-    _pod("DeletionByTaintManager", Cause.PREEMPTED),
-    _pod("EvictionByEvictionAPI", Cause.PREEMPTED),
-    _pod("PreemptionByScheduler", Cause.PREEMPTED),
-    _pod("NodeLost", Cause.NODE_LOST),
-    _pod("NodeShutdown", Cause.NODE_LOST),
-    _pod("Shutdown", Cause.NODE_LOST),
-    _pod("ContainerStatusUnknown", Cause.NODE_LOST),
-    _pod("Unknown", Cause.NODE_LOST),
-    _pod("DeletionByPodGC", Cause.NODE_LOST),
-    _pod("NodeAffinity", Cause.CAPACITY),
-    _pod("NodeName", Cause.CAPACITY),
-    _pod("OutOf*", Cause.CAPACITY),  # OutOfcpu, OutOfaws.amazon.com/neuron
-    _pod("UnexpectedAdmissionError", Cause.CAPACITY),
-    _pod("TopologyAffinityError", Cause.CAPACITY),
+POD_REASONS = _rows(
+    SignKind.POD_REASON,
+    {
+        Cause.OUT_OF_MEMORY: "OOMKilled",
+        Cause.USER_ERROR: "StartError ContainerCannotRun",
+        Cause.PREEMPTED: "Evicted Preempting TerminationByKubelet DeletionByTaintManager EvictionByEvictionAPI "
+        "PreemptionByScheduler",
+        Cause.NODE_LOST: "NodeLost NodeShutdown Shutdown ContainerStatusUnknown Unknown DeletionByPodGC",
+        # OutOfcpu, OutOfaws.amazon.com/neuron
+        Cause.CAPACITY: "NodeAffinity NodeName OutOf* UnexpectedAdmissionError TopologyAffinityError",
+    },
 )
 
 EVICTIONS = (
@@ -370,53 +353,42 @@ EVICTIONS = (
 """Messages of pods with the reason Evicted; with any other message the pod was preempted."""
 
 CONDITIONS = (
-    _condition("Ready", Cause.HOST, reason="KubeletNotReady"),
-    _condition("Ready", Cause.NODE_LOST),
-    _condition("NeuronHealth", Cause.DEVICE),
-    _condition("AcceleratedHardwareReady", Cause.DEVICE),
-    _condition("NetworkingReady", Cause.NETWORK),
-    _condition("NetworkUnavailable", Cause.NETWORK),
-    _condition("KernelReady", Cause.HOST),
-    _condition("StorageReady", Cause.HOST),
-    _condition("ContainerRuntimeReady", Cause.HOST),
-    _condition("KernelDeadlock", Cause.HOST),
-    _condition("ReadonlyFilesystem", Cause.HOST),
-    _condition("FrequentKubeletRestart", Cause.HOST),
-    _condition("FrequentContainerdRestart", Cause.HOST),
-    _condition("MemoryPressure", Cause.HOST),
-    _condition("DiskPressure", Cause.HOST),
-    _condition("PIDPressure", Cause.HOST),
+    Sign(SignKind.CONDITION, "Ready", Cause.HOST, value="KubeletNotReady"),
+    *_rows(
+        SignKind.CONDITION,
+        {
+            Cause.NODE_LOST: "Ready",
+            Cause.DEVICE: "NeuronHealth AcceleratedHardwareReady",
+            Cause.NETWORK: "NetworkingReady NetworkUnavailable",
+            Cause.HOST: "KernelReady StorageReady ContainerRuntimeReady KernelDeadlock ReadonlyFilesystem "
+            "FrequentKubeletRestart FrequentContainerdRestart MemoryPressure DiskPressure PIDPressure",
+        },
+    ),
 )
 
-TAINTS = (
-    _taint("node.kubernetes.io/not-ready", Cause.NODE_LOST),
-    _taint("node.kubernetes.io/unreachable", Cause.NODE_LOST),
-    _taint("node.kubernetes.io/out-of-service", Cause.NODE_LOST),
-    _taint("node.cloudprovider.kubernetes.io/shutdown", Cause.NODE_LOST),
-    _taint("node.kubernetes.io/network-unavailable", Cause.NETWORK),
-    _taint("node.kubernetes.io/memory-pressure", Cause.HOST),
-    _taint("node.kubernetes.io/disk-pressure", Cause.HOST),
-    _taint("node.kubernetes.io/pid-pressure", Cause.HOST),
-    _taint("sagemaker.amazonaws.com/node-health-status", Cause.HOST),
-    _taint("karpenter.sh/disrupted", Cause.PREEMPTED),
-    _taint("karpenter.sh/disruption", Cause.PREEMPTED),
-    _taint("aws-node-termination-handler/*", Cause.PREEMPTED),  # spot-itn, scheduled-maintenance, ...
-    _taint("ToBeDeletedByClusterAutoscaler", Cause.PREEMPTED),
+TAINTS = _rows(
+    SignKind.TAINT,
+    {
+        Cause.NODE_LOST: "node.kubernetes.io/not-ready node.kubernetes.io/unreachable "
+        "node.kubernetes.io/out-of-service node.cloudprovider.kubernetes.io/shutdown",
+        Cause.NETWORK: "node.kubernetes.io/network-unavailable",
+        Cause.HOST: "node.kubernetes.io/memory-pressure node.kubernetes.io/disk-pressure "
+        "node.kubernetes.io/pid-pressure sagemaker.amazonaws.com/node-health-status",
+        # aws-node-termination-handler/spot-itn, /scheduled-maintenance, ...
+        Cause.PREEMPTED: "karpenter.sh/disrupted karpenter.sh/disruption aws-node-termination-handler/* "
+        "ToBeDeletedByClusterAutoscaler",
+    },
 )
 
+_NODE_HEALTH = "sagemaker.amazonaws.com/node-health-status"
 LABELS = (
-    _label("sagemaker.amazonaws.com/node-health-status", "UnschedulablePendingReboot", Cause.DEVICE_REPAIRABLE),
-    _label("sagemaker.amazonaws.com/node-health-status", "UnschedulablePendingReplacement", Cause.DEVICE),
+    Sign(SignKind.LABEL, _NODE_HEALTH, Cause.DEVICE_REPAIRABLE, value="UnschedulablePendingReboot"),
+    Sign(SignKind.LABEL, _NODE_HEALTH, Cause.DEVICE, value="UnschedulablePendingReplacement"),
 )
 
-DISRUPTIONS = (Sign(SignKind.DISRUPTION, "DeletionByDeviceTaintManager", Cause.DEVICE_TAINTED),)
-
-DEVICE_TAINTS = (
-    Sign(SignKind.DEVICE_TAINT, "NoExecute", Cause.DEVICE_TAINTED),
-    Sign(SignKind.DEVICE_TAINT, "NoSchedule", Cause.DEVICE_TAINTED),
-)
-
-CLAIM_HEALTH = (Sign(SignKind.CLAIM_HEALTH, "Unhealthy", Cause.DEVICE),)
+DISRUPTIONS = _rows(SignKind.DISRUPTION, {Cause.DEVICE_TAINTED: "DeletionByDeviceTaintManager"})
+DEVICE_TAINTS = _rows(SignKind.DEVICE_TAINT, {Cause.DEVICE_TAINTED: "NoExecute NoSchedule"})
+CLAIM_HEALTH = _rows(SignKind.CLAIM_HEALTH, {Cause.DEVICE: "Unhealthy"})
 
 SILENCE = Sign(SignKind.SILENCE, "no heartbeats, and other evidence that the worker failed", Cause.NODE_LOST)
 
