@@ -4,8 +4,8 @@
 COMMAND installs JobSet's definition and runs its controller in the foreground, with KUBECONFIG set; without it JobSet
 is left out.
 
-`--program all --resume --document` runs the programs of `programs.py` instead, without those that report.json of an
-earlier run has, and writes their table into docs/program-runs.md.
+`--program all --resume --document` runs the programs of `programs.py` instead, without those that an earlier run ended
+without a problem, and writes their table into docs/program-runs.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def compare(
     seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 1,
     only: Annotated[list[str] | None, typer.Option(help="Launchers: trainingjob, jobset, torchrun.")] = None,
     program: Annotated[list[str] | None, typer.Option(help=f"Run {', '.join(PROGRAMS)} or `all` instead.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the programs that report.json has.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the programs that report.json has without a problem.")
+    ] = False,
     record: Annotated[bool, typer.Option("--document", help="Write the table of docs/program-runs.md.")] = False,
     out: Out = Path("out/program_recovery"),
     name: Name = None,
@@ -58,7 +60,8 @@ def compare(
     """Compare the recovery of one script of TRL under several launchers."""
     names = only or ["trainingjob", *(["jobset"] if jobset else []), "torchrun"]
     run = partial(_run_random, count=random_faults, seed=seed) if random_faults else partial(_run_all, names=names)
-    kept = read_report(out / "report.json") if program and resume else {}
+    earlier = read_report(out / "report.json") if program and resume else {}
+    kept = {key: cost for key, cost in earlier.items() if not cost.problem}
     if program:
         names = [key for key in (PROGRAMS if program == ["all"] else program) if key not in kept]
         run = partial(_run_programs, names=names, runs=kept)

@@ -114,7 +114,7 @@ def train_torchtitan(arguments: list[str]) -> None:
     first = 2 + 500  # after the padding, the end and other entries of the vocabulary
 
     def train_and_record(self: Any) -> None:
-        report_to_agent(self)
+        report_to_agent(self, memory=True)
         train(self)
         recorder.end_training()
 

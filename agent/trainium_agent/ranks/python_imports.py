@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 _DEVICE_LIBRARIES = frozenset(
-    ("deepspeed", "jax", "jax_neuronx", "jaxlib", "libneuronxla", "nkipy", "tensorflow", "torch_neuronx", "torch_xla")
-)
+    (
+        "deepspeed", "jax", "jax_neuronx", "jaxlib", "libneuronxla", "nkipy", "tensorflow", "torch_neuronx",
+        "torch_xla", "torchtitan",
+    )
+)  # fmt: skip
+"""Libraries of devices, and torchtitan, which asks torch for the device when it is imported (`tools/utils.py`)."""
 _MAX_FILES = 256
 _MAX_FILE_BYTES = 1 << 20
 MAX_NAMES = 8192

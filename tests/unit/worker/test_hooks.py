@@ -1,6 +1,8 @@
 """Report from the loops of other libraries, with the real libraries where they are installed."""
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +192,61 @@ def test_torchtitans_trainer_reports_and_saves_a_checkpoint(record: Path) -> Non
     assert (stopped.value.code, trainer.saves, trainer.closed) == (75, [(7, False)], True)
     assert (progress(record).step, progress(record).figures["loss"]) == (7, 1.0 / 6)
     assert trainer.logged == [(2, 0.5), (4, 0.25), (6, 1.0 / 6)]
+
+
+class TorchtitanStates(TorchtitanTrainer):
+    """Trains a weight, and has the states of torchtitan's checkpointer, whose names it uses."""
+
+    def __init__(self, steps: int, folder: Path) -> None:
+        super().__init__(steps)
+        self.folder = str(folder)
+        self.model = torch.nn.Linear(1, 1)
+        self.states = {"model": SimpleNamespace(load_state_dict=partial(self.model.load_state_dict, strict=False))}
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+    def _flattened_model_states_sd(self) -> dict[str, Any]:
+        return {**self.model.state_dict(), "train_state": self}
+
+    def _states_to_load(self, *, model_only: bool) -> dict[str, Any]:
+        assert not model_only
+        return self._flattened_model_states_sd()
+
+    def maybe_wait_for_staging(self) -> None:
+        pass
+
+    def resume(self, last: int, fails_at: int = 0) -> float:
+        self.checkpointer.load(step=-1)
+        for step in range(self.step + 1, last + 1):
+            if step == fails_at:
+                raise RuntimeError("killed")
+            self.maybe_wait_for_staging()
+            self.step = step
+            with torch.no_grad():
+                self.model.weight.fill_(step * 10.0)
+            self.checkpointer.save(step, last_step=step == self.steps)
+        return self.model.weight.item()
+
+
+@pytest.mark.filterwarnings("default:torch.distributed is disabled")  # one process
+def test_torchtitans_trainer_resumes_from_memory(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINIUM_MEMORY_DIR", str(tmp_path / "node"))
+    for attempt, fails_at in enumerate((6, 0)):
+        monkeypatch.setenv("TRAINIUM_ATTEMPT", str(attempt))
+        monkeypatch.setattr("trainium_worker.dcp.session._sessions", {})  # of another process
+        trainer = TorchtitanStates(100, tmp_path / "checkpoint")
+        report_to_agent(trainer, memory=True)
+        if fails_at:
+            with pytest.raises(RuntimeError, match="killed"):
+                trainer.resume(10, fails_at)
+            assert trainer.saves == [], "nothing is on storage"
+        else:
+            assert trainer.resume(5) == 50.0, "no step is computed again"
 
 
 def test_the_rewards_that_a_trainer_of_trl_logs_are_figures() -> None:

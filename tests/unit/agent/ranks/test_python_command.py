@@ -166,6 +166,25 @@ def test_what_the_last_start_imported_is_imported_once(tmp_path: Path, monkeypat
     assert program.has_new
 
 
+def test_a_library_that_looks_for_a_device_when_it_is_imported_is_left_to_the_ranks(tmp_path: Path) -> None:
+    site = tmp_path / "site-packages"
+    (site / "torchtitan").mkdir(parents=True)
+    (site / "torchtitan" / "trainer.py").write_text("import no_device_before_the_fork\n")
+    (site / "beside.py").touch()
+    (tmp_path / "train.py").write_text("from torchtitan.trainer import Trainer\nimport beside\n")
+    code = "import sys; from trainium_agent.ranks.python_imports import ImportRecorder, ProgramImports\n"
+    code += (
+        "recorder = ImportRecorder('record'); recorder.find_spec('torchtitan.tools'); recorder.find_spec('beside')\n"
+    )
+    code += "ProgramImports(['train.py'], '.', 'record').import_new()\n"
+    code += "print(sorted({'torchtitan', 'beside'} & {*sys.modules}), open('record').read().split())"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['beside'] ['beside']\n"
+
+
 def test_a_module_that_leaves_a_thread_is_named(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = program / "site-packages"
     site.mkdir()
