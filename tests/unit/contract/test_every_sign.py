@@ -59,8 +59,8 @@ from trainium_operator.plan.faults.node_signals import (
     find_node_problems,
 )
 from trainium_operator.plan.features.dra.claims import find_health_problem, find_taint_problem
+from trainium_operator.plan.model.devices import DeviceTaint
 from trainium_operator.plan.model.observed import (
-    DeviceTaint,
     NodeCondition,
     NodeReadiness,
     NodeView,

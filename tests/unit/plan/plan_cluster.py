@@ -14,7 +14,7 @@ from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Interruption, Rung
 from trainium_operator.cluster.cache.views import pod_view
-from trainium_operator.plan.model import actions, names, observed
+from trainium_operator.plan.model import actions, devices, names, observed
 from trainium_operator.plan.plan import plan
 from trainium_operator.plan.view.size import SizeDecision, decide_size
 
@@ -36,7 +36,7 @@ class FakeCluster(FaultyDataPlane):
         self.children: dict[str, str] = {}
         self.operator_since = self.now
         self.fleet = observed.FleetView()
-        self.device_taints: dict[str, observed.DeviceTaint] = {}
+        self.device_taints: dict[str, devices.DeviceTaint] = {}
         """By pod uid, of a device that it holds."""
         self.requeue_at: float | None = None
         self.dirty = True
@@ -121,7 +121,7 @@ class FakeCluster(FaultyDataPlane):
             fleet=self.fleet,
             nodes_wanted_by_gangs=self.nodes_wanted_by_gangs,
             policies_listed=True,
-            devices=observed.DevicesView(taints={uid: (taint,) for uid, taint in self.device_taints.items()}),
+            devices=devices.DevicesView(taints={uid: (taint,) for uid, taint in self.device_taints.items()}),
         )
 
     def reconcile(self, crash_after: int | None = None) -> actions.Plan | None:
@@ -232,7 +232,7 @@ class FakeCluster(FaultyDataPlane):
         pod = self.pods.get(name)
         if pod is None or not pod.view.node:
             return False
-        self.device_taints[pod.view.uid] = observed.DeviceTaint(f"{pod.view.node}/d3", "neuron.aws.com/x", effect)
+        self.device_taints[pod.view.uid] = devices.DeviceTaint(f"{pod.view.node}/d3", "neuron.aws.com/x", effect)
         if evicts and effect == "NoExecute":
             pod.view = replace(pod.view, disrupted=True, disruption="DeletionByDeviceTaintManager")
             self._delete(name, pod.view.uid, None)

@@ -16,8 +16,8 @@ from trainium_contract.faults.classify import find_claim_health_cause
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.spec.claim import DRIVER
 from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_text
+from trainium_operator.plan.model.devices import DeviceTaint
 from trainium_operator.plan.model.names import CLAIM
-from trainium_operator.plan.model.observed import DeviceTaint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -18,7 +18,8 @@ from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.namespaces import EVERYWHERE, Namespaces
 from trainium_operator.cluster.cache.optional_api import OptionalApi
 from trainium_operator.cluster.cache.reflector import Reflector
-from trainium_operator.plan.model.observed import ApiState, DevicesView, JobView, PodView
+from trainium_operator.plan.model.devices import DevicesView
+from trainium_operator.plan.model.observed import ApiState, JobView, PodView
 
 if TYPE_CHECKING:
     from collections.abc import Callable

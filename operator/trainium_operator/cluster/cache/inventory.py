@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trainium_operator.cluster.cache.device_views import ClaimView, SliceView
     from trainium_operator.cluster.cache.store import Entry, IndexedCache, Key
-    from trainium_operator.plan.model.observed import DeviceTaint
+    from trainium_operator.plan.model.devices import DeviceTaint
 
 Device = tuple[str, str]
 """(pool, device)."""

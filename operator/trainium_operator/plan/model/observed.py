@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
     from trainium_contract.wire.messages import HeartbeatRequest, Membership, RegisterRequest, RoleEndpoints
+    from trainium_operator.plan.model.devices import DevicesView
     from trainium_operator.plan.model.quota import QuotaView
 
 
@@ -45,33 +46,6 @@ class ApiState(StrEnum):
     READING = "Reading"
     """Its objects have not been read yet."""
     READY = "Ready"
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTaint:
-    """One taint of a device that a worker holds."""
-
-    device: str
-    """`pool/device`."""
-    key: str
-    effect: str
-    value: str = ""
-    since: float | None = None
-    """When it was added (Unix seconds, by the API server's clock); None if unknown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicesView:
-    """The devices of one job."""
-
-    templates: Mapping[str, str] = field(default_factory=dict)
-    """Name -> uid of each template that the job controls."""
-    taints: Mapping[str, tuple[DeviceTaint, ...]] = field(default_factory=dict)
-    """By pod uid: taints of the devices that its claim holds."""
-    free_nodes: tuple[str, ...] = ()
-    """Nodes with as many free devices as a worker claims: published by the driver, untainted, allocated to nobody."""
-    nodes: int = 0
-    """Nodes with such devices, free or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

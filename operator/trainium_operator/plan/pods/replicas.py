@@ -290,13 +290,11 @@ def _create_pods(
     status = status.replaced(next_pod_ordinal=ordinals.stop)
     avoided = AvoidedNodes(required=list_forbidden_nodes(facts, status), preferred=status.avoided_nodes)
     manifests = build_worker_pods(facts.job, facts.settings, ordinals, avoided, extras=extras)
-    for feature in facts.features:
-        manifests = feature.place_pods(facts, manifests)
     manifests = [{**pod, "spec": with_affinity(pod["spec"], facts.job, facts.settings)} for pod in manifests]
     manifests = _with_units(facts, manifests, ordinals, completed)
     actions: tuple[Action, ...] = ()
     for feature in facts.features:
-        applied_actions, manifests = feature.group_pods(facts, status, manifests)
+        applied_actions, manifests = feature.place_pods(facts, status, manifests)
         actions += applied_actions
     return PolicyResult(status=status, actions=(*actions, *map(CreatePod, manifests)))
 

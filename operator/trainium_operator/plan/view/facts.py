@@ -218,11 +218,10 @@ class Feature:
     """Return the new pods of a pod set of `list_pod_sets`, where the queue admitted them."""
     describe_capacity: Callable[[Facts], str] = lambda _facts: ""
     """Return a sentence for pods that cannot be scheduled."""
-    place_pods: Callable[[Facts, list[Json]], list[Json]] = lambda _facts, manifests: manifests
-    group_pods: Callable[[Facts, PublicStatus, list[Json]], tuple[tuple[Action, ...], list[Json]]] = (
+    place_pods: Callable[[Facts, PublicStatus, list[Json]], tuple[tuple[Action, ...], list[Json]]] = (
         lambda _facts, _status, manifests: ((), manifests)
     )
-    """Return the objects to apply before new pods, and the pods as members of their group."""
+    """Return the objects to apply before new workers, and the workers where a queue or a group places them."""
     creates_as_a_whole: Callable[[Facts, PublicStatus], bool] = lambda _facts, _status: False
     """Return whether a new pod gets no node before all of its group exist."""
     is_misplaced: Callable[[Facts, PublicStatus, Worker], bool] = lambda _facts, _status, _worker: False

@@ -14,7 +14,8 @@ from trainium_operator.cluster.cache import device_views
 from trainium_operator.cluster.cache.dra import Dra
 from trainium_operator.cluster.cache.inventory import Inventory
 from trainium_operator.cluster.cache.store import Entry, IndexedCache
-from trainium_operator.plan.model.observed import ApiState, DeviceTaint, JobView
+from trainium_operator.plan.model.devices import DeviceTaint
+from trainium_operator.plan.model.observed import ApiState, JobView
 
 SLICE: dict[str, Any] = {
     "apiVersion": "resource.k8s.io/v1",

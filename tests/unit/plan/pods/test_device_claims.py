@@ -15,7 +15,8 @@ from trainium_operator.plan.manifests.affinity import AvoidedNodes
 from trainium_operator.plan.manifests.worker_pod import build_worker_pods, compute_template_hash
 from trainium_operator.plan.model.actions import ApplyObject, CreatePod, DeleteTemplate
 from trainium_operator.plan.model.conditions import find_condition
-from trainium_operator.plan.model.observed import ApiState, DevicesView, DeviceTaint, JobView, Observed, PodPhase
+from trainium_operator.plan.model.devices import DevicesView, DeviceTaint
+from trainium_operator.plan.model.observed import ApiState, JobView, Observed, PodPhase
 
 SPEC = build.spec(workers={"accelerator": {"device": "cpu", "claim": {"count": 16}}})
 

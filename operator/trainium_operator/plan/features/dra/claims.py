@@ -13,7 +13,7 @@ from trainium_contract.faults.node_polarity import Severity
 from trainium_operator.plan.faults.node_signals import NodeProblem
 from trainium_operator.plan.features.dra.template import build_claim_template, pod_claim_fields
 from trainium_operator.plan.model.actions import ApplyObject, DeleteTemplate, PolicyResult
-from trainium_operator.plan.model.observed import ApiState, DeviceTaint, Observed, PlanSettings
+from trainium_operator.plan.model.observed import ApiState, Observed, PlanSettings
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.view.facts import Facts, Feature
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainium_contract.job import TrainingJobStatus
+    from trainium_operator.plan.model.devices import DeviceTaint
     from trainium_operator.plan.view.workers import Worker
 
 _SEVERITY = {"NoExecute": Severity.DRAIN, "NoSchedule": Severity.SUSPECT}

@@ -107,7 +107,7 @@ def _build_group(facts: Facts) -> dict[str, Any] | None:
     return build_group_object(facts.job, api, version, min_count) if version and min_count > 1 else None
 
 
-def group_pods(facts: Facts, status: PublicStatus, manifests: list[Json]) -> tuple[tuple[Action, ...], list[Json]]:
+def place_pods(facts: Facts, status: PublicStatus, manifests: list[Json]) -> tuple[tuple[Action, ...], list[Json]]:
     """Return the gang's object, and the new pods marked for it.
 
     New pods of a job that trains are not part of a gang.
@@ -136,7 +136,7 @@ def _is_used(observed: Observed, settings: PlanSettings) -> bool:
 FEATURE = Feature(
     name="gang scheduling",
     is_used=_is_used,
-    group_pods=group_pods,
+    place_pods=place_pods,
     creates_as_a_whole=needs_whole_gang,
     is_misplaced=is_misplaced,
     describe_wait=describe_wait,

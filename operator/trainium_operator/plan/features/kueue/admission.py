@@ -19,6 +19,8 @@ from trainium_operator.plan.model.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from trainium_contract.status.public import PublicStatus
+    from trainium_operator.plan.model.actions import Action
     from trainium_operator.plan.view.facts import Facts
 
 
@@ -198,7 +200,7 @@ def apply_placement(pod: Json, placement: Placement, *, pod_set: str, workload: 
     }
 
 
-def place_pods(facts: Facts, manifests: list[Json]) -> list[Json]:
+def place_pods(facts: Facts, _status: PublicStatus, manifests: list[Json]) -> tuple[tuple[Action, ...], list[Json]]:
     """Return the new pods, each with an admitted and free placement; those of workers are used first.
 
     A replacement that is created before its predecessor has left exceeds them for a moment, and takes the flavor of the
@@ -206,12 +208,12 @@ def place_pods(facts: Facts, manifests: list[Json]) -> list[Json]:
     """
     grant = facts.grant
     if not isinstance(grant, QueueGrant):
-        return manifests
+        return (), manifests
     pod_sets_in_use = [worker.pod.pod_set for worker in facts.workers.values() if worker.alive]
     spares = max(0, grant.spares - pod_sets_in_use.count(SPARES))
     workers = max(0, grant.workers - (len(pod_sets_in_use) - pod_sets_in_use.count(SPARES)))
     pod_sets = [WORKERS if index < workers or index >= workers + spares else SPARES for index in range(len(manifests))]
-    return [
+    return (), [
         apply_placement(pod, grant.placement(name), pod_set=name, workload=grant.workload)
         for pod, name in zip(manifests, pod_sets, strict=True)
     ]
