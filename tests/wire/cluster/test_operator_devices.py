@@ -158,21 +158,6 @@ def test_a_scenario_with_claims_ends_the_same_after_each_death_of_the_operator(n
 
 
 @in_virtual_time
-async def test_a_foreign_claim_template_is_unchanged_and_reported() -> None:
-    async with devices(claiming_job()) as env:
-        await env.wait_until_running()
-        (name,) = env.cluster.names(TEMPLATES)
-    async with run_deployment(job=claiming_job(), nodes=3, replicas=0, start=False, dra=True) as env:
-        foreign = {"metadata": {"name": name}, "spec": {"spec": {"devices": {"requests": []}}}}
-        env.cluster.add(TEMPLATES, foreign)
-        await env.start_operator("operator-0")
-        conditions = f"ResourceClaimTemplate {name} exists and does not belong to this job"
-        await until(lambda: conditions in str(env.status().get("conditions")), 60, "the condition")
-        assert env.cluster.names(PODS) == []
-        assert env.cluster.get(TEMPLATES, "default", name)["spec"] == foreign["spec"]
-
-
-@in_virtual_time
 async def test_jobs_without_claims_train_where_the_device_api_is_missing() -> None:
     async with run_deployment(job=claiming_job(), nodes=6, replicas=0, start=False) as env:
         env.cluster.add(JOBS, training_job("plain", replicas=2))

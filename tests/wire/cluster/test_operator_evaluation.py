@@ -1,4 +1,4 @@
-"""Evaluation pods of milestones: the operator killed after each write, refused pods, foreign pods."""
+"""Evaluation pods of milestones: the operator killed after each write, refused pods."""
 
 import asyncio
 import json
@@ -104,19 +104,6 @@ async def test_a_refused_evaluation_pod_does_not_stop_training() -> None:
             assert "exceeded quota: evaluations" in env.status()["evaluations"][0]["message"]
         await until(lambda: is_evaluated(env), 900, "all are measured")
         assert not env.status()["evaluations"][0].get("message")
-
-
-@in_virtual_time
-async def test_a_foreign_pod_with_the_name_is_unchanged_and_reported() -> None:
-    async with run_evaluations(replicas=0) as (env, _):
-        foreign_pod = env.cluster.add(
-            PODS, {"metadata": {"name": NAME, "labels": {}}, "spec": {}, "status": {"phase": "Running"}}
-        )
-        await env.start_operator("operator-0")
-        await env.wait_until_running()
-        await env.wait_for_steps()
-        assert f"Pod {NAME} exists and does not belong to this job" in env.status()["evaluations"][0]["message"]
-        assert env.cluster.get(PODS, "default", NAME)["metadata"]["uid"] == foreign_pod["metadata"]["uid"]
 
 
 @in_virtual_time

@@ -303,21 +303,6 @@ async def test_a_machine_is_recognised_under_another_node_name() -> None:
 
 
 @in_virtual_time
-async def test_too_many_bad_nodes_freeze_the_fleet() -> None:
-    async with running_replica(taints=True) as (cluster, replica):
-        await asyncio.sleep(1)
-        for number in range(4):
-            cluster.change(NODES, "", f"node-{number}", set_condition("NeuronHealth", "True"))
-        await asyncio.sleep(30)
-        assert replica.fleet.view.frozen.startswith("4 of 10 nodes")
-        assert replica.fleet.view.quarantined == frozenset()
-        assert all(taints(cluster, f"node-{number}") == {"foreign": ""} for number in range(10))
-        for number in range(4):
-            cluster.change(NODES, "", f"node-{number}", set_condition("NeuronHealth", "False"))
-        await until(lambda: replica.fleet.view.frozen == "", 1, "the thaw")
-
-
-@in_virtual_time
 async def test_a_plan_sees_bad_nodes_and_the_freeze_together() -> None:
     async with running_replica() as (cluster, replica):
         await asyncio.sleep(1)

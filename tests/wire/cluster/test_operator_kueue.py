@@ -185,23 +185,6 @@ def test_a_queued_scenario_ends_the_same_after_each_death_of_the_operator(name: 
     check_each_kill_point(partial(run_scenario, name), every)
 
 
-def test_a_foreign_workload_is_unchanged_and_reported() -> None:
-    async def scenario() -> tuple[dict[str, Any], dict[str, Any]]:
-        async with run_deployment(job=queued_job(), nodes=6, replicas=0, start=False, kueue=True) as deployment:
-            foreign = {"metadata": {"name": BASE}, "spec": {"podSets": [], "queueName": "other"}}
-            deployment.cluster.add(WORKLOADS, foreign)
-            await deployment.start_operator("operator-0")
-            await until(
-                lambda: "exists and does not belong" in str(deployment.status().get("conditions")), 60, "the condition"
-            )
-            assert deployment.cluster.names(PODS) == []
-            return deployment.status(), deployment.cluster.get(WORKLOADS, "default", BASE)
-
-    status, workload = run_virtual(scenario())
-    assert workload["spec"]["queueName"] == "other"
-    assert status["phase"] == "Pending"
-
-
 @in_virtual_time
 async def test_jobs_without_a_queue_train_where_kueue_is_missing() -> None:
     async with run_deployment(job=queued_job(), nodes=6, replicas=0, start=False) as deployment:

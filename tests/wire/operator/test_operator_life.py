@@ -92,21 +92,3 @@ async def test_an_unreadable_status_is_repaired_and_training_continues(field: st
         await scenario.wait_for_steps(seconds=60)
         await scenario.wait_until_completed()
         assert isinstance(scenario.status()["conditions"], list)
-
-
-@in_virtual_time
-async def test_a_program_with_an_unreadable_checkpoint_fails_on_its_second_node() -> None:
-    program = {"image": "team/own:5", "command": ["python", "train.py"]}
-    checkpoints = {"path": "/checkpoints/run", "committed": "{step}.pt"}
-    async with Scenario() as scenario:
-        change = {"trainer": None, "program": {**program, "checkpoints": checkpoints}}
-        scenario.cluster.change(JOBS, "default", "llama", lambda raw: raw["spec"].update(change))
-        await scenario.wait_for_steps()
-        scenario.workers.give_up("llama", 0, 1)
-        scenario.workers.steps["llama"] -= 5  # the steps after its checkpoint are repeated
-        await until(lambda: scenario.status()["membership"]["generation"] == 2, 60, "another node")
-        await until(lambda: len(scenario.workers.members("llama")) == 2, 60, "ranks")
-        scenario.workers.give_up("llama", 1, 1)
-        await until(lambda: scenario.status().get("phase") == "Failed", 60, "the job has failed")
-        assert "in /checkpoints/run, a lost node has torn that file" in scenario.status()["verdict"]
-        assert [entry["cause"] for entry in scenario.status()["history"]] == ["Crash", "UserError"]

@@ -219,20 +219,6 @@ def test_deleted_children_do_not_restart_an_ended_job() -> None:
     assert result.status == observed.job.status
 
 
-def test_a_job_completes_only_when_all_its_ranks_have_finished() -> None:
-    finished = build.agents((0, 1), WorkerPhase.FINISHED, generation=1)
-    almost = make_plan(build.running_job(3, agents={**finished, 2: build.training_agent(2)}))
-    assert almost.status.phase is not Phase.COMPLETED
-    pods = tuple(build.finished_pod(ordinal) for ordinal in (0, 1))
-    partly = make_plan(build.running_job(3, agents={2: build.training_agent(2)}, pods=(*pods, build.pod(2))))
-    assert partly.status.phase is not Phase.COMPLETED
-    done = build.agents(range(3), WorkerPhase.FINISHED, generation=1)
-    over = make_plan(build.running_job(3, agents=done)).status
-    assert over.phase is Phase.COMPLETED
-    held = {condition.type for condition in over.conditions if condition.status is ConditionStatus.TRUE}
-    assert held & {"Running", "Recovering", "Resizing", "PodsReady", "Admitted", "Complete"} == {"Complete"}
-
-
 def test_a_job_being_deleted_gets_no_actions() -> None:
     for moment in (
         build.running_job(4),

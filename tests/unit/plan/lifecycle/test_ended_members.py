@@ -169,12 +169,6 @@ def test_an_ended_pod_gives_the_other_agents_no_less_time_to_find_a_new_operator
     assert [entry.pod for entry in result.status.history] == ["demo-w-0"]
 
 
-def test_a_job_is_complete_when_some_report_and_others_have_ended() -> None:
-    observed = build.running_job(3, agents=build.agents((0, 1), WorkerPhase.FINISHED, generation=1))
-    ended_member = replace(build.finished_pod(2), finished=NOW - 1)
-    assert make_plan(build.with_pod(observed, ended_member)).status.phase is Phase.COMPLETED
-
-
 def test_a_member_that_finished_an_attempt_that_failed_elsewhere_is_replaced() -> None:
     """The others wait for it in the next attempt, and it has ended."""
     waiting = build.agent(1, WorkerPhase.JOINING, generation=1, attempt=1, waiting_for=(0,))
