@@ -26,10 +26,10 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.wire.worker_env import LABEL_JOB, LABEL_ROLE
 from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyOptional, PolicyResult, event
+from trainium_operator.plan.model.actions import PolicyResult, event
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, is_true, with_condition
 from trainium_operator.plan.model.reasons import Reason
-from trainium_operator.plan.view.facts import Facts, Feature
+from trainium_operator.plan.view.facts import Facts, Feature, reconcile_object
 
 if TYPE_CHECKING:
     from trainium_contract.job import TrainingJobStatus
@@ -57,8 +57,7 @@ def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyR
     if place not in observed.children and is_on_host_network(facts.job):
         return PolicyResult(status=_without_condition(status))
     manifest = build_network_policy(facts.job, ingress)
-    write_at = observed.next_write_at(manifest)
-    if write_at is None:
+    if observed.next_write_at(manifest) is None:
         if find_condition(status, _CONDITION) is not None:
             status = with_condition(status, _CONDITION, True, Reason.POLICY_APPLIED, "", now=facts.now)
         return PolicyResult(status=status)
@@ -67,9 +66,7 @@ def reconcile_network_policy(facts: Facts, status: TrainingJobStatus) -> PolicyR
     result, refusal = PolicyResult(status=status), observed.refusals.get(place)
     if refusal is not None:
         result = _report_refusal(facts, status, refusal)
-    if facts.now < write_at:
-        return result.then(PolicyResult(status=result.status, requeue_at=(write_at,)))
-    return result.then(PolicyResult(status=result.status, actions=(ApplyOptional(manifest),)))
+    return result.then(reconcile_object(facts, result.status, manifest))
 
 
 def _report_refusal(facts: Facts, status: TrainingJobStatus, refusal: WriteRefusal) -> PolicyResult:

@@ -220,32 +220,42 @@ def with_worker_name(template: Json) -> Json:
     return {**template, "spec": {**template["spec"], "containers": [{"name": WORKER_CONTAINER, **containers[0]}]}}
 
 
-def _build_pod_spec(job: JobView, settings: PlanSettings) -> Json:
-    spec, accelerator, user = job.spec, job.spec.workers.accelerator, settings.worker_user
+def build_pod_base(job: JobView, settings: PlanSettings, accelerator: AcceleratorSpec | None) -> Json:
+    """Build the fields that the specs of workers and of roles share."""
+    user = settings.worker_user
     body: Json = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": spec.recovery.grace_period_seconds + env.EXIT_MARGIN_SECONDS,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": user != 0,
             **({} if user is None else {"runAsUser": user, "runAsGroup": user, "fsGroup": user}),
-            "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "tolerations": build_device_tolerations(accelerator),
+    }
+    if accelerator is not None:
+        body["tolerations"] = build_device_tolerations(accelerator)
+        if accelerator.instance_type:
+            body["nodeSelector"] = {names.LABEL_INSTANCE_TYPE: accelerator.instance_type}
+    if job.spec.scheduling.priority_class_name:
+        body["priorityClassName"] = job.spec.scheduling.priority_class_name
+    if settings.image_pull_secrets:
+        body["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
+    return body
+
+
+def _build_pod_spec(job: JobView, settings: PlanSettings) -> Json:
+    spec, base = job.spec, build_pod_base(job, settings, job.spec.workers.accelerator)
+    body: Json = {
+        **base,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": spec.recovery.grace_period_seconds + env.EXIT_MARGIN_SECONDS,
+        "securityContext": {**base["securityContext"], "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [_build_container(job, settings)],
         "volumes": _build_volumes(job.name, spec),
         **_feature_fields(job, settings)[0],
     }
     if not spec.workload.has_agent:
         _add_agent(body, settings)
-    if accelerator.instance_type:
-        body["nodeSelector"] = {"node.kubernetes.io/instance-type": accelerator.instance_type}
-    if job.spec.scheduling.priority_class_name:
-        body["priorityClassName"] = job.spec.scheduling.priority_class_name
-    if settings.image_pull_secrets:
-        body["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
     return body
 
 

@@ -160,6 +160,11 @@ class PodView:
     limits: tuple[tuple[str, str], ...] = ()
     """Limits of the worker container for CPU, memory and ephemeral storage, as stored."""
 
+    @property
+    def location(self) -> str:
+        """Return its name, with its node once it has one."""
+        return f"{self.name} on node {self.node}" if self.node else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class StrayPod:

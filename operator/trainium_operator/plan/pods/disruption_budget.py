@@ -20,15 +20,15 @@ from trainium_contract.status.conditions import ConditionType
 from trainium_contract.status.interruptions import Rung
 from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
-from trainium_operator.plan.model.actions import ApplyOptional, PolicyResult
+from trainium_operator.plan.model.actions import PolicyResult
 from trainium_operator.plan.model.conditions import find_condition, is_terminal, with_condition
 from trainium_operator.plan.model.reasons import Reason
+from trainium_operator.plan.view.facts import Facts, reconcile_object
 from trainium_operator.plan.view.progress import is_past_steps
 
 if TYPE_CHECKING:
     from trainium_contract.status.public import PublicStatus
     from trainium_operator.plan.model.observed import JobView
-    from trainium_operator.plan.view.facts import Facts
 
 KIND = "PodDisruptionBudget"
 MIN_AVAILABLE_FORBIDDING_EVICTION = 2**31 - 1
@@ -70,16 +70,11 @@ def limit_disruptions(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     if facts.job.spec.suspend and not ended:
         return PolicyResult(status=status, requeue_at=requeue_at)
     manifest = build_budget(facts.job, min_available)
-    write_at = facts.observed.next_write_at(manifest)
-    if write_at is None:
-        return PolicyResult(status=status, requeue_at=requeue_at)
     refusal = facts.observed.refusals.get(f"{KIND}/{facts.job.name}")
-    if refusal is not None and not ended:
+    if refusal is not None and not ended and facts.observed.next_write_at(manifest) is not None:
         text = f"a drain may evict workers at any time: {refusal.sentence}"
         status = with_condition(status, kind, None, refusal.reason, text, now=facts.now)
-    if facts.now < write_at:
-        return PolicyResult(status=status, requeue_at=(*requeue_at, write_at))
-    return PolicyResult(status=status, actions=(ApplyOptional(manifest),), requeue_at=requeue_at)
+    return PolicyResult(status=status, requeue_at=requeue_at).then(reconcile_object(facts, status, manifest))
 
 
 def _count_min_available(facts: Facts, status: PublicStatus, decision: _Decision) -> int:

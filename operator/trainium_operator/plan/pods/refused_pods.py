@@ -155,9 +155,8 @@ def _count_refusals(facts: Facts, previous_entries: tuple[StartFailureNode, ...]
 
 
 def _describe_end(pod: PodView) -> str:
-    place = f"{pod.name} on node {pod.node}" if pod.node else pod.name
     code = "" if pod.exit_code is None else f" with exit code {pod.exit_code}"
-    return f"{place} ended{code} ({pod.reason or 'Error'}): {pod.message or 'no message'}"
+    return f"{pod.location} ended{code} ({pod.reason or 'Error'}): {pod.message or 'no message'}"
 
 
 def _limit_nodes(nodes: Iterable[StartFailureNode]) -> list[StartFailureNode]:

@@ -49,7 +49,7 @@ from trainium_operator.plan.pods.refused_pods import (
     next_creation_at,
     record_start_failures,
 )
-from trainium_operator.plan.view.facts import Facts, find_creation_blocker, is_unfit
+from trainium_operator.plan.view.facts import Facts, find_creation_blocker, is_unfit, reconcile_object
 from trainium_operator.plan.view.units import count_missing_pods, find_unit, select_surplus
 from trainium_operator.plan.view.workers import Worker, build_deletion, delete_ended_last
 
@@ -72,13 +72,10 @@ def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyRe
     if facts.size.shape is None:
         return PolicyResult(status=status)
     manifest = build_config_map(facts.job, facts.observed.ca_bundle)
-    write_at = facts.observed.next_write_at(manifest)
     exists = f"{manifest['kind']}/{manifest['metadata']['name']}" in facts.observed.children
-    if write_at is None or (exists and facts.job.unknown):
+    if exists and facts.job.unknown:
         return PolicyResult(status=status)
-    if facts.now < write_at:
-        return PolicyResult(status=status, requeue_at=(write_at,))
-    return PolicyResult(status=status, actions=(ApplyObject(manifest),))
+    return reconcile_object(facts, status, manifest, ApplyObject)
 
 
 def reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> PolicyResult:

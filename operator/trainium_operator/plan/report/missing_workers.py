@@ -67,7 +67,7 @@ def _explain_missing_workers(facts: Facts, status: TrainingJobStatus) -> tuple[R
     blocked_pods = [pod for pod in waiting if pod.reason not in STARTING_REASONS]
     if blocked_pods:
         pod = blocked_pods[-1]
-        return Reason.WORKER_NOT_STARTING, f"{_pod_location(pod)}: {pod.reason} {pod.message}"
+        return Reason.WORKER_NOT_STARTING, f"{pod.location}: {pod.reason} {pod.message}"
     if (unanswered := _explain_unanswered_pods(facts)) is not None:
         return unanswered
     if (start_failures := describe_start_failures(status, facts.now)) is not None:
@@ -99,10 +99,6 @@ def _has_no_report(pod: PodView) -> bool:
     return waits and not (pod.reason or pod.unschedulable_message or pod.init_container)
 
 
-def _pod_location(pod: PodView) -> str:
-    return f"{pod.name} on node {pod.node}" if pod.node else pod.name
-
-
 def _explain_init_containers(facts: Facts) -> tuple[Reason, str] | None:
     """Return which init container runs; after `SLOW_INIT_SECONDS` it is a problem, except the operator's."""
     pending_pods = [
@@ -114,7 +110,7 @@ def _explain_init_containers(facts: Facts) -> tuple[Reason, str] | None:
         return None
     pod = min(pending_pods, key=lambda pod: (pod.init_since or facts.now, pod.ordinal))
     seconds = facts.now - (pod.init_since or facts.now)
-    text = f"{_pod_location(pod)}: init container {pod.init_container} is running"
+    text = f"{pod.location}: init container {pod.init_container} is running"
     if pod.init_container == PRECOMPILE_CONTAINER or seconds < SLOW_INIT_SECONDS:
         return Reason.WAITING_FOR_WORKERS, text
     return Reason.WORKER_NOT_STARTING, (

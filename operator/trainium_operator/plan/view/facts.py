@@ -22,7 +22,7 @@ from trainium_contract.wire.messages import HeartbeatRequest, Member, Membership
 from trainium_operator.plan.faults.failure_budgets import AVOID_NODE_SECONDS
 from trainium_operator.plan.manifests.worker_needs import WORKER_CONTAINER
 from trainium_operator.plan.manifests.worker_pod import with_worker_name
-from trainium_operator.plan.model.actions import Action, PolicyResult
+from trainium_operator.plan.model.actions import Action, ApplyObject, ApplyOptional, PolicyResult
 from trainium_operator.plan.model.cached_property import cached_property
 from trainium_operator.plan.model.observed import SILENCE_REPORTED_SECONDS, JobView, Observed, PlanSettings, PodPhase
 from trainium_operator.plan.model.reasons import Reason
@@ -342,6 +342,18 @@ def describe_creation_refusal(facts: Facts) -> tuple[Reason, str] | None:
         f"The API server refuses to create what the job needs: {facts.observed.creation_refusal.rstrip('. ')}. Correct "
         "what it names; the operator tries again by itself, at least once a minute"
     )
+
+
+def reconcile_object(
+    facts: Facts, status: TrainingJobStatus, manifest: Json, action: type[ApplyObject | ApplyOptional] = ApplyOptional
+) -> PolicyResult:
+    """Return the write of an object that is not as requested, or when it may be written again."""
+    write_at = facts.observed.next_write_at(manifest)
+    if write_at is None:
+        return PolicyResult(status=status)
+    if facts.now < write_at:
+        return PolicyResult(status=status, requeue_at=(write_at,))
+    return PolicyResult(status=status, actions=(action(manifest),))
 
 
 def is_start_blocked(facts: Facts) -> bool:

@@ -86,9 +86,9 @@ def _classify_end(pod: PodView) -> RoleFailure:
     cause = _find_cause_of_end(pod)
     code = "" if pod.exit_code is None else f"exit code {pod.exit_code}"
     description = ", ".join(part for part in (pod.reason, code, pod.message) if part)
-    where = f"pod {pod.name} on node {pod.node}" if pod.node else f"pod {pod.name}"
     is_blamed = cause is not Cause.CRASH and suspects_node(cause)
-    return RoleFailure(cause, pod.node if is_blamed else "", f"{where} ended ({description or 'no reason given'})")
+    text = f"pod {pod.location} ended ({description or 'no reason given'})"
+    return RoleFailure(cause, pod.node if is_blamed else "", text)
 
 
 def _find_cause_of_end(pod: PodView) -> Cause:

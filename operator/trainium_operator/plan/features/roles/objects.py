@@ -17,8 +17,8 @@ from trainium_operator.plan.manifests.owned_object import (
     compute_content_hash,
 )
 from trainium_operator.plan.manifests.strategic_merge import merge_template
-from trainium_operator.plan.manifests.worker_needs import build_device_tolerations, find_extended_resources
-from trainium_operator.plan.manifests.worker_pod import RESTRICTED
+from trainium_operator.plan.manifests.worker_needs import find_extended_resources
+from trainium_operator.plan.manifests.worker_pod import RESTRICTED, build_pod_base
 from trainium_operator.plan.model import names
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _with_container_name(role: RoleSpec) -> Json:
 
 
 def _build_base(job: JobView, settings: PlanSettings, role: RoleSpec) -> Json:
-    user, scheduling, accelerator = settings.worker_user, job.spec.scheduling, role.accelerator
+    accelerator = role.accelerator
     container: Json = {
         "name": role.containers[0].get("name", role.name),
         "imagePullPolicy": settings.image_pull_policy,
@@ -131,25 +131,7 @@ def _build_base(job: JobView, settings: PlanSettings, role: RoleSpec) -> Json:
         container["image"] = job.spec.workload.image
     if accelerator is not None and (extended := find_extended_resources(accelerator)):
         container["resources"] = {"limits": extended, "requests": extended}
-    spec: Json = {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": user != 0,
-            **({} if user is None else {"runAsUser": user, "runAsGroup": user, "fsGroup": user}),
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [container],
-    }
-    if accelerator is not None:
-        spec["tolerations"] = build_device_tolerations(accelerator)
-        if accelerator.instance_type:
-            spec["nodeSelector"] = {names.LABEL_INSTANCE_TYPE: accelerator.instance_type}
-    if scheduling.priority_class_name:
-        spec["priorityClassName"] = scheduling.priority_class_name
-    if settings.image_pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
-    return {"spec": spec}
+    return {"spec": {**build_pod_base(job, settings, accelerator), "containers": [container]}}
 
 
 def _build_environment(job: JobView, role: RoleSpec) -> list[Json]:

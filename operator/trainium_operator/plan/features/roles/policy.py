@@ -25,7 +25,6 @@ from trainium_operator.plan.manifests.affinity import AvoidedNodes
 from trainium_operator.plan.manifests.worker_pod import is_outdated
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import (
-    ApplyOptional,
     CreateOtherPod,
     DeleteOtherPod,
     PolicyResult,
@@ -38,7 +37,7 @@ from trainium_operator.plan.model.observed import STARTING_REASONS, PodPhase
 from trainium_operator.plan.model.reasons import Reason
 from trainium_operator.plan.model.text import format_sentence
 from trainium_operator.plan.pods.node_avoidance import list_forbidden_nodes
-from trainium_operator.plan.view.facts import Facts, Feature, PodSet
+from trainium_operator.plan.view.facts import Facts, Feature, PodSet, reconcile_object
 from trainium_operator.plan.view.node_problems import find_worst_problem
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ def _explain_missing(facts: Facts, role: RoleSpec, review: _Review, wanted: int,
     not_ready = [pod for pod in review.alive if not pod.ready]
     reasons = (
         *(f"{pod.name} cannot be scheduled: {pod.unschedulable_message}" for pod in not_ready if _waits_for_node(pod)),
-        *(f"{_locate(pod)}: {pod.reason} {pod.message}" for pod in not_ready if _is_held(pod)),
+        *(f"{pod.location}: {pod.reason} {pod.message}" for pod in not_ready if _is_held(pod)),
     )
     if reasons:
         return reasons[0]
@@ -244,7 +243,7 @@ def _explain_missing(facts: Facts, role: RoleSpec, review: _Review, wanted: int,
         )
     running = [pod for pod in not_ready if pod.phase is PodPhase.RUNNING]
     if running:
-        return f"{_locate(running[0])} runs since {format_rfc3339(running[0].created)} and is not ready"
+        return f"{running[0].location} runs since {format_rfc3339(running[0].created)} and is not ready"
     return "its pods start" if len(review.alive) > len(not_ready) or not_ready or wanted > len(review.alive) else ""
 
 
@@ -254,10 +253,6 @@ def _waits_for_node(pod: PodView) -> bool:
 
 def _is_held(pod: PodView) -> bool:
     return pod.phase is PodPhase.PENDING and bool(pod.reason) and pod.reason not in STARTING_REASONS
-
-
-def _locate(pod: PodView) -> str:
-    return f"{pod.name} on node {pod.node}" if pod.node else pod.name
 
 
 def _build_report(
@@ -310,14 +305,7 @@ def _apply_objects(facts: Facts, status: TrainingJobStatus) -> PolicyResult:
     if facts.settings.worker_ingress is not None and facts.observed.policies_listed:
         manifests.append(objects.build_role_policy(job, tuple(map(dict, facts.settings.worker_ingress.rules))))
     for manifest in manifests:
-        write_at = facts.observed.next_write_at(manifest)
-        if write_at is None:
-            continue
-        is_due = facts.now >= write_at
-        actions = (ApplyOptional(manifest),) if is_due else ()
-        result = result.then(
-            PolicyResult(status=result.status, actions=actions, requeue_at=() if is_due else (write_at,))
-        )
+        result = result.then(reconcile_object(facts, status, manifest))
     return result
 
 
