@@ -70,7 +70,10 @@ def _recorded(program: str, *options: str, epochs: int = _EPOCHS) -> tuple[str, 
     return (f"/src/{RECORDER.name}", "--elastic", program, *options, *run, *_TRAINER)
 
 
-_PACKING = ("--packing", "--max_length", "128", "--use_peft", "--lora_target_modules", "q_proj", "v_proj")
+_PACKING = (
+    "--packing", "--max_length", "128", "--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj",
+    "v_proj",
+)  # fmt: skip
 _FSDP = ("--fsdp", "full_shard", "--fsdp_config", '{{"fsdp_version": 2}}')
 _GRPO = (
     "--reward_funcs", "loops.reward_variety", "--num_generations", "4", "--max_completion_length", "8", "--beta", "0",

@@ -166,7 +166,7 @@ def test_what_the_last_start_imported_is_imported_once(tmp_path: Path, monkeypat
     assert program.has_new
 
 
-def test_a_library_that_looks_for_a_device_when_it_is_imported_is_left_to_the_ranks(tmp_path: Path) -> None:
+def test_a_library_that_needs_a_device_when_it_is_imported_is_left_to_the_ranks(tmp_path: Path) -> None:
     site = tmp_path / "site-packages"
     (site / "torchtitan").mkdir(parents=True)
     (site / "torchtitan" / "trainer.py").write_text("import no_device_before_the_fork\n")
