@@ -62,6 +62,8 @@ def compare(
     run = partial(_run_random, count=random_faults, seed=seed) if random_faults else partial(_run_all, names=names)
     earlier = read_report(out / "report.json") if program and resume else {}
     kept = {key: cost for key, cost in earlier.items() if not cost.problem}
+    if unknown := {*(program or ())} - {*PROGRAMS, "all"}:
+        raise typer.BadParameter(f"there is no program {', '.join(sorted(unknown))}", param_hint="--program")
     if program:
         names = [key for key in (PROGRAMS if program == ["all"] else program) if key not in kept]
         run = partial(_run_programs, names=names, runs=kept)
