@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from tests.testing.trainer.base_models import save_base, save_tuned, write_run
 from trainium_contract.trainer.artifacts import ArtifactKind, ArtifactPrecision
+from trainium_trainer import cli
 from trainium_trainer.artifacts.card import add_evaluation
 from trainium_trainer.artifacts.export import export, merge
 from trainium_trainer.checkpoint.interfaces import Position
@@ -115,13 +116,20 @@ def test_a_tokenizer_with_added_tokens_replaces_the_bases(tmp_path: Path) -> Non
     assert after.chat_template == TEMPLATE
 
 
-def test_a_bare_tokenizer_gets_the_settings_that_programs_need(tmp_path: Path) -> None:
+def test_a_bare_tokenizer_gets_the_settings_that_programs_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = save_base(tmp_path / "base")
     shape = BaseWeights.open(str(tmp_path / "base")).shape
     write_run(tmp_path / "run", shape, dict(model.named_parameters()))
     save_tokenizer(tmp_path / "other")
     (tmp_path / "tokenizer.json").write_bytes((tmp_path / "other/tokenizer.json").read_bytes())
-    export(str(tmp_path / "run"), tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--tokenizer"]
+    assert cli.run([*command, str(tmp_path / "base")]) == 64
+    assert "there is no tokenizer.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert cli.run([*command, str(tmp_path / "tokenizer.json")]) == 0
+    assert BaseWeights.open(str(tmp_path / "out")).dtype("model.norm.weight") == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "</s>"
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == 1
 

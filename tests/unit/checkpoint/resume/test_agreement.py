@@ -41,6 +41,12 @@ def test_ranks_of_one_node_share_a_snapshot_and_one_of_them_writes_it() -> None:
     assert cleanup_ranks(sharded) == {0}
 
 
+def test_a_snapshot_reaches_a_hundred_new_nodes_in_seven_rounds() -> None:
+    decision = decide([view(0, [record(1)]), *(view(rank, []) for rank in range(1, 101))], [])
+    assert isinstance(decision, ResumeFromMemory)
+    assert len(decision.rounds) == 7
+
+
 def test_recorded_losses_do_not_distinguish_snapshots() -> None:
     first, second = shard_name(0, 1, 0, 2), shard_name(0, 1, 1, 2)
     with_loss = Version(4, 1, "a", Position(4, 32, 400, loss=1.5, grad_norm=float("nan")).encode())

@@ -56,29 +56,6 @@ def test_the_curve_is_that_of_transformers_and_the_exported_model_too(
     assert json.loads((exported / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_the_export_command_writes_any_step_with_its_tokenizer(
-    launch: Callable[..., Job], tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    from trainium_trainer import cli
-
-    job = launch(1, "run", ["steps=4", "checkpoint.durable.everySteps=2"]).finish()
-    tokenizer = next((text_file.parent / "cache").glob("*/tokenizer.json"))
-    argv = ["export", str(job.folder)]
-    out = tmp_path / "model"
-    assert cli.run([*argv, str(out), "--step", "2", "--tokenizer", str(tokenizer)]) == 0
-    assert capsys.readouterr().out == f"exported step 2 to {out}\n"
-    assert str(LlamaForCausalLM.from_pretrained(out).dtype) == "torch.bfloat16"
-    loaded = AutoTokenizer.from_pretrained(out)
-    assert loaded.decode(loaded("gradient of the loss").input_ids) == "gradient of the loss"
-    assert loaded.eos_token == "<|endoftext|>"
-
-    assert cli.run([*argv, str(tmp_path / "other"), "--tokenizer", str(tmp_path)]) == 64
-    assert "there is no tokenizer.json" in capsys.readouterr().err
-    assert not (tmp_path / "other").exists()
-
-
 def test_every_row_has_a_separate_name_and_the_passes_that_it_states() -> None:
     from benchmarks.parity.rows import BASE, GROUPS, SETTINGS
     from trainium_contract.models.families import FAMILIES

@@ -15,7 +15,7 @@ from trainium_contract.trainer.parallelism import BackendChoice, DeviceChoice
 from trainium_trainer.backends.choose import choose_backend, create_backend, find_backend, refuse_unsupported
 from trainium_trainer.backends.nxd.requirements import PACKAGES
 from trainium_trainer.cli import run
-from trainium_trainer.compile.dry_run import first_rank_at, launch_at, mesh_coordinates
+from trainium_trainer.compile.dry_run import launch_at
 from trainium_trainer.configuration.config import Settings, resolve_settings
 from trainium_trainer.exits import UserError, find_exit_code
 
@@ -52,9 +52,19 @@ def test_unsupported_settings_are_refused_by_the_configuration(
     assert sentence in str(refused.value)
 
 
-@pytest.mark.parametrize("data", [PACKED, TEXT | {"maskDocuments": True}])
-def test_packed_examples_and_masked_documents_need_no_other_backend(data: dict[str, Any]) -> None:
-    refuse_unsupported(create_settings(data=data))
+@pytest.mark.parametrize(
+    ("ranks", "fields"),
+    [
+        (1, {"data": PACKED}),
+        (1, {"data": TEXT | {"maskDocuments": True}}),
+        (1, {"precision": "BFloat16Stochastic"}),
+        (2, {"precision": "BFloat16Stochastic", "dataParallel": "ShardedOptimizer"}),
+        (2, {"precision": "BFloat16"}),
+    ],
+    ids=["packed", "masked", "no replicas", "sharded", "masters"],
+)
+def test_settings_that_others_restrict_are_allowed(ranks: int, fields: dict[str, Any]) -> None:
+    refuse_unsupported(create_settings(ranks, **fields))
 
 
 @pytest.mark.parametrize(
@@ -70,12 +80,6 @@ def test_a_family_that_it_cannot_compute_is_refused_by_name(preset: str, sentenc
     with pytest.raises(UserError, match=sentence):
         refuse_unsupported(create_settings(1, model={"preset": preset, "vocabSize": 320}))
     refuse_unsupported(create_settings(1, model={"preset": "Qwen3-0.6B", "vocabSize": 320}))
-
-
-def test_settings_that_only_replicas_break_are_allowed_without_replicas() -> None:
-    refuse_unsupported(create_settings(1, precision="BFloat16Stochastic"))
-    refuse_unsupported(create_settings(2, precision="BFloat16Stochastic", dataParallel="ShardedOptimizer"))
-    refuse_unsupported(create_settings(2, precision="BFloat16"))
 
 
 @pytest.mark.parametrize("command", [("check", "--ranks", "2"), ("train",), ("precompile", "--sizes", "1")])
@@ -134,11 +138,6 @@ def test_auto_does_not_choose_nxd_where_another_device_is_configured(packages: P
     assert choose_backend(BackendChoice.AUTO) is BackendChoice.NXD
     assert choose_backend(BackendChoice.AUTO, DeviceChoice.NEURON) is BackendChoice.NXD
     assert choose_backend(BackendChoice.AUTO, DeviceChoice.CPU) is BackendChoice.NATIVE
-
-
-def test_four_ranks_are_spread_over_a_trn1_node() -> None:
-    config = create_settings(64, node=32, parallelism={"tensor": 4}, batch={"globalSize": 16}).config
-    assert [first_rank_at(place, config, 64, tensor_stride=8) for place in mesh_coordinates(config)] == [0, 8, 16, 24]
 
 
 @pytest.fixture
