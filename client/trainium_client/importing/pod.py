@@ -29,7 +29,7 @@ INSTANCE_TYPE_LABEL = "node.kubernetes.io/instance-type"
 _RESERVED_VOLUMES = frozenset({"config", "token", "shared-memory", "cache", "checkpoints", "agent"})
 """Names of the operator's own volumes, with which a template's volume of the same name would be merged."""
 _RESERVED_MOUNTS = (CONFIG_DIRECTORY, CACHE_DIRECTORY, AGENT_MOUNT)
-_RANK_VARIABLES = re.compile(
+RANK_VARIABLES = re.compile(
     r"MASTER_(ADDR|PORT)|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|GROUP_WORLD_SIZE|PET_\w+"
     r"|TORCHELASTIC_\w+|NEURON_RT_ROOT_COMM_ID|NEURON_PJRT_\w+"
 )
@@ -140,7 +140,7 @@ def _read_container(main: Fields, overrides: Mapping[str, Any], draft: _Draft) -
         if not isinstance(variable, dict) or not isinstance(variable.get("name"), str):
             raise ClientError(f"{main.path}.env has an entry without a name: correct it")
         variables[variable["name"]] = variable
-    dropped = sorted(name for name in variables if _RANK_VARIABLES.fullmatch(name))
+    dropped = sorted(name for name in variables if RANK_VARIABLES.fullmatch(name))
     if dropped:
         draft.note(f"env {', '.join(dropped)}: the agents set the variables of ranks, or take the launcher's place")
     kept: dict[str, Any] = {}

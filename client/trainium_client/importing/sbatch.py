@@ -6,18 +6,19 @@ the plugin pyxis. Slurm runs the script on the first node alone, so its other co
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from trainium_client.importing.shell import parse_words, quote, read_assignments, split_statements
+from trainium_client.importing.pod import RANK_VARIABLES
+from trainium_client.importing.shell import OptionParser, parse_words, quote, read_assignments, split_statements
 from trainium_client.importing.source_job import Note, PodParts, Program, SourceJob
 from trainium_client.importing.torchrun import LAUNCHERS, read_launcher, read_script
 from trainium_contract.api_server.errors import ClientError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from trainium_client.importing.shell import Statement, Word
@@ -70,13 +71,8 @@ class _Found:
     """The program after a launcher; None without one."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ClientError(f"an option of sbatch or srun cannot be read: {message}; correct it")
-
-
 def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(add_help=False)
+    parser = OptionParser("an option of sbatch or srun")
     for name, short in _VALUES.items():
         parser.add_argument(*([short] if short else []), f"--{name}")
     for name, short in _FLAGS.items():
@@ -252,18 +248,16 @@ def _build_pod(options: argparse.Namespace, exported: dict[str, str], tasks: int
         requests["cpu"] = str(cpus * tasks)
     if memory and int(memory[1]):
         requests["memory"] = f"{memory[1]}{_MEMORY_UNITS[memory[2].upper()]}"
-    container = {
-        **(
-            {"env": [{"name": name, "value": value} for name, value in exported.items() if not _is_of_ranks(name)]}
-            if exported
-            else {}
-        ),
-        **({"resources": {"requests": requests}} if requests else {}),
-    }
-    container = {key: value for key, value in container.items() if value}
+    env = [{"name": name, "value": value} for name, value in exported.items() if not RANK_VARIABLES.fullmatch(name)]
+    parts: dict[str, Any] = {"env": env, "resources": {"requests": requests} if requests else {}}
+    container = {key: value for key, value in parts.items() if value}
     template = {"spec": {"containers": [{"name": "worker", **container}]}} if container else {}
     folder = options.container_workdir or options.chdir or ""
-    notes = [Note(f"env {name}: the agents set the variables of ranks") for name in exported if _is_of_ranks(name)]
+    notes = [
+        Note(f"env {name}: the agents set the variables of ranks")
+        for name in exported
+        if RANK_VARIABLES.fullmatch(name)
+    ]
     if folder and not folder.startswith("/"):
         notes.append(Note(f"--chdir {folder}: give program.workingDirectory as an absolute path of the image"))
         folder = ""
@@ -274,18 +268,6 @@ def _build_pod(options: argparse.Namespace, exported: dict[str, str], tasks: int
         devices=_read_devices(options, tasks),
         notes=tuple(notes),
     )
-
-
-def _is_of_ranks(name: str) -> bool:
-    return name in {
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "NODE_RANK",
-        "NEURON_RT_ROOT_COMM_ID",
-    }
 
 
 def _read_devices(options: argparse.Namespace, tasks: int) -> dict[str, str] | None:
@@ -308,14 +290,13 @@ def _read_time(value: str | None) -> int | None:
     match = _TIME.fullmatch(value or "")
     if match is None:
         return None
-    days, *parts = match.groups()
-    first, second, third = (None if part is None else int(part) for part in parts)
-    assert first is not None
-    if days is not None:
-        return int(days) * 86_400 + first * 3600 + (second or 0) * 60 + (third or 0)
-    if third is not None:
-        return first * 3600 + (second or 0) * 60 + third
-    return first * 60 + (second or 0)
+    days, *given = match.groups()
+    parts = [int(part) for part in given if part is not None]
+    if days is None:
+        # One or two parts start with minutes.
+        parts = parts if len(parts) == 3 else [0, *parts]
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return int(days or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds
 
 
 def _read_signal(value: str | None) -> int | None:

@@ -6,9 +6,12 @@ Everything else (command substitution, arithmetic, tests) is kept as text and ma
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+from trainium_contract.api_server.errors import ClientError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,6 +20,18 @@ _HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\}|\{(\w+):-([^}$`]*)\})")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=", re.ASCII)
 _OPERATOR = re.compile(r"\d*>>?&?\d*|\d*<+|&>>?|&&|\|\||[;|&()]")
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Parses the options of a command line; an error is a ClientError that begins with `subject`."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__(add_help=False)
+        self._subject = subject
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ClientError."""
+        raise ClientError(f"{self._subject} cannot be read: {message}; correct it")
 
 
 @dataclass(frozen=True, slots=True)

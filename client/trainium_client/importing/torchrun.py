@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from trainium_client.importing.shell import Word, parse_words, quote, read_assignments, split_statements
+from trainium_client.importing.shell import OptionParser, Word, parse_words, quote, read_assignments, split_statements
 from trainium_client.importing.source_job import Note, Program
 from trainium_contract.api_server.errors import ClientError
 
@@ -52,13 +52,8 @@ class _Launch:
     """Variables that are assigned before the launcher."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ClientError(f"the command of torchrun cannot be read: {message}; correct it")
-
-
 def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="torchrun", add_help=False)
+    parser = OptionParser("the command of torchrun")
     for name in ("nnodes", "nproc-per-node", "max-restarts", *_RENDEZVOUS, *_REPLACED):
         parser.add_argument(*_SHORT.get(name, ()), *_spellings(name))
     for name in _FLAGS:

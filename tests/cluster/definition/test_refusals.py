@@ -313,30 +313,6 @@ def test_the_most_expensive_rule_stays_within_the_cost_budget(crd_api: Api) -> N
     crd_api.delete_job("expensive")
 
 
-def test_the_columns_of_kubectl_get_show_progress(api_with_job: Api) -> None:
-    api_with_job.report_status(
-        "good",
-        {
-            "phase": "Running",
-            "stage": "Train",
-            "conditions": [{"type": "Ready", "status": "True", "reason": "Training", "lastTransitionTime": "x"}],
-            "readyReplicas": 4,
-            "progress": {"step": 70, "loss": 4.25},
-            "checkpoint": {"durableStep": 60},
-            "restarts": {"total": 2},
-            "goodput": {"ratio": 0.97, "percent": "97.0%"},
-        },
-    )
-    head, row = api_with_job.kubectl("get", "trn", "-o", "wide").splitlines()
-    assert head.split()[:9] == ["NAME", "PHASE", "REASON", "READY", "DESIRED", "STEP", "LOSS", "CKPT", "RESTARTS"]
-    assert row.split()[:9] == ["good", "Running", "Training", "4", "4", "70", "4.25", "60", "2"]
-    assert row.split()[-1] == "97.0%", "there is no artifact yet"
-    artifacts = [{"kind": kind, "path": f"/out/{kind}", "step": 70} for kind in ("Adapter", "Model")]
-    api_with_job.report_status("good", {"artifacts": artifacts})
-    assert api_with_job.kubectl("get", "trn", "-o", "wide").splitlines()[1].split()[-1] == "/out/Model", "the newest"
-    assert "good" in api_with_job.kubectl("get", "training")
-
-
 def test_an_unknown_phase_is_accepted_in_a_status(api_with_job: Api) -> None:
     api_with_job.report_status("good", {"phase": "Levitating"})
     assert api_with_job.kubectl("get", "trn", "good", "-o", "jsonpath={.status.phase}") == "Levitating"

@@ -57,6 +57,7 @@ def test_our_table_equals_that_of_kubectl(crd_api: Api, wide: bool) -> None:
         moments = range(int(before) - 1, int(time.time()) + 2)
         shown = "\n".join(line.rstrip() for line in printed.splitlines())
         assert shown in {table(sorted_as_shown(shown, jobs), float(now), wide=wide) for now in moments}
+        assert set(STATUSES) <= set(crd_api.kubectl("get", "training").split()), "the category of training jobs"
     finally:
         for name in STATUSES:
             crd_api.delete_job(name)

@@ -26,14 +26,26 @@ def table(jobs: Sequence[Mapping[str, Any]], now: float, *, wide: bool = False) 
     )
 
 
-def _cell(job: Mapping[str, Any], column: Mapping[str, Any], now: float) -> str:
+def read_columns(job: Mapping[str, Any]) -> dict[str, str]:
+    """Return the value of each column of `kubectl get -o wide` by its name; empty where the job has none."""
+    columns = custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
+    values = {column["name"]: _read_value(job, column["jsonPath"]) for column in columns}
+    return {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+def _read_value(job: Mapping[str, Any], path: str) -> Any:
     value: Any = job
-    for name, index, kind in re.findall(r'\.(\w+)(?:\[(-?\d+)\]|\[\?\(@\.type=="(\w+)"\)\])?', column["jsonPath"]):
+    for name, index, kind in re.findall(r'\.(\w+)(?:\[(-?\d+)\]|\[\?\(@\.type=="(\w+)"\)\])?', path):
         value = value.get(name) if isinstance(value, dict) else None
         if index:
             value = value[int(index)] if value else None
         if kind:
             value = next((each for each in value or () if each["type"] == kind), None)
+    return value
+
+
+def _cell(job: Mapping[str, Any], column: Mapping[str, Any], now: float) -> str:
+    value = _read_value(job, column["jsonPath"])
     if value is None:
         return ""
     return age(now - (parse_rfc3339(value) or now)) if column["type"] == "date" else f"{value}"

@@ -111,11 +111,11 @@ def test_a_closed_pipe_ends_a_command_silently(server: ApiServer, command: str) 
     assert (ended.returncode, ended.stderr.decode()) == (1, "")
 
 
-@pytest.mark.parametrize("columns", ["20", "40"])
+@pytest.mark.parametrize("columns", ["20", "40", "80", "200"])
 @pytest.mark.parametrize(
     "command", ["status", "why", "history", "goodput", "sizes", "scaling", "ranks --no-steps", "checkpoints"]
 )
-def test_a_narrow_terminal_gets_narrow_lines_and_every_row(
+def test_no_line_is_wider_than_the_terminal_and_every_row_is_shown(
     trn: Command, monkeypatch: pytest.MonkeyPatch, command: str, columns: str
 ) -> None:
     name, *options = command.split()
@@ -125,6 +125,8 @@ def test_a_narrow_terminal_gets_narrow_lines_and_every_row(
     assert code == 0
     assert out.strip()
     assert max(map(len, out.splitlines())) <= int(columns)
+    words = {"status": "Running", "history": "Crash Preempted InPlace Spare" if int(columns) >= 40 else ""}
+    assert all(word in out for word in words.get(name, "").split())
 
 
 def test_a_manifest_is_simulated_by_the_operators_program(trn: Command) -> None:

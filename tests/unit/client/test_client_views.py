@@ -20,9 +20,7 @@ from trainium_client.render.page import render_text
 from trainium_client.render.status import status_line, status_page
 from trainium_client.render.tables import (
     goodput_page,
-    history_page,
     machines_page,
-    ranks_page,
     scaling_page,
     sizes_page,
 )
@@ -34,7 +32,6 @@ from trainium_contract.pages.formatting import format_duration
 from trainium_contract.pages.job_page import JobReport, report_html
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.views.events import build_event_views
-from trainium_contract.views.interruptions import read_interruptions
 from trainium_contract.views.job import build_job_view, cost_view
 from trainium_contract.views.job_view import JobView
 from trainium_contract.views.raw import strip_control_characters
@@ -576,27 +573,6 @@ def test_sizes_above_the_requested_one_are_marked_as_idle_nodes() -> None:
         (1, 0.5, False),
     ]
     assert render_plain(sizes_page(rows, 120), 120).count("idle nodes") == 2
-
-
-@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
-def test_no_page_is_wider_than_the_terminal(width: int) -> None:
-    view, entries = job_view(), read_interruptions(public_status(recorded_object("job")))
-    rows = build_rank_rows(members(), {}, public_status({}), NOW)
-    pages = [
-        status_page(view, now=NOW, width=width),
-        history_page(entries, width),
-        goodput_page(view.goodput, width),
-        sizes_page(size_rows(recorded_object("job")), width),
-        ranks_page(rows, width, limit=None),
-        interruption_page(explain_interruption(recorded_object("job"), log=recorded_log())),
-    ]
-
-    shown = [render_plain(content, width) for content in pages]
-
-    assert all(len(line) <= width for text in shown for line in text.splitlines())
-    assert "Running" in shown[0]
-    if width >= 40:
-        assert all(word in shown[1] for word in ("Crash", "Preempted", "InPlace", "Spare"))
 
 
 def test_escape_sequences_are_printed_only_with_colour() -> None:

@@ -12,13 +12,13 @@ from rich.console import Console
 from tests.testing.api.recorded_jobs import recorded_object
 from tests.testing.operator.metric_builders import job_view as named_job
 from tests.testing.operator.metric_builders import read_samples
+from tests.testing.outputs.tables import read_columns
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_client.render.page import render_text
 from trainium_client.render.status import status_page
 from trainium_client.render.tables import goodput_page, scaling_page, sizes_page
 from trainium_client.views.sizes import scaling_rows, size_rows
-from trainium_contract.definition.crd import custom_resource_definition
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.pages.formatting import format_duration, format_percent
 from trainium_contract.pages.job_page import JobReport, report_html
@@ -68,23 +68,13 @@ def pages() -> dict[str, str]:
     return texts | {"ui": report_html(JobReport(view(), (), None, None, (), ()), now)}
 
 
-def find_column(name: str) -> str:
-    """Return what `kubectl get -o wide` shows in a column of the job."""
-    columns = custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
-    (path,) = (column["jsonPath"] for column in columns if column["name"] == name)
-    value: Any = job()
-    for part in path.strip(".").split("."):
-        value = value[part]
-    return str(value)
-
-
 def test_the_goodput_is_the_same_figure_in_the_same_unit_everywhere() -> None:
     status = run_job()[0]
     assert status.goodput.ratio == pytest.approx(
         status.goodput.productive_seconds / status.goodput.wall_seconds, abs=1e-4
     )
     goodput = format_percent(status.goodput.ratio)
-    assert find_column("Goodput") == goodput
+    assert read_columns(job())["Goodput"] == goodput
     for command in ("status", "goodput", "ui"):
         assert f"{goodput} of {format_duration(status.goodput.wall_seconds)}" in pages()[command], command
     metrics = Metrics(named_jobs=1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.testing.api.recorded_jobs import RECORDED, recorded_object
+from tests.testing.outputs.tables import read_columns
 from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_cluster import FakeCluster
 from trainium_client.render.interruption import interruption_page
@@ -18,7 +19,6 @@ from trainium_client.render.page import render_text
 from trainium_client.render.status import status_page
 from trainium_client.render.tables import jobs_page
 from trainium_client.views.interruption_report import explain_interruption
-from trainium_contract.definition.crd import custom_resource_definition
 from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
 from trainium_contract.pages.formatting import format_percent
 from trainium_contract.pages.job_page import JobReport, report_html
@@ -121,23 +121,6 @@ class Outputs(NamedTuple):
 
 def read_labels(text: str) -> dict[str, str]:
     return {match[1]: match[2] for line in text.splitlines() if (match := re.match(r"([A-Z]\w+) {2,}(.*)", line))}
-
-
-def read_columns(job: dict[str, Any]) -> dict[str, str]:
-    """Evaluate the JSON paths of the columns that the definition has."""
-
-    def evaluate(path: str) -> Any:
-        value: Any = job
-        for name, kind, index in re.findall(r"\.(\w+)(?:\[\?\(@\.type==\"(\w+)\"\)\]|\[(-?\d+)\])?", path):
-            value = value.get(name) if isinstance(value, dict) else None
-            if kind:
-                value = next((each for each in value or () if each["type"] == kind), None)
-            elif index:
-                value = value[int(index)] if value else None
-        return "" if value is None else value
-
-    columns = custom_resource_definition()["spec"]["versions"][0]["additionalPrinterColumns"]
-    return {column["name"]: str(evaluate(column["jsonPath"])) for column in columns}
 
 
 def show(job: dict[str, Any]) -> Outputs:
