@@ -49,10 +49,15 @@ def test_the_newest_api_server_also_refuses_an_invalid_definition(tmp_path: Path
     [
         ("self.?trainer.?steps == self.?trainer.?steps", "exceeds budget"),
         ("!has(self.trainer) || has(self.trainer.data.examples.function)", "undefined field 'function'"),
+        ("self.?trainer.?nothing.hasValue()", "undefined field 'nothing'"),
+        ("true", "fieldPath must be a valid path"),
     ],
 )
-def test_it_refuses_a_rule_that_only_newer_versions_accept(tmp_path: Path, rule: str, refusal: str) -> None:
+def test_it_refuses_a_rule_of_newer_versions_and_one_of_a_field_that_is_not_there(
+    tmp_path: Path, rule: str, refusal: str
+) -> None:
     definition = custom_resource_definition()
     spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    spec["x-kubernetes-validations"].append({"rule": rule, "message": "none"})
+    path = {"fieldPath": ".nothing"} if "fieldPath" in refusal else {}
+    spec["x-kubernetes-validations"].append({"rule": rule, "message": "none", **path})
     assert refusal in validate(definition, tmp_path)
