@@ -3,6 +3,8 @@
 Two ranks of DDP train one model with and without the line, in turns.
 A round compares the median steps of two runs, without the first ones. Each rank has a node with a memory folder, so
 that each save is also copied. Processor time depends less on what else runs on the machine than the wall clock does.
+The floor is one copy of the model and of the optimizer's state, with the checksums of the copy, on each rank: a node
+needs all of it to replace a lost one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from benchmarks.fleet.figures import Report
 from benchmarks.ranks import run_ranks
 
 RANKS, WARM_UP = 2, 5
+_FLOOR_COPIES = 9
 SIZES = {"0.3M": (64, 4, 48, 60), "5M": (256, 4, 96, 40), "30M": (512, 8, 128, 20)}
 """Width, layers, tokens of a sample, and steps, by the approximate number of parameters."""
 _ADDED_GOAL, _RATIO_GOAL = 5.0, 1.01
@@ -55,6 +58,7 @@ def add_figures(report: Report, plain: Measured, elastic: Measured) -> None:
     report.add("`elastic` adds to a step", parameters, "ms", elastic.step - plain.step, goal=_ADDED_GOAL)
     report.add("a step with `elastic` over one without", parameters, "x", elastic.step / plain.step, goal=_RATIO_GOAL)
     report.add("processor time of a rank's step", parameters, "ms", plain.processor)
+    report.add("processor time of one copy of the state and its checksum", parameters, "ms", plain.floor)
     added = elastic.processor - plain.processor
     report.add("`elastic` adds to the processor time of a rank's step", parameters, "ms", added, goal=_ADDED_GOAL)
 
@@ -66,6 +70,8 @@ class Measured:
     parameters: int
     step: float
     processor: float
+    floor: float
+    """Milliseconds of a processor for one copy of the state into shared memory, and its checksum."""
 
 
 def measure(mode: str, size: str) -> Measured:
@@ -128,11 +134,35 @@ def train(mode: str, size: str, folder: Path) -> None:
         step, processor = (
             1000 * statistics.median(end[kind] - start[kind] for start, end in pairs) for kind in range(2)
         )
-        parameters = model.num_parameters()
-        (folder / "measured").write_text(json.dumps({"parameters": parameters, "step": step, "processor": processor}))
+        measured = Measured(model.num_parameters(), step, processor, measure_floor(trainer, memory / "floor"))
+        (folder / "measured").write_text(json.dumps(asdict(measured)))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a process group that nobody destroys aborts some ranks at their end, and destroying it hangs others
+
+
+def measure_floor(trainer: Any, path: Path) -> float:
+    """Return the milliseconds of a processor for a copy of a trainer's state in a file, and its checksum."""
+    import torch  # noqa: PLC0415 - as in `train`
+
+    from trainium_worker.snapshots.files import ALIGNMENT_BYTES, BLOCK_BYTES, SnapshotFile, checksum, round_up  # noqa: PLC0415
+
+    states = trainer.optimizer.state_dict()["state"].values()
+    tensors = [tensor.detach().contiguous() for tensor in trainer.model.parameters()]
+    tensors += [tensor for values in states for tensor in values.values()]
+    sizes = [round_up(tensor.nbytes, ALIGNMENT_BYTES) for tensor in tensors]
+    payload = SnapshotFile.create(path, round_up(sum(sizes), BLOCK_BYTES)).payload
+    targets = [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, part in zip(tensors, torch.split(payload[: sum(sizes)], sizes), strict=True)
+    ]
+    times = []
+    for _ in range(_FLOOR_COPIES):
+        start = time.thread_time()
+        torch._foreach_copy_(targets, tensors)
+        checksum(payload)
+        times.append(1000 * (time.thread_time() - start))
+    return statistics.median(times)
 
 
 if __name__ == "__main__":

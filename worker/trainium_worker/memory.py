@@ -26,13 +26,12 @@ import torch.distributed.checkpoint as dcp
 
 import trainium_worker
 from trainium_worker.dcp import MemoryReader, MemoryWriter
-from trainium_worker.dcp.repeated import RepeatedSave, Staged, describe_layout
+from trainium_worker.dcp.commit import Outcome
+from trainium_worker.dcp.repeated import RepeatedSave, describe_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from concurrent.futures import Future
-
-    from torch.distributed import ProcessGroup
 
     from trainium_worker.dcp.parts import StrPath
     from trainium_worker.dcp.repeated import Layout
@@ -49,8 +48,6 @@ class _Saver:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        distributed = dist.is_available() and dist.is_initialized()
-        self.group: ProcessGroup | None = dist.new_group(backend="gloo") if distributed else None
         self._saving: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-save")
         self._layout: Layout = []
@@ -84,31 +81,27 @@ class _Saver:
         """Copy the state, and save it in the background."""
         layout, repeated = describe_layout(state), self._repeated
         if repeated is None or layout != self._layout:
-            staged, state = Staged.PLAN, writer.stage(_detach(state))
+            outcome, state = Outcome.PLAN, writer.stage(_detach(state))
         else:
-            staged = repeated.stage(state)
-            if staged == Staged.REPEATED and self._is_nearly_full:
-                staged = Staged.REPEATED_ONCE
+            outcome = repeated.stage(state)
+            if outcome == Outcome.OK and self._is_nearly_full:
+                outcome = Outcome.LAST
         self._layout = layout
-        self._saving = self._thread.submit(self._write, writer, state, staged)
+        self._saving = self._thread.submit(self._write, writer, state, outcome)
 
-    def _write(self, writer: MemoryWriter, state: dict[str, torch.Tensor], staged: Staged) -> None:
+    def _write(self, writer: MemoryWriter, state: dict[str, torch.Tensor], outcome: Outcome) -> None:
         """Write a state, with a plan if it has another layout than the last one. Collective."""
         repeated, session = self._repeated, writer.session
-        all_staged = session.all_gather_integers(staged)
-        if repeated is not None and Staged.PLAN not in all_staged:
-            repeated.write(writer.step, all_staged)
-            if Staged.REPEATED_ONCE in all_staged:
+        if repeated is not None:
+            outcomes = repeated.write(writer.step, outcome)
+            if any(rank_outcome & (Outcome.LAST | Outcome.PLAN) for rank_outcome in outcomes):
                 self._repeated = None
-        elif set(all_staged) == {Staged.PLAN}:
-            self._repeated = None
-            dcp.save(state, storage_writer=writer, process_group=self.group)
-            if session.is_enabled:
-                self._repeated = RepeatedSave.of_newest_save(session, state)
-                session.free_copy()
-        elif repeated is not None:  # the layout changed on some ranks only: there is no save of this step
-            repeated.discard()
-            self._repeated = None
+            if set(outcomes) != {Outcome.PLAN}:
+                return
+        dcp.save(state, storage_writer=writer, process_group=session.group)
+        if session.is_enabled:
+            self._repeated = RepeatedSave.of_newest_save(session, state)
+            session.free_copy()
 
     def wait(self) -> None:
         """Wait for the save in progress. Raises its error."""
@@ -121,8 +114,8 @@ _saver: _Saver | None = None
 
 
 def _get_saver() -> _Saver:
-    """Return the saver of this process; the first call of each rank is collective."""
-    global _saver  # noqa: PLW0603 - one process has one group
+    """Return the saver of this process."""
+    global _saver  # noqa: PLW0603 - one process has one
     if _saver is None or _saver.pid != os.getpid():
         _saver = _Saver()
     return _saver
@@ -153,7 +146,8 @@ def save(
     if durable is not None:
         folder = os.fspath(durable).format(step=step)
         trainium_worker.stage("save")
-        dcp.save(_detach(state), checkpoint_id=folder, process_group=saver.group)
+        saver.wait()  # its collectives are of the same group
+        dcp.save(_detach(state), checkpoint_id=folder, process_group=writer.session.group)
         trainium_worker.saved(step, folder)
 
 
@@ -186,7 +180,7 @@ def read(reader: MemoryReader, model: torch.nn.Module, optimizer: torch.optim.Op
             f"the state of step {reader.step} from {reader.source} is of another model: {name} is not trained {place}; "
             "create the model as when the run started, or start a new run"
         )
-    dcp.load({**parameters, **states}, storage_reader=reader, process_group=_get_saver().group)
+    dcp.load({**parameters, **states}, storage_reader=reader, process_group=reader.session.group)
     packed = _read_values(reader)
     optimizer_state = packed[0][0]
     for name, tensor in states.items():
@@ -205,7 +199,7 @@ def _read_values(reader: MemoryReader) -> list[tuple[dict[str, Any], Any]]:
     metadata: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     names = sorted((name for name in metadata if name.startswith("values.")), key=_number)
     loaded: dict[str, Any] = {name: torch.empty(metadata[name].size, dtype=torch.uint8) for name in names}
-    dcp.load(loaded, storage_reader=reader, process_group=_get_saver().group)
+    dcp.load(loaded, storage_reader=reader, process_group=reader.session.group)
     return [pickle.loads(packed.numpy().tobytes()) for packed in loaded.values()]  # noqa: S301 - written by this job
 
 

@@ -25,8 +25,9 @@ import trainium_worker
 from tests.testing.suite.timeouts import scaled
 from tests.testing.trainer.fork_server import fork_context
 from trainium_worker import memory
-from trainium_worker.dcp import MemoryReader, MemoryWriter, commit
+from trainium_worker.dcp import MemoryReader, MemoryWriter, commit, repeated
 from trainium_worker.snapshots import copies
+from trainium_worker.snapshots.files import HEADER_BYTES
 from trainium_worker.snapshots.store import run_directory
 
 GLOBAL_BATCH = 8
@@ -119,17 +120,22 @@ def save_each_step(results: Path, *, steps: int, case: str = "", kill: list[int]
     """Train with `memory.save` after each step; report the steps saved, the bytes sent for each, and the weights."""
     rank = dist.get_rank()
     report: dict[str, Any] = {"saved": [], "sent": []}
-    send, saved = copies.send_part, trainium_worker.saved
+    send, transfer, saved = copies.send_part, copies.transfer, trainium_worker.saved
 
-    def record_send(*arguments: Any, spans: Any = None) -> bool:
-        report["sent"].append(len(arguments[-1]) if spans is None else sum(end - start for start, end in spans))
-        return send(*arguments, spans=spans)
+    def record_send(*arguments: Any) -> bool:
+        report["sent"].append(len(arguments[-1]))
+        return send(*arguments)
+
+    def record_transfer(*arguments: Any, sends: Any, into: Any) -> None:
+        report["sent"] += [len(message) - HEADER_BYTES for _, message in sends]
+        transfer(*arguments, sends=sends, into=into)
 
     def record_saved(step: int, location: str) -> None:
         report["saved"].append(step)
         saved(step, location)
 
-    vars(commit)["send_part"], trainium_worker.saved = record_send, record_saved
+    vars(commit)["send_part"], vars(repeated)["transfer"] = record_send, record_transfer
+    trainium_worker.saved = record_saved
     torch.manual_seed(7)
     layers = [torch.nn.Linear(12, 34), torch.nn.BatchNorm1d(34), torch.nn.Linear(34, 3)]
     module: Any = torch.nn.Sequential(*(layers if case == "buffers" else layers[::2]))

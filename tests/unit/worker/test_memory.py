@@ -51,3 +51,11 @@ def test_ranks_with_other_tensors_under_one_name_send_all(tmp_path: Path) -> Non
 def test_a_new_tensor_is_saved_at_once_if_all_ranks_have_it(tmp_path: Path, case: str, missing: set[int]) -> None:
     job = run(tmp_path, [0, 1], steps=STEPS, case=case)
     assert [set(range(1, STEPS + 1)) - set(report["saved"]) for report in job.reports] == [missing, missing]
+
+
+def test_a_discarded_save_leaves_the_newest_complete_one(tmp_path: Path) -> None:
+    job = SimulatedJob(tmp_path)
+    assert job.run(nodes=[0, 1], train=save_each_step, steps=STEPS, case="new tensor of rank 1", kill=[0, 5])[0] == -9
+    job.lose_node(0)
+    assert job.run(nodes=[2, 1], train=save_each_step, steps=STEPS) == [0, 0], job.errors
+    assert [report["resumed"] for report in job.reports] == [3, 3]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from enum import IntEnum
+from enum import IntFlag
 from typing import TYPE_CHECKING
 
 import trainium_worker
@@ -12,62 +12,91 @@ from trainium_worker.snapshots.copies import receive_part, send_part
 from trainium_worker.snapshots.files import DamagedSnapshotError, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from trainium_worker.dcp.session import Session
-    from trainium_worker.snapshots.copies import Spans
     from trainium_worker.snapshots.files import SnapshotFile
 
 _log = logging.getLogger(__name__)
 
 
-class Outcome(IntEnum):
-    """The outcome of a save on a rank; the job has the highest one of its ranks."""
+class Outcome(IntFlag):
+    """The outcome of a save on a rank; the job has those of all ranks."""
 
     OK = 0
-    NO_SPACE = 1
-    FAILED = 2
+    LAST = 1
+    """The next save needs a plan."""
+    WHOLE = 2
+    """A copy that this rank keeps is received as a whole."""
+    DIFFERENT = 4
+    """The bytes that this rank has of a copy are not those of the part."""
+    NO_SPACE = 8
+    FAILED = 16
+    PLAN = 32
+    """The save has another layout than the last one, and needs a plan."""
 
 
 def commit(
     session: Session,
     files: Mapping[int, SnapshotFile],
     part: Part | None,
-    outcome: Outcome,
+    outcome: int,
     *,
     problem: str = "",
     failure: BaseException | None = None,
-    spans: dict[int, Spans | None] | None = None,
 ) -> bool:
-    """Commit a save, and return whether it is kept; without space on a rank, no rank keeps this one or later ones.
+    """Copy the parts of a save to other nodes, and return whether it is kept. Collective.
 
-    Collective. files: those of this rank's part and of the copies that it keeps, by the part's rank. part: this rank's
-    part, written if `outcome` is OK. problem: the sentence for the user without space. spans: what each copy needs, by
-    the part's rank, if all ranks are known to have written their parts; else unset, and the copies are whole.
-
-    Raises `failure`, or RuntimeError if another rank failed.
+    files: those of this rank's part and of the copies that it keeps, by the part's rank. part: this rank's part,
+    written if `outcome` is OK. problem: the sentence for the user without space. Raises as `conclude`.
     """
-    job_outcome = max(session.all_gather_integers(outcome)) if spans is None else outcome
-    if job_outcome == Outcome.OK and part is not None:
-        problem = "a copy did not arrive as it was sent"
-        try:
-            outcome = Outcome.OK if _replicate(session, files, part, spans or {}) else Outcome.FAILED
-        except (RuntimeError, DamagedSnapshotError) as error:
-            outcome, failure = Outcome.FAILED, error
-        job_outcome = max(session.all_gather_integers(outcome))
-    if job_outcome == Outcome.NO_SPACE:
+    outcome = max(session.all_gather_integers(outcome))
+    if outcome == Outcome.OK and part is not None:
+        outcome, failure = replicate(session, files, part, range(session.world_size))
+    return conclude(session, files, part, outcome, problem=problem, failure=failure)
+
+
+def replicate(
+    session: Session, files: Mapping[int, SnapshotFile], part: Part, ranks: Container[int]
+) -> tuple[int, BaseException | None]:
+    """Copy the parts of ranks to other nodes; return the outcome of the job, and the error of this rank. Collective."""
+    outcome = Outcome.FAILED
+    failure: BaseException | None = None
+    try:
+        if _send_and_receive(session, files, part, ranks):
+            outcome = Outcome.OK
+        else:
+            failure = RuntimeError("a save is not in memory: a copy did not arrive as it was sent")
+    except (RuntimeError, DamagedSnapshotError) as error:
+        failure = error
+    return max(session.all_gather_integers(outcome)), failure
+
+
+def conclude(
+    session: Session,
+    files: Mapping[int, SnapshotFile],
+    part: Part | None,
+    outcome: int,
+    *,
+    problem: str = "",
+    failure: BaseException | None = None,
+) -> bool:
+    """Keep a save or discard it by the outcome of the job, and return whether it is kept. Collective.
+
+    Without space on a rank, no rank keeps this save or later ones. Raises `failure`, or RuntimeError if another rank
+    failed.
+    """
+    if outcome == Outcome.NO_SPACE:
         session.disable(files.values())
         reason = next(rank_reason for rank_reason in session.all_gather(problem) if rank_reason)
         trainium_worker.notice(reason)
         if session.rank == 0:
             _log.warning("%s", reason)
         return False
-    if job_outcome == Outcome.FAILED or part is None:
+    if outcome == Outcome.FAILED or part is None:
         for file in files.values():
             file.invalidate()  # the next save overwrites these files, not the newest complete save
-        if failure is not None:
-            raise failure
-        raise RuntimeError(f"a save is not in memory: {problem or 'another rank failed to save it'}")
+        raise failure or RuntimeError("a save is not in memory: another rank failed to save it")
     session.complete_saves += 1
     session.newest_files = dict(files)
     trainium_worker.saved(part.version.step, trainium_worker.MEMORY)
@@ -83,14 +112,10 @@ def describe_no_space(session: Session, error: OSError, sizes: Sequence[int]) ->
     )
 
 
-def _replicate(session: Session, files: Mapping[int, SnapshotFile], part: Part, spans: dict[int, Spans | None]) -> bool:
-    """Send this rank's part to its buddy and receive those of others; return whether all arrived intact.
-
-    A copy of spans that does not match, because the ranks differ where they should not, is repeated as a whole, and
-    its spans are removed.
-    """
+def _send_and_receive(session: Session, files: Mapping[int, SnapshotFile], part: Part, ranks: Container[int]) -> bool:
+    """Send this rank's part to its buddy and receive those of others; return whether all arrived intact."""
     group, target = session.group, session.copy_target
-    if group is None or target is None:
+    if group is None:
         return True
 
     def receive(source: int) -> bool:
@@ -99,14 +124,11 @@ def _replicate(session: Session, files: Mapping[int, SnapshotFile], part: Part, 
                 raise DamagedSnapshotError(f"rank {source} sent part {received.name}")
             return files[source]
 
-        is_intact = receive_part(group, source, TAG, choose_file, spans=spans.get(source))
-        if not is_intact and spans.pop(source, None) is not None:
-            is_intact = receive_part(group, source, TAG, choose_file)
-        return bool(is_intact)
+        return bool(receive_part(group, source, TAG, choose_file))
 
-    futures = [session.receivers.submit(receive, source) for source in session.copy_sources]
-    page, payload = part.to_page(), files[session.rank].payload[: part.payload_bytes]
-    was_sent = send_part(group, target, TAG, page, payload, spans=spans.get(session.rank))
-    if not was_sent and spans.pop(session.rank, None) is not None:
-        was_sent = send_part(group, target, TAG, page, payload)
+    futures = [session.receivers.submit(receive, source) for source in session.copy_sources if source in ranks]
+    was_sent = True
+    if target is not None and session.rank in ranks:
+        payload = files[session.rank].payload[: part.payload_bytes]
+        was_sent = send_part(group, target, TAG, part.to_page(), payload)
     return all([was_sent, *(future.result() for future in futures)])

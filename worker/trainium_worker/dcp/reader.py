@@ -48,7 +48,7 @@ class MemoryReader(StorageReader):
         directory: as for `MemoryWriter`.
         """
         super().__init__()
-        self._session = session = open_session(directory)
+        self.session = session = open_session(directory)
         self._payloads = session.resumed_payloads
         self._stores: dict[int, str] = {}
         """The store from which each part is read, by the part's rank."""
@@ -78,17 +78,17 @@ class MemoryReader(StorageReader):
         if folders is not None:
             pattern = _compile_folder_pattern(Path(folders))
             try:
-                newest = find_durable(Path(folders), pattern) if self._session.rank == 0 else None
+                newest = find_durable(Path(folders), pattern) if self.session.rank == 0 else None
             except OSError as error:
                 newest = error
-        newest = self._session.all_gather(newest)[0]
+        newest = self.session.all_gather(newest)[0]
         if isinstance(newest, OSError):
             raise newest
         return newest
 
     def _choose_parts(self, durable_step: int) -> tuple[Part, ...]:
         """Return the parts of the newest save whose parts all verify, unless storage has a newer step. Collective."""
-        session = self._session
+        session = self.session
         if not session.is_enabled or session.snapshots is None:
             return ()
         files = {part: path for path, part in session.snapshots.parts().items()}
@@ -111,7 +111,7 @@ class MemoryReader(StorageReader):
 
     def _verify(self, store: SnapshotStore, parts: Sequence[Part], files: dict[Part, Path]) -> list[Part]:
         """Map the parts in this node's store and return damaged ones; the ranks of the node divide the checksums."""
-        session, damaged = self._session, []
+        session, damaged = self.session, []
         self._payloads.clear()
         for number, part in enumerate(parts):
             verifies = session.store_ranks[number % len(session.store_ranks)] == session.rank
@@ -124,7 +124,7 @@ class MemoryReader(StorageReader):
 
     def _gather_metadata(self, parts: Sequence[Part]) -> Metadata:
         """Return the description of the save from the indexes of its parts, each of which one rank has. Collective."""
-        session = self._session
+        session = self.session
         own_indexes = {
             rank: self._payloads[rank][int(part.layout) :].numpy().tobytes()
             for rank, part in enumerate(parts)
@@ -142,7 +142,7 @@ class MemoryReader(StorageReader):
 
     def _select_sender(self, part: int, requester: int) -> int:
         """Return the rank that sends a part to `requester`: the ranks of a node that has it take turns."""
-        ranks = [rank for rank, store in enumerate(self._session.stores) if store == self._stores[part]]
+        ranks = [rank for rank, store in enumerate(self.session.stores) if store == self._stores[part]]
         return ranks[(part + requester) % len(ranks)]
 
     # ---- interface of DCP --------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class MemoryReader(StorageReader):
 
     def _fetch(self, plan: LoadPlan) -> dict[Span, torch.Tensor]:
         """Return the items that this node's store lacks, from ranks of other nodes. Collective."""
-        session = self._session
+        session = self.session
         missing: dict[int, list[Span]] = {}
         for span in dict.fromkeys(self._entries[read.storage_index].span for read in plan.items):
             if span.rank not in self._payloads:

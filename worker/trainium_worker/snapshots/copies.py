@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    Message = tuple[int, torch.Tensor]
-    """A rank, and the bytes for it or from it."""
-    Spans = list[tuple[int, int]]
-    """Starts and ends of bytes of a payload."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,18 +65,12 @@ def choose_buddies(parts: Sequence[tuple[str, str]], usable: Container[str] | No
     return {rank: next(keepers[parts[rank][0]]) for rank in single}
 
 
-def send_part(
-    group: ProcessGroup, target: int, tag: int, page: bytes, payload: torch.Tensor, *, spans: Spans | None = None
-) -> bool:
-    """Send a finished snapshot to a rank; return whether it was stored. Uses three tags. Raises RuntimeError.
-
-    spans: the bytes that the receiver does not have; unset: all.
-    """
-    data = payload if spans is None else torch.cat([payload[:0], *(payload[start:end] for start, end in spans)])
+def send_part(group: ProcessGroup, target: int, tag: int, page: bytes, payload: torch.Tensor) -> bool:
+    """Send a finished snapshot to a rank; return whether it was stored. Uses three tags. Raises RuntimeError."""
     answer = torch.zeros(1, dtype=torch.uint8)
     reply = dist.irecv(answer, target, group=group, tag=tag + 2)
     _send_page(group, target, tag, page)
-    _wait(dist.isend(data, target, group=group, tag=tag + 1))
+    _wait(dist.isend(payload, target, group=group, tag=tag + 1))
     _wait(reply)
     return bool(answer[0])
 
@@ -91,14 +81,11 @@ def receive_part(
     tag: int,
     choose_file: Callable[[Part], SnapshotFile],
     timeout: timedelta | None = None,
-    *,
-    spans: Spans | None = None,
 ) -> bool | None:
     """Receive what `send_part` sends; return whether it arrived intact, None after the last part.
 
     choose_file: returns the file for a part, or raises DamagedSnapshotError for an unexpected one. timeout: the time
-    limit of the page. spans: those of the sender; the file has the other bytes. Raises RuntimeError if the
-    sender failed, and DamagedSnapshotError for a damaged page.
+    limit of the page. Raises RuntimeError if the sender failed, and DamagedSnapshotError for a damaged page.
     """
     page = torch.empty(HEADER_BYTES, dtype=torch.uint8)
     _wait(dist.irecv(page, source, group=group, tag=tag), timeout)
@@ -108,12 +95,7 @@ def receive_part(
     file = choose_file(part)
     if part.payload_bytes > file.capacity:
         raise DamagedSnapshotError(f"from rank {source}: {part.payload_bytes} bytes do not fit into {file.capacity}")
-    payload = file.payload[: part.payload_bytes]
-    targets = [payload] if spans is None else [payload[start:end] for start, end in spans]
-    data = payload if spans is None else torch.empty(sum(map(len, targets)), dtype=torch.uint8)
-    _wait(dist.irecv(data, source, group=group, tag=tag + 1))
-    if spans:
-        torch._foreach_copy_(targets, torch.split(data, [*map(len, targets)]))
+    _wait(dist.irecv(file.payload[: part.payload_bytes], source, group=group, tag=tag + 1))
     is_intact = file.finish_received(part)
     _wait(dist.isend(torch.tensor([is_intact], dtype=torch.uint8), source, group=group, tag=tag + 2))
     return is_intact

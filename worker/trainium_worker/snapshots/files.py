@@ -15,7 +15,7 @@ import json
 import mmap
 import os
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,7 @@ class Part:
 
     def to_page(self) -> bytes:
         """Return the header page of a finished snapshot."""
-        header = json.dumps(asdict(self)).encode()
+        header = json.dumps({**vars(self), "version": vars(self.version)}).encode()
         if len(header) > HEADER_BYTES - _HEADER_START:
             raise ValueError(f"the header of a snapshot has {len(header)} bytes: {header[:80]!r}")
         return _MAGIC + len(header).to_bytes(4, "little") + zlib.crc32(header).to_bytes(4, "little") + header
@@ -119,7 +119,7 @@ class SnapshotFile:
             self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags)
         finally:
             os.close(descriptor)
-        self.payload = torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
+        self.page, self.payload = torch.frombuffer(self._map, dtype=torch.uint8).tensor_split([HEADER_BYTES])
         self._is_pinned = False
 
     @staticmethod
