@@ -20,9 +20,10 @@ from benchmarks.fleet.agents_process import AgentsProcess
 from benchmarks.fleet.figures import Report
 from benchmarks.fleet.job import JOBS, NAME, read_status, training_job, wait_for_status
 from benchmarks.fleet.kube import PodWatch, admin_client, delete
-from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation, free_port
+from benchmarks.fleet.operator_process import SERVER_NAME, ChartInstallation
 from benchmarks.fleet.scenario import log, start_cluster
 from trainium_contract.wire.worker_env import LABEL_JOB
+from trainium_devcluster.ports import reserve_port
 from trainium_devcluster.processes.process_tree import tree_of
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class CoordinatorRun:
         self._chart = chart
         self._report = report
         self._count = agents
-        self._port = free_port(HOSTS[1])
+        self._port = reserve_port()
 
     async def run(self, seconds: float) -> None:
         """Measure heartbeats, a membership change, a handover after a crash and an orderly one."""

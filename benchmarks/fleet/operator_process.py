@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import yaml
 
+from trainium_devcluster.ports import reserve_port
 from trainium_devcluster.processes.process_tree import resident_bytes
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ class ChartInstallation:
 
     async def start(self, host: str = "127.0.0.1", port: int | None = None) -> OperatorProcess:
         """Start an operator, which may become a standby."""
-        port = port or free_port(host)
+        port = port or reserve_port()
         log = self._folder / f"operator-{host}-{time.time_ns()}.log"
-        process = OperatorProcess(self, host, port, free_port(host), log)
+        process = OperatorProcess(self, host, port, reserve_port(), log)
         await process.start()
         return process
 
@@ -199,14 +199,6 @@ class OperatorProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
         await self._process.wait()
-
-
-def free_port(host: str) -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def describe_machine() -> dict[str, Any]:

@@ -88,7 +88,7 @@ class HitCounter:
         self._remaining -= 1
         return self._remaining == -1
 
-    def kill_around(self, call: Callable[[], Any], middle: Callable[[], None] | None = None) -> Any:
+    def kill_around(self, call: Callable[[], Any], middle: Callable[[], object] | None = None) -> Any:
         """Make a call, or kill the process before it, within it (`middle` does half of it) or after it."""
         if not self.count_hit():
             return call()
@@ -112,6 +112,67 @@ def truncate(pieces: Iterable[memoryview], size: int) -> Iterator[memoryview]:
     kill_process()
 
 
+def _kill_in_calls(
+    owner: Any,
+    name: str,
+    hits: HitCounter,
+    *,
+    middle: Callable[..., object] | None = None,
+    is_counted: Callable[..., bool] = lambda *_: True,
+) -> None:
+    """Patch a function of a module or class, whose calls are hits of the point.
+
+    `middle` gets the function and the arguments, and does half of a call. `is_counted` gets the arguments.
+    """
+    original = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not is_counted(*arguments):
+            return original(*arguments, **options)
+        half = None if middle is None else lambda: middle(original, *arguments, **options)
+        return hits.kill_around(lambda: original(*arguments, **options), half)
+
+    setattr(owner, name, call)
+
+
+def _copy_half(copy: Any, targets: list[Any], sources: list[Any]) -> None:
+    half = len(targets) // 2
+    copy(targets[:half], sources[:half])
+
+
+def _kill_in_storage(method: str, hits: HitCounter, is_counted: Callable[..., bool]) -> None:
+    """Patch a method of `PosixStorage`; `is_counted` gets the storage and the name."""
+    from trainium_trainer.storage.posix import PosixStorage
+
+    def do_half(_: object, storage: Any, name: str, *__: object) -> None:
+        write_half(storage, method, name)
+
+    _kill_in_calls(PosixStorage, method, hits, middle=do_half, is_counted=lambda *given: is_counted(*given[:2]))
+
+
+def write_half(storage: Any, method: str, name: str) -> None:
+    """Do half of what a method of `PosixStorage` does: write a draft, or remove one file of a folder."""
+    if method in ("write", "create"):
+        storage._draft(name, b"half of it")
+        return
+    files = sorted(path for path in (storage._root / name).rglob("*") if path.is_file())
+    for path in files[:1]:
+        path.unlink()
+
+
+def _kill_in_streams(hits: HitCounter, is_counted: Callable[[Any], bool]) -> None:
+    """Patch the method of `PosixStorage` that writes a stream, within which the process is killed."""
+    from trainium_trainer.storage.posix import PosixStorage
+
+    write = PosixStorage.write_stream
+
+    def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
+        is_reached = is_counted(self) and hits.count_hit()
+        write(self, name, truncate(pieces, int(hits.fraction * size)) if is_reached else pieces, size)
+
+    PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
+
+
 def _in_step(hits: HitCounter, _: random.Random) -> None:
     from trainium_trainer.monitor.progress import ProgressWriter
 
@@ -132,84 +193,35 @@ def _in_staging(hits: HitCounter, rng: random.Random) -> None:
     from trainium_worker.snapshots import copies
     from trainium_worker.snapshots.files import SnapshotFile
 
-    def killed_in_copy(copy: Any) -> Any:
-        def copy_all(targets: list[Any], sources: list[Any]) -> None:
-            half = len(targets) // 2
-            hits.kill_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
-
-        return copy_all
-
     place = rng.choice(("copy", "copy", "finalize", "send"))
     # Without a memory tier, this is the only point: nothing is finalized or sent.
-    live_state.copy_all = killed_in_copy(live_state.copy_all)
+    _kill_in_calls(live_state, "copy_all", hits, middle=_copy_half)
     if place == "copy":
-        memory_tier.copy_all = killed_in_copy(memory_tier.copy_all)  # type: ignore[attr-defined]
-    elif place == "finalize":
-        finish = SnapshotFile.finish
-        SnapshotFile.finish = lambda *arguments: hits.kill_around(lambda: finish(*arguments))  # type: ignore[method-assign]
-    else:
-        send, finish = copies.send_part, SnapshotFile.finish
-        if rng.random() < 0.5:  # otherwise, and if nothing is sent: when it is finished
-            copies.send_part = lambda *arguments: hits.kill_around(lambda: send(*arguments))
-        SnapshotFile.finish = lambda *arguments: hits.kill_around(lambda: finish(*arguments))  # type: ignore[method-assign]
+        _kill_in_calls(memory_tier, "copy_all", hits, middle=_copy_half)
+        return
+    if place == "send" and rng.random() < 0.5:  # otherwise, and if nothing is sent: when it is finished
+        _kill_in_calls(copies, "send_part", hits)
+    _kill_in_calls(SnapshotFile, "finish", hits)
 
 
 def _in_writing(hits: HitCounter, _: random.Random) -> None:
-    from trainium_trainer.storage.posix import PosixStorage
-
-    write = PosixStorage.write_stream
-
-    def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
-        write(self, name, truncate(pieces, int(hits.fraction * size)) if hits.count_hit() else pieces, size)
-
-    PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
+    _kill_in_streams(hits, lambda _: True)
 
 
 def _in_commit(hits: HitCounter, rng: random.Random) -> None:
-    from trainium_trainer.storage.posix import PosixStorage
-
-    def patch(method: str) -> None:
-        original = getattr(PosixStorage, method)
-
-        def access(self: Any, name: str, *rest: Any) -> Any:
-            if not name.startswith("step-"):
-                return original(self, name, *rest)
-            return hits.kill_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
-
-        setattr(PosixStorage, method, access)
-
     for method in rng.choice((("write",), ("create",), ("write", "create"), ("remove_file", "remove_files"))):
-        patch(method)
-
-
-def write_half(storage: Any, method: str, name: str) -> None:
-    """Do half of what a method of `PosixStorage` does: write a draft, or remove one file of a folder."""
-    if method in ("write", "create"):
-        storage._draft(name, b"half of it")
-        return
-    files = sorted(path for path in (storage._root / name).rglob("*") if path.is_file())
-    for path in files[:1]:
-        path.unlink()
+        _kill_in_storage(method, hits, lambda _, name: name.startswith("step-"))
 
 
 def _in_load(hits: HitCounter, rng: random.Random) -> None:
-    from trainium_trainer.checkpoint.format import reader
-    from trainium_trainer.checkpoint.resume import resume as module
+    from trainium_trainer.checkpoint.format.reader import CheckpointReader
+    from trainium_trainer.checkpoint.resume import resume
 
-    resume: Any = module  # the trainer calls these names and does not pass them on
-    place = rng.choice(("gather", "copy"))
-    if place == "gather":
-        scatter = resume.scatter_from_root
-        resume.scatter_from_root = lambda *arguments: hits.kill_around(lambda: scatter(*arguments))
+    if rng.choice(("gather", "copy")) == "gather":
+        _kill_in_calls(resume, "scatter_from_root", hits)
         return
-    copy, read = resume.copy_all, reader.CheckpointReader._read_extent
-
-    def copy_all(targets: list[Any], sources: list[Any]) -> None:
-        half = len(targets) // 2
-        hits.kill_around(lambda: copy(targets, sources), lambda: copy(targets[:half], sources[:half]))
-
-    resume.copy_all = copy_all
-    reader.CheckpointReader._read_extent = lambda *arguments: hits.kill_around(lambda: read(*arguments))  # type: ignore[method-assign]
+    _kill_in_calls(resume, "copy_all", hits, middle=_copy_half)
+    _kill_in_calls(CheckpointReader, "_read_extent", hits)
 
 
 ARTIFACTS = "artifacts"
@@ -224,37 +236,38 @@ _FIRST_RANK_EVALUATION_PLACES = (*_EVALUATION_PLACES, ("result", 3), ("result", 
 def _in_export(hits: HitCounter, rng: random.Random) -> None:
     """Kill in a data file, in the merge of a weight, around a small file or the last removal, or in a gather."""
     from trainium_trainer.artifacts.merged_parameters import MergedParameters
+    from trainium_trainer.peers import Peers
 
     place, hits = _draw_place(_FIRST_RANK_EXPORT_PLACES if _is_first() else _EXPORT_PLACES, hits, rng)
-    if place == "file":
-        _in_data_file(hits)
-    elif place == "merge":
-        merged_parameters: Any = MergedParameters  # patched functions take any arguments
-        rows = merged_parameters.rows
-
-        def rows_or_kill(self: Any, name: str, *rest: Any) -> Any:
-            adapter_weight = f"{name.removesuffix('.weight')}.lora_B.weight"
-            return (
-                hits.kill_around(lambda: rows(self, name, *rest))
-                if adapter_weight in self._names
-                else rows(self, name, *rest)
+    match place:
+        case "file":
+            _kill_in_streams(hits, _is_of_artifacts)
+        case "merge":
+            _kill_in_calls(MergedParameters, "rows", hits, is_counted=_has_adapter)
+        case "gather":
+            _kill_in_calls(Peers, "gather", hits)
+        case "small":
+            _kill_in_storage(
+                "write", hits, lambda storage, name: _is_of_artifacts(storage) and not name.startswith("evaluation")
             )
+        case _:
+            _kill_in_storage("remove_files", hits, lambda storage, _: _is_of_artifacts(storage))
 
-        merged_parameters.rows = rows_or_kill
-    elif place == "gather":
-        _in_gather(hits, lambda: True)
-    elif place == "small":
-        _patch_storage_method("write", hits, lambda name: not name.startswith("evaluation"))
-    else:
-        _patch_storage_method("remove_files", hits, lambda _: True)
+
+def _is_of_artifacts(storage: Any) -> bool:
+    return ARTIFACTS in storage._root.parts
+
+
+def _has_adapter(parameters: Any, name: str, *_: object) -> bool:
+    """Return whether the rows of a weight are merged with an adapter."""
+    return f"{name.removesuffix('.weight')}.lora_B.weight" in parameters._names
 
 
 def _in_evaluation(hits: HitCounter, rng: random.Random) -> None:
     """Kill around the load of a model, its questions, a gather, or a file of the result."""
-    from trainium_trainer.evaluate import compare as module
-    from trainium_trainer.evaluate import stage
+    from trainium_trainer.evaluate import compare, stage
+    from trainium_trainer.peers import Peers
 
-    compare: Any = module  # the trainer calls these names and does not pass them on
     place, hits = _draw_place(_FIRST_RANK_EVALUATION_PLACES if _is_first() else _EVALUATION_PLACES, hits, rng)
     started: list[bool] = []
     evaluate = stage.evaluate_artifacts
@@ -264,25 +277,20 @@ def _in_evaluation(hits: HitCounter, rng: random.Random) -> None:
         return evaluate(*arguments, **options)
 
     stage.evaluate_artifacts = evaluate_artifacts
-    if place == "load":
-        load = compare.load
-        compare.load = lambda *arguments, **options: hits.kill_around(lambda: load(*arguments, **options))
-    elif place == "score":
-        score = compare.score_model
+    match place:
+        case "load":
+            _kill_in_calls(compare, "load", hits)
+        case "score":
+            _kill_in_calls(compare, "score_model", hits, middle=_score_half)
+        case "gather":
+            _kill_in_calls(Peers, "gather", hits, is_counted=lambda *_: bool(started))
+        case _:
+            _kill_in_storage("write", hits, lambda storage, _: _is_of_artifacts(storage) and bool(started))
 
-        def score_or_kill(model: Any, exam: Any, items: Any, *rest: Any, **options: Any) -> Any:
-            items = list(items)
-            half = items[: len(items) // 2]
-            return hits.kill_around(
-                lambda: score(model, exam, items, *rest, **options),
-                lambda: _discard(score(model, exam, half, *rest, **options)),
-            )
 
-        compare.score_model = score_or_kill
-    elif place == "gather":
-        _in_gather(hits, lambda: bool(started))
-    else:
-        _patch_storage_method("write", hits, lambda _: bool(started))
+def _score_half(score: Any, model: Any, exam: Any, items: Any, *rest: Any, **options: Any) -> None:
+    items = list(items)
+    score(model, exam, items[: len(items) // 2], *rest, **options)
 
 
 def _is_first() -> bool:
@@ -293,44 +301,6 @@ def _draw_place(places: Sequence[tuple[str, int]], hits: HitCounter, rng: random
     """Draw a place and its number of hits."""
     place, max_hits = rng.choice(places)
     return place, HitCounter(rng.randint(0, max_hits), hits.fraction)
-
-
-def _in_data_file(hits: HitCounter) -> None:
-    from trainium_trainer.storage.posix import PosixStorage
-
-    write = PosixStorage.write_stream
-
-    def write_stream(self: Any, name: str, pieces: Any, size: int) -> None:
-        is_reached = ARTIFACTS in self._root.parts and hits.count_hit()
-        write(self, name, truncate(pieces, int(hits.fraction * size)) if is_reached else pieces, size)
-
-    PosixStorage.write_stream = write_stream  # type: ignore[method-assign]
-
-
-def _in_gather(hits: HitCounter, is_counted: Callable[[], bool]) -> None:
-    from trainium_trainer.peers import Peers
-
-    gather = Peers.gather
-    Peers.gather = lambda self, value: (  # type: ignore[method-assign]
-        hits.kill_around(lambda: gather(self, value)) if is_counted() else gather(self, value)
-    )
-
-
-def _patch_storage_method(method: str, hits: HitCounter, is_counted: Callable[[str], bool]) -> None:
-    from trainium_trainer.storage.posix import PosixStorage
-
-    original = getattr(PosixStorage, method)
-
-    def access(self: Any, name: str, *rest: Any) -> Any:
-        if ARTIFACTS not in self._root.parts or not is_counted(name):
-            return original(self, name, *rest)
-        return hits.kill_around(lambda: original(self, name, *rest), lambda: write_half(self, method, name))
-
-    setattr(PosixStorage, method, access)
-
-
-def _discard(_: object) -> None:
-    """Discard a result."""
 
 
 _PATCHES: dict[Point, Callable[[HitCounter, random.Random], None]] = {

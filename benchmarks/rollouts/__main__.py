@@ -32,13 +32,13 @@ from benchmarks.rollouts.launchers import (
     RolloutDemo,
     Training,
     TrainingJobLauncher,
-    is_ready,
 )
 from benchmarks.rollouts.rewards import RewardLog, count_updates, max_difference, read_rewards, smooth
 from trainium_contract.api_server.errors import ApiError
 from trainium_devcluster.demos.curves import fault_table
 from trainium_devcluster.demos.session import NAMESPACE, DemoSession, Name, Out, Outcome
 from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.node.api.objects import is_ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable

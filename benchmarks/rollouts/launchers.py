@@ -147,12 +147,6 @@ class RolloutDemo(Demo):
         self.cluster.faults.kill_container(NAMESPACE, pod)
 
 
-def is_ready(pod: dict[str, Any]) -> bool:
-    """Return whether a pod is ready."""
-    conditions = pod["status"].get("conditions") or []
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-
 class Launcher(ABC):
     """A way to start ranks and servers together."""
 

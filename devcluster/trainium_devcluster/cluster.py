@@ -25,7 +25,7 @@ from trainium_devcluster.fleet.fake_nodes import KwokFleet
 from trainium_devcluster.handle import ClusterHandle
 from trainium_devcluster.kueue import install_kueue
 from trainium_devcluster.launch import launch_supervisor, reserve_name
-from trainium_devcluster.node.spec.images import write_image
+from trainium_devcluster.node.api.objects import is_ready
 from trainium_devcluster.processes.cleanup import end_leftovers, remove_folder
 from trainium_devcluster.processes.process_tree import ProcessId, identify
 from trainium_devcluster.progress import ReportProgress, ignore_progress
@@ -208,7 +208,7 @@ class Cluster(ClusterHandle):
 
     def ready_nodes(self) -> dict[str, bool]:
         """Return for each Node object whether it is Ready."""
-        return {item["metadata"]["name"]: _is_ready(item) for item in self.api.get("/api/v1/nodes")["items"]}
+        return {item["metadata"]["name"]: is_ready(item) for item in self.api.get("/api/v1/nodes")["items"]}
 
     def wait_for_nodes(self, names: Iterable[str], *, ready: bool = True) -> None:
         """Wait until the nodes are Ready (or NotReady, if `ready` is false)."""
@@ -238,12 +238,6 @@ class Cluster(ClusterHandle):
                 lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
                 last = lines[-1] if lines else "nothing"
                 raise ClusterError(f"Node {name!r} ended with code {nodes[name]['code']}; {log} ends: {last}")
-
-    # --- images ------------------------------------------------------------------------------------------------------
-
-    def set_image(self, image: str, modules: Sequence[Path] | None) -> None:
-        """Set the folders of modules that containers of an image import first; None: the image cannot be pulled."""
-        write_image(self.paths.images, image, modules)
 
 
 def node_specs(count: int, *, prefix: str = "node", **fields: Any) -> list[NodeSpec]:
@@ -297,8 +291,3 @@ def _wait_until_stopped(paths: ClusterPaths, supervisor: ProcessId | None, secon
         if time.monotonic() > deadline:
             return
         time.sleep(0.05)
-
-
-def _is_ready(node: Mapping[str, Any]) -> bool:
-    conditions = node.get("status", {}).get("conditions", [])
-    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

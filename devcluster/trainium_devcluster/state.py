@@ -159,11 +159,6 @@ class ClusterPaths:
         """An empty file; if it exists, the folder outlives the cluster."""
         return self.root / "keep"
 
-    @property
-    def images(self) -> Path:
-        """The folder of images with separate modules, or that cannot be pulled; one file each."""
-        return self.root / "images"
-
     def node(self, name: str) -> Path:
         """Return the folder of a node."""
         return self.root / "nodes" / name

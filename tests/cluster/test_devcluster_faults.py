@@ -11,19 +11,12 @@ from tests.testing.suite.processes import has_ended, process_state
 from tests.testing.suite.timeouts import scaled, until
 from trainium_devcluster.cluster import Cluster, node_specs
 from trainium_devcluster.errors import ClusterError
-from trainium_devcluster.processes.process_tree import find_marked
+from trainium_devcluster.processes.process_tree import command_line, find_marked
 from trainium_devcluster.state import MARKER, NodeSpec
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 GRACE_SECONDS = 4
-
-
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ import time
 
 import pytest
 
-from tests.testing.cluster.pod_client import PodClient, is_ready, status, terminated_state
+from tests.testing.cluster.pod_client import PodClient, status, terminated_state
 from tests.testing.suite.timeouts import until
 from trainium_devcluster.faults import Faults
+from trainium_devcluster.node.api.objects import is_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from tests.testing.cluster.pod_client import PodClient, condition, is_ready, status, terminated_state
+from tests.testing.cluster.pod_client import PodClient, condition, status, terminated_state
+from trainium_devcluster.node.api.objects import is_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(240)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from tests.testing.suite.timeouts import scaled, until
+from trainium_devcluster.ports import reserve_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,7 +81,7 @@ def prometheus(operator: SharedCluster, tmp_path: Path) -> Iterator[Prometheus]:
         "scrape_configs": [{"job_name": "operator", "static_configs": [{"targets": targets}]}],
     }
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(configuration))
-    port = free_port()
+    port = reserve_port()
     command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yaml'}"]
     command += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
     with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
@@ -91,13 +91,6 @@ def prometheus(operator: SharedCluster, tmp_path: Path) -> Iterator[Prometheus]:
             yield Prometheus(url)
         finally:
             process.terminate()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _is_ready(url: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from tests.testing.cluster.marks import HOLD
 from tests.testing.cluster.shared_cluster import SharedCluster
 from tests.testing.suite.timeouts import until
+from trainium_devcluster.node.api.objects import is_ready
 
 Json = dict[str, Any]
 
@@ -155,13 +156,6 @@ class PodClient:
         event = until(find, describe, self.timeout)
         assert event is not None
         return event
-
-
-def is_ready(pod: Json) -> bool:
-    return any(
-        condition["type"] == "Ready" and condition["status"] == "True"
-        for condition in pod["status"].get("conditions", [])
-    )
 
 
 def condition(pod: Json, kind: str) -> Json:

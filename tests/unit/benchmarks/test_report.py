@@ -1,5 +1,6 @@
-"""The page of benchmarks keeps figures that were not measured again; ranks of a benchmark that fail."""
+"""The page of benchmarks keeps figures not measured again; each benchmark has a module; ranks that fail."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks.ranks import RunFailedError, wait_for_ranks
 from benchmarks.report import RESULTS, ROOT, add_reports, render_page
+from benchmarks.run import MODULES
 
 FIGURE = {"name": "created", "unit": "s", "values": [1.5], "goal": 1.0, "met": False, "median": 1.5}
 
@@ -45,6 +47,11 @@ def test_the_page_is_written_from_the_results() -> None:
     assert (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8") == render_page(parts), (
         "python -m benchmarks.report"
     )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_module_of_each_benchmark_exists(name: str) -> None:
+    assert importlib.util.find_spec(MODULES[name]) is not None
 
 
 def spawn(program: str) -> int:

@@ -59,6 +59,12 @@ def is_terminal(pod: Json) -> bool:
     return pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 
+def is_ready(pod: Json) -> bool:
+    """Return whether a pod or node has condition Ready."""
+    condition = find(pod.get("status", {}).get("conditions"), "type", "Ready")
+    return condition is not None and condition["status"] == "True"
+
+
 def grace_seconds(pod: Json) -> int:
     """Return the grace period, at least 1 s; for a forced deletion (0) that of the spec, as on a kubelet."""
     grace = pod["metadata"].get("deletionGracePeriodSeconds") or pod["spec"].get("terminationGracePeriodSeconds") or 0

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainium_devcluster.node.api.objects import Json, find, is_terminal, name, namespace
+from trainium_devcluster.node.api.objects import Json, is_ready, is_terminal, name, namespace
 
 DOMAIN = "cluster.local"
 
@@ -96,9 +96,3 @@ def _service_dns_names(service: str, service_namespace: str, pod_namespace: str)
     short_name = f"{service}.{service_namespace}"
     names = [f"{short_name}.svc.{DOMAIN}", f"{short_name}.svc", short_name]
     return [*names, service] if service_namespace == pod_namespace else names
-
-
-def is_ready(pod: Json) -> bool:
-    """Return whether the pod has condition Ready."""
-    condition = find(pod.get("status", {}).get("conditions"), "type", "Ready")
-    return condition is not None and condition["status"] == "True"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainium_devcluster.node.api.client import Api
-from trainium_devcluster.node.api.objects import Json, is_terminal, name, namespace, uid
+from trainium_devcluster.node.api.objects import Json, is_ready, is_terminal, name, namespace, uid
 from trainium_devcluster.node.api.reflector import Reflector
 from trainium_devcluster.node.api.waiting import wait_for_event
 from trainium_devcluster.node.network import hosts
@@ -90,7 +90,7 @@ class ServiceDirectory:
         key, ip = uid(pod), pod.get("status", {}).get("podIP")
         state = (
             ip,
-            hosts.is_ready(pod),
+            is_ready(pod),
             "deletionTimestamp" in pod["metadata"],
             is_terminal(pod),
             str(pod["metadata"].get("labels")),

@@ -2,8 +2,7 @@
 
 Guarantees:
 - All files are in one directory named after the pod's uid, which `remove` deletes.
-- A container starts only with a complete configuration (else it waits with CreateContainerConfigError) and with its
-  image (else ImagePullBackOff).
+- A container starts only with a complete configuration; else it waits with CreateContainerConfigError.
 """
 
 from collections.abc import Callable
@@ -19,13 +18,12 @@ from trainium_devcluster.node.pods.node_services import NodeServices
 from trainium_devcluster.node.pods.probe_actions import Execute, ProbeTarget
 from trainium_devcluster.node.processes.command import ADDABLE_CAPABILITIES, CAPABILITIES, ContainerCommand
 from trainium_devcluster.node.processes.programs import agent_mounts, remount_hidden
-from trainium_devcluster.node.spec import environment, images, mounts, unsupported_fields
+from trainium_devcluster.node.spec import environment, mounts, unsupported_fields
 from trainium_devcluster.node.spec.downward_api import PodFacts
 from trainium_devcluster.node.spec.environment import ConfigError
 from trainium_devcluster.node.volumes.volumes import PodVolumes
 
 _CONFIG_RETRY = 1.0  # seconds
-_PULL_RETRY = 2.0
 _MAX_HOSTNAME = 63
 
 
@@ -70,10 +68,6 @@ class PodSetup:
             container.emit(EventSeverity.WARNING, "Failed", f"Error: {error}", container.name)
             container.set_waiting("CreateContainerConfigError", str(error))
             return _CONFIG_RETRY
-        except images.PullError as error:
-            container.emit(EventSeverity.WARNING, "Failed", f"Failed to pull image: {error}", container.name)
-            container.set_waiting("ImagePullBackOff", f"Back-off pulling image: {error}")
-            return _PULL_RETRY
         await container.start(command, str(termination_log))
         return None
 
@@ -93,7 +87,6 @@ class PodSetup:
         spec, pod = container.spec, self.pod()
         if problem := unsupported_fields.check_non_root(pod, spec):
             raise ConfigError(problem)
-        image = images.read_image(self.services.options.paths.images, spec.get("image", ""))
         objects: dict[tuple[str, str], Json | None] = {}
         for plural, object_name in environment.find_references(spec):
             # A change of the object does not affect a running container; the volumes' listener wakes without effect.
@@ -101,7 +94,7 @@ class PodSetup:
                 plural, namespace(pod), object_name, uid(pod), self.volumes.changed.set
             )
         variables = environment.build_environment(spec, self._facts(), lambda plural, key: objects.get((plural, key)))
-        env = self.services.build_base_environment(self.hostname) | image.environment() | variables
+        env = self.services.build_base_environment(self.hostname) | variables
         run_folder = container.folder / f"run-{container.restart_count}-{int(container.has_started)}"
         run_folder.mkdir(parents=True, exist_ok=True)
         termination_log = run_folder / "termination-log"
@@ -110,7 +103,7 @@ class PodSetup:
         volume_mounts = mounts.volume_mounts(spec, self.volumes.paths)
         own = mounts.node_files(spec, self.folder, termination_log, {m.target for m in volume_mounts})
         state_dir = str(self.services.options.state_dir)
-        programs = remount_hidden(volume_mounts, (*self.services.programs, *image.modules), state_dir)
+        programs = remount_hidden(volume_mounts, self.services.programs, state_dir)
         agent = agent_mounts(spec.get("image", ""), self.services.agent_folder)
         context = spec.get("securityContext") or {}
         return (

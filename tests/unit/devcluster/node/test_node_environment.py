@@ -1,8 +1,7 @@
-"""A container's image, environment, command line, fields of the pod, and quantities."""
+"""A container's environment, command line, fields of the pod, and quantities."""
 
 import base64
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from trainium_devcluster.node.api import quantities
 from trainium_devcluster.node.spec import downward_api, environment
 from trainium_devcluster.node.spec.environment import ConfigError
-from trainium_devcluster.node.spec.images import Image, PullError, read_image, write_image
 
 POD = {
     "metadata": {"name": "p", "namespace": "n", "uid": "u", "labels": {"b": "2", "a": 'x"y'}, "annotations": {}},
@@ -138,21 +136,3 @@ def test_a_pod_requests_the_sum_of_its_containers_or_its_largest_init_container(
         }
     }
     assert quantities.pod_requests(pod) == {"pods": Decimal(1), "cpu": Decimal(6)}
-
-
-def test_an_image_can_have_modules_that_precede_others(tmp_path: Path) -> None:
-    folder, name = tmp_path / "images", "registry:5000/team/trainer:1"
-    assert read_image(folder, name) == Image()
-    assert Image().environment() == {}
-    write_image(folder, name, [tmp_path / "contract", tmp_path / "operator"])
-    image = read_image(folder, name)
-    assert image.environment() == {"PYTHONPATH": f"{tmp_path}/contract:{tmp_path}/operator"}
-    assert read_image(folder, "trainer:1") == read_image(folder, "") == Image()
-
-
-def test_a_missing_image_cannot_be_pulled_until_it_is_pushed(tmp_path: Path) -> None:
-    write_image(tmp_path, "trainer:2", None)
-    with pytest.raises(PullError, match="failed to pull and unpack image 'trainer:2': not found"):
-        read_image(tmp_path, "trainer:2")
-    write_image(tmp_path, "trainer:2", [])
-    assert read_image(tmp_path, "trainer:2") == Image()
