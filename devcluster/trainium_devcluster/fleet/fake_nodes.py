@@ -54,6 +54,7 @@ class KwokFleet:
         self._cluster = cluster
         self.shape = shape
         self.nodes: list[str] = []
+        self._count = 0  # of nodes so far, including deleted ones
 
     @classmethod
     def create(
@@ -74,8 +75,8 @@ class KwokFleet:
 
     def add(self, count: int) -> list[str]:
         """Register more nodes and return their names; numbers are never reused."""
-        first = len(self.nodes) + 1
-        names = [f"fleet-{number:05d}" for number in range(first, first + count)]
+        names = [f"fleet-{number:05d}" for number in range(self._count + 1, self._count + count + 1)]
+        self._count += count
         bodies = (self._node(name) for name in names)
         with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as threads:
             list(threads.map(lambda body: self._cluster.api.create("/api/v1/nodes", body, exists_ok=True), bodies))
@@ -137,10 +138,6 @@ class KwokFleet:
             | {"lastTransitionTime": timestamp(), "lastHeartbeatTime": timestamp()}
         )
         self._cluster.api.patch(f"{self._path(node)}/status", {"status": {"conditions": others}})
-
-    def taint(self, node: str, *taints: Mapping[str, str]) -> None:
-        """Replace the node's taints, each `{"key": ..., "value": ..., "effect": ...}`; an empty list removes all."""
-        self._cluster.api.patch(self._path(node), {"spec": {"taints": list(taints)}})
 
     def set_allocatable(self, node: str, resource: str, count: int) -> None:
         """Remove or restore devices: set capacity and allocatable of a resource."""

@@ -7,7 +7,7 @@ Guarantees:
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -41,9 +41,13 @@ Check = Callable[[Json, float], Awaitable[ProbeResult]]
 
 async def run_probes(container: Json, check: Check, callbacks: ProbeCallbacks) -> None:
     """Run the probes of `container` until cancelled, which happens when its process ends."""
-    startup = container.get("startupProbe")
-    if startup and not await _until_started(startup, check, callbacks):
-        return
+    if startup := container.get("startupProbe"):
+        async for in_a_row in _run_probe(ProbeKind.STARTUP, startup, check, callbacks):
+            if in_a_row > 0:
+                break
+            if _has_failed(startup, in_a_row):
+                callbacks.on_probe_failed(ProbeKind.STARTUP, startup)
+                return
     callbacks.on_startup_succeeded()
     readiness, liveness = container.get("readinessProbe"), container.get("livenessProbe")
     if not readiness:
@@ -55,57 +59,35 @@ async def run_probes(container: Json, check: Check, callbacks: ProbeCallbacks) -
             group.create_task(_watch_liveness(liveness, check, callbacks))
 
 
-async def _until_started(probe: Json, check: Check, callbacks: ProbeCallbacks) -> bool:
-    failures = 0
-    await asyncio.sleep(probe.get("initialDelaySeconds") or 0)
-    while True:
-        outcome = await _once(probe, check)
-        if outcome.success:
-            return True
-        failures += 1
-        callbacks.on_unhealthy(ProbeKind.STARTUP, outcome.message)
-        if failures >= (probe.get("failureThreshold") or 3):
-            callbacks.on_probe_failed(ProbeKind.STARTUP, probe)
-            return False
-        await asyncio.sleep(_period(probe))
-
-
 async def _watch_readiness(probe: Json, check: Check, callbacks: ProbeCallbacks) -> None:
-    ready, successes, failures = False, 0, 0
-    await asyncio.sleep(probe.get("initialDelaySeconds") or 0)
-    while True:
-        outcome = await _once(probe, check)
-        if outcome.success:
-            successes, failures = successes + 1, 0
-            if not ready and successes >= (probe.get("successThreshold") or 1):
-                ready = True
-                callbacks.on_ready_changed(True)
-        else:
-            successes, failures = 0, failures + 1
-            callbacks.on_unhealthy(ProbeKind.READINESS, outcome.message)
-            if ready and failures >= (probe.get("failureThreshold") or 3):
-                ready = False
-                callbacks.on_ready_changed(False)
-        await asyncio.sleep(_period(probe))
+    ready = False
+    async for in_a_row in _run_probe(ProbeKind.READINESS, probe, check, callbacks):
+        if _has_failed(probe, in_a_row) if ready else in_a_row >= (probe.get("successThreshold") or 1):
+            ready = not ready
+            callbacks.on_ready_changed(ready)
 
 
 async def _watch_liveness(probe: Json, check: Check, callbacks: ProbeCallbacks) -> None:
-    failures = 0
+    async for in_a_row in _run_probe(ProbeKind.LIVENESS, probe, check, callbacks):
+        if _has_failed(probe, in_a_row):
+            callbacks.on_probe_failed(ProbeKind.LIVENESS, probe)
+            return
+
+
+async def _run_probe(kind: ProbeKind, probe: Json, check: Check, callbacks: ProbeCallbacks) -> AsyncIterator[int]:
+    """Check once per period; yield how many checks in a row succeeded, or as a negative number how many failed."""
+    in_a_row = 0
     await asyncio.sleep(probe.get("initialDelaySeconds") or 0)
     while True:
-        outcome = await _once(probe, check)
-        failures = 0 if outcome.success else failures + 1
-        if not outcome.success:
-            callbacks.on_unhealthy(ProbeKind.LIVENESS, outcome.message)
-            if failures >= (probe.get("failureThreshold") or 3):
-                callbacks.on_probe_failed(ProbeKind.LIVENESS, probe)
-                return
-        await asyncio.sleep(_period(probe))
+        outcome = await check(probe, float(probe.get("timeoutSeconds") or 1))
+        if outcome.success:
+            in_a_row = max(in_a_row, 0) + 1
+        else:
+            in_a_row = min(in_a_row, 0) - 1
+            callbacks.on_unhealthy(kind, outcome.message)
+        yield in_a_row
+        await asyncio.sleep(float(probe.get("periodSeconds") or 10))
 
 
-async def _once(probe: Json, check: Check) -> ProbeResult:
-    return await check(probe, float(probe.get("timeoutSeconds") or 1))
-
-
-def _period(probe: Json) -> float:
-    return float(probe.get("periodSeconds") or 10)
+def _has_failed(probe: Json, in_a_row: int) -> bool:
+    return -in_a_row >= (probe.get("failureThreshold") or 3)
