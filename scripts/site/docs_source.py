@@ -159,8 +159,9 @@ def render_decisions(root: Path) -> str:
     """Return the page that lists the decisions, newest first."""
     rows = []
     for file in sorted((root / DECISIONS).glob("[0-9]*.md"), reverse=True):
-        title, _, status, *_ = file.read_text(encoding="utf-8").splitlines()
-        rows.append(f"- [{title.lstrip('# ')}]({file.name}) ({status.removeprefix('Status: ')})\n")
+        title, _, first, *_ = file.read_text(encoding="utf-8").splitlines()
+        status = f" ({first.removeprefix('Status: ')})" if first.startswith("Status: ") else ""
+        rows.append(f"- [{title.lstrip('# ')}]({file.name}){status}\n")
     return "# Decisions\n\nThe reasons for the design: decisions, alternatives, measurements.\n\n" + "".join(rows)
 
 
