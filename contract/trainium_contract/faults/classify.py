@@ -6,7 +6,7 @@ peer is never the culprit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -25,18 +25,12 @@ from trainium_contract.faults.responses import (
 from trainium_contract.faults.rules import RecoveryRule
 from trainium_contract.faults.signs import (
     ANY_OTHER_CODE,
-    CLAIM_HEALTH,
-    CONDITIONS,
-    DEVICE_TAINTS,
-    DISRUPTIONS,
     EVICTIONS,
     EXIT_CODES,
     KERNEL_LINES,
-    LABELS,
     OUTPUT_LINES,
-    POD_REASONS,
     RUNTIME_STATUSES,
-    TAINTS,
+    SIGNS,
     Sign,
     SignKind,
 )
@@ -118,13 +112,7 @@ def severity(cause: Cause) -> int:
 
 _OUTPUT_LINES = {sign.key: sign for sign in OUTPUT_LINES}
 _STATUSES = {sign.number: sign for sign in RUNTIME_STATUSES}
-_CONDITIONS = {(sign.key, sign.value): sign.cause for sign in CONDITIONS}
-_LABELS = {(sign.key, sign.value): sign.cause for sign in LABELS}
-_TAINTS = {sign.key: sign.cause for sign in TAINTS}
-_REASONS = {sign.key: sign.cause for sign in POD_REASONS}
-_DISRUPTIONS = {sign.key: sign.cause for sign in DISRUPTIONS}
-_DEVICE_TAINTS = {sign.key: sign.cause for sign in DEVICE_TAINTS}
-_CLAIM_HEALTH = {sign.key: sign.cause for sign in CLAIM_HEALTH}
+_CAUSES = {kind: {(sign.key, sign.value): sign.cause for sign in SIGNS if sign.kind is kind} for kind in SignKind}
 _EVICTED = "Evicted"
 _TEXTS = (SignKind.RUNTIME_STATUS, SignKind.KERNEL_LINE, SignKind.OUTPUT_LINE)
 
@@ -171,24 +159,16 @@ def _first_match(signs: Sequence[Sign], line: str) -> Sign | None:
     return next((sign for sign in signs if sign.pattern is not None and sign.pattern.search(text)), None)
 
 
-def find_condition_cause(kind: str, reason: str) -> Cause | None:
-    """Return the cause of a bad node condition of this type; None for unknown types."""
-    return _CONDITIONS.get((kind, reason)) or _CONDITIONS.get((kind, "*"))
+def find_cause(kind: SignKind, key: str, value: str = "*") -> Cause | None:
+    """Return the cause of a sign by its key, and its value if it has one (a condition's reason); None for no row.
 
-
-def find_taint_cause(key: str) -> Cause | None:
-    """Return the cause of a node's taint; None for unknown keys."""
-    return _find_by_prefix(_TAINTS, key)
-
-
-def find_label_cause(key: str, value: str) -> Cause | None:
-    """Return the cause of a node's label; None for unknown ones."""
-    return _LABELS.get((key, value))
-
-
-def find_pod_reason_cause(reason: str) -> Cause | None:
-    """Return the cause of a failed pod's reason; None for unknown ones."""
-    return _find_by_prefix(_REASONS, reason)
+    The row of this value precedes that of any value, and the key itself precedes its longest prefix before a star.
+    """
+    causes = _CAUSES[kind]
+    if exact := causes.get((key, value)) or causes.get((key, "*")):
+        return exact
+    prefixes = [known for known, _ in causes if known.endswith("*") and key.startswith(known[:-1])]
+    return causes[max(prefixes, key=len), "*"] if prefixes else None
 
 
 def find_eviction(reason: str, message: str) -> Sign | None:
@@ -198,25 +178,7 @@ def find_eviction(reason: str, message: str) -> Sign | None:
 
 def classify_disruption(reason: str) -> Cause:
     """Return the cause of the reason of a pod's condition DisruptionTarget."""
-    return _DISRUPTIONS.get(reason, Cause.PREEMPTED)
-
-
-def find_device_taint_cause(effect: str) -> Cause | None:
-    """Return the cause of a claimed device's taint; None for effects that do not affect its holder."""
-    return _DEVICE_TAINTS.get(effect)
-
-
-def find_claim_health_cause(health: str) -> Cause | None:
-    """Return the cause of a claimed device's health; None unless it is unhealthy."""
-    return _CLAIM_HEALTH.get(health)
-
-
-def _find_by_prefix(causes: Mapping[str, Cause], text: str) -> Cause | None:
-    """Find a text in the table, else its longest prefix that ends in a star."""
-    if text in causes:
-        return causes[text]
-    prefixes = [key for key in causes if key.endswith("*") and text.startswith(key[:-1])]
-    return causes[max(prefixes, key=len)] if prefixes else None
+    return find_cause(SignKind.DISRUPTION, reason) or Cause.PREEMPTED
 
 
 # --- ends, by all their signs
@@ -234,7 +196,7 @@ def classify_failed_pod(
         return eviction.cause
     if disrupted:
         return classify_disruption(disruption)
-    by_reason = find_pod_reason_cause(reason)
+    by_reason = find_cause(SignKind.POD_REASON, reason)
     # A runtime keeps OOMKilled although the container outlived its killed process and ended later, for another reason.
     if by_reason is not None and (by_reason is not Cause.OUT_OF_MEMORY or code in (None, _KILLED)):
         return by_reason

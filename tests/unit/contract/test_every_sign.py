@@ -20,12 +20,8 @@ from trainium_contract.faults.classify import (
     classify_exit,
     classify_exit_code,
     default_responses,
-    find_claim_health_cause,
-    find_condition_cause,
-    find_device_taint_cause,
+    find_cause,
     find_eviction,
-    find_label_cause,
-    find_taint_cause,
     get_budget,
     get_cause_row,
     match_rules,
@@ -44,6 +40,7 @@ from trainium_contract.faults.signs import (
     POD_REASONS,
     RUNTIME_STATUSES,
     TAINTS,
+    SignKind,
 )
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.status.internal import FailureRecord
@@ -304,7 +301,7 @@ def condition_rows() -> Iterator[str]:
             problem_text(NodeView(name="n", conditions=(NodeCondition(kind, status, example, "text", AT),)))
             for status in NodeReadiness
         ]
-        cause = find_condition_cause(kind, example)
+        cause = find_cause(SignKind.CONDITION, kind, example)
         yield f"{kind} {reason} | {cause} | bad when {bad_status(kind)} | {' | '.join(problems)}"
     for ready in NodeReadiness:
         yield f"Ready is {ready} | {problem_text(NodeView(name='n', ready=ready, unready_since=AT))}"
@@ -319,7 +316,7 @@ def taint_rows() -> Iterator[str]:
             for value in ("", "UnschedulablePendingReboot", "UnschedulablePendingReplacement")
             for demand in (None, PodRequirements({}), PodRequirements({}, ({"operator": "Exists"},)))
         ]
-        yield f"{key} | {find_taint_cause(example)} | {' | '.join(dict.fromkeys(problems))}"
+        yield f"{key} | {find_cause(SignKind.TAINT, example)} | {' | '.join(dict.fromkeys(problems))}"
 
 
 def label_rows() -> Iterator[str]:
@@ -328,7 +325,7 @@ def label_rows() -> Iterator[str]:
     examples = (*known, (health, "nonsense"), ("a", "b"))
     for key, value in (*((sign.key, sign.value) for sign in LABELS), *examples):
         problem = problem_text(NodeView(name="n", labels={key: value}))
-        yield f"{key}={value} | {find_label_cause(key, value)} | {problem}"
+        yield f"{key}={value} | {find_cause(SignKind.LABEL, key, value)} | {problem}"
 
 
 def disruption_rows() -> Iterator[str]:
@@ -348,11 +345,11 @@ def device_rows() -> Iterator[str]:
     for effect in (*(sign.key for sign in DEVICE_TAINTS), "None", "SomethingNew"):
         problem = find_taint_problem(DeviceTaint("pool/d3", "neuron.aws.com/any", effect, "value", AT))
         description = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
-        yield f"taint {effect} | {find_device_taint_cause(effect)} | {description}"
+        yield f"taint {effect} | {find_cause(SignKind.DEVICE_TAINT, effect)} | {description}"
     for health in (*(sign.key for sign in CLAIM_HEALTH), "Healthy", "Unknown"):
         problem = find_health_problem((health, "neuron.aws.com/pool/d3: why"))
         description = "-" if problem is None else f"{problem.severity.name} {problem.cause} {problem} {problem.since}"
-        yield f"health {health} | {find_claim_health_cause(health)} | {description}"
+        yield f"health {health} | {find_cause(SignKind.CLAIM_HEALTH, health)} | {description}"
 
 
 def rule_rows() -> Iterator[str]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from sys import intern
 from typing import TYPE_CHECKING
 
-from trainium_contract.faults.classify import find_claim_health_cause
+from trainium_contract.faults.classify import find_cause
+from trainium_contract.faults.signs import SignKind
 from trainium_contract.rfc3339 import parse_rfc3339
 from trainium_contract.spec.claim import DRIVER
 from trainium_operator.cluster.cache.parts import as_integer, as_mapping, as_mappings, as_text
@@ -119,7 +120,7 @@ def read_device_health(raw: Json) -> tuple[str, str] | None:
                 continue
             for device in as_mappings(claimed.get("resources"))[:MAX_DEVICES]:
                 health = as_text(device.get("health"))
-                if find_claim_health_cause(health) is not None:
+                if find_cause(SignKind.CLAIM_HEALTH, health) is not None:
                     reported = (as_text(device.get("resourceID")), as_text(device.get("message")))
                     return health, ": ".join(filter(None, reported))[:MAX_TEXT_CHARACTERS]
     return None

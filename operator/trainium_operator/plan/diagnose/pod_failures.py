@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.responses import Response
+from trainium_contract.faults.signs import SignKind
 from trainium_operator.plan.diagnose.failed_member import FailedMember
 from trainium_operator.plan.diagnose.process_failures import find_give_up_failure
 from trainium_operator.plan.diagnose.silence import find_failure_time
@@ -105,7 +106,7 @@ def find_eviction_cause(pod: PodView) -> Cause | None:
 
 def has_failed_by_itself(pod: PodView) -> bool:
     """Return whether a Failed pod ended by its own program, not by its node, the scheduler, an eviction or a signal."""
-    by_reason = classify.find_pod_reason_cause(pod.reason)
+    by_reason = classify.find_cause(SignKind.POD_REASON, pod.reason)
     if pod.disrupted or pod.exit_code is None or by_reason not in (None, Cause.OUT_OF_MEMORY, Cause.USER_ERROR):
         return False
     by_signal = pod.exit_code > 128 and pod.reason != "OOMKilled"

@@ -20,6 +20,7 @@ from trainium_contract.faults import classify
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.node_polarity import POLARITIES, Severity, is_bad_when_true
 from trainium_contract.faults.responses import Response
+from trainium_contract.faults.signs import SignKind
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.observed import NodeCondition, NodeReadiness, NodeView, Taint
 
@@ -97,7 +98,7 @@ def _condition_problems(condition: NodeCondition) -> Iterator[NodeProblem]:
     polarity = POLARITIES.get(condition.type)
     if polarity is None or condition.status is not bad_status(condition.type):
         return
-    cause = classify.find_condition_cause(condition.type, condition.reason)
+    cause = classify.find_cause(SignKind.CONDITION, condition.type, condition.reason)
     if cause is None:
         return
     source, reason = f"condition {condition.type}", condition.reason or condition.status.value
@@ -132,9 +133,9 @@ def _taint_problems(taint: Taint, demand: PodRequirements | None) -> Iterator[No
         return
     if demand is not None and tolerates(demand.tolerations, taint):
         return
-    cause = classify.find_taint_cause(taint.key)
+    cause = classify.find_cause(SignKind.TAINT, taint.key)
     if taint.key == names.LABEL_HYPERPOD_HEALTH:
-        label_cause = classify.find_label_cause(taint.key, taint.value)
+        label_cause = classify.find_cause(SignKind.LABEL, taint.key, taint.value)
         severity = Severity.DRAIN if label_cause else Severity.SUSPECT
         yield NodeProblem(severity, label_cause or Cause.HOST, source, reason)
     elif cause is not None:
@@ -160,7 +161,7 @@ def _label_problems(node: NodeView) -> Iterator[NodeProblem]:
     """Yield the verdicts of HyperPod; a node in its deep check only takes no new workers."""
     status = node.labels.get(names.LABEL_HYPERPOD_HEALTH, "Schedulable")
     if status.startswith("Unschedulable"):
-        cause = classify.find_label_cause(names.LABEL_HYPERPOD_HEALTH, status)
+        cause = classify.find_cause(SignKind.LABEL, names.LABEL_HYPERPOD_HEALTH, status)
         severity = Severity.DRAIN if cause else Severity.SUSPECT
         yield NodeProblem(severity, cause or Cause.HOST, f"label {names.LABEL_HYPERPOD_HEALTH}", status)
     if node.labels.get(names.LABEL_HYPERPOD_DEEP_CHECK) == "Failed":

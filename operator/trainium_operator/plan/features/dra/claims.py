@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.faults.classify import find_claim_health_cause, find_device_taint_cause
+from trainium_contract.faults.classify import find_cause
 from trainium_contract.faults.node_polarity import Severity
+from trainium_contract.faults.signs import SignKind
 from trainium_operator.plan.faults.node_signals import NodeProblem
 from trainium_operator.plan.features.dra.template import build_claim_template, pod_claim_fields
 from trainium_operator.plan.model.actions import ApplyObject, DeleteTemplate, PolicyResult
@@ -83,7 +84,7 @@ def find_device_problems(observed: Observed, worker: Worker) -> Iterator[NodePro
 
 def find_taint_problem(taint: DeviceTaint) -> NodeProblem | None:
     """Return the problem of a taint of a claimed device; None if it requires nothing of its holder."""
-    cause = find_device_taint_cause(taint.effect)
+    cause = find_cause(SignKind.DEVICE_TAINT, taint.effect)
     if cause is None:
         return None
     key = f"{taint.key}={taint.value}" if taint.value else taint.key
@@ -96,7 +97,7 @@ def find_health_problem(reported: tuple[str, str] | None) -> NodeProblem | None:
     if reported is None:
         return None
     health, message = reported
-    cause = find_claim_health_cause(health)
+    cause = find_cause(SignKind.CLAIM_HEALTH, health)
     return None if cause is None else NodeProblem(Severity.DRAIN, cause, "claim health", f"{health}, {message}")
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.faults.classify import find_pod_reason_cause, suspects_node
+from trainium_contract.faults.classify import find_cause, suspects_node
 from trainium_contract.faults.node_polarity import Severity
+from trainium_contract.faults.signs import SignKind
 from trainium_contract.status.internal import MAX_ROLE_FAILURES, FailureRecord, RoleState
 from trainium_operator.backoff import compute_backoff
 from trainium_operator.plan.diagnose.pod_failures import classify_ended_pod
@@ -93,7 +94,7 @@ def _classify_end(pod: PodView) -> RoleFailure:
 
 def _find_cause_of_end(pod: PodView) -> Cause:
     """Return why the pod ended: by an eviction, a disruption or its reason, else by its exit code."""
-    by_reason = find_pod_reason_cause(pod.reason)
+    by_reason = find_cause(SignKind.POD_REASON, pod.reason)
     is_memory = by_reason is Cause.OUT_OF_MEMORY and pod.exit_code not in (None, _KILLED)
     if pod.exit_code is None or pod.disrupted or (by_reason is not None and not is_memory):
         return classify_ended_pod(pod, ()).cause
