@@ -318,8 +318,8 @@ def all_transitions(crash_points: tuple[int, ...] = CRASH_POINTS) -> tuple[Trans
     return (*TIME, *FAULTS, *MARKS, *USER_CHANGES, *FOREIGN_PODS, *OPERATOR, *deadly_transitions)
 
 
-def repair(cluster: FakeCluster) -> None:
-    """Repair all nodes and restore the first spec."""
+def repair(cluster: FakeCluster, replicas: int = 2) -> None:
+    """Repair all nodes, resume the job and restore its size."""
     for name in cluster.first_nodes:
         cluster.clear_node(name)
     cluster.fleet, cluster.dirty = FleetView(), True
@@ -327,5 +327,5 @@ def repair(cluster: FakeCluster) -> None:
     cluster.foreign_pending_pods = cluster.nodes_wanted_by_gangs = 0
     if cluster.spec.suspend:
         cluster.suspend(False)
-    if cluster.spec.workers.replicas != 2:
-        cluster.change(replicas=2)
+    if cluster.spec.workers.replicas != replicas:
+        cluster.change(replicas=replicas)
