@@ -147,53 +147,36 @@ def _spot_notice(_cluster: FakeCluster) -> dict[str, Any]:
     return {"taint": Taint("aws-node-termination-handler/spot-itn", "", "NoSchedule")}
 
 
-def _quarantine(cluster: FakeCluster, node: str) -> bool:
-    if node in cluster.fleet.quarantined:
-        return False
-    cluster.fleet = replace(cluster.fleet, quarantined=cluster.fleet.quarantined | {node})
-    cluster.dirty = True
-    return True
-
-
-def _freeze(why: str) -> Callable[[FakeCluster], bool]:
+def _unless(
+    already: Callable[[FakeCluster], bool], do: Callable[[FakeCluster], object]
+) -> Callable[[FakeCluster], bool]:
     def apply(cluster: FakeCluster) -> bool:
-        if cluster.fleet.frozen == why:
+        if already(cluster):
             return False
-        cluster.fleet = replace(cluster.fleet, frozen=why)
-        cluster.dirty = True
+        do(cluster)
         return True
 
     return apply
+
+
+def _change_fleet(cluster: FakeCluster, **changes: Any) -> bool:
+    before, cluster.fleet = cluster.fleet, replace(cluster.fleet, **changes)
+    cluster.dirty |= cluster.fleet != before
+    return cluster.fleet != before
+
+
+def _quarantine(cluster: FakeCluster, node: str) -> bool:
+    return _change_fleet(cluster, quarantined=cluster.fleet.quarantined | {node})
 
 
 def _scale(replicas: int) -> Callable[[FakeCluster], bool]:
-    def apply(cluster: FakeCluster) -> bool:
-        if cluster.spec.workers.replicas == replicas:
-            return False
-        cluster.change(replicas=replicas)
-        return True
-
-    return apply
+    return _unless(
+        lambda cluster: cluster.spec.workers.replicas == replicas, lambda cluster: cluster.change(replicas=replicas)
+    )
 
 
 def _suspend(value: bool) -> Callable[[FakeCluster], bool]:
-    def apply(cluster: FakeCluster) -> bool:
-        if cluster.spec.suspend is value:
-            return False
-        cluster.suspend(value)
-        return True
-
-    return apply
-
-
-def _crash_operator(seconds: float) -> Callable[[FakeCluster], bool]:
-    def apply(cluster: FakeCluster) -> bool:
-        if cluster.operator_up:
-            cluster.crash_operator(seconds)
-            return True
-        return False
-
-    return apply
+    return _unless(lambda cluster: cluster.spec.suspend is value, lambda cluster: cluster.suspend(value))
 
 
 def _uses_idle_nodes(cluster: FakeCluster) -> bool:
@@ -283,8 +266,11 @@ MARKS = (
     ),
     Transition("the spare's node reports a device fault", _on_node_of_spare(_mark(_device_fault)), HARDWARE),
     Transition("the fleet's memory bans the node of rank 0", _on_node_of_rank(0, _quarantine)),
-    Transition("too many nodes are bad: nothing may be done to nodes", _freeze("2 of 4 nodes are bad")),
-    Transition("nodes may be acted on again", _freeze("")),
+    Transition(
+        "too many nodes are bad: nothing may be done to nodes",
+        lambda cluster: _change_fleet(cluster, frozen="2 of 4 nodes are bad"),
+    ),
+    Transition("nodes may be acted on again", lambda cluster: _change_fleet(cluster, frozen="")),
     Transition("a process of the last rank hangs", lambda cluster: cluster.crash_process(-1, 137, Cause.HANG), USER),
     Transition(
         "the node of the last rank is slow",
@@ -304,7 +290,12 @@ FOREIGN_PODS = (
     Transition("a gang of another job waits for two nodes", _add_waiting_gang),
     Transition("nobody else needs nodes any more", _remove_foreign_pods),
 )
-OPERATOR = (Transition("the operator is away for 15 s", _crash_operator(15.0)),)
+OPERATOR = (
+    Transition(
+        "the operator is away for 15 s",
+        _unless(lambda cluster: not cluster.operator_up, lambda cluster: cluster.crash_operator(15.0)),
+    ),
+)
 
 
 def all_transitions(crash_points: tuple[int, ...] = CRASH_POINTS) -> tuple[Transition, ...]:
