@@ -80,9 +80,9 @@ _GRPO = (
 )  # fmt: skip
 _TORCHTITAN = (
     "--module", "llama3", "--config", "llama3_debugmodel", "--hf_assets_path", "/checkpoints/titan",
-    "--dataloader.dataset_path", "/checkpoints/titan/data", "--training.seq_len", "64",
-    "--training.local_batch_size", "1", "--training.steps", "120", "--dump_folder", "{folder}", "--checkpoint.enable",
-    "--checkpoint.interval", "5", "--training.disable_cuda_graphs", "--validator.freq", "1000",
+    "--dataloader.dataset_path", "/checkpoints/titan/data", "--training.seq_len", "64", "--debug.seed", "1",
+    "--training.local_batch_size", "1", "--training.steps", "100", "--dump_folder", "{folder}", "--checkpoint.enable",
+    "--checkpoint.interval", "10", "--training.disable_cuda_graphs", "--validator.freq", "1000",
     "--parallelism.spmd_backend", "partial_dtensor",
 )  # fmt: skip
 _LOOP: dict[str, Any] = {"committed": "step-{step}/.metadata", "keeps_batch": False}
