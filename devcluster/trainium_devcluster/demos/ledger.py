@@ -95,10 +95,16 @@ class Ledger:
         )
 
     def max_loss_difference(self, reference: Ledger, before: float = math.inf) -> float:
-        """Return the largest relative difference of the losses of common steps below `before`."""
+        """Return the largest difference of the losses of common steps below `before`.
+
+        It is relative to the loss of the other run, or to the mean of that run's losses where that is larger: the loss
+        of GRPO is close to 0 while its answers have equal rewards.
+        """
         own, other = self.history(), reference.history()
+        mean = sum(abs(item.loss) for item in other.values()) / max(1, len(other)) or 1.0
         steps = [step for step in own.keys() & other.keys() if step < before]
-        return max((abs(own[step].loss - other[step].loss) / abs(other[step].loss) for step in steps), default=0.0)
+        differences = (abs(own[step].loss - other[step].loss) / max(abs(other[step].loss), mean) for step in steps)
+        return max(differences, default=0.0)
 
 
 def read_ledger(folder: Path) -> Ledger:

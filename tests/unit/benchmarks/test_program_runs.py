@@ -68,3 +68,10 @@ def test_losses_are_compared_up_to_the_first_step_at_another_size() -> None:
     assert resized.max_loss_difference(reference, before=3) == 0.0
     assert resized.max_loss_difference(reference) == 0.5
     assert reference.first_step_at_another_size(reference) == math.inf
+
+
+def test_losses_close_to_zero_are_compared_with_the_mean() -> None:
+    reference = Ledger({(step, 0.0): Computation([step], loss=loss) for step, loss in ((1, 0.0), (2, 2.0))}, 1)
+    other = Ledger({(step, 0.0): Computation([step], loss=loss) for step, loss in ((1, 0.5), (2, 2.0))}, 1)
+    assert other.max_loss_difference(reference) == 0.5
+    assert Ledger({(1, 0.0): Computation([1])}, 1).max_loss_difference(Ledger({(1, 0.0): Computation([1])}, 1)) == 0.0
