@@ -30,9 +30,7 @@ from benchmarks.program_recovery.launchers import (
 )
 from benchmarks.program_recovery.programs import FAULTS, PROGRAMS, ProgramLauncher, install_programs
 from benchmarks.program_recovery.recovery import Recovery
-from trainium_contract.api_server.errors import ClientError
-from trainium_devcluster.demos.session import DemoSession, Name, Out, Outcome
-from trainium_devcluster.errors import ClusterError
+from trainium_devcluster.demos.session import NAMESPACE, DemoSession, Name, Out, Outcome
 from trainium_devcluster.program import ProgramDemo
 
 if TYPE_CHECKING:
@@ -120,8 +118,9 @@ def _run_program(demo: ProgramDemo, name: str) -> RunCost:
         recovery = Recovery(demo, ProgramLauncher(demo, name, program), _LIMIT_SECONDS)
         recovery.started_at = started_at
         return recovery.run_with_faults(reference, FAULTS if program.resizes else FAULTS[:-2])
-    except (ClientError, ClusterError) as error:
-        return RunCost.failed(program.title, str(error), time.monotonic() - started_at)
+    except Exception as error:  # noqa: BLE001 - the other programs still run
+        demo.cluster.kubectl("delete", "trainingjobs", "--all", "-n", NAMESPACE, timeout=120)
+        return RunCost.failed(program.title, f"{type(error).__name__}: {error}", time.monotonic() - started_at)
 
 
 def _run_random(demo: ProgramDemo, count: int, seed: int) -> Runs:
