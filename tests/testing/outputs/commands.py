@@ -70,7 +70,6 @@ _RECORDED = {
     "why mistake": "first-job/mistake",
     "status program": "program/status",
     "scaling program": "program/status",
-    "why program": "program/why",
 }
 
 
