@@ -149,14 +149,14 @@ def test_tokens_that_only_the_settings_add_are_encoded_as_in_transformers(tmp_pa
     assert ids.count(reference.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
-def decode_lines_and_parquet(tmp_path: Path, rows: list[dict[str, Any]], config: Any) -> list[tuple[str, str]]:
+def decode_lines_and_parquet(tmp_path: Path, rows: pa.Table, config: Any) -> list[tuple[str, str]]:
     """Return the examples of JSON lines; check that the rows in Parquet have the same examples."""
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    parquet.write_table(rows, tmp_path / "d.parquet")
     lines, table = open_encoded(config), open_encoded(config.model_copy(update={"source": str(tmp_path / "d.parquet")}))
     assert decode(table) == decode(lines)
-    assert [source.held_back.tolist() for source in table.sources] == [
-        source.held_back.tolist() for source in lines.sources
-    ]
+    for read, expected in zip(table.sources, lines.sources, strict=True):
+        assert read.held_back.tolist() == expected.held_back.tolist()
+        assert read.stored.records.tolist() == expected.stored.records.tolist(), "held back alike"
     return decode(lines)
 
 
@@ -168,7 +168,7 @@ def test_chats_with_tools_are_the_same_from_parquet(tmp_path: Path) -> None:
         {"messages": ONE_TURN},
     ]
     config = chat_config(tmp_path, rows, TOOLS, validation={"fraction": 0.3, "split": "Tail"})
-    examples = decode_lines_and_parquet(tmp_path, rows, config)
+    examples = decode_lines_and_parquet(tmp_path, pa.Table.from_pylist(rows), config)
     assert len(examples) == 3
     reference = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     rendered = reference.apply_chat_template(TOOL_CALL, tools=[TOOL], chat_template=TOOLS, tokenize=False)
@@ -187,7 +187,7 @@ def test_instructions_are_the_same_from_parquet_with_fields_that_rows_leave_out(
     template = {"prompt": "{q} {hint}\n", "completion": "{a}"}
     source = write_records(tmp_path / "d.jsonl", rows)
     config = make_config(tmp_path, source, examples={"template": template}, max_bad_lines=2)
-    assert len(decode_lines_and_parquet(tmp_path, rows, config)) == 2
+    assert len(decode_lines_and_parquet(tmp_path, pa.Table.from_pylist(rows), config)) == 2
 
 
 def test_values_of_tables_are_the_same_as_from_json(tmp_path: Path) -> None:
@@ -215,15 +215,11 @@ def test_values_of_tables_are_the_same_as_from_json(tmp_path: Path) -> None:
         "number": (pa.ExtensionArray.from_storage(pa.uuid(), pa.array([bytes(16)], pa.binary(16))), str(UUID(int=0))),
         "nested": (pa.array([{"days": [at.date()], "price": Decimal("0.10")}]), {"days": ["2024-05-01"], "price": 0.1}),
     }
-    parquet.write_table(
-        pa.table({name: array for name, (array, _) in values.items()} | {"a": ["yes"]}), tmp_path / "d.parquet"
-    )
+    table = pa.table({name: array for name, (array, _) in values.items()} | {"a": ["yes"]})
     source = write_records(tmp_path / "d.jsonl", [{name: value for name, (_, value) in values.items()} | {"a": "yes"}])
     template = {"prompt": " ".join(f"{name} {{{name}}}" for name in values) + "\n", "completion": "{a}"}
     config = make_config(tmp_path, source, examples={"template": template}, sequence_length=512)
-    lines, table = open_encoded(config), open_encoded(config.model_copy(update={"source": str(tmp_path / "d.parquet")}))
-    assert decode(table) == decode(lines)
-    assert table.sources[0].stored.records.tolist() == lines.sources[0].stored.records.tolist(), "held back alike"
+    assert decode_lines_and_parquet(tmp_path, table, config)
 
 
 def test_tool_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
@@ -235,11 +231,7 @@ def test_tool_arguments_in_a_map_are_an_object(tmp_path: Path) -> None:
         {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "1"}}]},
     ]
     table = pa.table({"messages": pa.array([row], pa.list_(message))})
-    parquet.write_table(table, tmp_path / "m.parquet")
-    config = chat_config(tmp_path, [{"messages": row}], TOOLS)
-    assert decode(open_encoded(config.model_copy(update={"source": str(tmp_path / "m.parquet")}))) == decode(
-        open_encoded(config)
-    )
+    assert decode_lines_and_parquet(tmp_path, table, chat_config(tmp_path, [{"messages": row}], TOOLS))
 
 
 @pytest.mark.parametrize("record_format", ["Chat", "Text"])
