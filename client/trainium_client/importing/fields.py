@@ -133,3 +133,15 @@ class Fields:
 
     def _error(self, key: str, name: str) -> ClientError:
         return ClientError(f"{f'{self.path}.{key}'.lstrip('.')} is not {name}: correct it")
+
+
+def find_differences(first: Any, second: Any, path: str = "") -> set[str]:
+    """Return the paths at which two objects differ."""
+    pairs: list[tuple[str, Any, Any]] | None = None
+    if isinstance(first, dict) and isinstance(second, dict):
+        pairs = [(f"{path}.{key}".lstrip("."), first.get(key), second.get(key)) for key in {*first, *second}]
+    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        pairs = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(first, second, strict=True))]
+    if pairs is None:
+        return set() if first == second else {path}
+    return {found for inner, one, other in pairs for found in find_differences(one, other, inner)}

@@ -8,12 +8,12 @@ closed) and KubeRay.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainium_client.importing.fields import Fields
+from trainium_client.importing.fields import Fields, find_differences
 from trainium_client.importing.pod import read_pod
-from trainium_client.importing.source_job import YEAR_SECONDS, Budget, Note, Program, SourceJob
+from trainium_client.importing.source_job import YEAR_SECONDS, Budget, Note, SourceJob
 from trainium_contract.api_server.errors import ClientError
 from trainium_contract.job import CleanPodPolicy
 
@@ -154,7 +154,7 @@ def read_kubernetes_job(
     if rules.refusal_without_launcher and not program.launched:
         raise ClientError(rules.refusal_without_launcher)
     if parts.processes is not None:
-        program = _set_processes(program, parts.processes)
+        program = program.with_processes(parts.processes)
     settings = {target: _read_setting(fields, target, paths) for target, paths in rules.settings.items()}
     limits = (*parts.budgets, ("torchrun --max-restarts", program.max_restarts))
     limits += () if parts.restarts else (("restartPolicy Never", 0),)
@@ -201,14 +201,6 @@ def _read_setting(fields: Fields, target: str, paths: str) -> Any:
     return next((value for value in [fields.integer(path) for path in paths.split()] if value is not None), None)
 
 
-def _set_processes(program: Program, given: object) -> Program:
-    """Return the program with the processes that a field of the job gives to a launcher without that option."""
-    if not program.launched or program.processes is not None or program.one_for_each_device:
-        return program
-    number = given if isinstance(given, int) else int(given) if isinstance(given, str) and given.isdigit() else None
-    return replace(program, processes=number, one_for_each_device=number is None)
-
-
 def _read_pytorch_job(fields: Fields, _others: Sequence[Json], _replica: str) -> _Parts:
     """Raise ClientError if no role has a template."""
     spec = fields.child("spec")
@@ -249,20 +241,9 @@ def _read_pytorch_job(fields: Fields, _others: Sequence[Json], _replica: str) ->
 
 def _list_differences(masters: Json, workers: Json) -> list[Note]:
     """Return a note that names what differs between the two templates, of which only the Worker's is kept."""
-    paths = sorted(_find_differences(masters, workers, ""))
+    paths = sorted(find_differences(masters, workers))
     more = ", ..." * (len(paths) > 8)
     return [Note(f"the Master differs in {', '.join(paths[:8])}{more}: the Worker's are used for all")] if paths else []
-
-
-def _find_differences(first: Any, second: Any, path: str) -> set[str]:
-    pairs: list[tuple[str, Any, Any]] | None = None
-    if isinstance(first, dict) and isinstance(second, dict):
-        pairs = [(f"{path}.{key}".lstrip("."), first.get(key), second.get(key)) for key in {*first, *second}]
-    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
-        pairs = [(f"{path}[{index}]", *pair) for index, pair in enumerate(zip(first, second, strict=True))]
-    if pairs is None:
-        return set() if first == second else {path}
-    return {found for inner, one, other in pairs for found in _find_differences(one, other, inner)}
 
 
 def _read_train_job(fields: Fields, others: Sequence[Json], _replica: str) -> _Parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +39,13 @@ class Program:
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that are assigned before the launcher."""
     notes: tuple[Note, ...] = ()
+
+    def with_processes(self, given: object) -> Program:
+        """Return the program with the processes that a field of the job gives to a launcher without that option."""
+        if not self.launched or self.processes is not None or self.one_for_each_device:
+            return self
+        number = given if isinstance(given, int) else int(given) if isinstance(given, str) and given.isdigit() else None
+        return replace(self, processes=number, one_for_each_device=number is None)
 
 
 @dataclass(frozen=True, slots=True)
