@@ -66,7 +66,6 @@ _RECORDED = {
     "release": "asked/release",
     "status demo": "first-job/waiting",
     "why demo": "first-job/killed",
-    "ranks demo": "first-job/ranks",
     "why mistake": "first-job/mistake",
     "status program": "program/status",
     "scaling program": "program/status",
