@@ -68,7 +68,7 @@ _RECORDED = {
     "why demo": "first-job/killed",
     "why mistake": "first-job/mistake",
     "status program": "program/status",
-    "scaling program": "program/status",
+    "scaling program": "program/scaling",
 }
 
 
