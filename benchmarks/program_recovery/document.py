@@ -40,12 +40,18 @@ def _render(runs: Runs) -> str:
         return "No run is recorded yet.\n"
     headings = ("program", *FAULTS, "samples lost, repeated", "curve, same size", "curve, all")
     dates = sorted({run.date for run in runs.values()})
-    loads = sorted(run.load for run in runs.values())
+    steps, loads = sorted(run.steps for run in runs.values()), sorted(run.load for run in runs.values())
     minutes = sum(run.seconds for run in runs.values()) / 60
+    conditions = (
+        " to ".join(sorted({dates[0], dates[-1]})),
+        f"runs of {steps[0]} to {steps[-1]} steps" if steps[0] < steps[-1] else f"runs of {steps[0]} steps",
+        f"load {loads[0]:.0f} to {loads[-1]:.0f} on two processors",
+        f"{minutes:.0f} min",
+    )
     lines = [
         render_table(headings, [_row(run) for run in runs.values()]),
         "",
-        f"{' to '.join(sorted({dates[0], dates[-1]}))}, load {loads[0]:.0f} to {loads[-1]:.0f}, {minutes:.0f} min.",
+        f"{', '.join(conditions)}.",
         *(f"- {run.title}: {run.problem}" for run in runs.values() if run.problem),
     ]
     return "\n".join(lines) + "\n"
