@@ -48,10 +48,12 @@ def _render(runs: Runs) -> str:
         f"load {loads[0]:.0f} to {loads[-1]:.0f} on two processors",
         f"{minutes:.0f} min",
     )
+    missing = [program.title for name, program in PROGRAMS.items() if name not in runs]
     lines = [
         render_table(headings, [_row(run) for run in runs.values()]),
         "",
         f"{', '.join(conditions)}.",
+        *([f"Not run yet: {'; '.join(missing)}."] if missing else []),
         *(f"- {run.title}: {run.problem}" for run in runs.values() if run.problem),
     ]
     return "\n".join(lines) + "\n"
