@@ -91,7 +91,7 @@ PROGRAMS = {
     "packing": Program("TRL, `sft.py`, packing and LoRA", _trl("sft", "data", *_PACKING, epochs=2 * _EPOCHS)),
     "fsdp": Program("TRL, `sft.py`, FSDP2", _trl("sft", "data", *_FSDP)),
     "dpo": Program("TRL, `dpo.py`", _trl("dpo", "answers")),
-    "reward": Program("TRL, `reward.py`", _trl("reward", "pairs", model="classifier")),
+    "reward": Program("TRL, `reward.py`", _trl("reward", "pairs", model="classifier", epochs=6)),
     "grpo": Program("TRL, `grpo.py`", _trl("grpo", "prompts", *_GRPO)),
     "trainer": Program("`Trainer` of transformers", _recorded(_LOOPS.name, "plain")),
     "accelerate": Program("loop with accelerate", ("/src/accelerate_loop.py",), **_LOOP),
