@@ -11,6 +11,7 @@ from scripts.markdown_table import render_table
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.ledger import STAGES
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import TrainerPhase
 from trainium_operator.monitoring.metrics import PREFIX, READ, Metrics
@@ -26,7 +27,7 @@ def _code_spans(values: Iterable[str]) -> str:
 
 
 _RECOVERY_STAGES = (
-    f"parts of a recovery: {_code_spans(('Detect', 'Decide', 'Restart', 'Load', 'Compile', 'Replay'))} "
+    f"parts of a recovery: {_code_spans(stage.capitalize() for stage in STAGES)} "
     "(`Decide` is the wait for a worker); lost time has further stages ([definitions](goodput.md#lost-time))"
 )
 _LABELS = {

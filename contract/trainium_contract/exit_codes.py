@@ -25,13 +25,14 @@ class ExitCode(IntEnum):
     """Exit code of a worker whose network fails the test with its peers."""
 
 
-_SIGKILL = 128 + 9
-_SIGTERM = 128 + 15
+SIGNAL_BASE = 128
+"""A shell's exit code of a process that a signal ended is this plus the signal's number."""
+KILLED = SIGNAL_BASE + 9
 
 
 def is_killed(code: int) -> bool:
     """Return whether the code shows a signal that others send, as a kernel without memory does: no reason is known."""
-    return code in (_SIGKILL, _SIGTERM)
+    return code in (KILLED, SIGNAL_BASE + 15)
 
 
 def exit_code_from_returncode(returncode: int) -> int:

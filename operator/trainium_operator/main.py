@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given[:1] == ["simulate"]:
         sys.exit(_simulate(given[1:]))
     if given[:1] == ["check"]:
-        from trainium_operator.check import main as check  # noqa: PLC0415 - nor this
+        from trainium_operator.check import main as check  # noqa: PLC0415 - only this command needs it
 
         check(given[1:])
     settings = parse_settings(given)

@@ -1,6 +1,6 @@
 """Keep the state of a training loop in the memory of the nodes after each step, and resume from it.
 
-    step = memory.load(model, optimizer, durable="/checkpoints/run/step-{step}") or 0
+    step, _ = memory.load(model, optimizer, durable="/checkpoints/run/step-{step}")
     while step < last:
         train(step)
         step += 1

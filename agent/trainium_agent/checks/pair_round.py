@@ -21,6 +21,7 @@ from trainium_agent.checks.pairing import Group, Wave, WaveResults
 from trainium_agent.ranks.processes import end_processes
 from trainium_agent.ranks.standby import StartRequest
 from trainium_agent.ranks.standby_manager import StandbyLostError
+from trainium_agent.shared_state.state_watcher import POLL_SECONDS_PER_MEMBER
 from trainium_agent.shared_state.store import StoreLostError
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.spec.health import PreflightCheck
@@ -216,7 +217,7 @@ class PairRound:
             newest = self._store.state()
             if newest.attempt != self._attempt or newest.stopped is not None:
                 raise StoreLostError("another attempt began")
-            time.sleep(max(_POLL_SECONDS, self._nodes * 0.0008))
+            time.sleep(max(_POLL_SECONDS, self._nodes * POLL_SECONDS_PER_MEMBER))
         message = json.loads(self._store.get(key))
         if message["wave"] is not None:
             return tuple(tuple(group) for group in message["wave"]), None

@@ -11,7 +11,6 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainium_agent.exits.kernel_log import KernelEvents
 from trainium_agent.exits.memory_kills import MemoryKills
 from trainium_agent.ranks.runtime_status import format_message
+from trainium_contract.exit_codes import KILLED, SIGNAL_BASE
 from trainium_contract.faults.causes import Blame, Cause
 from trainium_contract.faults.classify import classify_exit, classify_exit_code, select_kernel_lines
 from trainium_contract.faults.responses import Response
@@ -46,7 +46,6 @@ _MEMORY_SECONDS = 7 * 86_400.0
 MESSAGE_CHARACTERS = 1024
 """Longest message of a failure."""
 _RUNTIME_MESSAGE_CHARACTERS = 320
-_SIGNAL_BASE = 128
 _LINES_OF_ERROR = 8
 """Most lines after the line of an error that are taken for the rest of its message, or advice of a framework."""
 _LINES_OF_KILLED = 3
@@ -80,7 +79,7 @@ def describe_exit(process: RankProcess) -> str:
     reason, others = _find_reason(code, [strip_margin(line) for line in lines])
     message = last_runtime_message(process)
     if message is not None and message.line not in "\n".join(reason + others)[: MESSAGE_CHARACTERS // 2]:
-        reason.insert(code > _SIGNAL_BASE, redact_secrets(format_message(message))[:_RUNTIME_MESSAGE_CHARACTERS])
+        reason.insert(code > SIGNAL_BASE, redact_secrets(format_message(message))[:_RUNTIME_MESSAGE_CHARACTERS])
     head = "\n".join(filter(None, reason))[:MESSAGE_CHARACTERS] or classify_exit_code(code).sentence
     rest, capacity = "\n".join(others), MESSAGE_CHARACTERS - len(head) - 1
     if len(rest) > capacity:
@@ -90,9 +89,9 @@ def describe_exit(process: RankProcess) -> str:
 
 def _find_reason(code: int, lines: list[str]) -> tuple[list[str], list[str]]:
     """Return the lines that give the reason, and the others, in their order."""
-    if code > _SIGNAL_BASE:
-        shown = lines[-_LINES_OF_KILLED:] if code == _SIGNAL_BASE + signal.SIGKILL else lines
-        return [f"killed by signal {code - _SIGNAL_BASE}"], shown
+    if code > SIGNAL_BASE:
+        shown = lines[-_LINES_OF_KILLED:] if code == KILLED else lines
+        return [f"killed by signal {code - SIGNAL_BASE}"], shown
     position = find_error(lines)
     if position is None:
         position = len(lines) - 1

@@ -49,13 +49,13 @@ HEAD_BYTES = _LENGTH.size
 class StoreServer:
     """Serves one store from its construction until `close`."""
 
-    def __init__(self, address: str, port: int = 0) -> None:
-        """Listen on an address; port 0 selects a free port. Raises OSError when the address cannot be bound."""
+    def __init__(self, address: str) -> None:
+        """Listen on a free port of an address. Raises OSError when the address cannot be bound."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind((address, port))
+            self._listener.bind((address, 0))
             self._listener.listen(_BACKLOG)
         except OSError:
             self._listener.close()

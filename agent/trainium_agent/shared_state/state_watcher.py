@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MAX_PUBLISH_INTERVAL_SECONDS = 1.0
 _POLL_SECONDS = 0.05
+POLL_SECONDS_PER_MEMBER = 0.0008
+"""Without publications all agents poll one server: each every 0.05 s with 60 members, every 0.8 s with 1,000."""
 _RETRY_SECONDS = 0.2
 _RECONNECT_SECONDS = 1.0
 _MAX_BEGIN_PAUSE_SECONDS = 0.5
@@ -115,8 +117,7 @@ class StateWatcher:
         self._on_change = on_change
         self._on_loss = on_loss
         self._stopped = threading.Event()
-        # Without publications all agents poll one server: each every 0.05 s with 60 members, every 0.8 s with 1,000.
-        self._interval = max(0.05, len(membership.members) * 0.0008)
+        self._interval = max(_POLL_SECONDS, len(membership.members) * POLL_SECONDS_PER_MEMBER)
         self._publication = 0
         """Number of the last publication received; 0 while none is expected."""
         self._previous_publication = 0

@@ -50,8 +50,8 @@ class _Draft:
     notes: list[Note] = field(default_factory=list)
     storage: dict[str, Any] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
-    shared_memory: set[str] = field(default_factory=set)
-    """Names of the volumes at /dev/shm."""
+    replaced_volumes: set[str] = field(default_factory=set)
+    """Names of volumes that the operator mounts itself: /dev/shm, and the one of the checkpoints."""
 
     def note(self, text: str, place: str = "") -> None:
         self.notes.append(Note(text, place))
@@ -183,7 +183,7 @@ def _read_volumes(spec: Fields, main: Fields, draft: _Draft) -> list[dict[str, A
         path = str(mount.get("mountPath", "")).rstrip("/")
         memory = isinstance(body.get("emptyDir"), dict) and body["emptyDir"].get("medium") == "Memory"
         if path == SHARED_MEMORY_MOUNT and memory:
-            draft.shared_memory.add(name)
+            draft.replaced_volumes.add(name)
             if limit := body["emptyDir"].get("sizeLimit"):
                 kept.append({"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": limit}})
             else:
@@ -191,7 +191,7 @@ def _read_volumes(spec: Fields, main: Fields, draft: _Draft) -> list[dict[str, A
             continue
         claim = body.get("persistentVolumeClaim")
         if path == CHECKPOINT_MOUNT and isinstance(claim, dict) and not mount.get("subPath"):
-            draft.shared_memory.add(name)
+            draft.replaced_volumes.add(name)
             draft.storage = {"persistentVolumeClaim": {"claimName": claim.get("claimName")}}
             draft.note(
                 f"volume {name} is mounted at {CHECKPOINT_MOUNT}, the place of this storage", "spec.checkpoint.storage"
@@ -210,7 +210,7 @@ def _read_mounts(main: Fields, draft: _Draft) -> list[dict[str, Any]]:
         if not isinstance(mount, dict):
             raise ClientError(f"{main.path}.volumeMounts has an entry that is no object: correct it")
         path = str(mount.get("mountPath", "")).rstrip("/")
-        if mount.get("name") in draft.shared_memory:
+        if mount.get("name") in draft.replaced_volumes:
             continue
         if path in (*_RESERVED_MOUNTS, CHECKPOINT_MOUNT):
             draft.note(

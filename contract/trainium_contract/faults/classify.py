@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from trainium_contract.exit_codes import ExitCode
+from trainium_contract.exit_codes import KILLED, SIGNAL_BASE, ExitCode
 from trainium_contract.faults.causes import CAUSES, NO_FAULT_CAUSES, USER_CAUSES, Blame, Budget, Cause, CauseRow
 from trainium_contract.faults.responses import (
     NEW_WORKER,
@@ -35,9 +35,7 @@ from trainium_contract.faults.signs import (
     SignKind,
 )
 
-_KILLED = 128 + 9
-_ABORTED = 128 + 6
-_SIGNAL_BASE = 128
+_ABORTED = SIGNAL_BASE + 6
 _KERNEL_BEFORE_SECONDS = 120.0
 _KERNEL_AFTER_SECONDS = 10.0
 _MAX_LINE_LENGTH = 1024
@@ -198,7 +196,7 @@ def classify_failed_pod(
         return classify_disruption(disruption)
     by_reason = find_cause(SignKind.POD_REASON, reason)
     # A runtime keeps OOMKilled although the container outlived its killed process and ended later, for another reason.
-    if by_reason is not None and (by_reason is not Cause.OUT_OF_MEMORY or code in (None, _KILLED)):
+    if by_reason is not None and (by_reason is not Cause.OUT_OF_MEMORY or code in (None, KILLED)):
         return by_reason
     cause = Cause.POD_LOST if code is None else classify_exit_code(code).cause
     return Cause.POD_LOST if cause in (Cause.CRASH, Cause.YIELDED, Cause.FINISHED) else cause
@@ -263,7 +261,7 @@ def classify_exit(
         return classify_sign(status)
     explaining = [sign for sign in kernel_signs if _kernel_line_explains(code, sign)]
     by_output = find_output_line(output_line)
-    if by_output is not None and by_code is _CRASH and (code < _SIGNAL_BASE or code == _ABORTED):
+    if by_output is not None and by_code is _CRASH and (code < SIGNAL_BASE or code == _ABORTED):
         by_code = classify_sign(by_output)
     if not explaining:
         return by_code
@@ -289,7 +287,7 @@ def _kernel_line_explains(code: int, sign: Sign) -> bool:
     if sign.of_container:  # also for the child of a rank, whose end the rank reports with another code
         return classify_exit_code(code).cause is Cause.CRASH
     if sign.cause is Cause.OUT_OF_MEMORY:
-        return code == _KILLED
+        return code == KILLED
     if code == ExitCode.STORAGE_UNAVAILABLE:
         return False
     return classify_exit_code(code).cause in (Cause.CRASH, Cause.PEER_LOST, Cause.HANG)

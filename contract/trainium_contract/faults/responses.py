@@ -1,4 +1,4 @@
-"""Map each cause of a fault to its responses; no other file has one.
+"""Map each cause of a fault to its default responses, which a sign may replace (`signs`).
 
 Invariants: every cause has its responses. Text never ends a job at its first appearance, because it can mislead and a
 restart in place is cheap (`responses_for_text`).

@@ -51,6 +51,10 @@ class StageSeconds(StatusModel):
         return self.detect + self.decide + self.restart + self.load + self.compile + self.replay
 
 
+STAGES = tuple(StageSeconds.model_fields)
+"""The names of the stages of a recovery, in their order."""
+
+
 class SizeAccount(StatusModel):
     """Steps of the final history that were made at one size."""
 

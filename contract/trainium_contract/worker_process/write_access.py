@@ -17,16 +17,13 @@ FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 """Errors of missing permission; a retry does not help."""
 
 
-def explain_forbidden(number: int | None, where: object = "", *, user: int | None = None) -> str:
-    """Return the cause and the remedy for an errno of `FORBIDDEN`.
-
-    `where` is a bucket or a folder, `user` the id of the writer (default: this process).
-    """
+def explain_forbidden(number: int | None, where: object = "") -> str:
+    """Return the cause and the remedy for an errno of `FORBIDDEN`; `where` is a bucket or a folder."""
     if is_address(str(where)):
         return "it is not writable: give the worker's role write permission"
     if number == errno.EROFS:
         return "it is mounted read-only: mount it writable"
     return (
-        f"user {os.geteuid() if user is None else user} cannot write there: make it writable for that user (fsGroup; a "
-        "hostPath takes none: chown it on the node)"
+        f"user {os.geteuid()} cannot write there: make it writable for that user (fsGroup; a hostPath takes none: "
+        "chown it on the node)"
     )

@@ -36,8 +36,8 @@ JOB = {
 }
 
 
-def event_about(job: dict[str, Any]) -> dict[str, Any]:
-    """Create a job as anybody may."""
+def build_event(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the manifest of an Event about a job."""
     about = {key: job["metadata"][key] for key in ("name", "namespace", "uid")}
     return {
         "apiVersion": "v1",
@@ -68,7 +68,7 @@ def readable(crd_api: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             made = json.loads(
                 crd_api.kubectl("apply", "-f", "-", "-n", namespace, "-o", "json", stdin=json.dumps(manifest))
             )
-            crd_api.kubectl("create", "-f", "-", "-n", namespace, stdin=json.dumps(event_about(made)))
+            crd_api.kubectl("create", "-f", "-", "-n", namespace, stdin=json.dumps(build_event(made)))
         yield running
         for namespace in (OURS, THEIRS):
             crd_api.run("kubectl", "delete", "trn", "--all", "-n", namespace, "--wait=false")

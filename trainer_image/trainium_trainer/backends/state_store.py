@@ -2,7 +2,7 @@
 
 Guarantees:
 - Sums of gradients are float32, as are weights and moments unless the precision keeps them in bfloat16.
-- `slots` and `locals` alias the live state.
+- `slots` and the tensors of `parameters` alias the live state.
 - `models.state_dict` defines the names.
 """
 

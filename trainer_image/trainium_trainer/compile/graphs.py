@@ -116,12 +116,12 @@ def shared_cache(config: TrainingConfig) -> SharedCache | None:
     return SharedCache(Path(location)) if location else None
 
 
-def compute_key(settings: Settings, environment: Mapping[str, str] = os.environ) -> str:
+def compute_key(settings: Settings) -> str:
     """Return the key of a configuration at the size of its launch, after its variables were set."""
-    flags = shlex.split(environment.get(COMPILER_FLAGS, "")) if uses_neuron(settings.config) else []
+    flags = shlex.split(os.environ.get(COMPILER_FLAGS, "")) if uses_neuron(settings.config) else []
     flags_in_key = [flag for flag in flags if not flag.startswith(_NOT_IN_KEY)]
     return digest_of_graphs(
-        describe_graphs(settings, image=environment.get(worker_env.ENV_IMAGE) or _versions(), flags=flags_in_key)
+        describe_graphs(settings, image=os.environ.get(worker_env.ENV_IMAGE) or _versions(), flags=flags_in_key)
     )
 
 
@@ -142,9 +142,9 @@ _EXTRACTION = "NEURON_EXTRACT_GRAPHS_ONLY"
 _log = logging.getLogger("trainium.compile")
 
 
-def refuse_extraction(environment: Mapping[str, str] = os.environ) -> None:
+def refuse_extraction() -> None:
     """Raise UserError under neuron_parallel_compile, because training would save meaningless values."""
-    if environment.get(_EXTRACTION, "0") not in {"", "0"}:
+    if os.environ.get(_EXTRACTION, "0") not in {"", "0"}:
         raise UserError(
             f"{_EXTRACTION} is set (neuron_parallel_compile does that): results would mean nothing, and be saved; use "
             "`trainium-trainer precompile`, which writes nothing but compiled graphs"

@@ -24,6 +24,7 @@ from trainium_devcluster.node.api.waiting import with_timeout
 _CHUNK = 65536
 _MAX_PIECE = 16384  # bytes of one line that are kept together
 _LIMIT = 10 * 1024 * 1024  # bytes per file
+_MAX_MESSAGE_BYTES = 2048
 _FOLLOW_POLL = 0.05  # seconds between two reads of a followed log
 
 
@@ -190,14 +191,14 @@ def _render(line: bytes, query: LogOptions) -> bytes | None:
     return time_text + b" " + text if query.timestamps else text
 
 
-def read_last_lines(path: Path, max_bytes: int = 2048, max_lines: int = 80) -> str:
+def read_last_lines(path: Path, max_lines: int = 80) -> str:
     """Return the end of a log for a status with FallbackToLogsOnError."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * max_bytes - 100 * max_lines))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * _MAX_MESSAGE_BYTES - 100 * max_lines))
             raw = file.read().splitlines()
     except OSError:
         return ""
     entries = [parts for parts in (line.split(b" ", 3) for line in raw) if len(parts) == 4]
     text = b"".join(parts[3] + (b"\n" if parts[2] == b"F" else b"") for parts in entries[-max_lines:])
-    return text[-max_bytes:].decode(errors="replace")
+    return text[-_MAX_MESSAGE_BYTES:].decode(errors="replace")

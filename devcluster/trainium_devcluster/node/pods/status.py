@@ -72,7 +72,7 @@ class ContainerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PodSnapshot:
-    """The state of a pod for its status; `verdict` overrides the phase: (phase, reason, message)."""
+    """The state of a pod for its status; `failure`: reason and message of a pod that the node ended."""
 
     pod: Json
     containers: Sequence[ContainerSnapshot]

@@ -191,8 +191,8 @@ class PlanRateLimiter:
 
     def put(self, key: Key, *, urgent: bool = True) -> None:
         """Enqueue the job now, or as soon as the limit allows; after a longer pause if it is not urgent."""
-        is_pending = (self._next if urgent else self._next_background).get(key, 0.0)
-        self._queue.put_after(key, is_pending - asyncio.get_running_loop().time())
+        allowed_at = (self._next if urgent else self._next_background).get(key, 0.0)
+        self._queue.put_after(key, allowed_at - asyncio.get_running_loop().time())
 
     def record_plan(self, key: Key, spent: float, ended: float) -> None:
         """Record a plan that ended at `ended` (loop time) and took `spent` seconds."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainium_contract.exit_codes import is_killed
+from trainium_contract.exit_codes import SIGNAL_BASE, is_killed
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import (
     classify_exit_code,
@@ -61,7 +61,6 @@ _CHECKPOINT_ADVICE = (
     "each checkpoint under a temporary name and rename it once it is complete, as spec.program.checkpoints.committed "
     "expects. Otherwise correct the program. Then run the job again (kubectl trn retry)."
 )
-_SIGNAL_BASE = 128
 _MIN_OUTPUT = 300
 """Characters that a verdict shows of the output, whatever else it contains."""
 _COMPARED_CHARACTERS = 200
@@ -138,7 +137,7 @@ def _build_verdict(
     """
     text = message[:1].upper() + message[1:]
     remedy = advice or _ADVICE.get(reason, "")
-    has_error = failure is not None and failure.message != "" and failure.exit_code <= _SIGNAL_BASE
+    has_error = failure is not None and failure.message != "" and failure.exit_code <= SIGNAL_BASE
     if failure is not None and not has_error:
         text = f"{text}: {failure.message or 'no output'}"
     separator = "\n" if "\n" in text else ". "  # lines of output stay apart from the remedy
@@ -314,7 +313,7 @@ def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
     if workload.explains_exits or not replaced:
         return None
     for member, failure in _crashed_members(facts):
-        if failure.exit_code > _SIGNAL_BASE:
+        if failure.exit_code > SIGNAL_BASE:
             continue
         error = failure.message.partition("\n")[0][:_COMPARED_CHARACTERS]
         output = format_sentence(f"({format_signs(failure)}); {error}")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainium_contract.status.results import EvaluationFigure
 
 _MAX_INDENTATION = 8
+_MAX_NAMES = 3
 _MAX_PARTIAL_LINE = 120
 """Longest part of a line of output that is left out with what is cut, so that only full lines remain."""
 SENTENCE_LIMIT = 1000
@@ -41,10 +42,10 @@ def _indentation(line: str) -> str:
     return " " * min(_MAX_INDENTATION, len(line) - len(line.lstrip()))
 
 
-def format_names(names: tuple[str, ...], max_names: int = 3) -> str:
+def format_names(names: tuple[str, ...]) -> str:
     """Format names as `a, b, c and 4 more`."""
-    shown = ", ".join(names[:max_names])
-    return shown if len(names) <= max_names else f"{shown} and {len(names) - max_names} more"
+    shown = ", ".join(names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 
 
 def format_figure(figure: EvaluationFigure) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.pages.formatting import format_percent
 from trainium_contract.status.interruptions import Interruption, Rung
-from trainium_contract.status.ledger import DOWN_STAGES, OVERHEAD, STARTUP, StageSeconds
+from trainium_contract.status.ledger import DOWN_STAGES, OVERHEAD, STAGES, STARTUP, StageSeconds
 from trainium_operator.plan.history.interruptions import entry_identity
 from trainium_operator.plan.report.step_time import count_steps, productive_seconds, reference_seconds, sample_step_time
 from trainium_operator.plan.view.progress import is_past_steps
@@ -26,10 +26,6 @@ from trainium_operator.plan.view.progress import is_past_steps
 if TYPE_CHECKING:
     from trainium_contract.job import GoodputStatus, TrainingJobStatus
     from trainium_operator.plan.view.facts import Facts
-
-
-STAGES = ("detect", "decide", "restart", "load", "compile", "replay")
-"""In order; fields of `StageSeconds`."""
 
 
 def split_by_stage(facts: Facts, entry: Interruption, start: float, end: float) -> StageSeconds:

@@ -84,7 +84,7 @@ class Facts:
     counts_from: tuple[float, ...] = ()
     """When problems of nodes that are too recent to count will count (Unix seconds)."""
     lost_contact: str = ""
-    """Why silence is no evidence now, as a sentence; see `contact`. Empty while workers merely start."""
+    """Why silence is no evidence now, as a sentence; see `workers`. Empty while workers merely start."""
     grant: Grant | None = None
     """A queue's grant to the job; None for a job without a queue."""
     features: tuple[Feature, ...] = ()

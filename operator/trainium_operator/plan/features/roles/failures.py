@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainium_contract.exit_codes import KILLED
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import find_cause, suspects_node
 from trainium_contract.faults.node_polarity import Severity
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_SECONDS = 4.0
 _MAX_PAUSE_SECONDS = 300.0
 _FREE_FAILURES = 2
-_KILLED = 128 + 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def _classify_end(pod: PodView) -> RoleFailure:
 def _find_cause_of_end(pod: PodView) -> Cause:
     """Return why the pod ended: by an eviction, a disruption or its reason, else by its exit code."""
     by_reason = find_cause(SignKind.POD_REASON, pod.reason)
-    is_memory = by_reason is Cause.OUT_OF_MEMORY and pod.exit_code not in (None, _KILLED)
+    is_memory = by_reason is Cause.OUT_OF_MEMORY and pod.exit_code not in (None, KILLED)
     if pod.exit_code is None or pod.disrupted or (by_reason is not None and not is_memory):
         return classify_ended_pod(pod, ()).cause
     return Cause.FINISHED if pod.exit_code == 0 else Cause.CRASH
