@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from trainium_client.importing.source_job import QUEUE_LABEL, YEAR_SECONDS
 from trainium_contract.accelerators import INSTANCES
+from trainium_contract.definition.crd import object_schema
 from trainium_contract.job import MAX_NAME
 from trainium_contract.wire.worker_env import GROUP, KIND, VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainium_client.importing.source_job import SourceJob
 
 _NEURON = "aws.amazon.com/"
 _DROPPED_ANNOTATIONS = ("kubectl.kubernetes.io/last-applied-configuration",)
 _DROPPED_LABELS = ("kueue.x-k8s.io/",)
 _AUTO_RESUME = "sagemaker.amazonaws.com/"
-_SETTINGS: dict[str, tuple[int, int] | None] = {
-    "recovery.maxInPlaceRestarts": (0, 1000),
-    "recovery.rescaleAfterSeconds": (0, 86_400),
-    "recovery.gracePeriodSeconds": (1, 3600),
-    "scheduling.queueName": None,
-    "scheduling.gangTimeoutSeconds": (10, 86_400),
-    "scheduling.priorityClassName": None,
-    "cleanPodPolicy": None,
-    "activeDeadlineSeconds": (1, YEAR_SECONDS),
-    "startupDeadlineSeconds": (1, YEAR_SECONDS),
-    "ttlSecondsAfterFinished": (0, YEAR_SECONDS),
-}
-"""Fields that are set as the source has them, with the bounds of numbers, in the order of the manifest."""
+_SETTINGS = (
+    "recovery.maxInPlaceRestarts",
+    "recovery.rescaleAfterSeconds",
+    "recovery.gracePeriodSeconds",
+    "scheduling.queueName",
+    "scheduling.gangTimeoutSeconds",
+    "scheduling.priorityClassName",
+    "cleanPodPolicy",
+    "activeDeadlineSeconds",
+    "startupDeadlineSeconds",
+    "ttlSecondsAfterFinished",
+)
+"""Fields that are set as the source has them, in the order of the manifest."""
 
 
 @dataclass(slots=True)
@@ -322,7 +326,13 @@ def _set_settings(job: ImportedJob, source: SourceJob) -> None:
         settings["scheduling.queueName"] = queue
     if {"startupDeadlineSeconds", "activeDeadlineSeconds"} <= settings.keys():
         settings["startupDeadlineSeconds"] = min(settings["startupDeadlineSeconds"], settings["activeDeadlineSeconds"])
-    for path, bounds in _SETTINGS.items():
+    spec = object_schema()["properties"]["spec"]
+    for path in _SETTINGS:
         if path in settings:
-            value = settings[path] if bounds is None else min(max(settings[path], bounds[0]), bounds[1])
+            value = _clamp(settings[path], reduce(lambda node, name: node["properties"][name], path.split("."), spec))
             job.set(f"spec.{path}", value, f"was {settings[path]}" if value != settings[path] else "")
+
+
+def _clamp(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Return the nearest value that the schema of a field accepts, if it is a number."""
+    return min(max(value, schema["minimum"]), schema["maximum"]) if "minimum" in schema else value

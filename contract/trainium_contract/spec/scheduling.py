@@ -32,7 +32,7 @@ class Topology(StrEnum):
 
 
 class SchedulingSpec(ContractModel):
-    """Scheduling."""
+    """Queue, gang, placement and priority of the worker pods."""
 
     queue_name: Annotated[str, Field(max_length=253)] = ""
     """Kueue LocalQueue: workers are created when it admits the job, and leave when it withdraws the quota; empty: no

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -125,8 +126,8 @@ class JobDriver:
         self.log.refresh()
 
     def slowness(self) -> float:
-        """Return the factor by which limits are longer now; subclasses may measure it."""
-        return 1.0
+        """Return the factor by which limits are longer now: the load of a processor; subclasses may measure it."""
+        return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
     def wait_for(self, what: str, condition: Callable[[], T], seconds: float = WAIT_SECONDS) -> T:
         """Return the first value of the condition that is true."""

@@ -48,11 +48,12 @@ def _list_begin_events(entry: Interruption) -> Iterator[EventIntent]:
 
 def _list_end_events(old: PublicStatus, new: PublicStatus, entry: Interruption) -> Iterator[EventIntent]:
     steps_lost = "" if entry.steps_lost is None else f", {pluralize(entry.steps_lost, 'step')} lost"
+    response = ", ".join(dict.fromkeys((entry.cause.value, entry.rung.value)))  # both are named Resize
     # Without a step nobody knows when a program trains.
     subject = "Training goes on" if new.progress.step > 0 else "The processes run again"
     yield event(
         Reason.RESIZED if entry.rung in PLANNED_RUNGS else Reason.RECOVERED,
-        f"{subject} after {entry.recovered_seconds} s ({entry.cause.value}, {entry.rung.value}{steps_lost}, "
+        f"{subject} after {entry.recovered_seconds} s ({response}{steps_lost}, "
         f"{pluralize(entry.pods_replaced, 'pod')} replaced).",
     )
     durable_step = old.checkpoint.durable_step
