@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from scripts.markdown_table import render_table
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.ledger import STAGES
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import TrainerPhase
@@ -45,7 +45,7 @@ _LABELS = {
     "phase": f"of a job: {_code_spans(Phase)}; of `hangs_total`, what the rank was doing: {_code_spans(TrainerPhase)}",
     "result": _code_spans(("Complete", "Failed")),
     "role": "name of a [role](roles.md) of the job",
-    "rung": f"how far the response went: {_code_spans(Rung)}",
+    "response": f"how far the response went: {_code_spans(RecoveryResponse)}",
     "severity": f"of what a node reports: {_code_spans(('Suspect', 'Drain', 'Fatal'))}",
     "source": f"where a node reports it: {_code_spans(('condition', 'capacity', 'taint', 'label', 'deletion'))}",
     "stage": f"{_RECOVERY_STAGES}; of `stage_seconds`: {_code_spans(RunStage)}",

@@ -38,7 +38,7 @@ class RunResult:
     """Seconds from the fault to the end of the first new step."""
     steps_lost: int | None = None
     blame_correct: bool | None = None
-    """Whether cause, rung, pod and node are as expected; None if nothing is expected."""
+    """Whether cause, response, pod and node are as expected; None if nothing is expected."""
     deviations: tuple[str, ...] = ()
     """A sentence for each deviation."""
     note: str = ""

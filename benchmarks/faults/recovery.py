@@ -26,7 +26,7 @@ class ExpectedRecovery:
     """Expected consequences of a fault; empty values accept anything."""
 
     causes: tuple[str, ...] = ()
-    rungs: tuple[str, ...] = ()
+    responses: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     """Fields of the interruption that must name a victim: `pod`, `node`."""
     suspects: str | None = None
@@ -44,7 +44,7 @@ class ExpectedRecovery:
     pause: float = 0.0
     """Seconds after the recovery in which further interruptions may follow."""
     last: Mapping[str, Any] = field(default_factory=dict)
-    """Expected `causes`, `rungs` and `names` of the last interruption, if there may be several."""
+    """Expected `causes`, `responses` and `names` of the last interruption, if there may be several."""
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class Run:
         lost, allowed = recovery.steps_lost, expected.steps_lost
         self.result.blame_correct = self._check_blame(recovery, before, expected, victims)
         self.expect(lost <= allowed, f"{lost} steps lost, expected at most {allowed}")
-        causes = ", ".join(f"{entry['cause']}/{entry['rung']}" for entry in entries)
+        causes = ", ".join(f"{entry['cause']}/{entry['response']}" for entry in entries)
         self.expect(len(entries) <= expected.interruptions, f"one fault made {len(entries)} interruptions: {causes}")
         detection, limit = recovery.detection_seconds, expected.detected_within
         if limit is not None and detection is not None:
@@ -130,7 +130,7 @@ class Run:
         self, recovery: Recovery, before: JobSnapshot, expected: ExpectedRecovery, victims: tuple[Json, ...]
     ) -> bool:
         previous_deviations = len(self.result.deviations)
-        self._check_entry("first", recovery.entries[0], victims, expected.causes, expected.rungs, expected.names)
+        self._check_entry("first", recovery.entries[0], victims, expected.causes, expected.responses, expected.names)
         if expected.last:
             self._check_entry("last", recovery.entries[-1], victims, **expected.last)
         if expected.suspects is not None:
@@ -147,13 +147,16 @@ class Run:
         entry: Json,
         victims: tuple[Json, ...],
         causes: tuple[str, ...] = (),
-        rungs: tuple[str, ...] = (),
+        responses: tuple[str, ...] = (),
         names: tuple[str, ...] = (),
     ) -> None:
-        """Check an interruption: its cause, its rung, and that its named fields name a victim."""
+        """Check an interruption: its cause, its response, and that its named fields name a victim."""
         cause = f"{entry['cause']} ({entry['message'][:160]})"
         self.expect(not causes or entry["cause"] in causes, f"the cause of the {which} interruption is {cause}")
-        self.expect(not rungs or entry["rung"] in rungs, f"the rung of the {which} interruption is {entry['rung']}")
+        self.expect(
+            not responses or entry["response"] in responses,
+            f"the response of the {which} interruption is {entry['response']}",
+        )
         for kind in names:
             expected, named = {str(victim[f"{kind}Name"]) for victim in victims}, entry.get(kind, "")
             self.expect(named in expected, f"the {kind} named {which} is {named or 'none'}, it was {_join(expected)}")

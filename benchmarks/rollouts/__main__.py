@@ -169,7 +169,7 @@ def run_disturbed(demo: RolloutDemo, reference: dict[int, float], seed: int) -> 
         completed=status.get("phase") == "Completed",
         killed_servers=len(killer.killed),
         servers_replaced=int(status["roles"][0].get("restarts", 0)),
-        interruptions=tuple(f"{entry['cause']}/{entry['rung']}" for entry in status["history"]),
+        interruptions=tuple(f"{entry['cause']}/{entry['response']}" for entry in status["history"]),
         generations=int(status["membership"]["generation"]),
         steps_missing=len(steps - curve.keys()),
         updates_too_many=count_updates(launcher.folder, STEPS) - STEPS,

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from trainium_contract.base import ContractModel
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_simulator.errors import InputError, describe_errors
 
 if TYPE_CHECKING:
@@ -122,9 +122,13 @@ def learn_medians(status: TrainingJobStatus, history: tuple[Interruption, ...], 
         largest = max(sizes, key=lambda each: each.size)
         learned["stepSeconds"] = largest.step_seconds or 0.0
     recovered = [entry for entry in history if entry.recovered_seconds is not None and entry.stages is not None]
-    in_place = [entry for entry in recovered if entry.rung is Rung.IN_PLACE]
+    in_place = [entry for entry in recovered if entry.response is RecoveryResponse.IN_PLACE]
     graceful = [entry for entry in recovered if entry.cause in _GRACEFUL]
-    replaced = [entry for entry in recovered if entry.rung in (Rung.SPARE, Rung.REPLACE) and entry not in graceful]
+    replaced = [
+        entry
+        for entry in recovered
+        if entry.response in (RecoveryResponse.SPARE, RecoveryResponse.REPLACE) and entry not in graceful
+    ]
     crashed = [entry for entry in in_place if entry.cause is Cause.CRASH]
     _set_median(learned, "detectExitSeconds", (entry.detected_seconds or 0.0 for entry in crashed))
     _set_median(learned, "restartSeconds", (entry.stages.restart for entry in in_place or replaced if entry.stages))

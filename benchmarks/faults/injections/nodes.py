@@ -142,7 +142,9 @@ def report_many_nodes(run: Run) -> None:
         target.until_step(start + 20)
         left = before.pod_uids - target.uids()
         allowed = max(1, int(len(nodes) * _MAX_UNHEALTHY_SHARE))
-        last = [f"{entry['cause']}/{entry['rung']} {entry['pod']} {entry['node']}" for entry in target.history()[-3:]]
+        last = [
+            f"{entry['cause']}/{entry['response']} {entry['pod']} {entry['node']}" for entry in target.history()[-3:]
+        ]
         run.expect(len(left) <= allowed, f"{len(left)} pods were replaced, allowed are {allowed}: {'; '.join(last)}")
         run.expect(not env.cordoned(), f"nodes were cordoned: {env.cordoned()}")
     finally:

@@ -63,7 +63,7 @@ def end_without_operator(run: Run) -> None:
     run.result.detection_seconds, run.result.steps_lost = round(time.time() - started_at, 3), 0
     missing_seconds = seconds_before + ended_at - taken_at - status["goodput"]["wallSeconds"]
     figures = (status["progress"]["step"], status["checkpoint"].get("durableStep"), status["restarts"]["total"])
-    interruptions = [(entry["rung"], entry["cause"]) for entry in status["history"]]
+    interruptions = [(entry["response"], entry["cause"]) for entry in status["history"]]
     run.expect(figures == (last_step, last_step, 1), f"step, checkpoint and restarts are {figures}")
     run.expect(interruptions == [("InPlace", "Crash")], f"the history is {interruptions}")
     run.expect(abs(missing_seconds) < _MISSING_SECONDS, f"{missing_seconds:.1f} s are missing in the goodput")

@@ -68,7 +68,7 @@ def history_page(entries: Sequence[InterruptionView], width: int) -> RenderableT
         Column("SEEN", 2, fold=True),
     )  # fmt: skip
     rows = [
-        (str(number), format_utc(entry.at)[5:], entry.cause, entry.rung, entry.pod or "-", entry.node or "-",
+        (str(number), format_utc(entry.at)[5:], entry.cause, entry.response, entry.pod or "-", entry.node or "-",
          "-" if entry.stopped else "open" if entry.open else format_number(entry.recovered_seconds, 3),
          "-" if entry.steps_lost is None else str(entry.steps_lost),
          shorten(drop_noise(entry.message), _MAX_EVIDENCE_LENGTH))

@@ -151,7 +151,7 @@ def facts_html(view: JobView) -> str:
 
 
 def _curve_section(report: JobReport) -> str:
-    marks = [(entry.step_before, f"{entry.cause} -> {entry.rung}, after step {entry.step_before}")
+    marks = [(entry.step_before, f"{entry.cause} -> {entry.response}, after step {entry.step_before}")
              for entry in report.entries if entry.step_before is not None]  # fmt: skip
     legend = ["by step"]
     legend += ["dashed: interruptions"] if marks else []
@@ -199,11 +199,11 @@ def _history_section(report: JobReport, now: float) -> str:
     for entry in report.entries:
         if entry.at is not None:
             until = entry.at + (entry.recovered_seconds or (0.0 if entry.stopped else now - entry.at))
-            title = f"{format_utc(entry.at)}: {entry.cause} -> {entry.rung} {entry.pod}"
+            title = f"{format_utc(entry.at)}: {entry.cause} -> {entry.response} {entry.pod}"
             colour = 1 + list({**spans, entry.cause: ()}).index(entry.cause) % (len(COLOURS) - 1)
             spans.setdefault(entry.cause, []).append(Span(entry.at, until, colour, title))
     rows = [
-        (format_utc(entry.at), entry.cause, entry.rung, entry.pod, entry.node,
+        (format_utc(entry.at), entry.cause, entry.response, entry.pod, entry.node,
          "-" if entry.stopped else "open" if entry.open else format_duration(entry.recovered_seconds),
          "-" if entry.steps_lost is None else str(entry.steps_lost),
          shorten(drop_noise(entry.message), _MAX_MESSAGE_CHARACTERS))

@@ -53,13 +53,13 @@ def describe_shape_error(template: dict[str, Any]) -> str:
     return _find_mismatch(template, _SHAPE, "")
 
 
-def _checked(template: dict[str, Any]) -> dict[str, Any]:
+def _check_template(template: dict[str, Any]) -> dict[str, Any]:
     if found := describe_shape_error(template):
         raise ValueError(f"{found}; write it as in the template of a Deployment")
     return template
 
 
-PodTemplate = Annotated[dict[str, Any], AfterValidator(_checked)]
+PodTemplate = Annotated[dict[str, Any], AfterValidator(_check_template)]
 """A partial PodTemplateSpec."""
 
 

@@ -15,8 +15,8 @@ MAX_COUNTED_CAUSES = 32
 """More than there are causes, so that those of a newer operator fit."""
 
 
-class Rung(StrEnum):
-    """Rung of the recovery ladder that answered an interruption."""
+class RecoveryResponse(StrEnum):
+    """How far the response to an interruption went."""
 
     IN_PLACE = "InPlace"
     """Processes restarted, pods kept."""
@@ -34,7 +34,7 @@ class Rung(StrEnum):
     """Ended with a verdict."""
 
 
-PLANNED_RUNGS = frozenset({Rung.GROW, Rung.RESIZE, Rung.SUSPEND})
+PLANNED_RESPONSES = frozenset({RecoveryResponse.GROW, RecoveryResponse.RESIZE, RecoveryResponse.SUSPEND})
 """Responses to no fault."""
 
 
@@ -49,7 +49,7 @@ class Interruption(StatusModel):
     """When it was detected, RFC 3339."""
     cause: Cause
     """Why training stopped."""
-    rung: Rung
+    response: RecoveryResponse
     """Response to it."""
     node: Annotated[str, Field(max_length=253)] = ""
     """Node of the worker that failed; empty when none is known."""
@@ -81,7 +81,7 @@ class Interruption(StatusModel):
     @property
     def is_open(self) -> bool:
         """Return whether the recovery is in progress."""
-        return self.recovered_seconds is None and self.rung is not Rung.STOP
+        return self.recovered_seconds is None and self.response is not RecoveryResponse.STOP
 
 
 class RestartsStatus(StatusModel):

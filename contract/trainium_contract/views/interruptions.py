@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _LOSS_EXPLANATIONS = {"decide": "wait for a worker", "overhead": "slower steps", "rolewait": "wait for a role"}
 """Explanations of names of lost time that are too short (docs/goodput.md, Lost time)."""
-RUNG_DESCRIPTIONS = {
+RESPONSE_DESCRIPTIONS = {
     "InPlace": "processes restarted in place, pods kept",
     "Spare": "a warm spare took the rank",
     "Replace": "a new pod took the rank",
@@ -25,7 +25,7 @@ RUNG_DESCRIPTIONS = {
     "Suspend": "released all workers, as requested",
     "Stop": "stopped for good",
 }
-"""Description of each rung of the recovery ladder."""
+"""Description of each response of the recovery ladder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class InterruptionView:
     """Unix seconds of the failure, as precisely as it is known."""
     detected_at: float | None
     cause: str
-    rung: str
+    response: str
     pod: str
     node: str
     message: str
@@ -57,7 +57,7 @@ class InterruptionView:
     @property
     def stopped(self) -> bool:
         """Return whether it ended the job."""
-        return self.rung == "Stop"
+        return self.response == "Stop"
 
     @property
     def open(self) -> bool:
@@ -67,7 +67,7 @@ class InterruptionView:
     @property
     def answer(self) -> str:
         """Return the operator's response as text."""
-        return RUNG_DESCRIPTIONS.get(self.rung, self.rung)
+        return RESPONSE_DESCRIPTIONS.get(self.response, self.response)
 
 
 def read_interruptions(status: StatusReader[PublicStatus]) -> tuple[InterruptionView, ...]:
@@ -99,7 +99,7 @@ def _entry(entry: StatusReader[Interruption]) -> InterruptionView:
         at=failed if failed is not None else detected,
         detected_at=detected,
         cause=entry.text("cause"),
-        rung=entry.text("rung"),
+        response=entry.text("response"),
         pod=entry.text("pod"),
         node=entry.text("node"),
         message=entry.text("message"),

@@ -149,7 +149,7 @@ def _find_start_times(entries: Iterable[InterruptionView], begin: float) -> dict
     """Return when each generation started to train, as far as known; the first at `begin`."""
     start_times = {1: begin}
     for entry in entries:
-        if entry.rung != _IN_PLACE and entry.at is not None:
+        if entry.response != _IN_PLACE and entry.at is not None:
             start_times[entry.generation + 1] = entry.at + (entry.recovered_seconds or 0.0)
     return start_times
 
@@ -182,7 +182,7 @@ class _RowBuilder:
             at = entry.at if entry.at is not None else self._begin
             unresolved_seconds = 0.0 if entry.stopped else self._end - at
             lost = entry.recovered_seconds if entry.recovered_seconds is not None else unresolved_seconds
-            text = f"{worker.name} on {entry.node or 'no node'}: {entry.cause} -> {entry.rung}"
+            text = f"{worker.name} on {entry.node or 'no node'}: {entry.cause} -> {entry.response}"
             segments += [
                 self._segment_until(entry, worker, max(self._starts.get(entry.generation, at), first), at),
                 Segment(at, at + lost, WorkerState.FAILED, text),

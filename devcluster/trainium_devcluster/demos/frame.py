@@ -202,7 +202,7 @@ class Demo(ABC):
         )
         self.faults.append(fault)
         self.view.log(
-            f"{kind}: {entry['rung']}, first new step after {fault.recovered_seconds or 0:.2f} s, "
+            f"{kind}: {entry['response']}, first new step after {fault.recovered_seconds or 0:.2f} s, "
             f"{fault.steps_lost} steps lost, {fault.pods_replaced} pods replaced"
         )
 
@@ -222,7 +222,7 @@ def run_demo(
         reference = demo.run_undisturbed()
     seconds = time.monotonic() - started
     entries = run.current.get("history") or []
-    unplanned = tuple(entry["stepBefore"] for entry in entries if entry["rung"] in ("Grow", "Shrink"))
+    unplanned = tuple(entry["stepBefore"] for entry in entries if entry["response"] in ("Grow", "Shrink"))
     curves = Curves(run.steps, run.log.losses(), reference.log.losses(), tuple(demo.faults), unplanned)
     has_right_samples = demo.check_samples(run, reference)
     outcome = Outcome()

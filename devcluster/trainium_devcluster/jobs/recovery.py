@@ -57,7 +57,7 @@ class Recovery:
 
 
 def interruption_key(entry: Json) -> tuple[Any, ...]:
-    """Return the identity of an interruption, without its rung, which may still change."""
+    """Return the identity of an interruption, without its response, which may still change."""
     return (entry["generation"], entry.get("attempt", 0), entry.get("failedAt"))
 
 

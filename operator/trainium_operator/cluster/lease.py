@@ -177,16 +177,16 @@ class LeaseElector:
                     await self._create()
                 except AlreadyExistsError:
                     return False
-                return self._gained(started)
+                return self._record_gain(started)
             if not self._is_free(loop.time()):
                 return False
             try:
                 await self._write(holder=self.identity, duration=self.times.duration)
             except ConflictError:
                 return False
-            return self._gained(started)
+            return self._record_gain(started)
 
-    def _gained(self, started: float) -> bool:
+    def _record_gain(self, started: float) -> bool:
         self.leading = True
         self._renewed_at = started
         return True

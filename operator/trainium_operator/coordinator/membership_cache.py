@@ -37,7 +37,7 @@ class EncodedMembership:
     def plain(self) -> bytes:
         """The membership as JSON."""
         if self._plain is None:
-            self._plain = _encoded(self.membership)
+            self._plain = _encode(self.membership)
         return self._plain
 
     @property
@@ -50,7 +50,7 @@ class EncodedMembership:
     def changed(self, change: MembershipChange) -> bytes:
         """Return the JSON of the difference to the previous membership; there is one such change."""
         if self._change is None:
-            self._change = _encoded(change)
+            self._change = _encode(change)
         return self._change
 
 
@@ -69,5 +69,5 @@ class MembershipCache:
         return encoded
 
 
-def _encoded(message: MessageModel) -> bytes:
+def _encode(message: MessageModel) -> bytes:
     return message.model_dump_json(by_alias=True, exclude_none=True).encode()

@@ -103,9 +103,9 @@ class CertificateFolder:
 
 def _read(folder: Path) -> tuple[bytes, bytes]:
     """Return the chain and the key. Raises OSError."""
-    return _bounded(folder / "tls.crt"), _bounded(folder / "tls.key")
+    return _read_bounded(folder / "tls.crt"), _read_bounded(folder / "tls.key")
 
 
-def _bounded(path: Path) -> bytes:
+def _read_bounded(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(MAX_FILE_BYTES)

@@ -60,11 +60,13 @@ class JobMetrics:
         self._jobs = gauge("jobs", "TrainingJobs by phase", "phase")
         self._finished = counter("jobs_finished_total", "TrainingJobs that ended", "result")
         self._interruptions = counter("interruptions_total", "Interruptions of training", "cause")
-        self._restarts = counter("restarts_total", "Interruptions that were answered", "rung", "cause")
+        self._restarts = counter("restarts_total", "Interruptions that were answered", "response", "cause")
         self._detection = histogram("fault_detection_seconds", "From a failure to its detection", _FAULT_SECONDS)
-        self._recovery = histogram("recovery_seconds", "From a failure to the first new step", _FAULT_SECONDS, "rung")
+        self._recovery = histogram(
+            "recovery_seconds", "From a failure to the first new step", _FAULT_SECONDS, "response"
+        )
         self._stages = histogram("recovery_stage_seconds", "Parts of a recovery", _FAULT_SECONDS, "stage")
-        self._steps = histogram("recovery_steps", "Steps that a recovery did again", _STEPS, "rung")
+        self._steps = histogram("recovery_steps", "Steps that a recovery did again", _STEPS, "response")
         self._lost_steps = counter("lost_steps_total", "Steps that were done again")
         self._resizes = counter("resizes_total", "Changes of the number of members", "direction")
         self._pods = counter("worker_pods_total", "Requested worker pods")
@@ -148,13 +150,13 @@ class JobMetrics:
         if old is None:
             self._interruptions.labels(new.cause.value).inc()
         if not new.is_open and (old is None or old.is_open):
-            # Not before: until then the ladder may still choose another rung.
-            self._restarts.labels(new.rung.value, new.cause.value).inc()
+            # Not before: until then the ladder may still choose another response.
+            self._restarts.labels(new.response.value, new.cause.value).inc()
         if new.detected_seconds is not None and (old is None or old.detected_seconds is None):
             self._detection.observe(new.detected_seconds)
         if new.recovered_seconds is not None and (old is None or old.recovered_seconds is None):
-            self._recovery.labels(new.rung.value).observe(new.recovered_seconds)
-            self._steps.labels(new.rung.value).observe(max(0, new.steps_lost or 0))
+            self._recovery.labels(new.response.value).observe(new.recovered_seconds)
+            self._steps.labels(new.response.value).observe(max(0, new.steps_lost or 0))
             self._lost_steps.inc(max(0, new.steps_lost or 0))
             for stage, seconds in new.stages.model_dump().items() if new.stages is not None else ():
                 self._stages.labels(stage.capitalize()).observe(max(0.0, seconds))

@@ -188,7 +188,7 @@ def _initial_result(facts: Facts, diagnosis: Diagnosis) -> PolicyResult:
         avoided_nodes=refused_pods.add_refusing_nodes(avoided, status, facts.now),
         leaving_since=diagnosis.leaving_since,
     )
-    requeue_at = facts.counts_from + diagnosis.requeue_at
+    requeue_at = facts.problems_count_at + diagnosis.requeue_at
     return PolicyResult(status=status, events=diagnosis.events, requeue_at=requeue_at)
 
 

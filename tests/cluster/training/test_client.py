@@ -106,7 +106,7 @@ def test_every_command_shows_a_fault(new_job: Callable[..., Job], trn: Trn, tmp_
     ranks = {row["rank"]: row for row in trn(job, "ranks")}
     assert ranks[1]["pod"] == new
     assert all(row["step"] > 0 for row in ranks.values())
-    assert trn(job, "why")["entry"]["rung"] == "Spare"
+    assert trn(job, "why")["entry"]["response"] == "Spare"
     assert trn(job, "history")[-1]["cause"] == "Preempted"
     assert trn(job, "goodput")["wallSeconds"] > 0
     assert [(row["trains"], row["current"]) for row in trn(job, "sizes")] == [(2, True), (1, False)]
@@ -171,7 +171,7 @@ def test_a_quarantined_machine_is_listed_and_released(new_job: Callable[..., Job
     faults.set_condition(node, "NeuronHealth", "True", "NeuronHasError_HBM_UNCORRECTABLE_ERROR")
     try:
         entry = job.until_recovered()
-        assert (entry["cause"], entry["rung"], entry["node"]) == ("Device", "Spare", node)
+        assert (entry["cause"], entry["response"], entry["node"]) == ("Device", "Spare", node)
         assert entry["stepsLost"] == 0, "the node still answers, so all save before the rank moves"
         assert node not in {member["nodeName"] for member in job.members()}
         until(is_attributed, lambda: str(trn(None, "nodes")))

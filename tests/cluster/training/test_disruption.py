@@ -91,7 +91,7 @@ def test_a_drained_node_loses_no_step(new_job: Callable[..., Job]) -> None:
             "--ignore-daemonsets", "--force", f"--timeout={scaled(60):.0f}s",
         )  # fmt: skip
         entry = job.until_recovered()
-        assert (entry["rung"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
+        assert (entry["response"], entry["cause"], entry["stepsLost"]) == ("Spare", "Preempted", 0)
         assert node not in {member["nodeName"] for member in job.members()}
 
 

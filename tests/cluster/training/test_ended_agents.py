@@ -137,7 +137,7 @@ def test_a_job_that_ends_without_an_operator_shows_its_final_figures(
     status = job.until_phase("Completed", seconds=180)
     assert status["progress"]["step"] == 60
     assert status["checkpoint"]["durableStep"] == 60
-    assert [(entry["rung"], entry["cause"]) for entry in status["history"]] == [("InPlace", "Crash")]
+    assert [(entry["response"], entry["cause"]) for entry in status["history"]] == [("InPlace", "Crash")]
     assert status["restarts"]["total"] == 1
     assert status["goodput"]["wallSeconds"] > before["goodput"]["wallSeconds"]
     assert status["goodput"]["productiveSeconds"] > before["goodput"]["productiveSeconds"]

@@ -66,7 +66,7 @@ def test_idle_nodes_are_used_and_released_without_a_lost_step(
     job.until_step(job.log.newest + 5)
 
     status = job.status()
-    entries = [(entry["rung"], entry["cause"]) for entry in status["history"]]
+    entries = [(entry["response"], entry["cause"]) for entry in status["history"]]
     assert entries[0] == ("Grow", "Capacity") == entries[-1], entries
     assert [entry.get("stepsLost") for entry in status["history"]] == [0] * len(entries), entries
     job.suspend()

@@ -123,7 +123,7 @@ def test_an_imported_job_of_mingpt_trains_and_resumes_after_a_killed_process(
     pod = job.members()[1]["podName"]
     job.exec_in_pod(pod, "sh", "-c", "kill -9 $(cat /data/snapshot.pt.rank-1)")
     entry = job.until_recovered(seconds=180)
-    assert (entry["rung"], entry["cause"], entry["pod"]) == ("InPlace", "Crash", pod)
+    assert (entry["response"], entry["cause"], entry["pod"]) == ("InPlace", "Crash", pod)
     status = job.until_phase("Completed", seconds=240)
     assert status["progress"]["step"] == EPOCHS * STEPS
     assert [entry["cause"] for entry in status["history"]] == ["Crash"]

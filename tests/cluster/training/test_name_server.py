@@ -92,7 +92,7 @@ def test_recovery_does_not_wait_for_a_silent_name_server(
 
     entry = job.until_recovered()
 
-    assert (entry["rung"], entry["podsReplaced"]) == ("InPlace", 0)
+    assert (entry["response"], entry["podsReplaced"]) == ("InPlace", 0)
     assert name_server.reverse_queries() == []
     # The name server would record a query.
     pod = job.members()[0]["podName"]

@@ -79,7 +79,7 @@ def test_a_size_is_compiled_once_ahead_and_another_one_in_its_first_step(
     entry = job.until_recovered(1, seconds=180)
 
     assert (job.folder / "compiled-in-a-step-1").exists()
-    assert (entry["cause"], entry["rung"]) == ("Resize", "Resize"), entry
+    assert (entry["cause"], entry["response"]) == ("Resize", "Resize"), entry
     assert entry["stages"]["compile"] >= COMPILE_SECONDS * 0.75, entry
     assert entry["stages"]["compile"] <= entry["recoveredSeconds"], entry
     lost = job.status()["goodput"]["lostByStage"]

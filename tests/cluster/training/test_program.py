@@ -101,14 +101,14 @@ def test_a_program_completes_after_a_killed_process_and_a_lost_node(operator: Sh
     pod = job.kill_program(1)
     entry = job.until_recovered()
 
-    assert (entry["rung"], entry["cause"], entry["pod"]) == ("InPlace", "Crash", pod)
+    assert (entry["response"], entry["cause"], entry["pod"]) == ("InPlace", "Crash", pod)
     assert job.uids() == before
     lost = job.members()[1]
     operator.power_off(lost["nodeName"])
     try:
         entry = job.until_recovered(2)
         # Nothing of the script waits for its peers, so the loss is known by the node alone, by then with another pod.
-        assert entry["rung"] in {"Spare", "Replace"}, entry
+        assert entry["response"] in {"Spare", "Replace"}, entry
         assert entry["node"] == lost["nodeName"]
         status = job.until_phase("Completed", seconds=180)
     finally:
@@ -135,7 +135,7 @@ def test_steps_that_a_program_makes_after_an_ignored_suspension_are_counted_as_l
     job.suspend(yes=False)
     status = job.until("steps after it", lambda status: status["history"][-1].get("stepsLost") is not None, seconds=120)
     (entry,) = status["history"]
-    assert (entry["rung"], entry["resumeStep"]) == ("Suspend", entry["stepBefore"] // 10 * 10), entry
+    assert (entry["response"], entry["resumeStep"]) == ("Suspend", entry["stepBefore"] // 10 * 10), entry
     assert entry["stepsLost"] == entry["stepBefore"] % 10
     assert entry["stepBefore"] > 6, "its ranks trained on for the grace period"
     assert "did not end in the grace period after SIGTERM" in entry["message"]
@@ -155,7 +155,7 @@ def test_a_lost_node_and_the_ranks_that_miss_it_are_one_interruption(operator: S
         operator.power_on(lost["nodeName"])
 
     (entry,) = status["history"]
-    found = (entry["cause"], entry["rung"], entry["pod"], entry["node"])
+    found = (entry["cause"], entry["response"], entry["pod"], entry["node"])
     assert found == ("NodeLost", "Spare", lost["podName"], lost["nodeName"]), entry
     assert entry["stepsLost"] <= 6, "the steps since its checkpoint, and the current one"
     assert step_of(status) == STEPS

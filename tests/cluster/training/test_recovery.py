@@ -32,7 +32,7 @@ def test_a_restart_in_place_keeps_the_loss_curve_bit_for_bit(
     job.kill_rank(1)
     entry = job.until_recovered()
 
-    assert entry["rung"] == "InPlace"
+    assert entry["response"] == "InPlace"
     assert entry["stepsLost"] <= 1
     assert entry["podsReplaced"] == 0
     assert job.uids() == before
@@ -48,7 +48,7 @@ def test_a_spare_keeps_the_loss_curve_bit_for_bit(new_job: Callable[..., Job], r
 
     with job.cluster.without_power(lost["nodeName"]):
         entry = job.until_recovered()
-        assert entry["rung"] == "Spare"
+        assert entry["response"] == "Spare"
         assert entry["node"] == lost["nodeName"]
         assert entry["stepsLost"] <= 1, "replicated state survives on the other node"
         assert lost["podUid"] not in {member["podUid"] for member in job.members()}
@@ -66,7 +66,7 @@ def test_a_job_shrinks_without_capacity_and_grows_back(
     idle = set(job.cluster.worker_nodes()) - {member["nodeName"] for member in job.members()}
     with job.cluster.cordon_nodes(*idle), job.cluster.without_power(job.members()[-1]["nodeName"]):
         job.until("a smaller size", lambda status: status["membership"]["size"] == 2)
-        assert job.until_recovered()["rung"] == "Shrink"
+        assert job.until_recovered()["response"] == "Shrink"
     job.until(
         "the full size again", lambda status: status["membership"]["size"] == 3 or status["phase"] == "Completed", 60
     )

@@ -86,7 +86,7 @@ def test_lost_servers_a_scaled_role_and_a_killed_rank_count_each_prompt_once(
     kill_server(job, role_pods(job)[1])
     status = job.until_phase("Completed", seconds=300)
 
-    history = [(entry["cause"], entry["rung"]) for entry in status["history"]]
+    history = [(entry["cause"], entry["response"]) for entry in status["history"]]
     assert history == [("Crash", "InPlace")], "no server interrupts the training"
     log = read_rewards(job.folder)
     assert sorted(log.rewards()) == list(range(1, STEPS + 1))

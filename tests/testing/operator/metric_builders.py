@@ -6,7 +6,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobSpec, TrainingJobStatus
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Interruption, RestartsStatus, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse, RestartsStatus
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
 from trainium_contract.status.public import CheckpointStatus, ProgressStatus
 from trainium_operator.cluster.cache.namespaces import ListState
@@ -59,12 +59,12 @@ def busy_metrics() -> Metrics:
 def _statuses(phase: Phase) -> Iterator[TrainingJobStatus]:
     seconds = dict.fromkeys([*(cause.value for cause in Cause), STARTUP, OVERHEAD], 1.0)
     ledger = GoodputStatus(wall_seconds=1.0, lost_seconds=seconds, lost_by_stage={STARTUP: 1.0})
-    for rung in Rung:
+    for response in RecoveryResponse:
         entry = Interruption(
             generation=1,
             time=format_rfc3339(NOW),
             cause=Cause.CRASH,
-            rung=rung,
+            response=response,
             failed_at=NOW - 5,
             detected_seconds=1.0,
             recovered_seconds=2.0,

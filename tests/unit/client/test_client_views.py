@@ -326,15 +326,15 @@ VERDICT = (
 )
 
 
-def report_of(message: str, *, rung: str, log: str) -> str:
+def report_of(message: str, *, response: str, log: str) -> str:
     job = recorded_object("job")
     last = job["status"]["history"][-1]
-    last |= {"message": message, "rung": rung}
+    last |= {"message": message, "response": response}
     return render_plain(interruption_page(explain_interruption(job, log=log)), 110)
 
 
 def test_why_shows_the_whole_verdict_before_the_log() -> None:
-    output = " ".join(report_of(VERDICT, rung="Stop", log=recorded_log()).split())
+    output = " ".join(report_of(VERDICT, response="Stop", log=recorded_log()).split())
     assert "Log of llama-w-0 at that time" in output
     assert VERDICT in output
 
@@ -343,7 +343,7 @@ def test_why_shows_a_traceback_in_lines_with_the_error_first() -> None:
     frames = 'Traceback (most recent call last):\n  File "/src/train.py", line 3, in <module>\n    import missing'
     error = "ModuleNotFoundError: No module named 'missing'"
     message = format_sentence(f"Rank 0 of pod llama-w-0, exit code 1: {error}\n{frames}\nCorrect the program.")
-    seen = report_of(message, rung="Stop", log="").partition("Seen")[2].partition("Response")[0].splitlines()
+    seen = report_of(message, response="Stop", log="").partition("Seen")[2].partition("Response")[0].splitlines()
     assert textwrap.dedent("\n".join(seen[1:])).splitlines() == [*frames.split("\n"), "Correct the program."]
     assert seen[0].endswith(error)
 
@@ -354,7 +354,7 @@ def test_why_shows_a_traceback_of_a_verdict_once() -> None:
     error = "ModuleNotFoundError: No module named 'missing'"
     log = "\n".join(f"{time} [rank 0] {line}" for line in ("loading the data", *frames, error))
     message = format_sentence("\n".join((error, *frames, "Correct the program.")))
-    output = report_of(message, rung="Stop", log=log)
+    output = report_of(message, response="Stop", log=log)
     assert "[rank 0] loading the data" in output
     assert all(output.count(line.strip()) == 1 for line in (*frames, error))
 
@@ -363,10 +363,12 @@ def test_why_cuts_long_messages_at_words_and_drops_step_lines() -> None:
     steps = " | ".join(
         f"23:12:{step} rank 0 INFO step {step}/900: loss 5.1400, 1593 tokens/s" for step in range(10, 40)
     )
-    output = report_of(f"rank 0 crashed; killed by signal 9 | {steps}", rung="InPlace", log=recorded_log())
+    output = report_of(f"rank 0 crashed; killed by signal 9 | {steps}", response="InPlace", log=recorded_log())
     assert "rank 0 crashed; killed by signal 9\n           …\n" in output
     words = " ".join(f"word{number}" for number in range(100))
-    seen = report_of(words, rung="InPlace", log=recorded_log()).partition("Seen")[2].partition("Response")[0].split()
+    seen = (
+        report_of(words, response="InPlace", log=recorded_log()).partition("Seen")[2].partition("Response")[0].split()
+    )
     assert seen[-1] == "…"
     assert seen[:-1] == words.split()[: len(seen) - 1]
 
@@ -698,7 +700,7 @@ def test_a_job_that_exceeds_its_deadline_shows_it_while_stopping_and_afterwards(
 
     assert view.advice == (f"{output} Its workers save and leave, then it fails.",)
     job = recorded_object("job")
-    entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "rung": "Stop", "message": output}
+    entry = {"generation": 1, "time": "2026-01-01T00:00:00Z", "cause": "Yielded", "response": "Stop", "message": output}
     job["status"] |= {"phase": "Failed", "verdict": output, "history": [entry]}
     report = render_plain(interruption_page(explain_interruption(job, advice=build_job_view(job, now=NOW).advice)))
     assert "stopped for good" in report

@@ -66,7 +66,7 @@ def test_a_live_curve_is_bounded_ordered_and_ends_with_the_last_step(
 
 def interruption_view(cause: str, node: str) -> InterruptionView:
     return InterruptionView(
-        time="", at=None, detected_at=None, cause=cause, rung="Spare", pod="p", node=node, message="", generation=1,
+        time="", at=None, detected_at=None, cause=cause, response="Spare", pod="p", node=node, message="", generation=1,
         attempt=0, detected_seconds=None, recovered_seconds=1.0, step_before=None, resume_step=None, steps_lost=None,
         pods_replaced=1, stages={},
     )  # fmt: skip

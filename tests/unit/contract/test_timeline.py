@@ -22,9 +22,9 @@ ENTRY = read_interruptions(public_status(recorded_object("job")))[0]
 
 
 def entry(
-    at: float, pod: str, rung: str = "Spare", generation: int = 1, seconds: float | None = 60.0
+    at: float, pod: str, response: str = "Spare", generation: int = 1, seconds: float | None = 60.0
 ) -> InterruptionView:
-    return replace(ENTRY, at=at, pod=pod, rung=rung, generation=generation, recovered_seconds=seconds)
+    return replace(ENTRY, at=at, pod=pod, response=response, generation=generation, recovered_seconds=seconds)
 
 
 def members(*names: str, generation: int = 1) -> Members:

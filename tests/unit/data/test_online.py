@@ -18,14 +18,14 @@ from trainium_trainer.data.batches.samples import Samples, Share
 from trainium_trainer.data.dataset import Dataset, open_data
 from trainium_trainer.data.loader import open_loader
 from trainium_trainer.data.online import streams
-from trainium_trainer.data.online.lanes import LanePlan, Lanes, TextBlocks
+from trainium_trainer.data.online.stream_shards import ShardPlan, StreamShards, TextBlocks
 from trainium_trainer.data.online.streams import BlockCounts, Streams
 from trainium_trainer.data.tokens.encoding import DocumentEncoder
 from trainium_trainer.data.tokens.tokenizer import load_tokenizer
 from trainium_trainer.data.workers.pool import WorkerError
 from trainium_trainer.exits import UserError
 
-LANES = 4
+SHARDS = 4
 DOCUMENTS = [f"document {number}: " + f"word{number % 7} " * (number % 23 + 1) for number in range(600)]
 
 
@@ -37,15 +37,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def open_online(tmp_path: Path, tokenizer: Path, texts: Sequence[str] = DOCUMENTS, **settings: Any) -> Dataset:
     (tmp_path / "d.jsonl").write_bytes(json_lines(list(texts)))
     fields = {"tokenizer": {"path": str(tokenizer)}, "tokenization": "Online"} | settings
-    return open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
+    return open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), SHARDS)
 
 
-def lane_plan(data: Dataset) -> LanePlan:
+def shard_plan(data: Dataset) -> ShardPlan:
     assert isinstance(data.training, Streams)
     return data.training.plan
 
 
-def text_blocks(plan: LanePlan) -> TextBlocks:
+def text_blocks(plan: ShardPlan) -> TextBlocks:
     (source,) = plan.sources
     table = np.load(source.blocks_file)[: source.blocks]
     return TextBlocks(source.spec.source, table, DocumentEncoder(Path(plan.tokenizer)), plan.held_back)
@@ -54,30 +54,30 @@ def text_blocks(plan: LanePlan) -> TextBlocks:
 def rows(data: Dataset, share: Share, steps: Sequence[int], counts_folder: Path | None = None) -> list[list[int]]:
     """Return the tokens of each sample of one rank."""
     with closing(open_loader(data, share, ahead=2, counts_folder=counts_folder)) as loader:
-        batches = [loader.batch_at(step * LANES) for step in steps]
+        batches = [loader.batch_at(step * SHARDS) for step in steps]
     return [row.tolist() for batch in batches for micro in batch.micro_batches for row in micro.inputs]
 
 
 def share(rank: int = 0, size: int = 1) -> Share:
-    return Share(global_size=LANES, micro_size=1, dp_rank=rank, dp_size=size)
+    return Share(global_size=SHARDS, micro_size=1, dp_rank=rank, dp_size=size)
 
 
-def test_an_epoch_of_all_lanes_has_every_document_once_and_nothing_is_dropped(tmp_path: Path, tokenizer: Path) -> None:
+def test_an_epoch_of_all_shards_has_every_document_once_and_nothing_is_dropped(tmp_path: Path, tokenizer: Path) -> None:
     data = open_online(tmp_path, tokenizer)
-    plan = lane_plan(data)
+    plan = shard_plan(data)
     blocks = text_blocks(plan)
-    blocks_per_lane = len(blocks) // LANES
-    assert blocks_per_lane > 4
+    blocks_per_shard = len(blocks) // SHARDS
+    assert blocks_per_shard > 4
     reader = load_tokenizer(tokenizer)
     read_documents = []
-    for lane in range(LANES):
-        lanes = Lanes(plan, [lane], [blocks])
-        lane_blocks = [shuffled(lane + number * LANES, len(blocks), plan.seed) for number in range(blocks_per_lane)]
-        length = sum(len(blocks.read(block).tokens) for block in lane_blocks)
+    for shard in range(SHARDS):
+        shards = StreamShards(plan, [shard], [blocks])
+        shard_blocks = [shuffled(shard + number * SHARDS, len(blocks), plan.seed) for number in range(blocks_per_shard)]
+        length = sum(len(blocks.read(block).tokens) for block in shard_blocks)
         steps = -(-length // plan.sequence_length)
-        stream = np.concatenate([lanes.rows(step).rows[0][:-1] for step in range(steps)])[:length]
+        stream = np.concatenate([shards.rows(step).rows[0][:-1] for step in range(steps)])[:length]
         read_documents += reader.decode(list(stream), skip_special_tokens=False).split(END)[:-1]
-    leftover = len(blocks) - blocks_per_lane * LANES
+    leftover = len(blocks) - blocks_per_shard * SHARDS
     assert len(set(read_documents)) == len(read_documents)
     assert set(read_documents) <= set(DOCUMENTS)
     assert len(DOCUMENTS) - len(read_documents) <= leftover * 60
@@ -98,15 +98,15 @@ def test_the_samples_are_the_same_for_any_ranks_processes_and_interruptions(tmp_
     assert data.training.numbers(8, 4) == [8, 9, 10, 11]
 
 
-def test_a_lane_continues_from_recorded_counts_without_reading_earlier_blocks(tmp_path: Path, tokenizer: Path) -> None:
+def test_a_shard_continues_from_recorded_counts_without_reading_earlier_blocks(tmp_path: Path, tokenizer: Path) -> None:
     data = open_online(tmp_path, tokenizer)
-    plan = lane_plan(data)
+    plan = shard_plan(data)
     rows(data, share(), range(80), counts_folder=tmp_path / "counts")
     ((numbers, counts),) = BlockCounts(tmp_path / "counts", data.training.identity, None).by_source(1)
     assert len(set(numbers.tolist())) >= 4
     uncounted, counted = text_blocks(plan), text_blocks(plan)
     counted.add_counts(numbers, counts)
-    slow, fast = (Lanes(plan, [1], [blocks]).rows(70) for blocks in (uncounted, counted))
+    slow, fast = (StreamShards(plan, [1], [blocks]).rows(70) for blocks in (uncounted, counted))
     assert slow.rows[0].tolist() == fast.rows[0].tolist()
     assert len(fast.counts) == 1
     assert len(slow.counts) > 1, "without recorded counts, it counts earlier blocks"
@@ -157,11 +157,11 @@ def test_counts_recorded_while_the_run_ends_reach_no_file_that_reuses_the_descri
 
 def trained_documents(data: Dataset, steps: int) -> set[str]:
     """Return the whole documents in the first samples."""
-    lanes = [[] for _ in range(LANES)]  # type: list[list[int]]
+    shards = [[] for _ in range(SHARDS)]  # type: list[list[int]]
     for number, row in enumerate(rows(data, share(), range(steps))):
-        lanes[number % LANES] += row
+        shards[number % SHARDS] += row
     reader = load_tokenizer(data.tokenizer)
-    return {text for lane in lanes for text in reader.decode(lane, skip_special_tokens=False).split(END)[:-1]}
+    return {text for shard in shards for text in reader.decode(shard, skip_special_tokens=False).split(END)[:-1]}
 
 
 @pytest.mark.parametrize("split", ["DocumentHash", "Tail"])
@@ -186,29 +186,29 @@ def test_held_out_documents_are_never_trained_on(tmp_path: Path, tokenizer: Path
     assert three_samples.identity == data.identity
 
 
-def test_sources_are_mixed_in_each_lane_and_prepared_ones_may_be_among_them(tmp_path: Path, tokenizer: Path) -> None:
+def test_sources_are_mixed_in_each_shard_and_prepared_ones_may_be_among_them(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "p.jsonl").write_bytes(json_lines([text.upper() for text in DOCUMENTS]))
     (tmp_path / "t.jsonl").write_bytes(json_lines(DOCUMENTS))
-    ahead = open_data(data_config(tmp_path, tmp_path / "p.jsonl", tokenizer={"path": str(tokenizer)}), LANES)
+    ahead = open_data(data_config(tmp_path, tmp_path / "p.jsonl", tokenizer={"path": str(tokenizer)}), SHARDS)
     assert isinstance(ahead.training, Samples)
     (prepared,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
     sources = [{"source": str(tmp_path / "t.jsonl"), "weight": 3}, {"source": str(prepared), "weight": 1}]
-    data = open_data(data_config(tmp_path, "unused", sources=sources, tokenizer={}, tokenization="Online"), LANES)
+    data = open_data(data_config(tmp_path, "unused", sources=sources, tokenizer={}, tokenization="Online"), SHARDS)
     reader = load_tokenizer(tokenizer)
     samples = rows(data, share(), range(60))
     is_upper = [any(word in reader.decode(row) for word in ("DOC", "WOR", "ORD")) for row in samples]
     assert abs(sum(is_upper) - 60) <= 2
-    for lane in range(LANES):
-        assert abs(sum(is_upper[lane::LANES]) - 15) <= 1
+    for shard in range(SHARDS):
+        assert abs(sum(is_upper[shard::SHARDS]) - 15) <= 1
     assert rows(data, share(), [31]) == samples[124:128]
 
 
 def test_bad_lines_are_counted_while_training(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(json_lines(DOCUMENTS[:300]) + b"{oops\n" * 3 + json_lines(DOCUMENTS[300:]))
     fields = {"tokenizer": {"path": str(tokenizer)}, "tokenization": "Online"}
-    lenient = open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
+    lenient = open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), SHARDS)
     assert len(rows(lenient, share(), range(400))) == 1600
-    strict = open_data(data_config(tmp_path, tmp_path / "d.jsonl", max_bad_lines=2, **fields), LANES)
+    strict = open_data(data_config(tmp_path, tmp_path / "d.jsonl", max_bad_lines=2, **fields), SHARDS)
     with pytest.raises(UserError, match=r"d.jsonl line 303: not JSON .*more such lines than data.maxBadLines 2"):
         rows(strict, share(), range(400))
 
@@ -220,12 +220,12 @@ def test_records_of_which_more_than_one_in_a_hundred_is_bad_are_refused_while_tr
     """The first block has more bad lines than the whole source may have."""
     (tmp_path / "d.jsonl").write_bytes(b"{oops\n" * 20 + json_lines(DOCUMENTS))
     fields = {"tokenizer": {"path": str(tokenizer)}, "tokenization": "Online"}
-    data = open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), LANES)
+    data = open_data(data_config(tmp_path, tmp_path / "d.jsonl", **fields), SHARDS)
     with pytest.raises(
         UserError, match=r"d.jsonl: 20 of its .* cannot be used, more than 1%, the first: .*d.jsonl line"
     ):
         [rows(data, share(rank, ranks), range(400)) for rank in range(ranks)]
-    allowed = open_data(data_config(tmp_path, tmp_path / "d.jsonl", max_bad_lines=10**6, **fields), LANES)
+    allowed = open_data(data_config(tmp_path, tmp_path / "d.jsonl", max_bad_lines=10**6, **fields), SHARDS)
     assert len(rows(allowed, share(), range(400))) == 1600
 
 
@@ -234,7 +234,7 @@ def test_a_process_that_is_killed_is_an_error_of_the_step_that_needs_it(tmp_path
         loader.batch_at(0)
         loader._reader._workers.send(0, os.kill, 0, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(WorkerError, match="was killed by SIGKILL"):
-            [loader.batch_at(step * LANES) for step in range(1, 10)]
+            [loader.batch_at(step * SHARDS) for step in range(1, 10)]
 
 
 def test_small_data_are_tokenised_ahead_unless_configured_otherwise(
@@ -246,7 +246,7 @@ def test_small_data_are_tokenised_ahead_unless_configured_otherwise(
     assert isinstance(open_online(tmp_path, tokenizer, tokenization="Ahead").training, Samples)
     with pytest.raises(UserError, match="python-docs: cannot be tokenized while training"):
         open_data(
-            data_config(tmp_path, "python-docs", tokenization="Online", tokenizer={"path": str(tokenizer)}), LANES
+            data_config(tmp_path, "python-docs", tokenization="Online", tokenizer={"path": str(tokenizer)}), SHARDS
         )
 
 

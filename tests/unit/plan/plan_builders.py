@@ -7,7 +7,7 @@ from typing import Any
 from tests.testing.operator import wire_messages
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire import messages
 from trainium_operator.plan.features import registry
@@ -276,8 +276,8 @@ def facts(observed: Observed) -> Facts:
     return build_facts(observed, SETTINGS, decide_size(observed.job.spec), registry.FEATURES)
 
 
-def interruption(rung: Rung, *, ago: float, took: float | None = 10.0, **changes: Any) -> Interruption:
+def interruption(response: RecoveryResponse, *, ago: float, took: float | None = 10.0, **changes: Any) -> Interruption:
     """Return an interruption that ended `ago` seconds ago and took `took` seconds."""
     failed_at = NOW - ago - (took or 0.0)
     fields = {"cause": Cause.CRASH, "failed_at": failed_at, "decided_at": failed_at, "recovered_seconds": took}
-    return Interruption(generation=1, time="2027-01-15T08:00:00Z", rung=rung, **{**fields, **changes})
+    return Interruption(generation=1, time="2027-01-15T08:00:00Z", response=response, **{**fields, **changes})

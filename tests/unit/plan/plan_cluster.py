@@ -12,7 +12,7 @@ from tests.unit.plan.plan_builders import CA, NOW, SETTINGS
 from trainium_contract.faults.classify import get_budget
 from trainium_contract.job import TrainingJobSpec, TrainingJobStatus
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_operator.cluster.cache.views import pod_view
 from trainium_operator.plan.model import actions, devices, names, observed
 from trainium_operator.plan.plan import plan
@@ -91,8 +91,8 @@ class FakeCluster(FaultyDataPlane):
         """The newest interruption of the history."""
         return self.status.history[-1]
 
-    def rungs(self) -> list[Rung]:
-        return [entry.rung for entry in self.status.history]
+    def responses(self) -> list[RecoveryResponse]:
+        return [entry.response for entry in self.status.history]
 
     # --- the operator -------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class FakeCluster(FaultyDataPlane):
             agent_works = pod is not None and pod.agent is not None and pod.agent.verdict is None
             # A process that crashed before its pod was asked to stop did crash.
             news = [entry for entry in status.history if entry not in self.status.history]
-            crashed = any(entry.rung is Rung.IN_PLACE and entry.pod == record.pod for entry in news)
+            crashed = any(entry.response is RecoveryResponse.IN_PLACE and entry.pod == record.pod for entry in news)
             if was_asked_to_stop and not crashed and (agent_works or (pod is not None and pod.agent is None)):
                 problem = f"{record.pod} was asked to stop, and counts as {record.cause}"
                 assert get_budget(record.cause) is None or self._has_bad_node(pod), problem

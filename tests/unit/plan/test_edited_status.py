@@ -15,7 +15,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.internal import FailureRecord
-from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, RestartsStatus, Rung
+from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, Interruption, RecoveryResponse, RestartsStatus
 from trainium_contract.status.public import MembershipStatus, ProgressStatus
 
 HOUR = 3600.0
@@ -30,7 +30,7 @@ def cluster_with_edited_status(name: str = "demo", **changes: Any) -> FakeCluste
 
 def entry(**changes: Any) -> Interruption:
     fields = {"generation": 1, "attempt": 0, "time": "2027-01-15T08:00:00Z", "message": "by hand", **changes}
-    return Interruption(cause=Cause.NODE_LOST, rung=Rung.REPLACE, **fields)
+    return Interruption(cause=Cause.NODE_LOST, response=RecoveryResponse.REPLACE, **fields)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.unit.plan.plan_cluster import FakeCluster, start_cluster
 from tests.unit.plan.plan_results import get_condition
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_operator.plan.model.observed import PodPhase
 
 
@@ -27,7 +27,7 @@ def test_a_lost_node_is_replaced_by_a_spare_within_seconds() -> None:
     cluster.run(12)
     assert cluster.status.phase is Phase.RUNNING
     assert cluster.newest_entry.cause is Cause.NODE_LOST
-    assert cluster.newest_entry.rung is Rung.SPARE
+    assert cluster.newest_entry.response is RecoveryResponse.SPARE
     assert 4 <= cluster.newest_entry.detected_seconds <= 6
     assert cluster.newest_entry.recovered_seconds <= 10
     assert cluster.now - lost_at < 40
@@ -62,7 +62,7 @@ def test_a_process_that_keeps_crashing_moves_to_another_node() -> None:
     cluster.give_up(1, 139)
     cluster.run(8)
     assert cluster.status.phase is Phase.RUNNING
-    assert cluster.newest_entry.rung is Rung.SPARE
+    assert cluster.newest_entry.response is RecoveryResponse.SPARE
     assert cluster.status.avoided_nodes == (node,)
     assert node not in {pod.view.node for pod in cluster.members()}
 
@@ -98,7 +98,10 @@ def test_restarts_in_place_during_an_operator_outage_are_recorded_later() -> Non
     cluster.run(8)
     assert cluster.crash_process(1)
     cluster.run(20)
-    assert [entry.rung for entry in cluster.status.history] == [Rung.IN_PLACE, Rung.IN_PLACE]
+    assert [entry.response for entry in cluster.status.history] == [
+        RecoveryResponse.IN_PLACE,
+        RecoveryResponse.IN_PLACE,
+    ]
     assert all(entry.recovered_seconds is not None for entry in cluster.status.history)
     assert cluster.membership.generation == 1
     assert cluster.status.phase is Phase.RUNNING

@@ -13,7 +13,7 @@ from tests.unit.plan.plan_results import check_ledger, get_condition, make_plan,
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.program import ProgramSpec
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.public import MembershipStatus, ProgressStatus
 from trainium_contract.wire import worker_env as env
 from trainium_contract.wire.messages import Progress, WorkerPhase
@@ -264,8 +264,8 @@ def test_a_program_goes_through_a_crash_and_a_lost_node_and_completes(steps: boo
     assert cluster.membership is not None
     assert cluster.lose_node(cluster.membership.members[1].node_name)
     cluster.run(60)
-    rungs = [(entry.rung, entry.recovered_seconds is not None) for entry in cluster.status.history]
-    assert rungs == [(Rung.IN_PLACE, True), (Rung.SPARE, True)]
+    responses = [(entry.response, entry.recovered_seconds is not None) for entry in cluster.status.history]
+    assert responses == [(RecoveryResponse.IN_PLACE, True), (RecoveryResponse.SPARE, True)]
     assert [entry.cause for entry in cluster.status.history] == [Cause.CRASH, Cause.NODE_LOST]
     assert cluster.status.phase is Phase.RUNNING
     check_ledger(cluster.status.goodput)
@@ -278,7 +278,7 @@ def test_a_program_goes_through_a_crash_and_a_lost_node_and_completes(steps: boo
 
 
 def test_steps_after_an_ignored_request_to_stop_are_lost_and_explained() -> None:
-    entry = build.interruption(Rung.RESIZE, ago=70, took=None, cause=Cause.RESIZE, step_before=79)
+    entry = build.interruption(RecoveryResponse.RESIZE, ago=70, took=None, cause=Cause.RESIZE, step_before=79)
     status = {"membership": MembershipStatus(generation=2, size=2), "history": (entry,)}
     observed = build.running_job(2, job_spec=build.program_spec(workers={"replicas": 2}), status=status)
     observed = replace(observed, membership=build.membership(0, 1, generation=2), published=2)
@@ -305,7 +305,7 @@ def test_steps_that_a_program_makes_after_an_ignored_suspension_are_lost_and_exp
     assert (requested.membership.size, requested.history) == (0, ())
     observed = build.with_status(observed, requested)
     released = make_plan(observed)
-    assert (released.newest_entry.rung, released.newest_entry.step_before) == (Rung.SUSPEND, 279)
+    assert (released.newest_entry.response, released.newest_entry.step_before) == (RecoveryResponse.SUSPEND, 279)
     assert "did not end in the grace period after SIGTERM and were killed" in released.newest_entry.message
     again = make_plan(build.with_status(observed, released.status))
     assert (len(again.status.history), again.status.restarts.total) == (1, 0)
@@ -394,7 +394,7 @@ def test_a_restart_ends_with_a_new_step_of_the_rank_that_prints_steps() -> None:
 
     first = make_plan(observe(build.restart_record(1, step_before=25), 25, WorkerPhase.LOADING))
     pending = first.newest_entry
-    assert (pending.rung, pending.recovered_seconds) == (Rung.IN_PLACE, None), "node 0 still loads"
+    assert (pending.response, pending.recovered_seconds) == (RecoveryResponse.IN_PLACE, None), "node 0 still loads"
     resumed = build.restart_record(1, step_before=25, resume_step=20, resumed_at=NOW - 1)
     entry = make_plan(build.with_status(observe(resumed, 26, WorkerPhase.TRAINING), first.status)).newest_entry
     assert (entry.step_before, entry.resume_step, entry.steps_lost) == (25, 20, 5)
@@ -429,7 +429,7 @@ def test_a_resize_is_over_when_the_rank_with_the_steps_makes_a_new_one() -> None
             0: build.agent(0, phase, generation=2, progress=Progress(updated=NOW - 0.5, **progress)),
             1: build.agent(1, WorkerPhase.TRAINING, generation=2, progress=Progress(step=0)),
         }
-        resize = build.interruption(Rung.RESIZE, ago=5, took=None, cause=Cause.RESIZE, step_before=65)
+        resize = build.interruption(RecoveryResponse.RESIZE, ago=5, took=None, cause=Cause.RESIZE, step_before=65)
         status = {
             "history": (resize,),
             "progress": ProgressStatus(step=68),
@@ -519,7 +519,7 @@ def test_a_repeated_crash_on_one_node_does_not_fail_the_job() -> None:
     """Its node may be at fault, where no other one is free."""
     spec = build.program_spec()
     entry = build.interruption(
-        Rung.REPLACE, ago=5, took=None, node="node-1", message="crashed (exit code 1); Traceback ... boom"
+        RecoveryResponse.REPLACE, ago=5, took=None, node="node-1", message="crashed (exit code 1); Traceback ... boom"
     )
     agents = {1: build.failed_agent(1, 1, rank=1, step=-1)}
     assert (

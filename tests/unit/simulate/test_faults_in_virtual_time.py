@@ -13,7 +13,7 @@ from tests.unit.simulate.simulate_builders import (
     spec,
 )
 from trainium_contract.faults.causes import Cause
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 
 
 def test_an_undisturbed_job_loses_its_start_alone() -> None:
@@ -30,7 +30,7 @@ def test_a_crash_is_answered_in_place_within_a_step_and_the_stages_of_a_start() 
     outcome = simulate(fault(HOUR, FaultClass.PROCESS_CRASH), restart_seconds=3.0, load_memory_seconds=4.0)
 
     recovery = only_interruption(outcome)
-    assert (recovery.cause, recovery.rung) == (Cause.CRASH, Rung.IN_PLACE)
+    assert (recovery.cause, recovery.response) == (Cause.CRASH, RecoveryResponse.IN_PLACE)
     assert recovery.stages.restart == pytest.approx(3.0, abs=0.1)
     assert recovery.stages.load == pytest.approx(4.05, abs=0.1)
     assert recovery.recovered_seconds == pytest.approx(2.0 + 3.0 + 4.1, abs=0.2)
@@ -49,7 +49,7 @@ def test_a_lost_node_is_replaced_by_the_spare() -> None:
     outcome = simulate(fault(HOUR, FaultClass.NODE_LOST))
 
     recovery = only_interruption(outcome)
-    assert (recovery.cause, recovery.rung) == (Cause.NODE_LOST, Rung.SPARE)
+    assert (recovery.cause, recovery.response) == (Cause.NODE_LOST, RecoveryResponse.SPARE)
     assert recovery.stages.detect < 10
     assert set(outcome.seconds_by_size) == {4}
 
@@ -58,7 +58,7 @@ def test_without_a_spare_a_rigid_job_waits_for_the_repair() -> None:
     outcome = simulate(fault(HOUR, FaultClass.NODE_LOST, duration=2 * HOUR), job=spec(spares=0))
 
     recovery = only_interruption(outcome)
-    assert recovery.rung == Rung.REPLACE
+    assert recovery.response == RecoveryResponse.REPLACE
     assert recovery.recovered_seconds == pytest.approx(2 * HOUR, rel=0.02)
     assert outcome.work_done == pytest.approx(22 / 24, abs=0.002)
 
@@ -67,7 +67,7 @@ def test_without_a_spare_an_elastic_job_trains_on_fewer_nodes_and_grows_back() -
     elastic = spec(spares=0, workers={"minReplicas": 1}, recovery={"rescaleAfterSeconds": 60})
     outcome = simulate(fault(HOUR, FaultClass.NODE_LOST, duration=2 * HOUR), job=elastic)
 
-    assert [entry.rung for entry in outcome.interruptions] == [Rung.SHRINK, Rung.GROW]
+    assert [entry.response for entry in outcome.interruptions] == [RecoveryResponse.SHRINK, RecoveryResponse.GROW]
     assert outcome.seconds_by_size[3] == pytest.approx(2 * HOUR, rel=0.1)
     # 24 samples in 8 passes of 3 where 4 nodes make 6: three quarters of the speed; strict goodput does not show it.
     assert outcome.work_done == pytest.approx(1 - (60 + 0.25 * 2 * HOUR) / DAY, abs=0.003)
@@ -92,7 +92,7 @@ def test_a_device_fault_moves_the_rank_and_avoids_the_machine() -> None:
     outcome = simulated.run([fault(HOUR, FaultClass.DEVICE_ERROR, duration=20 * HOUR)])
 
     recovery = only_interruption(outcome)
-    assert (recovery.cause, recovery.rung) == (Cause.DEVICE, Rung.SPARE)
+    assert (recovery.cause, recovery.response) == (Cause.DEVICE, RecoveryResponse.SPARE)
     members = {member.node_name for member in simulated.operator.membership.members}
     assert members == {"node-1", "node-2", "node-3", "node-4"}
 
@@ -225,7 +225,7 @@ def test_a_size_that_was_not_compiled_costs_its_first_step_once() -> None:
     losses = [fault(HOUR, FaultClass.NODE_LOST, duration=HOUR), fault(5 * HOUR, FaultClass.NODE_LOST, duration=HOUR)]
     outcome = simulate(*losses, job=elastic, compile_seconds=900.0)
 
-    shrinks = [entry.recovered_seconds for entry in outcome.interruptions if entry.rung == Rung.SHRINK]
+    shrinks = [entry.recovered_seconds for entry in outcome.interruptions if entry.response == RecoveryResponse.SHRINK]
     assert shrinks[0] == pytest.approx(900 + 70, rel=0.05)
     assert shrinks[1] < 100
 
@@ -243,5 +243,7 @@ def test_a_job_that_compiles_ahead_pays_for_the_sizes_that_its_spares_have_not_c
     )
     losses = [fault(HOUR, FaultClass.NODE_LOST, slot=0), fault(HOUR + 60, FaultClass.NODE_LOST, slot=1)]
     outcome = simulate(*losses, job=job, compile_seconds=1200.0)
-    (shrink,) = [entry.recovered_seconds for entry in outcome.interruptions if entry.rung == Rung.SHRINK]
+    (shrink,) = [
+        entry.recovered_seconds for entry in outcome.interruptions if entry.response == RecoveryResponse.SHRINK
+    ]
     assert shrink == pytest.approx(seconds, rel=0.1)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.simulate.simulate_builders import DAY, HOUR, FaultClass, Mix, fault, spec
 from trainium_contract.faults.causes import Cause
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_simulator.stages import StageTimes
 from trainium_simulator.study import Case, run_study
 from trainium_simulator.virtual.failures import FailureModel
@@ -42,7 +42,11 @@ def test_idle_nodes_leave_gains_nothing() -> None:
 
 def test_preempted_idle_nodes_leave_without_a_lost_step_and_return() -> None:
     outcome = simulate(*(preemption(6 * HOUR, slot, HOUR) for slot in (4, 5, 6, 7)))
-    assert [entry.rung for entry in outcome.interruptions] == [Rung.GROW, Rung.SHRINK, Rung.GROW]
+    assert [entry.response for entry in outcome.interruptions] == [
+        RecoveryResponse.GROW,
+        RecoveryResponse.SHRINK,
+        RecoveryResponse.GROW,
+    ]
     assert {entry.steps_lost for entry in outcome.interruptions} == {0}
     assert outcome.interruptions[1].cause == Cause.PREEMPTED
     assert outcome.seconds_by_size[4] == pytest.approx(HOUR, rel=0.3)

@@ -200,7 +200,7 @@ def test_stages_are_learned_from_the_history_of_a_job(tmp_path: Path) -> None:
         "generation": 1,
         "time": "2026-01-01T00:00:00Z",
         "cause": "Crash",
-        "rung": "InPlace",
+        "response": "InPlace",
         "detectedSeconds": 0.5,
         "recoveredSeconds": 21.0,
     }
@@ -224,8 +224,8 @@ def _learn(tmp_path: Path, *entries: dict[str, object]) -> StageTimes:
     return learn_stages(Path(write_file(tmp_path, "job.yaml", yaml.safe_dump({**JOB, "status": status}))), StageTimes())
 
 
-def _entry(cause: str, rung: str, restart: float, replay: float = 0.0, **more: object) -> dict[str, object]:
-    return {"cause": cause, "rung": rung, "stages": {"restart": restart, "load": 1.0, "replay": replay}, **more}
+def _entry(cause: str, response: str, restart: float, replay: float = 0.0, **more: object) -> dict[str, object]:
+    return {"cause": cause, "response": response, "stages": {"restart": restart, "load": 1.0, "replay": replay}, **more}
 
 
 def test_learning_accepts_a_history_longer_than_a_status_holds(tmp_path: Path) -> None:

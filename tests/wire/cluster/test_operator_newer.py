@@ -95,16 +95,16 @@ async def test_a_job_is_recovered_while_the_definition_lacks_status_fields() -> 
 def test_only_undeclared_fields_are_left_out_of_a_status() -> None:
     prefix = "failed to create typed patch object (a/b; trainium.dev/v1alpha1, Kind=TrainingJob): "
     message = (
-        f"{prefix}errors:\n  .status.history[0].rungV9: field not declared in schema\n"
+        f"{prefix}errors:\n  .status.history[0].responseV9: field not declared in schema\n"
         '  .status.conditions[type="Ready"].since: field not declared in schema\n'
         "  .status.zzz: field not declared in schema"
     )
     assert places_in(f"{prefix}.status.gang.group: field not declared in schema") == {("gang", "group")}
-    assert places_in(message) == {("history", "rungV9"), ("conditions", "since"), ("zzz",)}
+    assert places_in(message) == {("history", "responseV9"), ("conditions", "since"), ("zzz",)}
     assert places_in(f"{prefix}.spec.x: field not declared in schema") == frozenset()
     now = [0.0]
     undeclared = UndeclaredFields(lambda: now[0])
-    status = {"history": [{"rungV9": 1, "at": 2}, {"at": 3}], "zzz": {"a": 1}, "gang": {}, "phase": "Running"}
+    status = {"history": [{"responseV9": 1, "at": 2}, {"at": 3}], "zzz": {"a": 1}, "gang": {}, "phase": "Running"}
     assert undeclared.without(status) == status
     assert undeclared.learn(UndeclaredFieldError(message))
     known = {"history": [{"at": 2}, {"at": 3}], "gang": {}, "phase": "Running"}

@@ -200,7 +200,9 @@ def final_state(deployment: OperatorDeployment) -> dict[str, Any]:
         "phase": status["phase"],
         "verdict": re.sub("after step [0-9]+", "after some step", status.get("verdict", "")),
         "restarts": status.get("restarts"),
-        "history": [(entry["cause"], FILLED.get(entry["rung"], entry["rung"])) for entry in status.get("history", ())],
+        "history": [
+            (entry["cause"], FILLED.get(entry["response"], entry["response"])) for entry in status.get("history", ())
+        ],
         "failures": [failure["cause"] for failure in status.get("failures", ())],
         "size": status["membership"].get("size"),
         "ranks": [member["nodeRank"] for member in membership["members"]],

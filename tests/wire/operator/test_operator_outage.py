@@ -34,7 +34,7 @@ async def assert_one_replacement(deployment: OperatorDeployment) -> None:
     await until(lambda: len(deployment.pods()) == 3, 120, "the lost pod is deleted, and a spare stands by")
     status = deployment.status()
     assert status["restarts"]["total"] == 1
-    assert [entry["rung"] for entry in status["history"]] == ["Spare"]
+    assert [entry["response"] for entry in status["history"]] == ["Spare"]
     assert status["membership"]["generation"] == 2
 
 
@@ -78,7 +78,7 @@ async def test_failures_during_an_outage_are_counted_once() -> None:
         await deployment.wait_until_running()
         status = deployment.status()
         assert status["restarts"]["total"] == 2
-        assert sorted(entry["rung"] for entry in status["history"]) == ["InPlace", "Spare"]
+        assert sorted(entry["response"] for entry in status["history"]) == ["InPlace", "Spare"]
 
 
 def create_write_faults(share: float, outcome: Callable[[], HttpResponse], seed: int) -> Fault:

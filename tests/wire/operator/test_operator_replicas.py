@@ -105,7 +105,7 @@ async def test_a_node_lost_together_with_the_leader_is_replaced() -> None:
         await deployment.wait_for_steps(5, seconds=60)
         assert now() - lost < 45
         await deployment.wait_until_running()
-        assert [entry["rung"] for entry in deployment.status()["history"]] == ["Spare"]
+        assert [entry["response"] for entry in deployment.status()["history"]] == ["Spare"]
         assert deployment.status()["restarts"]["total"] == 1
 
 
@@ -128,7 +128,7 @@ async def test_a_crash_without_any_operator_is_counted_once() -> None:
         status = deployment.status()
         assert status["phase"] == "Running"
         assert status["restarts"] == {"total": 1, "byCause": {"Crash": 1}}
-        assert [(entry["rung"], entry["cause"], entry["pod"]) for entry in status["history"]] == [
+        assert [(entry["response"], entry["cause"], entry["pod"]) for entry in status["history"]] == [
             ("InPlace", "Crash", deployment.membership()["members"][1]["podName"])
         ]
         assert len(status["failures"]) == 1

@@ -288,8 +288,8 @@ async def test_metrics_have_phases_and_recoveries_without_job_labels() -> None:
         text = scenario.process.runtime.metrics.exposition().decode()
     assert 'trainingjob_operator_jobs{phase="Completed"} 1.0' in text
     assert 'trainingjob_operator_jobs{phase="Running"} 0.0' in text
-    assert 'trainingjob_operator_restarts_total{cause="NodeLost",rung="Spare"} 1.0' in text
-    assert 'trainingjob_operator_recovery_seconds_count{rung="Spare"} 1.0' in text
+    assert 'trainingjob_operator_restarts_total{cause="NodeLost",response="Spare"} 1.0' in text
+    assert 'trainingjob_operator_recovery_seconds_count{response="Spare"} 1.0' in text
     assert 'trainingjob_operator_jobs_finished_total{result="Complete"} 1.0' in text
     assert "llama" not in text
 

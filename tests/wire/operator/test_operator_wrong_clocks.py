@@ -58,6 +58,6 @@ async def test_a_clock_that_is_an_hour_wrong_affects_no_figure(seed: int) -> Non
         assert spares[0] not in {member["nodeName"] for member in scenario.membership()["members"]}
         await until(lambda: scenario.status().get("phase") == "Completed", 600, "the job completes")
         history = scenario.status()["history"]
-        assert [entry["rung"] for entry in history] == ["InPlace", "Spare"]
+        assert [entry["response"] for entry in history] == ["InPlace", "Spare"]
         assert all(entry["recoveredSeconds"] < 60 for entry in history)
         assert sum((scenario.status().get("goodput", {}).get("lostSeconds") or {}).values()) < 120

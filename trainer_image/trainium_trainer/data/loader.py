@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from trainium_trainer.data.batches.samples import RankSamples, SampleReader, Share
-from trainium_trainer.data.online.lane_reader import LaneReader, SampleGroup, SampleReceiver, SampleSender
+from trainium_trainer.data.online.shard_reader import SampleGroup, SampleReceiver, SampleSender, ShardReader
 from trainium_trainer.data.online.streams import BlockCounts, Streams
 from trainium_trainer.models.loss import IGNORED_LABEL
 
@@ -207,6 +207,6 @@ def open_loader(
         reader = SampleReceiver(sample_group)
     else:
         counts = BlockCounts(counts_folder, training.identity, share.dp_rank if writes else None)
-        lanes = LaneReader(training, share, counts)
-        reader = lanes if sample_group is None else SampleSender(lanes, sample_group)
+        shards = ShardReader(training, share, counts)
+        reader = shards if sample_group is None else SampleSender(shards, sample_group)
     return Loader(reader, training.rules, share, ahead=ahead)

@@ -26,7 +26,7 @@ from trainium_trainer.configuration.config import Settings, with_steps
 from trainium_trainer.data.batches.samples import Share
 from trainium_trainer.data.dataset import Dataset, open_run_data
 from trainium_trainer.data.loader import Loader, open_loader
-from trainium_trainer.data.online.lane_reader import SampleGroup
+from trainium_trainer.data.online.shard_reader import SampleGroup
 from trainium_trainer.data.online.streams import Streams
 from trainium_trainer.data.prepared.reader import divide_file_checks
 from trainium_trainer.data.revisions import RunRevisions

@@ -20,7 +20,7 @@ from trainium_contract.faults.classify import (
 )
 from trainium_contract.faults.responses import Response
 from trainium_contract.program_output import LINE_BREAK
-from trainium_contract.status.interruptions import PLANNED_RUNGS, Rung
+from trainium_contract.status.interruptions import PLANNED_RESPONSES, RecoveryResponse
 from trainium_contract.wire.nonfinite_origin import parse_nonfinite_rank
 from trainium_operator.plan.diagnose.pod_failures import has_failed_by_itself
 from trainium_operator.plan.diagnose.process_failures import (
@@ -118,7 +118,7 @@ def find_start_failures(facts: Facts) -> tuple[Worker, ...]:
     """
     if facts.has_progress:
         return ()
-    return tuple(worker for worker in facts.outsiders if _has_failed(worker) and has_failed_by_itself(worker.pod))
+    return tuple(worker for worker in facts.non_members if _has_failed(worker) and has_failed_by_itself(worker.pod))
 
 
 def _build_verdict(
@@ -195,7 +195,7 @@ def _verdict_on_origin(facts: Facts, first: _StoppingFailure, by_rank: Mapping[i
 
 def _verdict_on_preflights(facts: Facts) -> StopVerdict | None:
     """Return the verdict on a preflight that found an error which no other node can fix: an invalid configuration."""
-    for worker in facts.outsiders:
+    for worker in facts.non_members:
         heartbeat, given_up = worker.heartbeat, find_give_up_failure(facts, worker)
         if heartbeat is not None and given_up is not None and given_up[1].response is Response.STOP:
             failure, classification = given_up
@@ -308,7 +308,7 @@ def _verdict_on_repeated_crash(facts: Facts) -> StopVerdict | None:
     replaced = [
         entry
         for entry in facts.job.status.history
-        if entry.is_open and entry.cause is Cause.CRASH and entry.rung is not Rung.IN_PLACE
+        if entry.is_open and entry.cause is Cause.CRASH and entry.response is not RecoveryResponse.IN_PLACE
     ]
     if workload.explains_exits or not replaced:
         return None
@@ -373,7 +373,7 @@ def verdict_on_budgets(facts: Facts, status: TrainingJobStatus) -> StopVerdict |
 
 def _find_last_output(facts: Facts, status: PublicStatus, pod: str) -> tuple[str, str]:
     """Return node and last output of the pod that failed last, because its log is deleted with it."""
-    faults = [entry for entry in status.history if entry.message and entry.rung not in PLANNED_RUNGS]
+    faults = [entry for entry in status.history if entry.message and entry.response not in PLANNED_RESPONSES]
     named = next((entry for entry in reversed(faults) if entry.pod == pod), None)
     if named is not None:
         return named.node, named.message

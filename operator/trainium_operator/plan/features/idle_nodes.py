@@ -129,7 +129,7 @@ def _choose_extras(
     bound_extras = sum(bool(worker.pod.node) for worker in alive)
     useful_extras = facts.size.legal_at_most(min(limits.base + bound_extras, limits.max_size)) - limits.base
     useful_bound = max(0, min(useful_extras, bound_extras))
-    if any(worker.pod.extra and _has_failed(worker) for worker in facts.outsiders):
+    if any(worker.pod.extra and _has_failed(worker) for worker in facts.non_members):
         return _give_up_request(facts, idle, useful_bound)  # another one would fail there too, and it is not urgent
     if idle.asked_at is not None:
         return _await_extras(facts, idle, min(idle.wanted, limit), bound_extras, useful_bound)

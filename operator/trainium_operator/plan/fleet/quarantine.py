@@ -143,7 +143,7 @@ class _FleetNodes:
         self._deleted_provider_ids = observed.deleted_provider_ids
         self._remembered = {entry.node: machine for machine, entry in memory.machines.items() if entry.node}
         self.problems: dict[str, tuple[NodeProblem, ...]] = {}
-        self.counts_from: list[float] = []
+        self.problems_count_at: list[float] = []
         self.broken: frozenset[str] = frozenset()
         self._names: dict[str, set[str]] = {}
         for name in observed.nodes:
@@ -169,9 +169,9 @@ class _FleetNodes:
     def _is_broken(self, worst: NodeProblem, now: float, debounce: float) -> bool:
         if worst.severity < Severity.DRAIN:
             return False
-        counts_from = now if worst.since is None or worst.severity is Severity.FATAL else worst.since + debounce
-        if now < counts_from <= now + debounce:
-            self.counts_from.append(counts_from)
+        counts_at = now if worst.since is None or worst.severity is Severity.FATAL else worst.since + debounce
+        if now < counts_at <= now + debounce:
+            self.problems_count_at.append(counts_at)
             return False
         return True
 
@@ -322,7 +322,7 @@ def _plan_taints(
 
 
 def _seconds_until_change(observed: FleetObserved, fleet: _FleetNodes, memory: Memory) -> float | None:
-    times = [*fleet.counts_from, *(entry.until for entry in memory.machines.values() if entry.until is not None)]
+    times = [*fleet.problems_count_at, *(entry.until for entry in memory.machines.values() if entry.until is not None)]
     future = [at for at in times if at > observed.now]
     return min(future) - observed.now if future else None
 

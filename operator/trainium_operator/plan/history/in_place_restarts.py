@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.faults.causes import Cause
 from trainium_contract.faults.classify import severity
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_operator.plan.diagnose.process_failures import Culprit, find_culprit, find_restarts
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, open_interruption
@@ -68,7 +68,7 @@ def _open_interruption(
         facts,
         status,
         cause=cause,
-        rung=Rung.IN_PLACE,
+        response=RecoveryResponse.IN_PLACE,
         message=message,
         failed_at=record.failed_at if record else None,
         attempt=attempt,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.internal import FailureRecord
-from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, PLANNED_RUNGS, Interruption, Rung
+from trainium_contract.status.interruptions import MAX_COUNTED_CAUSES, PLANNED_RESPONSES, Interruption, RecoveryResponse
 from trainium_operator.plan.faults.failure_budgets import is_recorded, record_failure
 from trainium_operator.plan.model.text import format_names, format_sentence
 
@@ -35,7 +35,7 @@ def open_interruption(
     status: TrainingJobStatus,
     *,
     cause: Cause,
-    rung: Rung,
+    response: RecoveryResponse,
     message: str,
     failed_at: float | None = None,
     attempt: int | None = None,
@@ -56,7 +56,7 @@ def open_interruption(
         attempt=status.membership.attempt if attempt is None else attempt,
         time=format_rfc3339(facts.now),
         cause=cause,
-        rung=rung,
+        response=response,
         node=member.node_name if member is not None else "",
         pod=pod,
         message=format_sentence(message),
@@ -66,7 +66,7 @@ def open_interruption(
         rank=find_first_rank(facts, pod),
     )
     status = status.replaced(history=(*status.history, entry)[-HISTORY_LENGTH:])
-    if rung not in PLANNED_RUNGS:
+    if response not in PLANNED_RESPONSES:
         status = _count_interruption(status, cause)
     recovery = facts.job.spec.recovery
     if not is_recorded(cause, recovery):
@@ -102,13 +102,16 @@ def find_first_rank(facts: Facts, pod: str) -> int | None:
 
 def entry_identity(entry: Interruption) -> tuple[int, int, str, str, bool]:
     """Return what identifies an entry while its other fields change."""
-    return (entry.generation, entry.attempt, entry.time, entry.pod, entry.rung is Rung.IN_PLACE)
+    return (entry.generation, entry.attempt, entry.time, entry.pod, entry.response is RecoveryResponse.IN_PLACE)
 
 
 def find_open_membership_entry(status: PublicStatus, generation: int) -> int | None:
     """Return the index of the open interruption that ends this generation, or is about to; None without one."""
     for index, entry in enumerate(status.history):
-        ends_it = entry.generation == generation and entry.rung not in (Rung.IN_PLACE, Rung.STOP)
+        ends_it = entry.generation == generation and entry.response not in (
+            RecoveryResponse.IN_PLACE,
+            RecoveryResponse.STOP,
+        )
         if ends_it and entry.recovered_seconds is None:
             return index
     return None
@@ -143,7 +146,7 @@ def record_failed_members(
         facts,
         status,
         cause=first.cause,
-        rung=Rung.REPLACE,
+        response=RecoveryResponse.REPLACE,
         message=first.message + others,
         failed_at=first.failed_at,
         member=first.member,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.status.interruptions import PLANNED_RUNGS, Interruption, Rung
+from trainium_contract.status.interruptions import PLANNED_RESPONSES, Interruption, RecoveryResponse
 from trainium_contract.wire.messages import Progress, RestartRecord, WorkerPhase
 from trainium_operator.plan.history.interruptions import open_interruption, replace_entry
 from trainium_operator.plan.model.text import format_sentence
@@ -152,9 +152,11 @@ def release_generation(facts: Facts, status: TrainingJobStatus) -> TrainingJobSt
     if not _was_killed(facts, released.generation):
         return status
     newest = status.history[-1] if status.history else None
-    if newest is None or (newest.rung, newest.generation) != (Rung.SUSPEND, released.generation):
+    if newest is None or (newest.response, newest.generation) != (RecoveryResponse.SUSPEND, released.generation):
         message = f"all workers were released; {_KILLED}"
-        status = open_interruption(facts, status, cause=Cause.RESIZE, rung=Rung.SUSPEND, message=message)
+        status = open_interruption(
+            facts, status, cause=Cause.RESIZE, response=RecoveryResponse.SUSPEND, message=message
+        )
         status = close_abandoned(facts, status)
     entry = status.history[-1]
     step_before = max([entry.step_before, *_steps_before(facts, entry)])
@@ -173,7 +175,7 @@ def _count_released_steps(facts: Facts, status: TrainingJobStatus) -> TrainingJo
         and heartbeat.progress is not None
         and heartbeat.progress.resume_step is not None
     ]
-    if not resumed or entry.rung is Rung.STOP:
+    if not resumed or entry.response is RecoveryResponse.STOP:
         return status
     step_before, resume_step = max(entry.step_before, min(resumed)), min(resumed)
     entry = entry.replaced(step_before=step_before, resume_step=resume_step, steps_lost=step_before - resume_step)
@@ -314,7 +316,7 @@ def _find_stop_time(facts: Facts, entry: Interruption, progress: Progress) -> fl
 
 
 def _is_planned(entry: Interruption) -> bool:
-    return entry.rung in PLANNED_RUNGS or entry.cause in (Cause.PREEMPTED, Cause.STRAGGLER)
+    return entry.response in PLANNED_RESPONSES or entry.cause in (Cause.PREEMPTED, Cause.STRAGGLER)
 
 
 def _are_ranks_past_steps(facts: Facts) -> bool:

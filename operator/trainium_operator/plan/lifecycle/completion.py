@@ -19,7 +19,7 @@ from trainium_contract.pages.formatting import pluralize
 from trainium_contract.rfc3339 import format_rfc3339, parse_rfc3339
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.failed_spec import FailedSpecStatus, compare_failed_spec, record_failed_spec
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.wire.messages import HeartbeatRequest, WorkerPhase
 from trainium_operator.plan.history.interruptions import HISTORY_LENGTH, find_first_rank
 from trainium_operator.plan.model.actions import DeleteJob, DeletePod, PolicyResult, event
@@ -82,7 +82,7 @@ def stop(facts: Facts, status: TrainingJobStatus, verdict: StopVerdict) -> Polic
         attempt=status.membership.attempt,
         time=format_rfc3339(facts.now),
         cause=verdict.cause,
-        rung=Rung.STOP,
+        response=RecoveryResponse.STOP,
         node=verdict.node,
         pod=verdict.pod,
         message=verdict.message,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from trainium_contract.faults.causes import Cause
 from trainium_contract.pages.formatting import pluralize
 from trainium_contract.status.conditions import ConditionType
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import Member, Transition, WorkerPhase
 from trainium_operator.plan.diagnose.process_failures import find_stop_cause
 from trainium_operator.plan.history.interruptions import (
@@ -99,7 +99,7 @@ def replace_failed(facts: Facts, status: TrainingJobStatus, failed_members: tupl
         transition=Transition.GRACEFUL if all_can_save else Transition.IMMEDIATE,
         cause=failed_members[0].cause,
     )
-    return Decision(status=_record_rung(facts, status, size, joined), new=new)
+    return Decision(status=_record_response(facts, status, size, joined), new=new)
 
 
 def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
@@ -112,7 +112,7 @@ def restart_stopped(facts: Facts, status: TrainingJobStatus) -> Decision:
         return Decision(status=status)
     cause = find_stop_cause(facts)
     message = "all workers stopped, and none reported a failure; they start again"
-    status = open_interruption(facts, status, cause=cause, rung=Rung.REPLACE, message=message)
+    status = open_interruption(facts, status, cause=cause, response=RecoveryResponse.REPLACE, message=message)
     new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=cause)
     return Decision(status=status, new=new)
 
@@ -137,7 +137,9 @@ def _next_size(facts: Facts, status: PublicStatus, available: int) -> int:
     return growth.available_size(facts, status, min(available, len(facts.current.members)))
 
 
-def _record_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]) -> TrainingJobStatus:
+def _record_response(
+    facts: Facts, status: TrainingJobStatus, size: int, joined: tuple[Worker, ...]
+) -> TrainingJobStatus:
     """Record in the open interruption how it was recovered."""
     assert facts.current is not None
     index = find_open_membership_entry(status, facts.current.generation)
@@ -147,12 +149,12 @@ def _record_rung(facts: Facts, status: TrainingJobStatus, size: int, joined: tup
     # A pod created because of a notice is no spare, although it existed before the rank was handed over.
     failed_at = min(entry.failed_at or facts.now, facts.job.status.leaving_since or facts.now)
     if size < len(facts.current.members):
-        rung = Rung.SHRINK
+        response = RecoveryResponse.SHRINK
     elif joined and all(worker.pod.created + _CREATION_ROUNDING <= failed_at for worker in joined):
-        rung = Rung.SPARE
+        response = RecoveryResponse.SPARE
     else:
-        rung = Rung.REPLACE
-    return replace_entry(status, index, entry.replaced(rung=rung, pods_replaced=len(joined)))
+        response = RecoveryResponse.REPLACE
+    return replace_entry(status, index, entry.replaced(response=response, pods_replaced=len(joined)))
 
 
 def record_size_request(facts: Facts, status: StatusT, desired: int) -> StatusT:
@@ -219,8 +221,8 @@ def _growth_target(facts: Facts, status: PublicStatus, present: int, nodes: int,
 
 def _last_change(status: PublicStatus) -> float:
     """Return when the current size was reached (Unix seconds), as far as the history reaches."""
-    changes = (Rung.SHRINK, Rung.GROW, Rung.RESIZE)
-    times = [entry.decided_at for entry in status.history if entry.rung in changes and entry.decided_at is not None]
+    changes = (RecoveryResponse.SHRINK, RecoveryResponse.GROW, RecoveryResponse.RESIZE)
+    times = [entry.decided_at for entry in status.history if entry.response in changes and entry.decided_at is not None]
     return max(times, default=0.0)
 
 
@@ -237,7 +239,7 @@ def _record_resize(facts: Facts, status: TrainingJobStatus, size: int) -> Traini
         facts,
         status,
         cause=Cause.RESIZE if requested else Cause.CAPACITY,
-        rung=Rung.RESIZE if requested or size < present else Rung.GROW,
+        response=RecoveryResponse.RESIZE if requested or size < present else RecoveryResponse.GROW,
         message=f"from {present} to {pluralize(size, 'node')}{_describe_resize(facts, status, size - present)}",
     )
 
@@ -271,7 +273,9 @@ def replace_forgotten_generation(facts: Facts, status: TrainingJobStatus) -> Dec
             f"an agent or the checkpoints are of generation {newest}, and the record of the cluster ends with "
             f"generation {recorded}, as after a restore of etcd from a backup; all workers start again"
         )
-        status = open_interruption(facts, status, cause=Cause.POD_LOST, rung=Rung.REPLACE, message=message)
+        status = open_interruption(
+            facts, status, cause=Cause.POD_LOST, response=RecoveryResponse.REPLACE, message=message
+        )
     new = NewGeneration(members=facts.current.members, transition=Transition.IMMEDIATE, cause=Cause.POD_LOST)
     return Decision(status=status, new=new)
 

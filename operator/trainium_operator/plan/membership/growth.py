@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.faults.causes import Cause
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_operator.plan.view.progress import measure_resize_seconds
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def growth_resumes_at(facts: Facts, status: PublicStatus) -> float:
     faults = [entry for entry in status.history if _delays_growth(entry)]
     ends = [(entry.failed_at or 0.0) + (entry.recovered_seconds or 0.0) for entry in faults]
     shrinks = sum(
-        entry.rung in (Rung.SHRINK, Rung.RESIZE) and end > facts.now - _FLAPPING_SECONDS
+        entry.response in (RecoveryResponse.SHRINK, RecoveryResponse.RESIZE) and end > facts.now - _FLAPPING_SECONDS
         for entry, end in zip(faults, ends, strict=True)
     )
     factor = min(_MAX_REST_FACTOR, 2.0 ** max(0, shrinks - 1))
@@ -95,9 +95,9 @@ def growth_resumes_at(facts: Facts, status: PublicStatus) -> float:
 
 
 def _delays_growth(entry: Interruption) -> bool:
-    if entry.rung is Rung.RESIZE:
+    if entry.response is RecoveryResponse.RESIZE:
         return entry.cause is Cause.CAPACITY  # released; the others were requested by a user or a queue
-    return entry.rung not in (Rung.GROW, Rung.SUSPEND, Rung.STOP)
+    return entry.response not in (RecoveryResponse.GROW, RecoveryResponse.SUSPEND, RecoveryResponse.STOP)
 
 
 def rescale_at(facts: Facts, memory: InternalStatus) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainium_contract.job import CleanPodPolicy, TrainingJobStatus
 from trainium_contract.rfc3339 import format_rfc3339, parse_rfc3339
 from trainium_contract.status.conditions import ConditionType
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_operator.plan.manifests.owned_object import build_owned_object
 from trainium_operator.plan.model import names
 from trainium_operator.plan.model.actions import PolicyResult
@@ -91,8 +91,8 @@ def _decide_disruption(facts: Facts, status: PublicStatus) -> _Decision:
     if facts.job.spec.suspend or facts.current is None:
         return _Decision(True, "the job holds no work that is not saved")
     # A restart in place is short and not worth two writes.
-    brief_rungs = (Rung.RESIZE, Rung.GROW, Rung.IN_PLACE)
-    recovering = [entry for entry in status.history if entry.is_open and entry.rung not in brief_rungs]
+    brief_responses = (RecoveryResponse.RESIZE, RecoveryResponse.GROW, RecoveryResponse.IN_PLACE)
+    recovering = [entry for entry in status.history if entry.is_open and entry.response not in brief_responses]
     if recovering:
         return _Decision(False, f"the job recovers: {recovering[-1].message}")
     return _decide_by_checkpoints(facts, status)

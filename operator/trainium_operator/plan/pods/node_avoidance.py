@@ -49,7 +49,7 @@ def list_released_nodes(facts: Facts) -> frozenset[str]:
     Among them are nodes that are merely dark or that refuse: such a pod has no other node, and is recreated without
     that constraint.
     """
-    pods = (worker.pod for worker in facts.outsiders)
+    pods = (worker.pod for worker in facts.non_members)
     waiting = [pod for pod in pods if pod.avoided_nodes and pod.unschedulable_message and not pod.node]
     if not waiting:
         return frozenset()

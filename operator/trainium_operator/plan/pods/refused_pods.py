@@ -57,7 +57,7 @@ def record_start_failures(facts: Facts, memory: InternalStatus) -> StartFailures
     is_expired = previous.at is not None and facts.now >= previous.at + _FORGOTTEN_SECONDS
     rounds = 0 if has_started or is_changed or is_expired else max(0, previous.rounds)
     nodes = () if is_changed else _count_refusals(facts, previous.nodes)
-    refused = [worker.pod for worker in facts.outsiders if worker.pod.ordinal >= first and _was_refused(worker)]
+    refused = [worker.pod for worker in facts.non_members if worker.pod.ordinal >= first and _was_refused(worker)]
     if refused:
         last_refused = max(refused, key=lambda pod: pod.ordinal)
         return StartFailuresStatus(
@@ -142,7 +142,7 @@ def add_refusing_nodes(avoided: tuple[str, ...], status: TrainingJobStatus, now:
 def _count_refusals(facts: Facts, previous_entries: tuple[StartFailureNode, ...]) -> tuple[StartFailureNode, ...]:
     """Return which node refused how often: one pod counts once."""
     nodes = {entry.node: entry for entry in previous_entries if facts.now - _FORGOTTEN_SECONDS < entry.at <= facts.now}
-    for worker in sorted(facts.outsiders, key=lambda worker: worker.pod.ordinal):
+    for worker in sorted(facts.non_members, key=lambda worker: worker.pod.ordinal):
         pod = worker.pod
         previous = nodes.get(pod.node)
         has_run = pod.exit_code is not None or pod.init_exit_code is not None

@@ -81,7 +81,7 @@ def reconcile_configuration(facts: Facts, status: TrainingJobStatus) -> PolicyRe
 def reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tuple[FailedMember, ...]) -> PolicyResult:
     """Delete and create pods until they match the desired ones."""
     result = _reconcile_pods(facts, status, failed_members)
-    deleted = (*facts.outsiders, *(failed.worker for failed in failed_members if failed.worker is not None))
+    deleted = (*facts.non_members, *(failed.worker for failed in failed_members if failed.worker is not None))
     return replace(result, actions=delete_ended_last(result.actions, deleted))
 
 
@@ -92,7 +92,7 @@ def _reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tup
         if failed.worker is not None and not failed.keeps_pod:
             deletions += build_deletion(failed.worker, force=failed.force_delete)
     broken = find_broken_units(facts, status)
-    outsiders, result = _sort_outsiders(facts, status, broken)
+    non_members, result = _sort_outsiders(facts, status, broken)
     result = PolicyResult(status=status, actions=tuple(deletions)).then(result)
     status = result.status.replaced(start_failures=record_start_failures(facts, result.status))
     # Failures that this plan has counted: replacements must avoid their nodes.
@@ -103,17 +103,17 @@ def _reconcile_pods(facts: Facts, status: TrainingJobStatus, failed_members: tup
     staying = [worker for member, worker in facts.members if worker is not None and member.pod_uid not in lost_uids]
     wanted_extras = _count_extras_to_keep(facts, status)
     requested = status.desired - status.idle_nodes.taken + _count_spares_to_keep(facts)
-    extras = sum(worker.pod.extra for worker in outsiders) + sum(
+    extras = sum(worker.pod.extra for worker in non_members) + sum(
         worker is not None and worker.pod.extra for member, worker in facts.members if member.pod_uid not in lost_uids
     )
     # An extra beyond the wanted ones counts as a requested worker.
-    counted = [find_unit(worker.pod) for worker in (*staying, *outsiders)][min(extras, wanted_extras) :]
+    counted = [find_unit(worker.pod) for worker in (*staying, *non_members)][min(extras, wanted_extras) :]
     counted = [unit for unit in counted if unit not in replaced]
     missing, completed = count_missing_pods(counted, requested, facts.unit_nodes)
     missing_extras = max(0, wanted_extras - extras)
     if missing + missing_extras > 0:
         return result.then(_create_pods(facts, status, missing, missing_extras, completed))
-    surplus = _delete_surplus(facts, status, outsiders, counted, requested)
+    surplus = _delete_surplus(facts, status, non_members, counted, requested)
     return result.then(PolicyResult(status=status, actions=surplus))
 
 
@@ -125,14 +125,14 @@ def _is_superseded(facts: Facts, status: PublicStatus) -> bool:
 def _sort_outsiders(
     facts: Facts, status: TrainingJobStatus, broken: frozenset[str]
 ) -> tuple[list[Worker], PolicyResult]:
-    """Return outsiders that count; delete the others, except the evidence of workers that do not start."""
+    """Return non_members that count; delete the others, except the evidence of workers that do not start."""
     evidence = _workers_kept_for_logs(facts)
     usable: list[Worker] = []
     deletions: list[DeletePod] = []
     events: list[EventIntent] = []
-    current_hash = compute_template_hash(facts.job, facts.settings) if facts.outsiders else ""
+    current_hash = compute_template_hash(facts.job, facts.settings) if facts.non_members else ""
     released = list_released_nodes(facts)
-    for worker in facts.outsiders:
+    for worker in facts.non_members:
         if worker in evidence:
             continue
         is_outdated_worker = not facts.job.unknown and _is_outdated_pod(worker, current_hash)
@@ -169,7 +169,7 @@ def _workers_kept_for_logs(facts: Facts) -> tuple[Worker, ...]:
     None of them holds a node that the next attempt needs.
     """
     failed = find_start_failures(facts)[-MAX_START_FAILURES:]
-    if any(worker.pod.unschedulable_message for worker in facts.outsiders):
+    if any(worker.pod.unschedulable_message for worker in facts.non_members):
         return tuple(worker for worker in failed if not worker.holds_node)
     return failed
 
@@ -320,7 +320,7 @@ def _count_extras_to_keep(facts: Facts, status: PublicStatus) -> int:
 
 
 def _delete_surplus(
-    facts: Facts, status: PublicStatus, outsiders: list[Worker], counted: list[str], requested: int
+    facts: Facts, status: PublicStatus, non_members: list[Worker], counted: list[str], requested: int
 ) -> tuple[DeletePod, ...]:
     """Return the pods to delete of those that are counted, by unit, beyond the requested: those that never ran at once.
 
@@ -332,7 +332,7 @@ def _delete_surplus(
     def order(worker: Worker) -> tuple[bool, bool, bool, int]:
         return not worker.pod.extra, not worker.never_ran, worker.warm, -worker.pod.ordinal
 
-    candidates = sorted(outsiders, key=order)
+    candidates = sorted(non_members, key=order)
     surplus = select_surplus(candidates, counted, requested, facts.unit_nodes)
     deleted = (worker for worker in surplus if worker.never_ran or (is_steady and is_at_size))
     return tuple(action for worker in deleted for action in build_deletion(worker))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainium_contract.pages.formatting import pluralize
 from trainium_contract.status.conditions import ConditionType
-from trainium_contract.status.interruptions import PLANNED_RUNGS, Interruption, Rung
+from trainium_contract.status.interruptions import PLANNED_RESPONSES, Interruption, RecoveryResponse
 from trainium_operator.plan.history.interruptions import entry_identity
 from trainium_operator.plan.model.actions import EventIntent, event
 from trainium_operator.plan.model.conditions import find_condition, is_true
@@ -27,18 +27,22 @@ def list_events(old: PublicStatus, new: PublicStatus) -> tuple[EventIntent, ...]
         before = old_entries.get(entry_identity(entry))
         if before is None:
             events += _list_begin_events(entry)
-        is_over = entry.recovered_seconds is not None and entry.rung is not Rung.SUSPEND
+        is_over = entry.recovered_seconds is not None and entry.response is not RecoveryResponse.SUSPEND
         if is_over and (before is None or before.recovered_seconds is None):
             events += _list_end_events(old, new, entry)
     return (*events, *_list_transitions(old, new))
 
 
 def _list_begin_events(entry: Interruption) -> Iterator[EventIntent]:
-    if entry.rung is Rung.STOP:
+    if entry.response is RecoveryResponse.STOP:
         return
-    planned = entry.rung in (Rung.RESIZE, Rung.GROW)
+    planned = entry.response in (RecoveryResponse.RESIZE, RecoveryResponse.GROW)
     yield event(
-        Reason.SIZE_REQUESTED if entry.rung is Rung.RESIZE else Reason.RESIZED if planned else Reason.INTERRUPTED,
+        Reason.SIZE_REQUESTED
+        if entry.response is RecoveryResponse.RESIZE
+        else Reason.RESIZED
+        if planned
+        else Reason.INTERRUPTED,
         f"{entry.cause.value}: {entry.message}",
         warning=not planned,
         pod=entry.pod,
@@ -48,11 +52,11 @@ def _list_begin_events(entry: Interruption) -> Iterator[EventIntent]:
 
 def _list_end_events(old: PublicStatus, new: PublicStatus, entry: Interruption) -> Iterator[EventIntent]:
     steps_lost = "" if entry.steps_lost is None else f", {pluralize(entry.steps_lost, 'step')} lost"
-    response = ", ".join(dict.fromkeys((entry.cause.value, entry.rung.value)))  # both are named Resize
+    response = ", ".join(dict.fromkeys((entry.cause.value, entry.response.value)))  # both are named Resize
     # Without a step nobody knows when a program trains.
     subject = "Training goes on" if new.progress.step > 0 else "The processes run again"
     yield event(
-        Reason.RESIZED if entry.rung in PLANNED_RUNGS else Reason.RECOVERED,
+        Reason.RESIZED if entry.response in PLANNED_RESPONSES else Reason.RECOVERED,
         f"{subject} after {entry.recovered_seconds} s ({response}{steps_lost}, "
         f"{pluralize(entry.pods_replaced, 'pod')} replaced).",
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainium_contract.pages.formatting import format_percent
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.status.ledger import DOWN_STAGES, OVERHEAD, STAGES, STARTUP, StageSeconds
 from trainium_operator.plan.history.interruptions import entry_identity
 from trainium_operator.plan.report.step_time import count_steps, productive_seconds, reference_seconds, sample_step_time
@@ -42,7 +42,7 @@ def _stage_ends(facts: Facts, entry: Interruption, end: float) -> tuple[float, .
     """Return when all stages but the last ended; `end` for one that has not, or whose end is unknown."""
     failed_at = entry.failed_at if entry.failed_at is not None else end
     detected = failed_at + (entry.detected_seconds or 0.0)
-    decided = detected if entry.rung is Rung.IN_PLACE else entry.decided_at
+    decided = detected if entry.response is RecoveryResponse.IN_PLACE else entry.decided_at
     if decided is None:
         return detected, end, end, end, end
     started, loaded = _start_and_load_times(facts, entry)
@@ -231,7 +231,7 @@ def _charge_interruptions(
     covered_until = 0.0
     for index in sorted(range(len(history)), key=lambda index: history[index].failed_at or 0.0):
         entry = history[index]
-        if entry.failed_at is None or entry.rung is Rung.STOP:
+        if entry.failed_at is None or entry.response is RecoveryResponse.STOP:
             continue
         ended_at = facts.now if entry.is_open else entry.failed_at + (entry.recovered_seconds or 0.0)
         if entry_identity(entry) not in settled:

@@ -21,7 +21,7 @@ from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.status import public
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
-from trainium_contract.status.interruptions import PLANNED_RUNGS, Interruption, Rung
+from trainium_contract.status.interruptions import PLANNED_RESPONSES, Interruption, RecoveryResponse
 from trainium_contract.status.results import Alert, StepFigures
 from trainium_contract.wire.messages import AlertKind, HeartbeatRequest, Member, Progress, WorkerPhase
 from trainium_operator.plan.manifests.worker_pod import compute_template_hash, is_outdated
@@ -340,7 +340,7 @@ def _set_running(facts: Facts, status: StatusT) -> StatusT:
 
 def _set_recovering(facts: Facts, status: StatusT) -> StatusT:
     kind = ConditionType.RECOVERING
-    faults = [entry for entry in _open_entries(status) if entry.rung not in PLANNED_RUNGS]
+    faults = [entry for entry in _open_entries(status) if entry.response not in PLANNED_RESPONSES]
     if not faults:
         return with_condition(status, kind, False, Reason.NO_INTERRUPTION, "", now=facts.now)
     return with_condition(status, kind, True, Reason.INTERRUPTED, faults[-1].message, now=facts.now)
@@ -351,7 +351,7 @@ def _set_resizing(facts: Facts, status: StatusT) -> StatusT:
         return status
     kind, present, desired = ConditionType.RESIZING, len(facts.current.members), status.desired
     is_requested = is_true(status, kind)
-    if present == desired and not any(entry.rung is Rung.RESIZE for entry in _open_entries(status)):
+    if present == desired and not any(entry.response is RecoveryResponse.RESIZE for entry in _open_entries(status)):
         return with_condition(status, kind, False, Reason.AT_SIZE, pluralize(present, "node"), now=facts.now)
     if is_requested or present >= desired:
         return status

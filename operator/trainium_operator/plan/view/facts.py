@@ -75,13 +75,13 @@ class Facts:
     """The current generation; None before the first and while the job is suspended."""
     members: tuple[tuple[Member, Worker | None], ...]
     """The members of the current generation, by rank, each with its worker unless its pod is gone."""
-    outsiders: tuple[Worker, ...]
+    non_members: tuple[Worker, ...]
     """Workers that are not in the current generation, by ordinal."""
     heartbeats: tuple[tuple[Member, HeartbeatRequest], ...]
     """The newest heartbeats of the members that report to be in the current generation."""
     node_problems: Mapping[str, NodeProblem]
     """The worst problem of the node of each worker, by pod uid; see `node_problems`."""
-    counts_from: tuple[float, ...] = ()
+    problems_count_at: tuple[float, ...] = ()
     """When problems of nodes that are too recent to count will count (Unix seconds)."""
     lost_contact: str = ""
     """Why silence is no evidence now, as a sentence; see `workers`. Empty while workers merely start."""
@@ -117,12 +117,12 @@ class Facts:
 
     @cached_property
     def joinable(self) -> tuple[Worker, ...]:
-        """Return outsiders on good nodes that can join at once, also those that complete a unit only, by ordinal."""
-        return tuple(worker for worker in self.outsiders if worker.warm and not is_unfit(self, worker))
+        """Return non_members on good nodes that can join at once, also those that complete a unit only, by ordinal."""
+        return tuple(worker for worker in self.non_members if worker.warm and not is_unfit(self, worker))
 
     @cached_property
     def candidates(self) -> tuple[Worker, ...]:
-        """Return outsiders on good nodes that can join at once, in whole units, by ordinal."""
+        """Return non_members on good nodes that can join at once, in whole units, by ordinal."""
         return select_whole_units(self.joinable, self.unit_nodes)
 
     @cached_property
@@ -252,10 +252,10 @@ def build_facts(observed: Observed, settings: PlanSettings, size: SizeDecision, 
         workers=workers,
         current=current,
         members=tuple((member, workers.get(member.pod_uid)) for member in recorded_members),
-        outsiders=tuple(worker for uid, worker in workers.items() if uid not in uids),
+        non_members=tuple(worker for uid, worker in workers.items() if uid not in uids),
         heartbeats=() if current is None else current_heartbeats(observed, current),
         node_problems=problems.by_pod,
-        counts_from=problems.counts_from + _find_confirmation_times(observed, workers),
+        problems_count_at=problems.problems_count_at + _find_confirmation_times(observed, workers),
         lost_contact=contact.lost if has_lost_contact(workers.values(), observed.coordinator_since) else "",
         grant=next(filter(None, (feature.admit(observed, settings) for feature in features)), None),
         features=features,

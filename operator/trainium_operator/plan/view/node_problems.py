@@ -43,7 +43,7 @@ class NodeProblems:
 
     by_pod: Mapping[str, NodeProblem]
     """The worst problem of the node of each worker, by pod uid; workers on nodes without one are left out."""
-    counts_from: tuple[float, ...]
+    problems_count_at: tuple[float, ...]
     """When problems that are too recent will count (Unix seconds)."""
 
 
@@ -52,7 +52,7 @@ def find_problems_by_pod(
 ) -> NodeProblems:
     """Return the problems of the node of each worker."""
     by_pod: dict[str, NodeProblem] = {}
-    counts_from: set[float] = set()
+    problems_count_at: set[float] = set()
     demand: PodRequirements | None = None
     by_node: dict[str, NodeProblem | None] = {}
     for uid, worker in workers.items():
@@ -61,7 +61,7 @@ def find_problems_by_pod(
             continue
         if node.name not in by_node:
             demand = demand or build_pod_requirements(observed.job.spec)
-            by_node[node.name] = _find_worst_problem(node, demand, observed, counts_from)
+            by_node[node.name] = _find_worst_problem(node, demand, observed, problems_count_at)
         problem = _select_worse(
             _with_kernel_problem(worker, by_node[node.name], observed),
             _find_worst_device_problem(worker, observed, find_device_problems),
@@ -69,7 +69,7 @@ def find_problems_by_pod(
         problem = problem or _find_clock_problem(worker)
         if problem is not None:
             by_pod[uid] = problem
-    return NodeProblems(by_pod, tuple(sorted(counts_from)))
+    return NodeProblems(by_pod, tuple(sorted(problems_count_at)))
 
 
 def find_worst_problem(
@@ -92,9 +92,9 @@ def _find_worst_problem(
 ) -> NodeProblem | None:
     debounce = observed.job.spec.health.quarantine.debounce_seconds
     for problem in apply_rules(node, find_node_problems(node, demand), observed.job.spec.recovery.rules):
-        counts_from = _counts_from(problem, observed.now, debounce)
-        if counts_from > observed.now:
-            counting_times.add(counts_from)
+        counts_at = _find_count_time(problem, observed.now, debounce)
+        if counts_at > observed.now:
+            counting_times.add(counts_at)
             continue
         return _cap_while_frozen(problem, observed)
     return None
@@ -147,7 +147,7 @@ def _cap_while_frozen(problem: NodeProblem, observed: Observed) -> NodeProblem:
     return replace(problem, severity=Severity.SUSPECT)
 
 
-def _counts_from(problem: NodeProblem, now: float, debounce: float) -> float:
+def _find_count_time(problem: NodeProblem, now: float, debounce: float) -> float:
     """Return when it counts; now or earlier if it already does."""
     if problem.severity is Severity.FATAL or problem.since is None or problem.since > now + _CLOCK_SKEW_SECONDS:
         return now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.results import RunStage
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ def is_past_steps(status: PublicStatus) -> bool:
     return status.stage not in ("", RunStage.TRAIN)
 
 
-_WITHOUT_MEMBERSHIP_CHANGE = (Rung.IN_PLACE, Rung.STOP)
+_WITHOUT_MEMBERSHIP_CHANGE = (RecoveryResponse.IN_PLACE, RecoveryResponse.STOP)
 
 
 def measure_resize_seconds(status: PublicStatus) -> float | None:
     """Return the seconds from the newest decision on a membership to its first new step; None without a measurement."""
     for entry in reversed(status.history):
         if (
-            entry.rung not in _WITHOUT_MEMBERSHIP_CHANGE
+            entry.response not in _WITHOUT_MEMBERSHIP_CHANGE
             and entry.recovered_seconds is not None
             and entry.decided_at is not None
         ):

@@ -21,7 +21,7 @@ GOOD = {
     "phase": "Running",
     "conditions": [COMPLETE],
     "membership": {"generation": 3, "size": 4},
-    "history": [{"generation": 1, "time": "2027-01-15T08:00:00Z", "cause": "Crash", "rung": "InPlace"}],
+    "history": [{"generation": 1, "time": "2027-01-15T08:00:00Z", "cause": "Crash", "response": "InPlace"}],
     "nextPodOrdinal": 7,
 }
 
@@ -62,7 +62,7 @@ def test_valid_entries_of_a_list_are_kept() -> None:
     history = [{"cause": "Weather"}, *GOOD["history"], 7]
     conditions = [{"type": "Sunny", "status": "True"}, COMPLETE]
     status = read_status({**GOOD, "history": history, "conditions": conditions}, "default/demo")
-    assert [entry.rung.value for entry in status.history] == ["InPlace"]
+    assert [entry.response.value for entry in status.history] == ["InPlace"]
     assert [condition.type for condition in status.conditions] == [ConditionType.COMPLETE]
     assert status.phase is Phase.RUNNING
 

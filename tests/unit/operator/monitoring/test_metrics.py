@@ -13,7 +13,7 @@ from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.internal import GangStatus
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.status.ledger import OVERHEAD, STARTUP, StageSeconds
 from trainium_contract.status.public import CheckpointStatus, MembershipStatus
 from trainium_contract.wire.messages import CheckResult, HeartbeatRequest, StuckRank, TrainerPhase, WorkerPhase
@@ -25,8 +25,12 @@ MOST_SERIES = 1_500
 """Limit for one operator: about as many as one node exporter has."""
 
 
-def interruption(cause: Cause = Cause.CRASH, rung: Rung = Rung.IN_PLACE, **fields: Any) -> Interruption:
-    return Interruption(generation=1, time=format_rfc3339(NOW), cause=cause, rung=rung, failed_at=NOW - 5, **fields)
+def interruption(
+    cause: Cause = Cause.CRASH, response: RecoveryResponse = RecoveryResponse.IN_PLACE, **fields: Any
+) -> Interruption:
+    return Interruption(
+        generation=1, time=format_rfc3339(NOW), cause=cause, response=response, failed_at=NOW - 5, **fields
+    )
 
 
 def test_a_recovery_is_counted_once_at_its_end() -> None:
@@ -43,9 +47,9 @@ def test_a_recovery_is_counted_once_at_its_end() -> None:
     metrics.planned(job_view("a", over), over)
     samples = read_samples(metrics)
     assert samples['interruptions_total{cause="Crash"}'] == 1
-    assert samples['restarts_total{cause="Crash",rung="InPlace"}'] == 1
-    assert samples['recovery_seconds_sum{rung="InPlace"}'] == 5
-    assert samples['recovery_steps_sum{rung="InPlace"}'] == 2
+    assert samples['restarts_total{cause="Crash",response="InPlace"}'] == 1
+    assert samples['recovery_seconds_sum{response="InPlace"}'] == 5
+    assert samples['recovery_steps_sum{response="InPlace"}'] == 2
     assert samples["lost_steps_total"] == 2
     assert samples['recovery_stage_seconds_sum{stage="Restart"}'] == 2
     assert samples['recovery_stage_seconds_count{stage="Replay"}'] == 1
@@ -109,12 +113,12 @@ def test_the_number_of_time_series_does_not_grow_with_jobs_pods_or_nodes() -> No
     def series(jobs: int) -> int:
         metrics = Metrics()
         for number in range(jobs):
-            causes = list(itertools.product(Cause, Rung))
+            causes = list(itertools.product(Cause, RecoveryResponse))
             for start in range(0, len(causes), 10):
                 history = tuple(
                     interruption(
                         cause,
-                        rung,
+                        response,
                         attempt=start + at,
                         pod=f"job-{number}-w-{at}",
                         node=f"node-{number}-{at}",
@@ -122,7 +126,7 @@ def test_the_number_of_time_series_does_not_grow_with_jobs_pods_or_nodes() -> No
                         recovered_seconds=2.0,
                         stages=StageSeconds(),
                     )
-                    for at, (cause, rung) in enumerate(causes[start : start + 10])
+                    for at, (cause, response) in enumerate(causes[start : start + 10])
                 )
                 lost = dict.fromkeys([*(cause.value for cause in Cause), STARTUP, OVERHEAD], 1.0)
                 ledger = GoodputStatus(lost_seconds=lost, wall_seconds=1.0, lost_by_stage={STARTUP: 1.0})

@@ -12,7 +12,7 @@ from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import USER_CAUSES, Budget, Cause
 from trainium_contract.faults.classify import get_budget
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import KernelEvent, WorkerPhase
 from trainium_operator.plan.model.observed import Observed
 
@@ -163,7 +163,7 @@ def test_a_device_error_in_the_kernel_log_replaces_a_training_member() -> None:
     result = make_plan(build.running_job(4, spares=1, agents={1: build.training_agent(1, kernel=kernel(SRAM))}))
     assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
     entry = result.newest_entry
-    assert (entry.cause, entry.rung, entry.node) == (Cause.DEVICE, Rung.SPARE, "node-1")
+    assert (entry.cause, entry.response, entry.node) == (Cause.DEVICE, RecoveryResponse.SPARE, "node-1")
     assert result.status.failures[-1].node == "node-1"
 
 

@@ -10,7 +10,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.internal import FailureRecord
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import WorkerPhase
 from trainium_contract.wire.nonfinite_origin import format_nonfinite_ranks
 from trainium_operator.plan.model.conditions import find_condition
@@ -31,7 +31,7 @@ def test_a_verdict_names_cause_output_pod_node_and_what_to_do(code: Any, reason:
     assert find_condition(result.status, ConditionType.FAILED).reason == reason
     for part in ("boom", "demo-w-1", "node-1", f"exit code {code}", advice):
         assert part in result.status.verdict
-    assert result.newest_entry.rung is Rung.STOP
+    assert result.newest_entry.response is RecoveryResponse.STOP
     assert result.status.avoided_nodes == ()
     assert result.status.failures == ()
     assert (reason, "Warning") in {(event.reason, event.type) for event in result.events}

@@ -11,7 +11,7 @@ from tests.unit.plan.plan_cluster import FakeCluster, start_cluster
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.model.observed import FleetView, NodeView, Taint
 
@@ -51,7 +51,7 @@ def test_a_rank_on_a_leaving_node_moves_to_the_spare_without_a_lost_step(mark: A
     assert cluster.membership is not None
     assert cluster.membership.transition is Transition.GRACEFUL
     entry = cluster.newest_entry
-    assert (entry.cause, entry.rung, entry.steps_lost or 0) == (Cause.PREEMPTED, Rung.SPARE, 0)
+    assert (entry.cause, entry.response, entry.steps_lost or 0) == (Cause.PREEMPTED, RecoveryResponse.SPARE, 0)
     assert cluster.status.failures == ()
     assert cluster.status.leaving_since is None
     cluster.run(8)
@@ -84,7 +84,7 @@ def test_without_a_spare_the_member_trains_on_until_its_replacement_is_warm() ->
     assert makes_steps(cluster)
     cluster.run(8)
     assert cluster.member_names()[2] == "demo-w-4"
-    assert cluster.newest_entry.rung is Rung.REPLACE
+    assert cluster.newest_entry.response is RecoveryResponse.REPLACE
     assert cluster.status.phase is Phase.RUNNING
     cluster.run(8)
     assert len(cluster.pods) == 4
@@ -111,7 +111,7 @@ def test_an_elastic_job_without_capacity_shrinks_gracefully_after_the_wait() -> 
     assert cluster.member_names() == ["demo-w-0", "demo-w-1", "demo-w-2"]
     assert cluster.membership is not None
     assert cluster.membership.transition is Transition.GRACEFUL
-    assert (cluster.newest_entry.rung, cluster.newest_entry.cause) == (Rung.SHRINK, Cause.PREEMPTED)
+    assert (cluster.newest_entry.response, cluster.newest_entry.cause) == (RecoveryResponse.SHRINK, Cause.PREEMPTED)
     assert cluster.status.phase is Phase.RUNNING
 
 

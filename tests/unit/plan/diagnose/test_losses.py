@@ -8,7 +8,7 @@ from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import Progress, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import AgentView, FleetView, NodeReadiness, Observed, PodPhase
 
@@ -51,7 +51,7 @@ def test_the_cause_of_an_ended_member_comes_from_its_pod(changes: Any, cause: An
 def test_a_member_without_a_pod_is_lost() -> None:
     result = make_plan(build.without_pods(build.running_job(4), 1))
     assert result.newest_entry.cause is Cause.POD_LOST
-    assert result.newest_entry.rung is Rung.REPLACE
+    assert result.newest_entry.response is RecoveryResponse.REPLACE
     assert result.deleted_pods == {}
 
 
@@ -169,7 +169,7 @@ def test_a_silent_member_on_a_node_that_is_not_ready_is_a_lost_node(silence: dic
 def test_a_silent_member_with_a_refused_port_is_lost_before_the_timeout() -> None:
     result = make_plan(build.running_job(4, spares=1, agents={1: build.training_agent(1, silent=2.1, refused_at=NOW)}))
     assert result.newest_entry.cause is Cause.POD_LOST, "a machine that refuses has power"
-    assert result.newest_entry.rung is Rung.SPARE
+    assert result.newest_entry.response is RecoveryResponse.SPARE
     assert result.newest_entry.detected_seconds == pytest.approx(2.1)
     assert "nobody listens" in result.newest_entry.message
     assert result.deleted_pods == {LOST: None}
@@ -230,7 +230,7 @@ def test_a_loss_before_the_operator_took_over_is_dated_to_the_last_step() -> Non
 def test_a_device_fault_moves_the_worker_to_another_node_and_uses_the_infrastructure_budget() -> None:
     result = make_plan(build.running_job(4, spares=1, agents={1: build.failed_agent(1, 80, rank=1)}))
     assert result.newest_entry.cause is Cause.DEVICE
-    assert result.newest_entry.rung is Rung.SPARE
+    assert result.newest_entry.response is RecoveryResponse.SPARE
     assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.DEVICE, "node-1")]
     assert result.deleted_pods == {LOST: None}
 

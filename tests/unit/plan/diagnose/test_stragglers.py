@@ -12,14 +12,14 @@ from tests.unit.plan.plan_cluster import FakeCluster
 from tests.unit.plan.plan_results import PlanResult, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.public import StragglerStatus
 from trainium_contract.wire.messages import StepTiming, Transition, WorkerPhase
 from trainium_operator.plan.model.observed import FleetView
 from trainium_operator.plan.model.reasons import Reason
 
 SLOW = "demo-w-1"
-RESIZE_OF_30_SECONDS = build.interruption(Rung.REPLACE, ago=870, took=30.0, cause=Cause.POD_LOST)
+RESIZE_OF_30_SECONDS = build.interruption(RecoveryResponse.REPLACE, ago=870, took=30.0, cause=Cause.POD_LOST)
 
 
 def agent_with_step_time(ordinal: int, own: float, step: int = 200, wait: float | None = None) -> Any:
@@ -110,7 +110,7 @@ def test_a_persistent_straggler_goes_gracefully_to_the_spare_and_uses_no_budget_
     assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
     assert result.published_membership.transition is Transition.GRACEFUL
     assert result.newest_entry.cause is Cause.STRAGGLER
-    assert result.newest_entry.rung is Rung.SPARE
+    assert result.newest_entry.response is RecoveryResponse.SPARE
     assert "1.47 times as long" in result.newest_entry.message
     assert [(record.cause, record.node) for record in result.status.failures] == [(Cause.STRAGGLER, "node-1")]
     assert result.deleted_pods == {SLOW: None}
@@ -131,7 +131,7 @@ def test_a_persistent_straggler_goes_gracefully_to_the_spare_and_uses_no_budget_
                 "failures": ({"at": NOW - 9, "cause": "NodeLost", "node": "node-4"},),
             }
         },
-        {"status": {"history": (build.interruption(Rung.IN_PLACE, ago=5, took=None, decided_at=None),)}},
+        {"status": {"history": (build.interruption(RecoveryResponse.IN_PLACE, ago=5, took=None, decided_at=None),)}},
     ],
     ids=["not allowed", "limit raised", "no spare", "frozen", "cold spare", "not settled", "bad spare", "recovering"],
 )
@@ -182,7 +182,7 @@ def test_without_a_spare_a_straggler_is_left_out_if_the_others_are_faster(
     if left_out:
         assert result.published_members == ["demo-w-0", "demo-w-3", "demo-w-2"]
         assert result.published_membership.transition is Transition.GRACEFUL
-        assert result.newest_entry.rung is Rung.SHRINK
+        assert result.newest_entry.response is RecoveryResponse.SHRINK
         assert "the others are faster without it" in result.newest_entry.message
         assert result.deleted_pods == {SLOW: None}
 
@@ -282,7 +282,7 @@ def test_without_a_free_node_a_straggler_is_left_out_for_good() -> None:
     assert cluster.status.membership.size == 3
     assert slow not in {pod.view.node for pod in cluster.members()}
     entry = cluster.newest_entry
-    assert (entry.cause, entry.rung) == (Cause.STRAGGLER, Rung.SHRINK)
+    assert (entry.cause, entry.response) == (Cause.STRAGGLER, RecoveryResponse.SHRINK)
 
     cluster.run(1800)
     assert cluster.status.membership.size == 3

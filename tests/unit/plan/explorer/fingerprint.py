@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.unit.plan.fake_data_plane import Agent, Node, Pod
 from tests.unit.plan.plan_cluster import FakeCluster
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import ProcessFailure, RestartRecord
 from trainium_operator.plan.model.observed import AgentView, NodeCondition
 
@@ -87,9 +87,15 @@ class _Relative:
             self.age(status.waiting_since),
             tuple((condition.type, condition.status, condition.reason) for condition in status.conditions),
             tuple(
-                (entry.cause, entry.rung, entry.generation - self.generation, entry.attempt, self.age(entry.failed_at))
+                (
+                    entry.cause,
+                    entry.response,
+                    entry.generation - self.generation,
+                    entry.attempt,
+                    self.age(entry.failed_at),
+                )
                 for entry in status.history
-                if entry.recovered_seconds is None and entry.rung is not Rung.STOP
+                if entry.recovered_seconds is None and entry.response is not RecoveryResponse.STOP
             ),
             tuple((failure.cause, self.nodes.get(failure.node), self.age(failure.at)) for failure in status.failures),
             tuple(sorted(str(self.nodes.get(name)) for name in status.avoided_nodes)),

@@ -115,7 +115,7 @@ def describe(cluster: FakeCluster) -> str:
     )
     recorded = cluster.membership.generation if cluster.membership else None
     open_entries = [
-        (entry.cause.value, entry.rung.value, entry.generation, entry.attempt)
+        (entry.cause.value, entry.response.value, entry.generation, entry.attempt)
         for entry in status.history
         if entry.recovered_seconds is None
     ]

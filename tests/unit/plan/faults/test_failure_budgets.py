@@ -12,7 +12,7 @@ from trainium_contract.faults.classify import get_budget
 from trainium_contract.spec.recovery import RecoverySpec
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.internal import FailureRecord
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_operator.plan.faults import failure_budgets
 from trainium_operator.plan.model.observed import PodPhase
 
@@ -136,7 +136,12 @@ def test_a_budget_verdict_quotes_a_worker_that_never_joined() -> None:
     ended = build.pod(7, phase=PodPhase.FAILED, reason="Error", exit_code=1, message="the disk of node-7 is on fire")
     observed = build.running_job(4, job_spec=build.spec(recovery={"budgets": {"infrastructure": {"maxFailures": 0}}}))
     grown = Interruption(
-        generation=0, time="", cause=Cause.RESIZE, rung=Rung.GROW, message="more workers joined", recovered_seconds=1.0
+        generation=0,
+        time="",
+        cause=Cause.RESIZE,
+        response=RecoveryResponse.GROW,
+        message="more workers joined",
+        recovered_seconds=1.0,
     )
     status = observed.job.status.replaced(history=(grown,))
     observed = replace(observed, pods=(*observed.pods, ended), job=replace(observed.job, status=status))

@@ -12,7 +12,7 @@ from trainium_contract.job import TrainingJobStatus
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
 from trainium_contract.status.internal import FailureRecord
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import CheckResult, Transition, WorkerPhase
 from trainium_operator.plan.faults.failure_budgets import record_failure
@@ -35,7 +35,12 @@ def test_a_restart_in_place_is_one_interruption_with_the_times_of_the_agent() ->
     )
     result = make_plan(observed)
     entry = result.newest_entry
-    assert (entry.rung, entry.cause, entry.pod, entry.node) == (Rung.IN_PLACE, Cause.CRASH, "demo-w-1", "node-1")
+    assert (entry.response, entry.cause, entry.pod, entry.node) == (
+        RecoveryResponse.IN_PLACE,
+        Cause.CRASH,
+        "demo-w-1",
+        "node-1",
+    )
     assert entry.detected_seconds == pytest.approx(0.05)
     assert entry.recovered_seconds == pytest.approx(2.0)
     assert (entry.step_before, entry.resume_step, entry.steps_lost, entry.pods_replaced) == (20, 19, 1, 0)
@@ -67,7 +72,7 @@ def test_a_restart_reported_after_the_end_is_recorded() -> None:
     reports = {"failures": (build.failure(137, rank=1),), "restarts": (record,)}
     result = make_plan(restarted_job(reports, phase=WorkerPhase.FINISHED))
     assert result.status.phase is Phase.COMPLETED
-    assert (result.newest_entry.rung, result.newest_entry.pod) == (Rung.IN_PLACE, "demo-w-1")
+    assert (result.newest_entry.response, result.newest_entry.pod) == (RecoveryResponse.IN_PLACE, "demo-w-1")
     assert result.newest_entry.recovered_seconds == pytest.approx(2.0)
     assert result.status.restarts.total == 1
 
@@ -88,15 +93,16 @@ def test_reports_of_victims_wait_for_the_culprit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "rungs"), [(WorkerPhase.JOINING, ()), (WorkerPhase.LOADING, ()), (WorkerPhase.TRAINING, (Rung.IN_PLACE,))]
+    ("phase", "responses"),
+    [(WorkerPhase.JOINING, ()), (WorkerPhase.LOADING, ()), (WorkerPhase.TRAINING, (RecoveryResponse.IN_PLACE,))],
 )
-def test_a_restart_beside_a_silent_member_is_recorded_once_the_others_train(phase: Any, rungs: Any) -> None:
+def test_a_restart_beside_a_silent_member_is_recorded_once_the_others_train(phase: Any, responses: Any) -> None:
     """Expect no entry before: the silent member may be what they lost, which is one interruption and not two."""
     record = build.restart_record(1, Cause.PEER_LOST)
     agents = build.agents((0, 2, 3), phase, generation=1, attempt=1, restarts=(record,))
     agents[1] = build.training_agent(1, silent=5.0)
     result = make_plan(build.running_job(4, agents=agents))
-    assert tuple(entry.rung for entry in result.status.history) == rungs
+    assert tuple(entry.response for entry in result.status.history) == responses
     assert result.requeue_after is not None
 
 
@@ -111,15 +117,18 @@ def test_a_restart_for_a_member_that_leaves_waits_for_its_report() -> None:
     assert result.requeue_after == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("attempt", "rungs"), [(0, [Rung.REPLACE]), (1, [Rung.IN_PLACE, Rung.REPLACE])])
-def test_restarts_beside_a_member_that_left_belong_to_its_loss(attempt: int, rungs: Any) -> None:
+@pytest.mark.parametrize(
+    ("attempt", "responses"),
+    [(0, [RecoveryResponse.REPLACE]), (1, [RecoveryResponse.IN_PLACE, RecoveryResponse.REPLACE])],
+)
+def test_restarts_beside_a_member_that_left_belong_to_its_loss(attempt: int, responses: Any) -> None:
     """Expect a separate entry only if that member started the next attempt, too, before it was lost."""
     record = build.restart_record(1, Cause.DEVICE)
     agents = build.agents((0, 2, 3), WorkerPhase.JOINING, generation=1, attempt=1, restarts=(record,))
     failures = (build.failure(ExitCode.DEVICE_FAULT, rank=1),)
     agents[1] = build.agent(1, WorkerPhase.FAILED, generation=1, attempt=attempt, failures=failures)
     result = make_plan(build.running_job(4, agents=agents))
-    assert [entry.rung for entry in result.status.history] == rungs
+    assert [entry.response for entry in result.status.history] == responses
     assert result.status.membership.attempt == 1
 
 
@@ -161,7 +170,7 @@ def test_the_message_counts_members_that_lost_a_peer(workers: int, victims: Any,
 def test_restarts_because_of_a_lost_member_belong_to_that_loss() -> None:
     agents = build.agents((0, 2, 3), WorkerPhase.JOINING, generation=1, attempt=1, waiting_for=(1,))
     result = make_plan(build.without_pods(build.running_job(4, agents=agents), 1))
-    assert [entry.rung for entry in result.status.history] == [Rung.REPLACE]
+    assert [entry.response for entry in result.status.history] == [RecoveryResponse.REPLACE]
     assert result.status.membership.attempt == 1
 
 
@@ -208,12 +217,12 @@ def test_unavailable_storage_raises_a_warning_and_uses_no_budget() -> None:
 def test_attempts_of_an_older_generation_are_ignored() -> None:
     observed = restarted_job({"failures": (build.failure(137),)})
     result = make_plan(build.with_status(observed, with_decided_generation(observed.job.status, size=4)))
-    assert [entry.rung for entry in result.status.history] == [Rung.REPLACE]
+    assert [entry.response for entry in result.status.history] == [RecoveryResponse.REPLACE]
 
 
 def with_decided_generation(status: TrainingJobStatus, *, size: int) -> TrainingJobStatus:
     """Return the status with a decision on generation 2 that is not recorded yet."""
-    entry = build.interruption(Rung.REPLACE, ago=1, took=None, step_before=10**6)
+    entry = build.interruption(RecoveryResponse.REPLACE, ago=1, took=None, step_before=10**6)
     return status.replaced(membership=MembershipStatus(generation=2, size=size), history=(entry,))
 
 

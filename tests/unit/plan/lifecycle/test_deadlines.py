@@ -13,7 +13,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.activity import ActivityStatus
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
@@ -71,7 +71,7 @@ def test_an_active_deadline_saves_first_and_fails_after_the_last_worker() -> Non
         f"The job has been active for 40 s, as long as activeDeadlineSeconds allows. Its newest durable checkpoint is "
         f"step {best}. Raise spec.activeDeadlineSeconds and run the job again (kubectl trn retry)."
     )
-    assert (status.history[-1].rung, status.history[-1].cause) == (Rung.STOP, Cause.YIELDED)
+    assert (status.history[-1].response, status.history[-1].cause) == (RecoveryResponse.STOP, Cause.YIELDED)
     assert (status.restarts.total, status.failures) == (0, ()), "a deadline is no fault"
 
 

@@ -12,7 +12,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
 from trainium_contract.status.internal import FailureRecord
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.observed import Observed, PodPhase, PodView
 
@@ -64,7 +64,7 @@ def test_a_pod_that_ended_without_proof_is_a_failed_member(
     result = make_plan(observed)
     assert result.status.phase is Phase.RECOVERING
     cause = Cause.PREEMPTED if how == "evicted with code 0" else Cause.POD_LOST
-    assert (result.newest_entry.cause, result.newest_entry.rung) == (cause, Rung.REPLACE)
+    assert (result.newest_entry.cause, result.newest_entry.response) == (cause, RecoveryResponse.REPLACE)
     assert result.newest_entry.pod == f"demo-w-{who[0]}"
     assert set(result.deleted_pods) == {f"demo-w-{ordinal}" for ordinal in who}
     assert len(result.created_pods) == len(who)
@@ -102,7 +102,7 @@ def test_a_job_that_ended_without_an_operator_shows_its_final_figures(job_spec: 
     assert status.phase is Phase.COMPLETED
     assert (status.progress.step, status.progress.loss) == (100, 1.5)
     assert (status.checkpoint.durable_step, status.committed_step) == (100, 100)
-    assert [entry.rung for entry in status.history] == [Rung.IN_PLACE]
+    assert [entry.response for entry in status.history] == [RecoveryResponse.IN_PLACE]
     assert status.restarts.total == 1
     assert status.goodput.wall_seconds == pytest.approx(70.0), "the minute without a job is not the job's"
     assert status.completion_time == format_rfc3339(NOW - 60)
@@ -141,7 +141,7 @@ def test_a_job_that_failed_without_an_operator_shows_its_final_figures(job_spec:
     assert "KeyError: 'x'" in status.verdict
     assert (status.progress.step, status.progress.loss) == (100, 1.5)
     assert (status.checkpoint.durable_step, status.committed_step) == (100, 100)
-    assert [entry.rung for entry in status.history] == [Rung.IN_PLACE, Rung.STOP]
+    assert [entry.response for entry in status.history] == [RecoveryResponse.IN_PLACE, RecoveryResponse.STOP]
     assert status.history[0].recovered_seconds is not None
     assert status.restarts.total == 1
     assert status.goodput.wall_seconds == pytest.approx(70.0), "the minute without a job is not the job's"

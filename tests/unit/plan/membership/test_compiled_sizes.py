@@ -7,7 +7,7 @@ from tests.unit.plan.plan_cluster import FakeCluster, start_cluster
 from trainium_contract.sizes import MAX_COMPILED
 from trainium_contract.spec.precompile import CompiledSize
 from trainium_contract.status.conditions import ConditionType
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.public import CompiledStatus
 from trainium_operator.plan.model.conditions import is_true
 
@@ -101,7 +101,7 @@ def test_a_job_shrinks_to_a_compiled_size_and_grows_when_a_better_one_is_compile
     report_compiled(cluster, 3, 4)
     cluster.run(2 * RESCALE_AFTER_SECONDS)
     assert cluster.size == 4
-    assert cluster.newest_entry.rung is Rung.GROW
+    assert cluster.newest_entry.response is RecoveryResponse.GROW
     cluster.restore_node("node-7")
     cluster.run(6 * RESCALE_AFTER_SECONDS)
     assert cluster.size == 8

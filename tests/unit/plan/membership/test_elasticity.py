@@ -12,7 +12,7 @@ from tests.unit.plan.plan_results import get_condition, make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
 from trainium_contract.status.internal import FailureRecord
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_operator.plan.model.conditions import is_true
 
 RESCALE_AFTER_SECONDS = 30
@@ -82,7 +82,7 @@ def test_an_elastic_job_shrinks_when_its_only_spare_is_lost_too() -> None:
     cluster.run(60)
     assert cluster.size == 3
     assert cluster.status.phase is Phase.RUNNING
-    assert cluster.rungs()[-1] is Rung.SHRINK
+    assert cluster.responses()[-1] is RecoveryResponse.SHRINK
 
 
 def test_a_failure_in_the_middle_of_a_recovery_restarts_the_recovery_once() -> None:
@@ -165,9 +165,9 @@ def test_a_job_without_a_spare_continues_at_each_smaller_size_and_grows_back(
     cluster.run(6 * RESCALE_AFTER_SECONDS)
     reported.append((size_figures(cluster), cluster.status.membership.batch))
     assert reported == expected
-    rungs = cluster.rungs()
-    assert rungs[: len(lost)] == [Rung.SHRINK] * len(lost)
-    assert set(rungs[len(lost) :]) == {Rung.GROW}
+    responses = cluster.responses()
+    assert responses[: len(lost)] == [RecoveryResponse.SHRINK] * len(lost)
+    assert set(responses[len(lost) :]) == {RecoveryResponse.GROW}
 
 
 def size_figures(cluster: FakeCluster) -> tuple[int, int, float, int]:
@@ -187,7 +187,7 @@ def test_nodes_in_reserve_replace_the_next_loss_at_once() -> None:
     cluster.run(RESCALE_AFTER_SECONDS - 10)
     assert cluster.status.membership.generation == before + 1
     assert size_figures(cluster) == (4, 2, 0.5, 2)
-    assert cluster.rungs()[-1] is Rung.SPARE
+    assert cluster.responses()[-1] is RecoveryResponse.SPARE
     generation_before = generation(cluster)
     cluster.run(6 * RESCALE_AFTER_SECONDS)
     assert generation(cluster) == generation_before, "what would save no pass does not change the membership"

@@ -10,7 +10,7 @@ from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_results import make_plan, member_names
 from trainium_contract.job import TrainingJobStatus
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.membership.generation import next_generation, republish_membership
@@ -185,7 +185,7 @@ def test_a_recorded_generation_is_republished_to_the_coordinator(published: int,
 
 
 def test_a_decision_is_dated_once() -> None:
-    open_entry = build.interruption(Rung.REPLACE, ago=10, took=None, decided_at=None)
+    open_entry = build.interruption(RecoveryResponse.REPLACE, ago=10, took=None, decided_at=None)
     observed = build.without_pods(build.running_job(4, spares=1, status={"history": (open_entry,)}), 1)
     assert make_plan(observed).newest_entry.decided_at == NOW
     dated = open_entry.replaced(decided_at=NOW - 5)

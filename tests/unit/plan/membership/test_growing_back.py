@@ -10,7 +10,7 @@ from tests.unit.plan.plan_builders import NOW
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, MembershipStatus, ProgressStatus
 from trainium_contract.wire.messages import Transition, WorkerPhase
@@ -59,7 +59,7 @@ def test_a_job_grows_gracefully_once_all_workers_are_warm() -> None:
     assert (decision.new.transition, decision.new.cause) == (Transition.GRACEFUL, Cause.RESIZE)
     assert decision.requeue_at == ()
     entry = decision.status.history[-1]
-    assert (entry.rung, entry.cause, entry.message) == (Rung.GROW, Cause.CAPACITY, "from 2 to 4 nodes")
+    assert (entry.response, entry.cause, entry.message) == (RecoveryResponse.GROW, Cause.CAPACITY, "from 2 to 4 nodes")
 
 
 @pytest.mark.parametrize(
@@ -100,28 +100,28 @@ def test_a_member_without_a_pod_does_not_keep_the_job_from_shrinking() -> None:
     [(RESCALE_AFTER_SECONDS - 1, NOW + 1), (RESCALE_AFTER_SECONDS, None), (RESCALE_AFTER_SECONDS + 1, None)],
 )
 def test_automatic_growth_has_a_cooldown(ago: float, until: float | None) -> None:
-    status = desired_status(history=(build.interruption(Rung.REPLACE, ago=ago),))
+    status = desired_status(history=(build.interruption(RecoveryResponse.REPLACE, ago=ago),))
     decision = decide(elastic_job(2, 2), status)
     assert (new_size(decision), decision.requeue_at) == ((4, ()) if until is None else (None, (until,)))
 
 
 def test_a_suspended_job_is_not_requeued_while_no_worker_is_there() -> None:
-    status = desired_status(history=(build.interruption(Rung.REPLACE, ago=1),))
+    status = desired_status(history=(build.interruption(RecoveryResponse.REPLACE, ago=1),))
     assert decide(elastic_job(2), status) == Decision(status=status)
 
 
 def test_a_requested_resize_skips_cooldown_and_cost() -> None:
-    status = with_manual_scale(status_without_gain(history=(build.interruption(Rung.REPLACE, ago=1),)))
+    status = with_manual_scale(status_without_gain(history=(build.interruption(RecoveryResponse.REPLACE, ago=1),)))
     decision = decide(elastic_job(2, 2), status)
     assert new_size(decision) == 4
     entry = decision.status.history[-1]
-    assert (entry.rung, entry.cause) == (Rung.RESIZE, Cause.RESIZE)
+    assert (entry.response, entry.cause) == (RecoveryResponse.RESIZE, Cause.RESIZE)
 
 
 def status_without_gain(**fields: Any) -> TrainingJobStatus:
     """Return a status with one step left and a resize cost of 10 s."""
     return desired_status(
-        **{"history": (build.interruption(Rung.REPLACE, ago=500),), **fields},
+        **{"history": (build.interruption(RecoveryResponse.REPLACE, ago=500),), **fields},
         goodput=GoodputStatus(sizes=(SizeAccount(size=2, step_seconds=2.0),)),
         progress=ProgressStatus(step=99, total_steps=100),
     )
@@ -168,19 +168,19 @@ def with_graphs(*sizes: int, seconds: float = 60.0, **fields: Any) -> TrainingJo
 
 
 def test_growth_to_an_uncompiled_size_waits_since_the_last_resize() -> None:
-    shrunk = build.interruption(Rung.SHRINK, ago=100, took=0.0)  # 60 s at half the speed: pays after 120
+    shrunk = build.interruption(RecoveryResponse.SHRINK, ago=100, took=0.0)  # 60 s at half the speed: pays after 120
     assert decide(elastic_job(2, 2), with_graphs(2, history=(shrunk,))).requeue_at == (NOW + 20,)
-    long_ago = build.interruption(Rung.SHRINK, ago=120, took=0.0)
+    long_ago = build.interruption(RecoveryResponse.SHRINK, ago=120, took=0.0)
     assert new_size(decide(elastic_job(2, 2), with_graphs(2, history=(long_ago,)))) == 4
 
 
 def test_only_a_change_of_size_counts_as_one() -> None:
-    shrunk = build.interruption(Rung.SHRINK, ago=130, took=0.0)
-    undecided = build.interruption(Rung.GROW, ago=60, took=None, decided_at=None)
-    replaced = build.interruption(Rung.REPLACE, ago=60, took=0.0)
+    shrunk = build.interruption(RecoveryResponse.SHRINK, ago=130, took=0.0)
+    undecided = build.interruption(RecoveryResponse.GROW, ago=60, took=None, decided_at=None)
+    replaced = build.interruption(RecoveryResponse.REPLACE, ago=60, took=0.0)
     assert new_size(decide(elastic_job(2, 2), with_graphs(2, history=(shrunk, undecided, replaced)))) == 4
-    for rung in (Rung.SHRINK, Rung.GROW, Rung.RESIZE):
-        newer = build.interruption(rung, ago=60, took=0.0)
+    for response in (RecoveryResponse.SHRINK, RecoveryResponse.GROW, RecoveryResponse.RESIZE):
+        newer = build.interruption(response, ago=60, took=0.0)
         assert decide(elastic_job(2, 2), with_graphs(2, history=(shrunk, newer))).requeue_at == (NOW + 60,)
 
 
@@ -189,7 +189,7 @@ def test_a_job_whose_size_never_changed_does_not_wait_for_graphs() -> None:
 
 
 def test_a_requested_resize_does_not_wait_for_compilation() -> None:
-    shrunk = build.interruption(Rung.SHRINK, ago=100, took=0.0)
+    shrunk = build.interruption(RecoveryResponse.SHRINK, ago=100, took=0.0)
     assert new_size(decide(elastic_job(2, 2), with_manual_scale(with_graphs(2, history=(shrunk,))))) == 4
 
 
@@ -223,11 +223,11 @@ def test_the_history_names_the_grant_of_a_queue(desired: int, message: str) -> N
 
 def test_shrinking_for_want_of_capacity_is_reported_as_a_resize() -> None:
     entry = decide(elastic_job(4), desired_status(3)).status.history[-1]
-    assert (entry.rung, entry.cause) == (Rung.RESIZE, Cause.CAPACITY)
+    assert (entry.response, entry.cause) == (RecoveryResponse.RESIZE, Cause.CAPACITY)
 
 
 def test_a_resize_after_a_fault_adds_no_history_entry() -> None:
-    fault = build.interruption(Rung.REPLACE, ago=5, took=None)
+    fault = build.interruption(RecoveryResponse.REPLACE, ago=5, took=None)
     decision = decide(elastic_job(4), desired_status(3, history=(fault,)))
     assert new_size(decision) == 3
     assert decision.status.history == (fault,)
@@ -295,7 +295,7 @@ def test_an_unrecorded_generation_starts_with_the_current_members() -> None:
     assert decision.new is not None
     assert decision.new.members == build.membership(0, 1, 2, 3).members
     assert (decision.new.transition, decision.new.cause) == (Transition.GRACEFUL, Cause.RESIZE)
-    fault = build.interruption(Rung.REPLACE, ago=5, took=None, cause=Cause.NODE_LOST)
+    fault = build.interruption(RecoveryResponse.REPLACE, ago=5, took=None, cause=Cause.NODE_LOST)
     again = finish_decided(elastic_job(4), history=(fault,))
     assert again.new is not None
     assert again.new.cause is Cause.NODE_LOST

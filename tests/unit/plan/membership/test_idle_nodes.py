@@ -9,7 +9,7 @@ from tests.unit.plan.plan_cluster import FakeCluster, start_cluster
 from tests.unit.plan.plan_results import make_plan
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import Transition
 from trainium_operator.plan.model.observed import Taint
 from trainium_operator.plan.view.size import decide_size
@@ -53,7 +53,7 @@ def test_a_job_grows_onto_idle_nodes_and_reports_it() -> None:
     assert cluster.size == 4
     assert cluster.status.phase is Phase.RUNNING
     assert (cluster.status.desired, cluster.status.idle_nodes.taken, cluster.status.idle_nodes.wanted) == (4, 2, 2)
-    assert cluster.rungs() == [Rung.GROW]
+    assert cluster.responses() == [RecoveryResponse.GROW]
     assert cluster.status.history[0].cause is Cause.CAPACITY
     assert "2 idle nodes beyond the 2 requested" in cluster.status.history[0].message
     assert is_graceful(cluster)
@@ -72,7 +72,7 @@ def test_preempted_extras_leave_without_a_lost_step() -> None:
     assert cluster.size == 2
     assert cluster.status.phase is Phase.RUNNING
     assert is_graceful(cluster)
-    assert all(entry.rung in (Rung.GROW, Rung.SHRINK) for entry in cluster.status.history)
+    assert all(entry.response in (RecoveryResponse.GROW, RecoveryResponse.SHRINK) for entry in cluster.status.history)
     assert {entry.cause for entry in cluster.status.history[1:]} == {Cause.PREEMPTED}
     assert cluster.status.failures == (), "no failure is recorded"
 
@@ -85,7 +85,7 @@ def test_a_waiting_gang_gets_nodes_by_a_planned_shrink() -> None:
     assert cluster.size == 2
     assert extras(cluster) == []
     entry = cluster.newest_entry
-    assert (entry.cause, entry.rung) == (Cause.CAPACITY, Rung.RESIZE)
+    assert (entry.cause, entry.response) == (Cause.CAPACITY, RecoveryResponse.RESIZE)
     assert is_graceful(cluster)
     assert "2 idle nodes released" in entry.message
     cluster.run(300)

@@ -9,7 +9,7 @@ from tests.unit.plan.plan_results import make_plan, member_names
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.health import PreflightCheck
 from trainium_contract.status.conditions import Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.public import CompiledStatus, MembershipStatus
 from trainium_contract.wire.messages import MAX_GENERATION_LEAD, CheckResult, Transition, WorkerPhase
 from trainium_operator.plan.diagnose.failed_member import FailedMember
@@ -17,7 +17,7 @@ from trainium_operator.plan.membership.decisions import decide_generation
 from trainium_operator.plan.model.observed import PodPhase
 
 LOSS = {"cause": Cause.POD_LOST, "pod": "demo-w-1", "detected_seconds": 1.0, "step_before": 20, "decided_at": None}
-OPEN = build.interruption(Rung.REPLACE, ago=30, took=None, **LOSS)
+OPEN = build.interruption(RecoveryResponse.REPLACE, ago=30, took=None, **LOSS)
 
 
 def with_open_loss(observed: Any, **status: Any) -> Any:
@@ -31,7 +31,7 @@ def test_a_spare_takes_the_lost_rank_and_survivors_keep_theirs() -> None:
     membership = result.published_membership
     assert member_names(membership) == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
     assert (membership.generation, membership.transition, membership.cause) == (2, Transition.IMMEDIATE, Cause.POD_LOST)
-    assert (result.newest_entry.rung, result.newest_entry.pods_replaced) == (Rung.SPARE, 1)
+    assert (result.newest_entry.response, result.newest_entry.pods_replaced) == (RecoveryResponse.SPARE, 1)
     assert (result.newest_entry.pod, result.newest_entry.rank) == ("demo-w-1", 1)
     assert result.created_pods == ["demo-w-5"]
     assert result.status.membership == MembershipStatus(
@@ -91,7 +91,7 @@ def test_a_pending_replacement_takes_the_lost_rank() -> None:
     )
     result = make_plan(with_open_loss(observed))
     assert result.published_members == ["demo-w-0", "demo-w-4", "demo-w-2", "demo-w-3"]
-    assert result.newest_entry.rung is Rung.REPLACE
+    assert result.newest_entry.response is RecoveryResponse.REPLACE
 
 
 def test_an_elastic_job_shrinks_only_after_the_wait_and_reports_it() -> None:
@@ -100,7 +100,7 @@ def test_an_elastic_job_shrinks_only_after_the_wait_and_reports_it() -> None:
     assert make_plan(with_open_loss(observed, waiting_since=NOW - 119)).published_membership is None
     result = make_plan(with_open_loss(observed, waiting_since=NOW - 120))
     assert result.published_members == ["demo-w-0", "demo-w-1", "demo-w-2"]
-    assert result.newest_entry.rung is Rung.SHRINK
+    assert result.newest_entry.response is RecoveryResponse.SHRINK
     assert result.newest_entry.pods_replaced == 0
     assert result.status.waiting_since == NOW
 
@@ -134,7 +134,7 @@ def test_the_budget_for_lost_workers_ends_the_job_with_a_verdict() -> None:
     result = make_plan(build.without_pods(build.running_job(4, job_spec=tight), 1))
     assert result.status.phase is Phase.FAILED
     assert "1 infrastructure failure within" in result.status.verdict
-    assert result.newest_entry.rung is Rung.STOP
+    assert result.newest_entry.response is RecoveryResponse.STOP
     assert set(result.deleted_pods) == {"demo-w-0", "demo-w-2", "demo-w-3"}
 
 
@@ -144,13 +144,16 @@ def test_a_replacement_keeps_away_from_the_node_that_has_just_failed() -> None:
     assert "node-2" in str(manifest["spec"]["affinity"])
 
 
-@pytest.mark.parametrize(("created", "rung"), [(-31.0, Rung.SPARE), (-30.9, Rung.REPLACE), (-20.0, Rung.REPLACE)])
+@pytest.mark.parametrize(
+    ("created", "response"),
+    [(-31.0, RecoveryResponse.SPARE), (-30.9, RecoveryResponse.REPLACE), (-20.0, RecoveryResponse.REPLACE)],
+)
 def test_a_pod_that_was_there_before_the_fault_is_a_spare_and_creation_times_are_rounded(
-    created: float, rung: Rung
+    created: float, response: RecoveryResponse
 ) -> None:
     observed = with_open_loss(build.without_pods(build.running_job(4, spares=1), 1))
     observed = replace(observed, pods=(*observed.pods[:3], build.pod(4, created=NOW + created)))
-    assert make_plan(observed).newest_entry.rung is rung
+    assert make_plan(observed).newest_entry.response is response
 
 
 def test_a_complete_job_resumes_at_an_uncompiled_size() -> None:

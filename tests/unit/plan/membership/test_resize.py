@@ -6,7 +6,7 @@ from tests.unit.plan.plan_builders import NOW
 from tests.unit.plan.plan_results import make_plan, member_names
 from trainium_contract.faults.causes import Cause
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.wire.messages import Transition, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
@@ -22,7 +22,7 @@ def test_on_shrinking_the_highest_ranks_leave_gracefully_and_no_pod_is_deleted_y
     membership = result.published_membership
     assert member_names(membership) == ["demo-w-0", "demo-w-1", "demo-w-2"]
     assert membership.transition is Transition.GRACEFUL
-    assert (result.newest_entry.rung, result.newest_entry.cause) == (Rung.RESIZE, Cause.RESIZE)
+    assert (result.newest_entry.response, result.newest_entry.cause) == (RecoveryResponse.RESIZE, Cause.RESIZE)
     assert result.deleted_pods == {}
     assert result.created_pods == []
     assert result.status.phase is Phase.RESIZING
@@ -67,7 +67,7 @@ def test_a_job_that_had_to_shrink_reports_it_and_grows_back_when_all_are_there()
     assert find_condition(small.status, ConditionType.RESIZING).reason == "CapacityMissing"
     assert small.status.phase is Phase.RUNNING
     grown = make_plan(build.with_status(observed, desired=4))
-    assert (grown.newest_entry.rung, grown.newest_entry.cause) == (Rung.GROW, Cause.CAPACITY)
+    assert (grown.newest_entry.response, grown.newest_entry.cause) == (RecoveryResponse.GROW, Cause.CAPACITY)
 
 
 def test_pods_that_never_ran_are_the_first_to_go() -> None:

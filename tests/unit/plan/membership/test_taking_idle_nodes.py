@@ -10,7 +10,7 @@ from tests.unit.plan.plan_builders import NOW
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
 from trainium_contract.status.conditions import ConditionType
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_contract.wire.messages import WorkerPhase
@@ -55,7 +55,7 @@ def idle_status(status: TrainingJobStatus | None = None, **idle: Any) -> Trainin
 
 def with_resize_cost(price: float, ago: float = 5000.0, **fields: Any) -> TrainingJobStatus:
     """Return a status whose last resize took `price` seconds."""
-    return TrainingJobStatus(history=(build.interruption(Rung.REPLACE, ago=ago, took=price),), **fields)
+    return TrainingJobStatus(history=(build.interruption(RecoveryResponse.REPLACE, ago=ago, took=price),), **fields)
 
 
 def decide(

@@ -11,7 +11,7 @@ from tests.unit.plan.ultra_servers import UltraServerCluster, build_spec
 from trainium_contract.accelerators import ULTRA_SERVER_NODE_LABEL
 from trainium_contract.job import TrainingJobSpec
 from trainium_contract.status.conditions import ConditionType, Phase
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.wire.messages import Transition
 from trainium_contract.wire.worker_env import LABEL_UNIT
 from trainium_operator.plan.model.conditions import find_condition
@@ -58,7 +58,7 @@ def test_a_spare_ultra_server_replaces_the_one_whose_node_failed() -> None:
     cluster.lose_node(cluster.node_of_rank(5))
     cluster.run(100)
     assert is_steady(cluster)
-    assert cluster.newest_entry.rung is Rung.SPARE
+    assert cluster.newest_entry.response is RecoveryResponse.SPARE
     assert cluster.newest_entry.pods_replaced == 4
     assert cluster.member_names()[:4] == before[:4]
     assert cluster.member_servers() == ["server0"] * 4 + ["server2"] * 4

@@ -8,7 +8,7 @@ from tests.unit.plan import plan_builders as build
 from tests.unit.plan.plan_builders import NOW
 from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.status.ledger import SizeAccount
 from trainium_contract.status.public import CompiledStatus, ProgressStatus
 from trainium_operator.plan.membership import growth
@@ -28,7 +28,7 @@ def with_history(*entries: Interruption, **fields: Any) -> TrainingJobStatus:
 
 
 def with_shrinks(*ago: float) -> TrainingJobStatus:
-    return with_history(*(build.interruption(Rung.SHRINK, ago=seconds) for seconds in ago))
+    return with_history(*(build.interruption(RecoveryResponse.SHRINK, ago=seconds) for seconds in ago))
 
 
 CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
@@ -38,23 +38,30 @@ CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
     ("status", "until"),
     [
         (with_history(), RESCALE_AFTER_SECONDS),
-        (with_history(build.interruption(Rung.REPLACE, ago=60)), NOW - 60 + RESCALE_AFTER_SECONDS),
+        (with_history(build.interruption(RecoveryResponse.REPLACE, ago=60)), NOW - 60 + RESCALE_AFTER_SECONDS),
         (
-            with_history(build.interruption(Rung.REPLACE, ago=60, took=None)),
+            with_history(build.interruption(RecoveryResponse.REPLACE, ago=60, took=None)),
             NOW - 60 + RESCALE_AFTER_SECONDS,
         ),  # not over: from the failure
-        (with_history(build.interruption(Rung.REPLACE, ago=5, took=40, failed_at=None)), 40 + RESCALE_AFTER_SECONDS),
         (
-            with_history(build.interruption(Rung.REPLACE, ago=9), build.interruption(Rung.SPARE, ago=50)),
+            with_history(build.interruption(RecoveryResponse.REPLACE, ago=5, took=40, failed_at=None)),
+            40 + RESCALE_AFTER_SECONDS,
+        ),
+        (
+            with_history(
+                build.interruption(RecoveryResponse.REPLACE, ago=9), build.interruption(RecoveryResponse.SPARE, ago=50)
+            ),
             NOW - 9 + RESCALE_AFTER_SECONDS,
         ),
         (
-            with_history(build.interruption(Rung.GROW, ago=5), build.interruption(Rung.STOP, ago=5)),
+            with_history(
+                build.interruption(RecoveryResponse.GROW, ago=5), build.interruption(RecoveryResponse.STOP, ago=5)
+            ),
             RESCALE_AFTER_SECONDS,
         ),
-        (with_history(build.interruption(Rung.RESIZE, ago=5, **BY_A_PERSON)), RESCALE_AFTER_SECONDS),
-        (with_history(build.interruption(Rung.RESIZE, ago=5, **CAPACITY)), NOW - 5 + RESCALE_AFTER_SECONDS),
-        (with_history(*[build.interruption(Rung.REPLACE, ago=5)] * 4), NOW - 5 + RESCALE_AFTER_SECONDS),
+        (with_history(build.interruption(RecoveryResponse.RESIZE, ago=5, **BY_A_PERSON)), RESCALE_AFTER_SECONDS),
+        (with_history(build.interruption(RecoveryResponse.RESIZE, ago=5, **CAPACITY)), NOW - 5 + RESCALE_AFTER_SECONDS),
+        (with_history(*[build.interruption(RecoveryResponse.REPLACE, ago=5)] * 4), NOW - 5 + RESCALE_AFTER_SECONDS),
         (with_shrinks(70), NOW - 70 + RESCALE_AFTER_SECONDS),
         (with_shrinks(90, 70), NOW - 70 + 2 * RESCALE_AFTER_SECONDS),
         (with_shrinks(90, 80, 70), NOW - 70 + 4 * RESCALE_AFTER_SECONDS),
@@ -62,7 +69,7 @@ CAPACITY, BY_A_PERSON = {"cause": Cause.CAPACITY}, {"cause": Cause.RESIZE}
         (with_shrinks(90, 85, 80, 75, 70), NOW - 70 + 8 * RESCALE_AFTER_SECONDS),
         (with_shrinks(3601, 3600, 3599, 70), NOW - 70 + 2 * RESCALE_AFTER_SECONDS),
         (
-            with_history(*[build.interruption(Rung.RESIZE, ago=70, **CAPACITY)] * 2),
+            with_history(*[build.interruption(RecoveryResponse.RESIZE, ago=70, **CAPACITY)] * 2),
             NOW - 70 + 2 * RESCALE_AFTER_SECONDS,
         ),
     ],
@@ -75,7 +82,7 @@ def with_step_time(*, total: int = 100, step: int = 60, seconds: float | None = 
     """Return a status with this step time on two nodes and this resize cost."""
     sizes = (SizeAccount(size=4, step_seconds=0.5), SizeAccount(size=2, step_seconds=seconds))
     return with_history(
-        *([] if price is None else [build.interruption(Rung.REPLACE, ago=500, took=price)]),
+        *([] if price is None else [build.interruption(RecoveryResponse.REPLACE, ago=500, took=price)]),
         goodput=GoodputStatus(sizes=sizes),
         progress=ProgressStatus(step=step, total_steps=total),
     )
@@ -111,7 +118,7 @@ def test_growth_from_an_illegal_size_always_pays() -> None:
 
 def with_graphs(*sizes: int, seconds: float | None = 600.0, price: float | None = None) -> TrainingJobStatus:
     """Return a status with these compiled sizes."""
-    entries = [] if price is None else [build.interruption(Rung.REPLACE, ago=500, took=price)]
+    entries = [] if price is None else [build.interruption(RecoveryResponse.REPLACE, ago=500, took=price)]
     return with_history(*entries, compiled=CompiledStatus(sizes=sizes, seconds=seconds))
 
 

@@ -9,7 +9,7 @@ from tests.unit.plan.plan_results import get_condition, make_plan, with_written_
 from trainium_contract.faults.causes import Cause
 from trainium_contract.spec.storage import JobCheckpointSpec
 from trainium_contract.status.conditions import ConditionStatus, ConditionType
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.trainer.checkpoint import DurableTierConfig
 from trainium_contract.wire.messages import Progress, WorkerPhase
 from trainium_operator.plan.model.conditions import find_condition, is_true
@@ -90,7 +90,7 @@ def test_only_a_commit_clears_an_overdue_checkpoint() -> None:
     observed = job_with_checkpoints(every_seconds=60)
     observed = build.with_status(observed, make_plan(observe_later(observed, 181)).status)
     joining = build.by_pod_uid(build.agents(range(2), WorkerPhase.JOINING, generation=1, silent=-182))
-    entry = build.interruption(Rung.IN_PLACE, ago=-182, took=None, failed_at=NOW + 181)
+    entry = build.interruption(RecoveryResponse.IN_PLACE, ago=-182, took=None, failed_at=NOW + 181)
     status = observed.job.status.replaced(history=(entry,))
     restarting = replace(observed, now=NOW + 182, agents=joining, job=replace(observed.job, status=status))
     during = make_plan(restarting).status
@@ -111,7 +111,13 @@ def test_storage_errors_stay_unhealthy_until_a_commit() -> None:
     observed = job_with_checkpoints(every_seconds=60)
     text = "/data: Permission denied"
     entry = build.interruption(
-        Rung.IN_PLACE, ago=0, took=None, failed_at=NOW + 1, cause=Cause.STORAGE, message=text, step_before=1000
+        RecoveryResponse.IN_PLACE,
+        ago=0,
+        took=None,
+        failed_at=NOW + 1,
+        cause=Cause.STORAGE,
+        message=text,
+        step_before=1000,
     )
     status = make_plan(build.with_status(observed, history=(entry,))).status
     assert health_condition(status) == ("False", "StorageUnavailable")

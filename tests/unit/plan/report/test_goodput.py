@@ -15,7 +15,7 @@ from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.sizes import BatchShape, SizeRule
 from trainium_contract.status.internal import WINDOW_SAMPLES, StepWindow
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.status.ledger import MAX_SIZES, OVERHEAD, STARTUP, SizeAccount
 from trainium_contract.status.public import CompiledStatus, MembershipStatus
 from trainium_contract.wire.messages import Progress, StepTiming, WorkerPhase
@@ -36,7 +36,7 @@ def test_stage_decide_is_the_wait_for_a_worker() -> None:
     beside_a_spare.kill_pod(beside_a_spare.members()[1].view.name)
     beside_a_spare.run(60)
     entry = beside_a_spare.status.history[-1]
-    assert (entry.rung, entry.stages and entry.stages.decide) == (Rung.SPARE, 0.0)
+    assert (entry.response, entry.stages and entry.stages.decide) == (RecoveryResponse.SPARE, 0.0)
 
     alone = FakeCluster(build.spec(workers={"replicas": 4, "spares": 0}, trainer={"steps": 100_000}), nodes=4)
     alone.run(30)
@@ -53,7 +53,7 @@ def test_stage_decide_is_the_wait_for_a_worker() -> None:
     alone.run(60)
     entry = alone.status.history[-1]
     assert entry.stages is not None
-    assert entry.rung is Rung.REPLACE
+    assert entry.response is RecoveryResponse.REPLACE
     waited = 300 + seconds - (entry.detected_seconds or 0.0)
     assert entry.stages.decide == pytest.approx(waited, abs=3), "until the worker was there, and no longer"
 
@@ -73,7 +73,13 @@ def resumed_at(resume_step: int, entry: Interruption) -> TrainingJobStatus:
 def test_a_resize_is_charged_the_time_measured_by_the_ranks() -> None:
     """Decided 40 s ago; the API server stalled, so the ranks trained on, stopped for 5 s, and trained again."""
     entry = build.interruption(
-        Rung.RESIZE, ago=0, took=None, failed_at=NOW - 40, cause=Cause.RESIZE, detected_seconds=0.0, step_before=100
+        RecoveryResponse.RESIZE,
+        ago=0,
+        took=None,
+        failed_at=NOW - 40,
+        cause=Cause.RESIZE,
+        detected_seconds=0.0,
+        step_before=100,
     )
     # 17 more steps of a second, then 5 s until the first new step, and 18 s without writes.
     status = resumed_at(117, entry)
@@ -87,7 +93,13 @@ def test_a_resize_is_charged_the_time_measured_by_the_ranks() -> None:
 def test_steps_on_a_bad_node_without_a_replacement_are_not_lost(resume_step: int, lost: float) -> None:
     """The condition is 1,000 s old. Three steps may be missing in a heartbeat; 900 steps were made after it."""
     entry = build.interruption(
-        Rung.REPLACE, ago=0, took=None, failed_at=NOW - 1000, cause=Cause.DEVICE, detected_seconds=0.0, step_before=100
+        RecoveryResponse.REPLACE,
+        ago=0,
+        took=None,
+        failed_at=NOW - 1000,
+        cause=Cause.DEVICE,
+        detected_seconds=0.0,
+        step_before=100,
     )
     closed = resumed_at(resume_step, entry).history[-1]
     assert closed.recovered_seconds == pytest.approx(lost)
@@ -214,7 +226,9 @@ def test_a_pod_without_a_node_and_one_that_ended_hold_none() -> None:
 
 
 def test_no_sample_spans_an_interruption() -> None:
-    crash = build.interruption(Rung.IN_PLACE, ago=5, took=None, decided_at=None, detected_seconds=0.0, step_before=105)
+    crash = build.interruption(
+        RecoveryResponse.IN_PLACE, ago=5, took=None, decided_at=None, detected_seconds=0.0, step_before=105
+    )
     observed = steady_job(110, history=(crash,), membership=MembershipStatus(generation=1, attempt=1, size=4))
     observed = build.with_heartbeats(observed, attempt=1)
     status = plan_old_job(observed)
@@ -225,7 +239,7 @@ def test_no_sample_spans_an_interruption() -> None:
 
 def test_the_stages_follow_what_the_agents_report() -> None:
     entry = build.interruption(
-        Rung.SPARE,
+        RecoveryResponse.SPARE,
         ago=20,
         took=None,
         cause=Cause.NODE_LOST,
@@ -256,7 +270,7 @@ def test_the_stages_follow_what_the_agents_report() -> None:
 def test_overlapping_interruptions_are_charged_once() -> None:
     entries = tuple(
         build.interruption(
-            Rung.IN_PLACE,
+            RecoveryResponse.IN_PLACE,
             ago=9 - number,
             took=None,
             attempt=number,

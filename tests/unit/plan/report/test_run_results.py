@@ -15,7 +15,7 @@ from tests.unit.plan.plan_results import check_ledger, get_condition, make_plan,
 from trainium_contract.faults.causes import Cause
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import Condition, ConditionStatus, ConditionType, Phase
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.status.ledger import OVERHEAD, STARTUP
 from trainium_contract.status.results import MAX_ARTIFACTS, ArtifactReport, EvaluationFigure
 from trainium_contract.wire.messages import Progress, WorkerPhase
@@ -84,7 +84,7 @@ def test_a_crash_in_a_stage_recovers_when_the_stage_continues(stage: str) -> Non
     assert cluster.status.phase is Phase.RECOVERING
     cluster.run(10)
     (entry,) = cluster.status.history
-    assert (entry.cause, entry.rung, entry.steps_lost) == (Cause.CRASH, Rung.IN_PLACE, 0)
+    assert (entry.cause, entry.response, entry.steps_lost) == (Cause.CRASH, RecoveryResponse.IN_PLACE, 0)
     assert entry.recovered_seconds is not None
     assert entry.recovered_seconds <= 6
     assert (cluster.status.phase, cluster.status.stage) == (Phase.RUNNING, stage)
@@ -105,7 +105,7 @@ def test_a_node_that_is_lost_in_a_stage_is_replaced_and_the_stage_goes_on() -> N
     cluster.lose_node(lost)
     cluster.run(90)
     (entry,) = cluster.status.history
-    assert (entry.cause, entry.rung, entry.node) == (Cause.NODE_LOST, Rung.SPARE, lost)
+    assert (entry.cause, entry.response, entry.node) == (Cause.NODE_LOST, RecoveryResponse.SPARE, lost)
     assert entry.recovered_seconds is not None
     assert entry.failed_at is not None
     assert entry.recovered_seconds < 90, "it is dated to its last heartbeat, not to the last step"
@@ -333,12 +333,12 @@ def test_no_save_is_overdue_after_the_last_step() -> None:
         assert state(reported, ConditionType.DISRUPTION_ALLOWED) is fine
 
 
-def open_interruption(rung: Rung, *, ago: float, step_before: int, generation: int = 1) -> Interruption:
+def open_interruption(response: RecoveryResponse, *, ago: float, step_before: int, generation: int = 1) -> Interruption:
     return Interruption(
         generation=generation,
         time=format_rfc3339(NOW - ago),
         cause=Cause.NODE_LOST,
-        rung=rung,
+        response=response,
         failed_at=NOW - ago,
         detected_seconds=0.0,
         step_before=step_before,
@@ -346,7 +346,7 @@ def open_interruption(rung: Rung, *, ago: float, step_before: int, generation: i
 
 
 def test_a_returning_member_in_a_stage_closes_the_interruption() -> None:
-    entry = open_interruption(Rung.REPLACE, ago=5, step_before=100)
+    entry = open_interruption(RecoveryResponse.REPLACE, ago=5, step_before=100)
     observed = build.with_status(
         with_progress(build.running_job(4), now=NOW, stage="Export", stage_since=NOW - 100), history=(entry,)
     )
@@ -354,14 +354,14 @@ def test_a_returning_member_in_a_stage_closes_the_interruption() -> None:
 
 
 def test_a_member_that_reports_again_in_training_is_recovered_with_the_next_step() -> None:
-    entry = open_interruption(Rung.REPLACE, ago=5, step_before=20)
+    entry = open_interruption(RecoveryResponse.REPLACE, ago=5, step_before=20)
     for step, recovered_seconds in ((20, None), (21, 5.0)):
         observed = build.running_job(4, agents=build.training_agents(range(4), step=step), status={"history": (entry,)})
         assert make_plan(observed).status.history[0].recovered_seconds == recovered_seconds
 
 
 def test_another_generation_in_a_stage_ends_the_interruption_without_a_step() -> None:
-    entry = open_interruption(Rung.SPARE, ago=30, generation=0, step_before=100)
+    entry = open_interruption(RecoveryResponse.SPARE, ago=30, generation=0, step_before=100)
 
     def plan_recovery(**fields: Any) -> float | None:
         progress = Progress(step=100, resume_step=100, updated=NOW - 300, **fields)

@@ -10,7 +10,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, TrainingJobStatus
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.conditions import ConditionStatus, ConditionType, Phase
-from trainium_contract.status.interruptions import Interruption, Rung
+from trainium_contract.status.interruptions import Interruption, RecoveryResponse
 from trainium_contract.status.public import MembershipStatus
 from trainium_contract.status.results import Alert
 from trainium_contract.status.start_failures import StartFailuresStatus
@@ -264,7 +264,7 @@ def test_a_suspension_deletes_all_pods_gracefully_and_is_no_loss() -> None:
 
 
 OPEN = build.interruption(
-    Rung.SPARE,
+    RecoveryResponse.SPARE,
     ago=8,
     took=None,
     cause=Cause.NODE_LOST,
@@ -416,7 +416,9 @@ def test_later_and_other_alerts_are_events_and_unknown_kinds_are_not() -> None:
 
 @pytest.mark.parametrize(("step", "subject"), [(0, "The processes run again"), (12, "Training goes on")])
 def test_an_event_reports_training_only_where_a_step_proves_it(step: int, subject: str) -> None:
-    entry = Interruption(generation=1, time="t", cause=Cause.CRASH, rung=Rung.IN_PLACE, recovered_seconds=0.431)
+    entry = Interruption(
+        generation=1, time="t", cause=Cause.CRASH, response=RecoveryResponse.IN_PLACE, recovered_seconds=0.431
+    )
     status = TrainingJobStatus()
     new = status.replaced(history=(entry,), progress=status.progress.replaced(step=step))
     notes = [each.note for each in list_events(status, new) if each.reason == "Recovered"]
@@ -497,7 +499,9 @@ def test_an_earlier_failure_of_the_same_outage_keeps_its_time() -> None:
     """A hang is restarted in place, hangs again, and ends with the second one."""
     record = build.restart_record(0, Cause.HANG, generation=2, resumed_at=NOW - 2, step_before=20, failed_at=NOW - 9)
     observed = second_generation(21, restarts=(record,))
-    first = OPEN.replaced(cause=Cause.HANG, rung=Rung.IN_PLACE, failed_at=NOW - 60, detected_seconds=3.5)
+    first = OPEN.replaced(
+        cause=Cause.HANG, response=RecoveryResponse.IN_PLACE, failed_at=NOW - 60, detected_seconds=3.5
+    )
     observed = build.with_status(observed, history=(first, OPEN.replaced(attempt=1)))
     entry, _ = make_plan(observed).status.history
     assert (entry.failed_at, entry.detected_seconds) == (pytest.approx(NOW - 60), pytest.approx(3.5))

@@ -12,7 +12,7 @@ from trainium_contract.faults.causes import Cause
 from trainium_contract.job import GoodputStatus, IdleNodesStatus, TrainingJobStatus
 from trainium_contract.rfc3339 import format_rfc3339
 from trainium_contract.status.internal import FailureRecord, GangStatus
-from trainium_contract.status.interruptions import Rung
+from trainium_contract.status.interruptions import RecoveryResponse
 from trainium_contract.status.public import MembershipStatus, ProgressStatus
 from trainium_contract.status.start_failures import StartFailuresStatus
 from trainium_operator.plan.features import idle_nodes
@@ -25,12 +25,12 @@ from trainium_operator.plan.view.size import decide_size
 
 def status_at(time: float) -> TrainingJobStatus:
     """Return a status in which every time is `at`."""
-    entry = build.interruption(Rung.REPLACE, ago=0.0, failed_at=time, decided_at=time)
+    entry = build.interruption(RecoveryResponse.REPLACE, ago=0.0, failed_at=time, decided_at=time)
     return TrainingJobStatus(
         waiting_since=time,
         leaving_since=time,
         failures=(FailureRecord(cause=Cause.CRASH, at=time), FailureRecord(cause=Cause.CRASH, at=NOW - 50)),
-        history=(build.interruption(Rung.GROW, ago=500), entry),
+        history=(build.interruption(RecoveryResponse.GROW, ago=500), entry),
         goodput=GoodputStatus(accounted_until=time),
         progress=ProgressStatus(updated=format_rfc3339(time)),
         idle_nodes=IdleNodesStatus(wanted=1, asked_at=time),
@@ -59,7 +59,7 @@ def test_past_and_rounded_times_are_unchanged(ahead: float) -> None:
 
 
 def test_only_the_future_time_of_an_interruption_is_clamped() -> None:
-    entry = build.interruption(Rung.REPLACE, ago=100, decided_at=NOW + 100)
+    entry = build.interruption(RecoveryResponse.REPLACE, ago=100, decided_at=NOW + 100)
     mended = correct(TrainingJobStatus(history=(entry,))).history[0]
     assert (mended.failed_at, mended.decided_at) == (entry.failed_at, NOW)
 
@@ -125,7 +125,7 @@ def test_an_edited_membership_is_replaced_by_the_recorded_one(edited: Membership
 
 
 def test_unrecorded_decisions_and_abandoned_generations_are_kept() -> None:
-    decided = build.interruption(Rung.REPLACE, ago=5, took=None, decided_at=NOW - 4)
+    decided = build.interruption(RecoveryResponse.REPLACE, ago=5, took=None, decided_at=NOW - 4)
     next_one = MembershipStatus(generation=2, size=4, data_parallel=4)
     waiting = with_membership(next_one, history=(decided,))
     assert corrected_status(waiting) is waiting.job.status

@@ -25,7 +25,7 @@ import numpy as np
 
 from trainium_contract.trainer.data import ValidationSplit
 from trainium_trainer.data.batches.samples import SampleRules, TextSampleSource
-from trainium_trainer.data.online.lanes import LanePlan, LaneSource
+from trainium_trainer.data.online.stream_shards import ShardPlan, ShardSource
 from trainium_trainer.data.prepared.reader import DocumentSelection, PreparedData, TokenRange
 from trainium_trainer.data.prepared.text_sources import HeldBackText
 from trainium_trainer.data.sources.files import create_once
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("trainium.data")
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64 << 10, 4 << 20
-_BLOCKS_PER_LANE = 16
+_BLOCKS_PER_SHARD = 16
 _FORMAT = 1
 
 
@@ -53,7 +53,7 @@ _FORMAT = 1
 class Streams:
     """The training text that is tokenized during training."""
 
-    plan: LanePlan
+    plan: ShardPlan
     rules: SampleRules
     workers: int
     max_bad_lines: int | None
@@ -87,7 +87,7 @@ def open_streams(
     by_hash = validation is not None and validation.split is ValidationSplit.DOCUMENT_HASH
     sources, sample_sources, identities = [], [], []
     for text_source in texts.sources:
-        source, identity = _lane_source(text_source, global_size, texts.cache)
+        source, identity = _shard_source(text_source, global_size, texts.cache)
         identities.append([identity, source.blocks])
         if validation is not None and fraction is not None:
             training_blocks = source.blocks if by_hash else int(source.blocks * (1 - fraction))
@@ -102,10 +102,10 @@ def open_streams(
             )
             source = replace(source, blocks=training_blocks)
         sources.append(source)
-    plan = LanePlan(
+    plan = ShardPlan(
         sources=tuple(sources),
         tokenizer=str(tokenizer),
-        lanes=global_size,
+        shards=global_size,
         sequence_length=config.sequence_length,
         seed=config.seed,
         held_back=fraction if by_hash else None,
@@ -122,25 +122,25 @@ def open_streams(
         facts["bos"] = begins
     identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     streams = Streams(plan, rules, config.workers or 1, config.max_bad_lines, identity)
-    return streams, sample_sources, {"online": facts, "lanes": global_size}
+    return streams, sample_sources, {"online": facts, "shards": global_size}
 
 
-def _lane_source(text_source: TextSource, lanes: int, cache: Path) -> tuple[LaneSource, str]:
-    """Return a source of the lanes and its identity."""
+def _shard_source(text_source: TextSource, shards: int, cache: Path) -> tuple[ShardSource, str]:
+    """Return a source of the shards and its identity."""
     if text_source.prepared is not None:
         prepared = PreparedData(text_source.prepared)
-        source = LaneSource(
+        source = ShardSource(
             text_source.spec, text_source.weight, str(text_source.prepared), None, len(prepared.batch_tokens)
         )
         return source, prepared.manifest.identity
     text = text_source.spec.source
-    target = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, text.size // (_BLOCKS_PER_LANE * lanes)))
+    target = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, text.size // (_BLOCKS_PER_SHARD * shards)))
     identity = f"{text.identity(cache)}-{target}"
     blocks_file = _list_blocks_once(text_source, identity, target, cache)
     blocks = len(np.load(blocks_file, mmap_mode="r"))
     if not blocks:
         raise UserError(f"data.source {text_source.spec.name}: holds no text: give a source with text in it")
-    return LaneSource(text_source.spec, text_source.weight, None, str(blocks_file), blocks), identity
+    return ShardSource(text_source.spec, text_source.weight, None, str(blocks_file), blocks), identity
 
 
 def _list_blocks_once(text_source: TextSource, identity: str, target: int, cache: Path) -> Path:
@@ -162,7 +162,7 @@ def _list_blocks_once(text_source: TextSource, identity: str, target: int, cache
 def _open_held_back(
     texts: TextSources,
     text_source: TextSource,
-    source: LaneSource,
+    source: ShardSource,
     training_blocks: int,
     fraction: float | None,
     max_tokens: int,

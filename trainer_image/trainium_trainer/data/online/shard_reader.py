@@ -25,7 +25,7 @@ import torch
 from torch import distributed as dist
 
 from trainium_trainer.data.batches.samples import Sample, SampleReader, Share, TextSample
-from trainium_trainer.data.online.lanes import BlockTokens, LaneSamples, initialize_lanes, read_lane_samples
+from trainium_trainer.data.online.stream_shards import BlockTokens, ShardSamples, initialize_shards, read_shard_samples
 from trainium_trainer.data.sources.documents import refuse_skipped, refuse_skipped_share
 from trainium_trainer.data.workers.pool import Workers
 from trainium_trainer.exits import PeerLostError, StorageError, UserError
@@ -53,11 +53,11 @@ class _SourceCounts:
     """The message about the first skipped record."""
 
 
-class LaneReader:
-    """Reads the samples of one rank's lanes with worker processes."""
+class ShardReader:
+    """Reads the samples of one rank's shards with worker processes."""
 
     def __init__(self, streams: Streams, share: Share, counts: BlockCounts) -> None:
-        assert share.global_size == streams.plan.lanes, "each row of the global batch is a lane"
+        assert share.global_size == streams.plan.shards, "each row of the global batch is a shard"
         self._streams = streams
         self._share = share
         self._counts = counts
@@ -77,9 +77,9 @@ class LaneReader:
                 workers.gather()
             self._requested = self._received = step
         while self._requested < step + _CALLS_AHEAD:
-            workers.broadcast(read_lane_samples, self._requested)
+            workers.broadcast(read_shard_samples, self._requested)
             self._requested += 1
-        results: list[LaneSamples] = workers.gather()
+        results: list[ShardSamples] = workers.gather()
         self._received = step + 1
         for result in results:
             self._counts.add(result.counts)
@@ -97,7 +97,7 @@ class LaneReader:
             counts = self._counts.by_source(len(plan.sources))
             self._workers = Workers(count)
             for number, (first, last) in enumerate(itertools.pairwise(marks)):
-                self._workers.send(number, initialize_lanes, plan, range(first, last), counts)
+                self._workers.send(number, initialize_shards, plan, range(first, last), counts)
             self._workers.gather()
         return self._workers
 

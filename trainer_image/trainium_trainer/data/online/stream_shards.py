@@ -1,11 +1,11 @@
-"""Tokenize text during training: each row of the global batch is a separate stream, a lane.
+"""Tokenize text during training: each row of the global batch is a stream of its own, a stream shard.
 
-A source is a number of blocks, shuffled again each epoch. Lane l of n reads blocks l, l + n, l + 2n, ... of that
-endless order, joins their tokens and cuts them into samples. With several sources a lane has such a stream for each,
+A source is a number of blocks, shuffled again each epoch. Shard l of n reads blocks l, l + n, l + 2n, ... of that
+endless order, joins their tokens and cuts them into samples. With several sources a shard has such a stream for each,
 and a mixture chooses the next one.
 
 Guarantees:
-- The contents of a lane are a pure function of data, seed, number of lanes and step, so a rank needs only its lanes,
+- The contents of a shard are a pure function of data, seed, number of shards and step, so a rank needs only its shards,
   and any rank can continue them.
 - Each epoch of a source has each of its blocks once, at any number of ranks.
 - A block ends with an end-of-document token.
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneSource:
-    """A source of the lanes, in a form that is sent to worker processes."""
+class ShardSource:
+    """A source of the shards, in a form that is sent to worker processes."""
 
     spec: SourceSpec
     weight: float
@@ -51,12 +51,12 @@ class LaneSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanePlan:
-    """Everything on which the lanes depend."""
+class ShardPlan:
+    """Everything on which the shards depend."""
 
-    sources: tuple[LaneSource, ...]
+    sources: tuple[ShardSource, ...]
     tokenizer: str
-    lanes: int
+    shards: int
     sequence_length: int
     seed: int
     held_back: float | None
@@ -76,11 +76,11 @@ class BlockTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneSamples:
-    """The samples of some lanes for one step, and facts learned from the blocks read for them."""
+class ShardSamples:
+    """The samples of some shards for one step, and facts learned from the blocks read for them."""
 
     rows: list[NDArray[Any]]
-    """Sequence length + 1 tokens for each lane."""
+    """Sequence length + 1 tokens for each shard."""
     counts: list[tuple[int, int, int]]
     """Source, block and number of tokens of the tokenized blocks."""
     consumed: list[tuple[int, BlockTokens]]
@@ -159,20 +159,20 @@ Blocks = PreparedBlocks | TextBlocks
 
 @dataclass(slots=True)
 class _Stream:
-    """The stream of one source in one lane."""
+    """The stream of one source in one shard."""
 
     blocks: Blocks
-    lane: int
-    lanes: int
+    shard: int
+    shards: int
     seed: int
     name: str
-    _next: int = 0  # index of the next block of the lane
+    _next: int = 0  # index of the next block of the shard
     _buffer: list[NDArray[Any]] = field(default_factory=list)
     _buffered: int = 0
     _empty: int = 0  # consecutive blocks without tokens
 
     def _next_block(self) -> int:
-        return shuffled(self.lane + self._next * self.lanes, len(self.blocks), self.seed)
+        return shuffled(self.shard + self._next * self.shards, len(self.blocks), self.seed)
 
     def seek(self, token: int, log: _ReadLog) -> None:
         """Move the stream to a token, counted from the beginning of the run."""
@@ -248,29 +248,31 @@ class _ReadLog:
         return contents.tokens
 
 
-class Lanes:
-    """Some of the lanes, read step by step."""
+class StreamShards:
+    """Some of the shards, read step by step."""
 
-    def __init__(self, plan: LanePlan, lanes: Sequence[int], blocks: Sequence[Blocks]) -> None:
+    def __init__(self, plan: ShardPlan, shards: Sequence[int], blocks: Sequence[Blocks]) -> None:
         self._plan = plan
         self._source_numbers = {id(source_blocks): number for number, source_blocks in enumerate(blocks)}
         self._step = -1
         weights = [source.weight for source in plan.sources]
         self._mixtures = []
         self._streams: list[list[_Stream]] = []
-        orders = [Permutation(plan.lanes, plan.seed, number) for number in range(len(weights))]
-        for lane in lanes:
-            # The phases spread the sources over the lanes, so that each step has them in their shares too.
-            phase = [(order[lane] + 0.5) / plan.lanes for order in orders]
+        orders = [Permutation(plan.shards, plan.seed, number) for number in range(len(weights))]
+        for shard in shards:
+            # The phases spread the sources over the shards, so that each step has them in their shares too.
+            phase = [(order[shard] + 0.5) / plan.shards for order in orders]
             self._mixtures.append(Mixture(weights, plan.seed, phase))
             self._streams.append(
                 [
-                    _Stream(source_blocks, lane, plan.lanes, plan.seed + 7919 * number, plan.sources[number].spec.name)
+                    _Stream(
+                        source_blocks, shard, plan.shards, plan.seed + 7919 * number, plan.sources[number].spec.name
+                    )
                     for number, source_blocks in enumerate(blocks)
                 ]
             )
 
-    def rows(self, step: int) -> LaneSamples:
+    def rows(self, step: int) -> ShardSamples:
         """Return the samples of a step; fast for consecutive steps. Raises UserError or StorageError."""
         log = _ReadLog(self._source_numbers)
         length = self._plan.sequence_length
@@ -283,7 +285,7 @@ class Lanes:
             streams[mixture[step][0]].sample(length, log)
             for mixture, streams in zip(self._mixtures, self._streams, strict=True)
         ]
-        return LaneSamples(rows, log.counts, log.consumed)
+        return ShardSamples(rows, log.counts, log.consumed)
 
 
 # ---- functions that a tokenizing process calls by reference ---------------------------------------------------------
@@ -291,8 +293,10 @@ class Lanes:
 _worker: dict[str, Any] = {}
 
 
-def initialize_lanes(plan: LanePlan, lanes: Sequence[int], counts: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
-    """Prepare this process for some lanes; `counts` has each source's counted blocks and their numbers of tokens."""
+def initialize_shards(
+    plan: ShardPlan, shards: Sequence[int], counts: Sequence[tuple[NDArray[Any], NDArray[Any]]]
+) -> None:
+    """Prepare this process for some shards; `counts` has each source's counted blocks and their numbers of tokens."""
     encoder = DocumentEncoder(Path(plan.tokenizer), plan.bos_prefix)
     blocks: list[Blocks] = []
     for source, (counted, tokens) in zip(plan.sources, counts, strict=True):
@@ -304,10 +308,10 @@ def initialize_lanes(plan: LanePlan, lanes: Sequence[int], counts: Sequence[tupl
         text = TextBlocks(source.spec.source, table, encoder, plan.held_back)
         text.add_counts(counted, tokens)
         blocks.append(text)
-    _worker["lanes"] = Lanes(plan, lanes, blocks)
+    _worker["shards"] = StreamShards(plan, shards, blocks)
 
 
-def read_lane_samples(step: int) -> LaneSamples:
+def read_shard_samples(step: int) -> ShardSamples:
     """Return the samples of a step."""
-    rows: LaneSamples = _worker["lanes"].rows(step)
+    rows: ShardSamples = _worker["shards"].rows(step)
     return rows
