@@ -16,7 +16,7 @@ MAX_COUNTED_CAUSES = 32
 
 
 class RecoveryResponse(StrEnum):
-    """How far the response to an interruption went."""
+    """Response to an interruption, by how far it went."""
 
     IN_PLACE = "InPlace"
     """Processes restarted, pods kept."""

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainium_contract.rfc3339 import parse_rfc3339
-from trainium_contract.status.ledger import STAGES
 
 if TYPE_CHECKING:
     from trainium_contract.status.interruptions import Interruption
     from trainium_contract.status.public import PublicStatus
     from trainium_contract.views.status_reader import StatusReader
 
+STAGES = ("detect", "decide", "restart", "load", "compile", "replay")
+"""As `status.ledger.STAGES`, whose import takes longer than a command of the client."""
 _LOSS_EXPLANATIONS = {"decide": "wait for a worker", "overhead": "slower steps", "rolewait": "wait for a role"}
 """Explanations of names of lost time that are too short (docs/goodput.md, Lost time)."""
 RESPONSE_DESCRIPTIONS = {

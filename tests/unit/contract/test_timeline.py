@@ -11,7 +11,8 @@ from tests.testing.api.recorded_jobs import NOW, recorded_object
 from tests.testing.page.html_page import Page
 from trainium_contract.pages.job_page import JobReport, live_job_html, report_html
 from trainium_contract.pages.svg import Span, draw_timeline, time_ticks
-from trainium_contract.views.interruptions import InterruptionView, read_interruptions
+from trainium_contract.status import ledger
+from trainium_contract.views.interruptions import STAGES, InterruptionView, read_interruptions
 from trainium_contract.views.job import build_job_view
 from trainium_contract.views.status_reader import public_status
 from trainium_contract.views.timeline import MAX_ROWS, MIN_ROWS, Timeline, WorkerState, build_timeline
@@ -189,3 +190,7 @@ def test_time_marks_are_ordered_and_in_range(begin: float, length: float) -> Non
 def test_an_empty_timeline_is_no_picture() -> None:
     assert draw_timeline(5.0, 5.0, [("row", [Span(5.0, 5.0, 1, "x")])], "x") == ""
     assert draw_timeline(0.0, 5.0, [], "x") == ""
+
+
+def test_views_have_the_stages_of_a_recovery_in_their_order() -> None:
+    assert STAGES == ledger.STAGES

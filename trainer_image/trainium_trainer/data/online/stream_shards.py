@@ -1,4 +1,4 @@
-"""Tokenize text during training: each row of the global batch is a stream of its own, a stream shard.
+"""Tokenize text during training: each row of the global batch is a separate stream, a stream shard.
 
 A source is a number of blocks, shuffled again each epoch. Shard l of n reads blocks l, l + n, l + 2n, ... of that
 endless order, joins their tokens and cuts them into samples. With several sources a shard has such a stream for each,
