@@ -1,7 +1,7 @@
 """Compare the lines of each part of the repository with its limit in line_limits.toml (`make check`).
 
-It counts the lines of `git ls-files '*.py'` below the folders of a part, including blanks and docstrings. A part may
-exclude folders, and has a `goal` if its limit is not final.
+It counts the lines of tracked files below the folders of a part, including blanks and docstrings: of Python unless the
+part has another `suffix`. A part has a `goal` if it is above its final limit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 
 
-def count_lines(folders: list[str], excluded: list[str]) -> int:
-    """Count the lines of all tracked Python files below the folders."""
-    patterns = [f"{folder}/*.py" for folder in folders] + [f":(exclude){folder}/*.py" for folder in excluded]
+def count_lines(folders: list[str], suffix: str) -> int:
+    """Count the lines of all tracked files with the suffix below the folders."""
+    patterns = [f"{folder}/*.{suffix}" for folder in folders]
     listed = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, check=True, capture_output=True, text=True)
     files = [ROOT / name for name in listed.stdout.split("\0") if name]
     return sum(file.read_bytes().count(b"\n") for file in files if file.is_file())
@@ -27,12 +27,12 @@ def count_lines(folders: list[str], excluded: list[str]) -> int:
 
 def main() -> int:
     """Print lines, limits and goals of all parts; return 1 if one is above its limit."""
-    table = Table(title="Lines of Python")
+    table = Table(title="Lines")
     for heading in ("part", "lines", "at most", "left", "goal"):
         table.add_column(heading, justify="left" if heading == "part" else "right")
     above = []
     for name, limit in tomllib.loads((ROOT / "line_limits.toml").read_text())["parts"].items():
-        lines = count_lines(limit["folders"], limit.get("exclude", []))
+        lines = count_lines(limit["folders"], limit.get("suffix", "py"))
         left = limit["at_most"] - lines
         table.add_row(
             name, f"{lines:,}", f"{limit['at_most']:,}", f"{left:,}", f"{limit.get('goal', limit['at_most']):,}"
