@@ -30,6 +30,7 @@ from benchmarks.program_recovery.launchers import (
 )
 from benchmarks.program_recovery.programs import FAULTS, PROGRAMS, ProgramLauncher, install_programs
 from benchmarks.program_recovery.recovery import Recovery
+from trainium_devcluster.demos.frame import OPERATOR_NAMESPACE
 from trainium_devcluster.demos.session import NAMESPACE, DemoSession, Name, Out, Outcome
 from trainium_devcluster.program import ProgramDemo
 
@@ -106,6 +107,9 @@ def _run_programs(demo: ProgramDemo, names: list[str], runs: Runs) -> Runs:
         runs[name] = _run_program(demo, name)
         demo.view.log(str(runs[name]))
         write_report(demo.out / "report.json", runs)
+        # A container that was killed several times waits longer for each restart; that of a new pod does not.
+        demo.cluster.kubectl("rollout", "restart", "deployment", "-n", OPERATOR_NAMESPACE)
+        demo.cluster.kubectl("rollout", "status", "deployment", "-n", OPERATOR_NAMESPACE, "--timeout=90s", timeout=120)
     return runs
 
 
