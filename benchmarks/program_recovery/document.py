@@ -54,7 +54,11 @@ def _render(runs: Runs) -> str:
         "",
         f"{', '.join(conditions)}.",
         *([f"Not run yet: {'; '.join(missing)}."] if missing else []),
-        *(f"- {run.title}: {run.problem}" for run in runs.values() if run.problem),
+        *(
+            f"Not to the end: {run.title}, {run.problem.partition('. ')[0].rstrip('.')}."
+            for run in runs.values()
+            if run.problem
+        ),
     ]
     return "\n".join(lines) + "\n"
 

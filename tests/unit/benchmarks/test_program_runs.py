@@ -47,7 +47,7 @@ def test_the_table_has_a_line_for_each_program() -> None:
 def test_a_program_that_did_not_end_is_named_with_its_reason() -> None:
     page = update_page(_EMPTY_PAGE, {"loop": replace(_RUN, completed=False, problem="The job failed.")})
     assert "not completed" in page
-    assert "- loop: The job failed." in page
+    assert "Not to the end: loop, The job failed.\n" in page
 
 
 def test_a_page_without_marks_is_refused() -> None:
