@@ -43,7 +43,7 @@ class RunCost:
     load: float
     """Load of the machine at the end, over 5 minutes."""
     seconds: float
-    """Of this run and the undisturbed one together."""
+    """Duration of this run and the undisturbed one together."""
     date: str
     problem: str = ""
     """Why the run ended before its last fault; empty if it did not."""

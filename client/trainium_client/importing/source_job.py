@@ -70,7 +70,7 @@ class PodParts:
     """Extended resources of a pod; None: not known."""
     instance_type: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    """As those of `SourceJob`, where that has none."""
+    """Settings that apply where `SourceJob` has none."""
     storage: dict[str, Any] = field(default_factory=dict)
     """`checkpoint.storage`, where a volume is mounted at its place."""
     notes: tuple[Note, ...] = ()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainium_contract.views.status_reader import StatusReader
 
 STAGES = ("detect", "decide", "restart", "load", "compile", "replay")
-"""As `status.ledger.STAGES`, whose import takes longer than a command of the client."""
+"""Copy of `status.ledger.STAGES`, whose import takes longer than a command of the client."""
 _LOSS_EXPLANATIONS = {"decide": "wait for a worker", "overhead": "slower steps", "rolewait": "wait for a role"}
 """Explanations of names of lost time that are too short (docs/goodput.md, Lost time)."""
 RESPONSE_DESCRIPTIONS = {

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _TENSORS = ("state_dict", "optimizer_states")
-"""What `memory.save` keeps by itself, from a checkpoint of Lightning."""
+"""Parts of a checkpoint of Lightning that `memory.save` keeps by itself."""
 
 
 class ReportToAgent(Callback):  # type: ignore[misc]  # Any where types are checked
