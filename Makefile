@@ -46,7 +46,7 @@ program: binaries  ## A script of TRL with the elastic line, through killed rank
 	@scripts/tool_venv.sh $(TRL_VENV) $(abspath $(BIN))/python scripts/trl_requirements.txt
 	@$(TRL_VENV)/bin/python -m trainium_devcluster.program $(ARGS)
 
-programs: binaries  ## Twelve programs of others through all faults, for half an hour; writes docs/program-runs.md (ARGS="--resume" keeps what ran)
+programs: binaries  ## Thirteen programs of others through all faults, for half an hour; writes docs/program-runs.md (ARGS="--resume" keeps what ran)
 	@scripts/tool_venv.sh $(PROGRAMS_VENV) $(abspath $(BIN))/python scripts/programs_requirements.txt
 	@$(PROGRAMS_VENV)/bin/python -m benchmarks.program_recovery --program all --document --out out/programs $(ARGS)
 

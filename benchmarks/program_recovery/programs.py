@@ -96,6 +96,7 @@ PROGRAMS = {
     "trainer": Program("`Trainer` of transformers", _recorded(_LOOPS.name, "plain")),
     "accelerate": Program("loop with accelerate", ("/src/accelerate_loop.py",), **_LOOP),
     "ddp": Program("loop with DDP", ("/src/ddp_loop.py",), **_LOOP),
+    "fsdp2": Program("loop with FSDP2", ("/src/fsdp2_loop.py",), **_LOOP),
     "lightning": Program("Lightning", ("/src/lightning_loop.py",), committed="last.ckpt", keeps_batch=False),
     "torchtitan": Program(
         "torchtitan, FSDP2",
@@ -152,15 +153,29 @@ class ProgramLauncher(TrainingJobLauncher):
             self.demo.cluster.faults.kill_container(NAMESPACE, pod, signal=number, match="count /checkpoints")
 
 
+def read_loops() -> dict[str, str]:
+    """Return the sources of the loops on the page of the library: `ddp`, `fsdp2`, `accelerate` and `lightning`."""
+    page = _PAGE.read_text()
+    blocks = [block.partition("```")[0] for block in page.split("```python\n")]
+    loops = dict(zip(("ddp", "accelerate", "lightning"), (b for b in blocks if "PositionSampler(" in b), strict=True))
+    changes = page.split("```diff\n")[1].partition("```")[0]
+    loops["fsdp2"] = loops["ddp"]
+    for removed, added in re.findall(r"((?:-.*\n)+)((?:\+.*\n)+)", changes):
+        old, new = (re.sub("(?m)^[-+]", "", lines) for lines in (removed, added))
+        if old not in loops["ddp"]:
+            raise ValueError(f"{_PAGE} changes lines that its DDP loop does not have: {old}")
+        loops["fsdp2"] = loops["fsdp2"].replace(old, new)
+    return loops
+
+
 def install_programs(demo: ProgramDemo) -> None:
     """Create the ConfigMap with the programs, their data sets, and the small tokenizer of torchtitan's model."""
-    blocks = _PAGE.read_text().split("```python\n")
-    loops = [block.partition("```")[0] for block in blocks if "PositionSampler(" in block]
-    files = {name: demo.out / f"{name}_loop.py" for name in ("ddp", "accelerate", "lightning")}
-    for path, loop in zip(files.values(), loops, strict=True):
+    files = {name: demo.out / f"{name}_loop.py" for name in ("ddp", "accelerate", "lightning", "fsdp2")}
+    for name, loop in read_loops().items():
         source = re.sub(r'"/checkpoints/run(.*?)"', r'os.environ["LEDGER"] + "\1"', loop)
         source = source.replace("from my_project import", "from loops import")
-        path.write_text("import os\n" + source.replace("BATCH, FOLDER = 2, 64", f"BATCH, FOLDER = {_EPOCHS}, 16"))
+        source = source.replace("BATCH, FOLDER = 2, 64", f"BATCH, FOLDER = {_EPOCHS}, 16")
+        files[name].write_text("import os\n" + source)
     sources = [f"--from-file={path}" for path in (RECORDER, _LOOPS, *files.values())]
     demo.cluster.kubectl("create", "configmap", "programs", *sources, "-n", NAMESPACE)
     folder = demo.out / "checkpoints"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.program_recovery.programs import read_loops
 from tests.testing.suite.timeouts import scaled
 
 pytestmark = pytest.mark.xdist_group("elastic")
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "program-library.md").read_text()
-LOOPS = [block.partition("```")[0] for block in PAGE.split("```python\n") if "PositionSampler(" in block]
+LOOPS = read_loops()
+OUTPUTS = 3
 
 MY_PROJECT = """
 import atexit, json, os, signal
@@ -25,9 +27,13 @@ calls = []
 
 def build_model():
     torch.manual_seed(0)
-    model = torch.nn.Linear(6, 3)
-    atexit.register(lambda: open(os.environ["RESULT"], "w").write(json.dumps([len(calls), model.weight.tolist()])))
+    model = torch.nn.Linear(6, int(os.environ["OUTPUTS"]))
+    atexit.register(write_result, model)
     return model
+
+def write_result(model):
+    weight = model.weight.to_local() if hasattr(model.weight, "to_local") else model.weight
+    open(os.environ["RESULT"], "w").write(json.dumps([len(calls), weight.tolist()]))
 
 def compute_mean_loss(model, batch):
     calls.append(1)
@@ -54,7 +60,7 @@ def run(folder: Path, program: str, ranks: int, **variables: str) -> list[float]
             "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1",
             "TORCHELASTIC_RUN_ID": "run",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RESULT": str(folder / f"result-{rank}"),
-            "TRAINIUM_PROGRESS_FILE": str(folder / f"progress-{rank}"), "OMP_NUM_THREADS": "1",
+            "TRAINIUM_PROGRESS_FILE": str(folder / f"progress-{rank}"), "OMP_NUM_THREADS": "1", "OUTPUTS": str(OUTPUTS),
             "TRAINIUM_MEMORY_DIR": str(folder / f"node-{rank}"), "TRAINIUM_RUN_ID": "run", **variables,
         }  # fmt: skip
         processes.append(subprocess.Popen([sys.executable, str(script)], env=environment))
@@ -67,18 +73,35 @@ def run(folder: Path, program: str, ranks: int, **variables: str) -> list[float]
         assert codes[0] == -9
         return []
     assert codes == [0] * ranks
-    calls, weights = json.loads((folder / "result-0").read_text())
+    results = [json.loads((folder / f"result-{rank}").read_text()) for rank in range(ranks)]
+    calls, weights = results[0]
+    if len(weights) < OUTPUTS:  # each rank has a shard
+        weights = [row for _, rows in results for row in rows]
     return [calls, *(value for row in weights for value in row)]
 
 
-@pytest.mark.parametrize("program", LOOPS, ids=["ddp", "accelerate", "lightning"])
-def test_a_loop_of_the_page_resumes_at_another_size_with_the_same_result(tmp_path: Path, program: str) -> None:
-    if "lightning" in program:
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_the_page_resumes_at_another_size_with_the_same_result(tmp_path: Path, name: str) -> None:
+    program = LOOPS[name]
+    if name == "lightning":
         pytest.importorskip("lightning.pytorch")
     calls, *expected = run(tmp_path / "whole", program, 2)
     assert calls == 6, "two epochs of three steps, one micro-batch each"
     run(tmp_path / "killed", program, 2, KILL="5")
     calls, *weights = run(tmp_path / "killed", program, 1)
-    batches = 1 if "lightning" in program else 2
+    batches = 1 if name == "lightning" else 2
     assert calls in {2 * batches, 3 * batches}, "step 3 or 4 was the last one that was complete"
+    assert weights == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("saved_every", "ranks"), [(2, 1), (3, 2)], ids=["in an epoch", "at the end of an epoch"])
+def test_the_lightning_loop_resumes_from_its_checkpoint_alone(tmp_path: Path, saved_every: int, ranks: int) -> None:
+    pytest.importorskip("lightning.pytorch")
+    program = LOOPS["lightning"].replace("every_n_train_steps=100", f"every_n_train_steps={saved_every}")
+    _, *expected = run(tmp_path / "whole", program, 2)
+    run(tmp_path / "killed", program, 2, KILL="5")
+    for node in range(2):
+        shutil.rmtree(tmp_path / "killed" / f"node-{node}")
+    calls, *weights = run(tmp_path / "killed", program, ranks)
+    assert calls == 6 - 4 // saved_every * saved_every, "each step after the checkpoint once"
     assert weights == pytest.approx(expected, rel=1e-5)
