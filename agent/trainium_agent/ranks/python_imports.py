@@ -38,6 +38,10 @@ MAX_NAMES = 8192
 """Modules that are recorded of one program."""
 _LIBRARY = "trainium_worker"
 """The library for programs: it reads the environment of a rank at its use, and imports what a hook needs late."""
+_CACHES = (("transformers.conversion_mapping", "get_checkpoint_conversion_mapping", ""),)
+"""Functions whose first call fills a cache of the process: module, name, argument. The one of transformers 5 compiles
+1,010 regular expressions at the first `from_pretrained`.
+"""
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -165,6 +169,7 @@ class ProgramImports:
         names += [(name, "") for name in recorded if (spec := _find_spec(name, sys.path)) and is_installed(spec)]
         suspect = import_ahead(names)
         self.suspect = self.suspect or suspect
+        fill_caches()
 
 
 def _size_of(path: str) -> int:
@@ -202,6 +207,15 @@ def _import(module: str, name: str) -> None:
     imported = importlib.import_module(module)
     if name and not hasattr(imported, name):  # hasattr loads what a package loads at its first use
         importlib.import_module(f"{module}.{name}")
+
+
+def fill_caches() -> None:
+    """Fill caches of the libraries that are imported, which each rank would fill again."""
+    for module, name, argument in _CACHES:
+        function = getattr(sys.modules.get(module), name, None)
+        if function is not None:
+            with contextlib.suppress(Exception):  # another version: the rank calls it by itself
+                function(argument)
 
 
 def prepare_fork() -> None:

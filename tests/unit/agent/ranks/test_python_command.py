@@ -185,6 +185,24 @@ def test_a_library_that_needs_a_device_when_it_is_imported_is_left_to_the_ranks(
     assert done.stdout == "['beside'] ['beside']\n"
 
 
+def test_a_cache_that_each_rank_would_fill_again_is_filled_ahead(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "transformers"
+    library.mkdir(parents=True)
+    (library / "__init__.py").touch()
+    (library / "conversion_mapping.py").write_text(
+        "calls = []\ndef get_checkpoint_conversion_mapping(model_type):\n    calls.append(model_type); raise KeyError\n"
+    )
+    (tmp_path / "train.py").write_text("from transformers import conversion_mapping\n")
+    code = "from trainium_agent.ranks.python_imports import ProgramImports\n"
+    code += "ProgramImports(['train.py'], '.', 'record').import_new()\n"
+    code += "from transformers.conversion_mapping import calls; print(calls)"
+    environment = {**os.environ, "PYTHONPATH": str(library.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['']\n"
+
+
 def test_a_module_that_leaves_a_thread_is_named(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = program / "site-packages"
     site.mkdir()
