@@ -147,6 +147,7 @@ def train(folder: Path, last_step: int, seed: int, learning_rate: float) -> None
         version = (step - 1) // PUBLISH_EVERY * PUBLISH_EVERY
         rewards = torch.zeros(PROMPTS)
         optimizer.zero_grad()
+        trainium_worker.stage("generate")  # slow servers are no hang
         for index in range(rank, PROMPTS, size):
             number = step * PROMPTS + index
             prompt = number % VOCABULARY

@@ -57,12 +57,15 @@ STOPPED = 75
 
 _STOP_POLL_SECONDS = 0.005
 _STOP_TIMEOUT_SECONDS = 60.0
+GENERATE = "Generate"
+"""The stage of a wait for answers, for instance of the pods of a role: a part of the step."""
 _ACTIVITIES = {
     "Load": Activity.LOAD,
     "Compile": Activity.COMPILE,
     "Save": Activity.SAVE,
     "Export": Activity.SAVE,
     "Evaluate": Activity.SAVE,
+    GENERATE: Activity.SAVE,
     TRAIN: Activity.STEP,
 }
 """The activities of the stages whose limits for a hang differ from those of steps."""
@@ -109,7 +112,8 @@ class _Reporter:
     def stage(self, name: str, done: float) -> None:
         writer = self._writer
         with self._lock:
-            self._step_started = time.monotonic()
+            if name != GENERATE:
+                self._step_started = time.monotonic()
             writer.record_stage(name, done)
             writer.pulse.enter(_ACTIVITIES.get(name, Activity.STEP if writer.record.step >= 0 else Activity.INIT))
 
@@ -210,7 +214,8 @@ def saved(step: SupportsIndex, location: str | os.PathLike[str]) -> None:
 def stage(name: str, done: float = 0.0) -> None:
     """Report the stage of the program and its completed fraction (0 to 1).
 
-    `load`, `compile`, `save`, `export` and `evaluate` have separate limits for a hang; `train` and each step end them.
+    `load`, `compile`, `save`, `export`, `evaluate` and `generate` have separate limits for a hang; `train` and each
+    step end them.
     A name has at most 32 bytes.
     """
     _current_reporter().stage(name[:1].upper() + name[1:], done)

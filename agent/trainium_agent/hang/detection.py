@@ -22,6 +22,7 @@ from trainium_agent.exits.restart_policy import GenerationState, decide_restart
 from trainium_contract.exit_codes import ExitCode
 from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import TrainerPhase
+from trainium_worker import GENERATE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +39,7 @@ _MIN_RETRY_SECONDS = 0.25
 _MAX_RETRY_SECONDS = 5.0
 STOPPED = ("T", "t")
 _UNINTERRUPTIBLE = "D"
-_STAGES = {RunStage.EXPORT: "writing artifacts", RunStage.EVALUATE: "evaluating"}
+_STAGES = {RunStage.EXPORT: "writing artifacts", RunStage.EVALUATE: "evaluating", GENERATE: "waiting for answers"}
 _STATES = {
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
@@ -112,8 +113,8 @@ class Stall:
     """State letter of /proc; empty if not read."""
     busy: float = 0.0
     """Processor time per second of the stall."""
-    stage: RunStage = RunStage.TRAIN
-    """Stage of the run: training steps, or a stage after the last step."""
+    stage: str = RunStage.TRAIN
+    """Stage of the run, by the name that the rank reports."""
     unreported: bool = False
     """Whether it is a rank of a program that has reported nothing; it excuses no rank that has reported."""
 
@@ -302,7 +303,7 @@ def describe_stall(stall: Stall, pod: str) -> str:
 
 
 def _describe_location(stall: Stall) -> str:
-    if stall.stage is not RunStage.TRAIN:
+    if stall.stage in _STAGES:
         return f"while {_STAGES[stall.stage]} after step {max(stall.step, 0)}"
     match stall.phase:
         case TrainerPhase.STEP:
@@ -329,7 +330,7 @@ def decode_stalls(text: str) -> tuple[Stall, ...]:
 
 def _decode_stall(body: dict[str, Any]) -> Stall:
     fields = {name: body[name] for name in Stall.__dataclass_fields__ if name in body}
-    return Stall(**{**fields, "phase": TrainerPhase(body["phase"]), "stage": RunStage(body["stage"])})
+    return Stall(**{**fields, "phase": TrainerPhase(body["phase"])})
 
 
 @dataclass(slots=True)

@@ -21,7 +21,6 @@ from trainium_agent.hang.detection import (
 from trainium_agent.linux import kernel
 from trainium_agent.linux.kernel import CpuWaitSampler
 from trainium_agent.workload.attempt import progress_file
-from trainium_contract.status.results import RunStage
 from trainium_contract.wire.messages import StepTiming, TrainerPhase
 from trainium_contract.worker_process.process_tree import descendants
 from trainium_worker.progress_record import ProgressPhase
@@ -128,7 +127,7 @@ class RankSampler:
             limit=limit,
             reported_waiting=_WAITING[pulse.waiting],
             state=letter,
-            stage=RunStage.parse(record.stage),
+            stage=record.stage,
         )
         timing = summarize_steps(pulse.steps, self._cpu_waits.share(process.pid, now))
         return RankSample(stall, activity, cpu_seconds), timing

@@ -101,6 +101,18 @@ def test_stages_have_their_activity(record: Path) -> None:
     assert newest.stage == "X" + "x" * 31
 
 
+def test_waiting_for_answers_is_part_of_the_step_and_has_the_limit_of_a_save(record: Path) -> None:
+    trainium_worker.step(1)
+    started = time.monotonic()
+    time.sleep(0.02)
+    trainium_worker.stage("generate")
+    assert activity(record)[0] is Activity.SAVE
+    assert progress(record).stage == "Generate"
+    trainium_worker.step(2)
+    assert activity(record)[0] is Activity.STEP
+    assert 0.02 <= progress(record).step_seconds <= time.monotonic() - started + 0.01
+
+
 def test_saved_steps_are_recorded_by_storage(record: Path) -> None:
     trainium_worker.saved(4, "/checkpoints/4")
     trainium_worker.saved(5, trainium_worker.MEMORY)

@@ -35,6 +35,7 @@ from trainium_contract.status.results import RunStage
 from trainium_contract.wire.log_line import LogFormat
 from trainium_contract.wire.messages import TrainerPhase
 from trainium_trainer.monitor.progress import ProgressWriter
+from trainium_worker import GENERATE
 from trainium_worker.progress_record import read_with_pulse
 
 SPEC = HangSpec()
@@ -313,6 +314,11 @@ def test_a_hang_counts_once_and_is_unexplained_without_a_blamed_rank() -> None:
             build_stall(3, waiting=False, phase=SAVE, stage=RunStage.EXPORT),
             "while writing artifacts after step 119 (not waiting for peers)",
         ),
+        (
+            build_stall(3, waiting=None, phase=SAVE, stage=GENERATE),
+            "while waiting for answers after step 119 (in work that has collectives inside)",
+        ),
+        (build_stall(3, phase=SAVE, stage="Shuffle"), "while saving after step 119 (waiting for its peers)"),
         (build_stall(3, phase=SAVE), "while saving after step 119 (waiting for its peers)"),
         (
             build_stall(3, phase=LOAD, waiting=None),
